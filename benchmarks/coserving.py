@@ -1,0 +1,210 @@
+"""Online latency and offline throughput under the in-engine policies, on one engine, in turns.
+
+    python -m benchmarks.coserving [--model DIR] [--quick] [--json FILE] [--plot FILE]
+
+The engine is profiled first, as the paper does. The promises (SLO) are what online work gets when it is
+alone: the P99 of `online_only` under the same load, measured in the same run. Figures are ratios within one
+run, means over the loads.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coserving_load import Experienced, Load, quantile
+from benchmarks.coserving_turns import LAYERS, Outcome, bench
+from placement.profiles import Profile
+from workers.coserving.flag import Flag
+from workers.coserving.iterations import IterationRecord
+from workers.coserving.safepoint import Armed, SafepointWorker
+
+POLICIES = ("online_only", "non_preemptive", "sarathi", "bros", "conserve")
+SCALES = (1.0, 1.25, 1.5, 2.0)
+
+
+def safepoint_seconds() -> float:
+    """What one armed check of the flag costs, when nobody raised it."""
+    from types import SimpleNamespace
+
+    flag = Flag(f"conserve-cost-{os.getpid()}")
+    try:
+        worker = SafepointWorker(flag, 1, 0, 1, 0)
+        worker.register({"layer": SimpleNamespace(device=SimpleNamespace(type="cpu"))})
+        worker.before_step(Armed(1))
+        count = 200_000
+        started = time.perf_counter()
+        for _ in range(count):
+            worker.before_layer("layer")
+        return (time.perf_counter() - started) / count
+    finally:
+        flag.remove()
+
+
+def abort_layers(records: list[IterationRecord]) -> list[float]:
+    """Signal to abort, in layers of the iteration that was aborted."""
+    return [
+        r.signal_to_abort_s / (r.predicted_s / LAYERS) for r in records if r.aborted and r.predicted_s > 0
+    ]
+
+
+def live_error(records: list[IterationRecord]) -> dict[str, float]:
+    """Of the latency model, on the iterations it planned."""
+    off = [abs(r.predicted_s - r.seconds) / r.seconds for r in records if not r.aborted]
+    return {"model_error_p50": quantile(off, 0.5), "model_error_p90": quantile(off, 0.9)}
+
+
+def profiled(profile: Profile) -> dict[str, float]:
+    overall = profile.errors[0]
+    return {"profile_error_p50": overall.median, "profile_error_p90": overall.p90}
+
+
+def attained(outcome: Outcome, got: Experienced, scale: float) -> float:
+    return got.attainment(outcome.slo.ttft_s * scale, outcome.slo.tbt_s * scale)
+
+
+def row_of(outcome: Outcome, name: str) -> dict[str, Any]:
+    got, records = outcome.by_policy[name], outcome.iterations[name]
+    return {
+        "policy": name, "rate": outcome.load.rate, "cv": outcome.load.cv,
+        "online_requests": len(got.ttft),
+        "ttft_p50_s": quantile(got.ttft, 0.5), "ttft_p99_s": quantile(got.ttft, 0.99),
+        "tbt_p50_s": quantile(got.tbt, 0.5), "tbt_p99_s": quantile(got.tbt, 0.99),
+        "offline_tokens_per_s": got.throughput,
+        "aborts": sum(r.aborted for r in records), "preemptions": sum(r.preempted for r in records),
+        "slo_ttft_s": outcome.slo.ttft_s, "slo_tbt_s": outcome.slo.tbt_s, "seconds": got.seconds,
+        **live_error(records),
+        **{f"attainment_at_{scale:g}": attained(outcome, got, scale) for scale in SCALES},
+    }  # fmt: skip
+
+
+def figures(outcomes: list[Outcome]) -> dict[str, float]:
+    """Means over the loads, of ratios within each."""
+    ttft, tbt, throughput, at_one = [], [], [], []
+    layers: list[float] = []
+    seconds: list[float] = []
+    for outcome in outcomes:
+        ours, alone, most = (outcome.by_policy[n] for n in ("conserve", "online_only", "non_preemptive"))
+        ttft.append(quantile(ours.ttft, 0.99) / quantile(alone.ttft, 0.99))
+        tbt.append(quantile(ours.tbt, 0.99) / quantile(alone.tbt, 0.99))
+        throughput.append(ours.throughput / max(most.throughput, 1e-9))
+        at_one.append(attained(outcome, ours, 1.0))
+        layers += abort_layers(outcome.iterations["conserve"])
+        seconds += [r.seconds for r in outcome.iterations["conserve"] if not r.aborted]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
+    return {
+        "ttft_p99_vs_online_only": mean(ttft),
+        "tbt_p99_vs_online_only": mean(tbt),
+        "throughput_vs_nonpreemptive": mean(throughput),
+        "attainment_at_1": mean(at_one),
+        "safepoint_cost": safepoint_seconds() * LAYERS / max(mean(seconds), 1e-9),
+        "abort_p99_layers": quantile(layers, 0.99),
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="co-serving")
+    for column in (
+        "policy", "rate", "cv", "TTFT p50/p99 s", "TBT p50/p99 ms", "offline tok/s", "attained ×1/×1.5",
+        "aborts", "preempted",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for r in rows:
+        table.add_row(
+            r["policy"], f"{r['rate']:g}", f"{r['cv']:g}", f"{r['ttft_p50_s']:.2f} / {r['ttft_p99_s']:.2f}",
+            f"{r['tbt_p50_s'] * 1e3:.0f} / {r['tbt_p99_s'] * 1e3:.0f}", f"{r['offline_tokens_per_s']:.0f}",
+            f"{r['attainment_at_1']:.2f} / {r['attainment_at_1.5']:.2f}", str(r["aborts"]),
+            str(r["preemptions"]),
+        )  # fmt: skip
+    Console(width=150).print(table)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4))
+    panels = (
+        ("ttft_p99_s", "TTFT P99, s"),
+        ("tbt_p99_s", "TBT P99, s"),
+        ("offline_tokens_per_s", "offline tokens/s"),
+    )
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        for name in dict.fromkeys(row["policy"] for row in rows):
+            mine = sorted((r["rate"], r[key]) for r in rows if r["policy"] == name and r["cv"] == 1.0)
+            if mine:
+                axis.plot(*zip(*mine, strict=True), marker="o", label=name)
+        axis.set(xlabel="online requests/s (CV 1)", ylabel=label)
+        axis.set_ylim(bottom=0)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def loads(rates: list[float], cvs: list[float], seconds: float) -> list[Load]:
+    """All rates at CV 1, and the middle rate at the other CVs."""
+    middle = rates[len(rates) // 2]
+    at_one = [Load(rate, 1.0, seconds) for rate in rates if 1.0 in cvs]
+    return at_one + [Load(middle, cv, seconds) for cv in cvs if cv != 1.0]
+
+
+async def run(arguments: argparse.Namespace, after_load: Callable[[list[Outcome], Profile], None]) -> None:
+    many = [Load(2.0, 1.0, 2.5)]
+    if not arguments.quick:
+        many = loads(arguments.rates, arguments.cvs, arguments.seconds)
+    repeats = 1 if arguments.quick else 5
+    async with bench(arguments.model, repeats, arguments.blocks, arguments.host_kv_gib) as engine:
+        outcomes: list[Outcome] = []
+        for load in many:
+            turns = 1 if arguments.quick else arguments.turns
+            outcomes.append(await engine.compare(load, tuple(arguments.policies), turns))
+            after_load(outcomes, engine.profile)
+
+
+def report(arguments: argparse.Namespace, outcomes: list[Outcome], profile: Profile) -> None:
+    """After every load anew: a run that is cut off has said what it saw."""
+    rows = [row_of(outcome, name) for outcome in outcomes for name in outcome.by_policy]
+    show(rows)
+    named = {**figures(outcomes), **profiled(profile)}
+    for name, value in named.items():
+        print(f"{name}: {value:.4g}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**named, "rows": rows}, indent=1))
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help=f"of {LAYERS} layers; without it one is made")
+    parser.add_argument("--quick", action="store_true", help="one load, one turn: within 45 seconds")
+    parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 3.0])
+    parser.add_argument("--cvs", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--blocks", type=int, default=448, help="of KV, 32 tokens each")
+    parser.add_argument("--host-kv-gib", type=float, default=0.0, help="checkpoint offline KV on the host")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    asyncio.run(run(arguments, functools.partial(report, arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A vLLM of this process, plain or with our connector, for the KV benchmarks: no HTTP, no fleet."""
+
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from kvtransfer.config import ConnectorConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Shape:
+    model: Path
+    blocks: int
+    block_tokens: int = 32  # the smallest that the CPU build takes
+    batched_tokens: int = 2048
+    running: int = 48
+    context: int = 8192
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    first_token_s: float
+    arrivals: list[float]  # times of tokens, since the request
+    cached_tokens: int  # of the prompt: on the accelerator already, or brought there
+
+
+@dataclass
+class KvEngine:
+    llm: Any  # vLLM's AsyncLLM
+    index: int = 0
+
+    async def ask(
+        self, prompt: list[int], output: int, session: str | None = None, priority: int = 0
+    ) -> Answer:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self.index += 1
+        sampling = SamplingParams(
+            max_tokens=output, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        start = time.monotonic()
+        tokens: list[int] = []
+        arrivals: list[float] = []
+        cached = 0
+        async for delta in self.llm.generate(
+            TokensPrompt(prompt_token_ids=prompt),
+            sampling,
+            f"r{self.index}",
+            session_id=session,
+            priority=priority,
+        ):
+            new = delta.outputs[0].token_ids
+            cached = delta.num_cached_tokens or 0
+            tokens.extend(new)
+            arrivals.extend([time.monotonic() - start] * len(new))
+        return Answer(tokens, arrivals[0], arrivals, cached)
+
+
+def counter(name: str, **labels: str) -> float:
+    """A counter of this process, summed over labels not given."""
+    return sum(
+        sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+@asynccontextmanager
+async def kv_engine(shape: Shape, connector: ConnectorConfig | None) -> AsyncIterator[KvEngine]:
+    os.environ.update(
+        {
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as the fleet's engines
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        }
+    )
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=str(shape.model),
+        dtype="float32",
+        max_model_len=shape.context,
+        block_size=shape.block_tokens,
+        num_gpu_blocks_override=shape.blocks,
+        max_num_batched_tokens=shape.batched_tokens,
+        max_num_seqs=shape.running,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        scheduling_policy="priority",
+        kv_transfer_config=connector.to_kv_transfer_config() if connector else None,
+    )
+    llm = AsyncLLM.from_engine_args(arguments)
+    try:
+        engine = KvEngine(llm)
+        await engine.ask([5, 6, 7], 2)
+        yield engine
+    finally:
+        llm.shutdown()

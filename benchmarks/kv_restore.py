@@ -1,0 +1,138 @@
+"""A prompt that comes back from the host against one that is computed, and what that does to others."""
+
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kv_engine import KvEngine, Shape, counter, kv_engine
+from kvtransfer.config import ConnectorConfig
+
+RESTORES = 4  # beside a request that decodes
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    lengths: tuple[int, ...]
+    beside: int  # tokens of the prompts that are restored beside a request that decodes
+    decoded: int  # tokens of that request
+    host_kv_gib: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """A time in which something else went on, on the clock of the request that decodes."""
+
+    begin_s: float
+    end_s: float
+
+
+async def restore_against_recompute(model: Path, plan: RestorePlan) -> dict[str, Any]:
+    longest = max(plan.lengths)
+    shape = Shape(model, blocks=(longest + plan.beside) // Shape.block_tokens + 300, context=longest + 512)
+    with tempfile.TemporaryDirectory() as folder:
+        config = ConnectorConfig(transfer=False, host_kv_gib=plan.host_kv_gib, feed=f"{folder}/engine.sock")
+        async with kv_engine(shape, config) as engine:
+            rows = [await one_length(engine, length) for length in plan.lengths]
+            overlap = await decode_beside_restores(engine, plan.beside, plan.decoded)
+    return {"by_length": rows, "beside": overlap}
+
+
+async def one_length(engine: KvEngine, length: int) -> dict[str, float]:
+    rng = random.Random(length)
+    recompute, restore = [], []
+    for trial in range(3 if length < 4096 else 1):
+        prompt = [rng.randrange(5, 250) for _ in range(length)]
+        recompute.append((await engine.ask(prompt, 1, f"l{length}.{trial}")).first_token_s)
+        for _ in range(3):
+            await leave_accelerator(engine)
+            before = await restored_blocks(engine)
+            restore.append((await engine.ask(prompt, 1, f"l{length}.{trial}")).first_token_s)
+            assert await restored_blocks(engine) > before, "nothing was restored"
+    restored, computed = statistics.median(restore), statistics.median(recompute)
+    return {
+        "tokens": length,
+        "restore_s": restored,
+        "recompute_s": computed,
+        "restore_tokens_per_s": length / restored,
+        "recompute_tokens_per_s": length / computed,
+        "restore_vs_recompute": computed / restored,
+    }
+
+
+async def restored_blocks(engine: KvEngine) -> float:
+    await engine.ask([1, 2, 3], 2)  # counts come with a step
+    return counter("conserve_kv_restored_blocks_total")
+
+
+async def leave_accelerator(engine: KvEngine) -> None:
+    """Every block leaves the accelerator once it is on the host; the host keeps what it has."""
+    for _ in range(200):
+        await engine.ask([5, 6, 7], 1)
+        if await engine.llm.reset_prefix_cache():
+            return
+        await asyncio.sleep(0.05)
+    raise TimeoutError("blocks were still being copied to the host after 10 s")
+
+
+async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) -> dict[str, float]:
+    """Time between tokens of one request: alone, while other turns hit the cache, while they are restored.
+
+    The turn beside it computes a token or two in a step that both share, restored or not: what a restore
+    costs is the difference to a turn whose KV is there.
+    """
+    rng = random.Random(3)
+    prompts = [[rng.randrange(5, 250) for _ in range(length)] for _ in range(RESTORES)]
+    for number, prompt in enumerate(prompts):
+        await engine.ask(prompt, 1, f"beside{number}")
+    await leave_accelerator(engine)
+    alone = await engine.ask([7] * 64, decoded)
+    restored, restores = await decode_beside(engine, prompts, decoded)
+    hit, hits = await decode_beside(engine, prompts, decoded)  # the same again: now they are there
+    tbt_alone = statistics.mean(gaps(alone.arrivals))
+    tbt_restored = mean_inside(restored.arrivals, restores)
+    tbt_hit = mean_inside(hit.arrivals, hits)
+    return {
+        "tokens": length,
+        "tbt_alone_s": tbt_alone,
+        "tbt_beside_restores_s": tbt_restored,
+        "tbt_beside_hits_s": tbt_hit,
+        "restore_s": statistics.median(w.end_s - w.begin_s for w in restores),
+        "tbt_change": tbt_restored / tbt_alone - 1,
+        "tbt_change_of_a_hit": tbt_hit / tbt_alone - 1,
+    }
+
+
+async def decode_beside(engine: KvEngine, prompts: list[list[int]], decoded: int) -> tuple[Any, list[Window]]:
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    decoding = asyncio.create_task(engine.ask([8] * 64, decoded))
+    await asyncio.sleep(0.1)
+    windows = []
+    for number, prompt in enumerate(prompts):
+        at = clock() - began
+        await engine.ask(prompt, 1, f"beside{number}")
+        windows.append(Window(at, clock() - began))
+        await asyncio.sleep(0.03)
+    answer = await decoding
+    complete = [window for window in windows if window.end_s < answer.arrivals[-1]]
+    assert complete, "the request beside them ended too early"
+    return answer, complete
+
+
+def mean_inside(arrivals: list[float], windows: list[Window]) -> float:
+    """Of the gaps between tokens that overlap a window."""
+    inside = [
+        after - before
+        for before, after in itertools.pairwise(arrivals)
+        if any(before < w.end_s and after > w.begin_s for w in windows)
+    ]
+    return statistics.mean(inside)
+
+
+def gaps(arrivals: list[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(arrivals)]

@@ -1,0 +1,169 @@
+"""What watching costs: CPU of the gateway per streamed token with metrics and tracing off and on, in one run.
+
+    python -m benchmarks.observe [--quick] [--json FILE]
+
+Gateways that differ only in what watches them take the same streams in turn, each repetition in another
+order: without metrics and tracing; with metrics, scraped; with metrics and a share of the turns traced to an
+OTLP receiver; with every turn traced. Figures are medians over repetitions of the ratio to the first.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.relay import __main__ as relay
+from benchmarks.relay import subjects
+from benchmarks.relay.client import Load
+from benchmarks.relay.subjects import Subject
+from router.config import Tracing
+
+OFF = "off"
+SCRAPE_S = 5.0  # deploy/prometheus/prometheus.yml
+TRACED = Tracing("http://127.0.0.1:1").sample  # what a fleet file gets that does not say
+
+
+@dataclass(frozen=True)
+class Watching:
+    name: str
+    metrics: bool
+    sample: float | None  # share of the turns that are traced
+
+    def gateway(self, directory: int, receiver: int, work: Path) -> Subject:
+        port, name = subjects.free_port(), self.name.replace(" ", "-")
+        config = {
+            "directory": f"127.0.0.1:{directory}",
+            "models": [{"name": "m"}],
+            "name": name,
+            "port": port,
+            "policy": "collocated",
+        }
+        if self.sample is not None:
+            config["tracing"] = {"endpoint": f"http://127.0.0.1:{receiver}", "sample": self.sample}
+        file = work / f"{name}.json"
+        file.write_text(json.dumps(config))
+        module = ["router.gateway"] if self.metrics else ["benchmarks.observe_processes", "gateway"]
+        command = [sys.executable, "-m", *module, "--config", str(file)]
+        return Subject(self.name, command, port, ready_path="/ready")
+
+
+WATCHINGS = (
+    Watching(OFF, False, None),
+    Watching("metrics", True, None),
+    Watching(f"metrics, {TRACED:.0%} traced", True, TRACED),
+    Watching("metrics, all traced", True, 1.0),
+)
+NAMES = {WATCHINGS[1].name: "metrics", WATCHINGS[2].name: "metrics_tracing", WATCHINGS[3].name: "all_traced"}
+
+
+class Scraper:
+    """As Prometheus would, while a load runs."""
+
+    def __init__(self, port: int, every_s: float) -> None:
+        self._url, self._every_s = f"http://127.0.0.1:{port}/metrics", every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s / 2):
+            with urllib.request.urlopen(self._url, timeout=10) as answer:
+                answer.read()
+            self._ended.wait(self._every_s / 2)
+
+
+def run(load: Load, repetitions: int) -> dict[str, list[float]]:
+    """CPU in µs a token by what watches, one a repetition."""
+    processors = sorted(os.sched_getaffinity(0))
+    under_test, others = {processors[-1]}, set(processors[:-1]) or {processors[-1]}
+    found: dict[str, list[float]] = {watching.name: [] for watching in WATCHINGS}
+    with tempfile.TemporaryDirectory(prefix="observe-bench-") as folder:
+        work = Path(folder)
+        port = subjects.free_port()
+        command = [sys.executable, "-m", "benchmarks.observe_processes", "receiver", str(port)]
+        receiver, engine = Subject("receiver", command, port), subjects.engine()
+        directory = subjects.directory(engine.port, work)
+        started: list[Subject] = []
+        try:
+            for helper in (engine, receiver, directory):
+                helper.start(work / f"{helper.name}.log", others)
+                started.append(helper)
+                if helper is not directory and not helper.wait_until_ready():
+                    raise SystemExit(f"the {helper.name} did not start")
+            gateways = [one.gateway(directory.port, receiver.port, work) for one in WATCHINGS]
+            for gateway in gateways:
+                gateway.start(work / f"{gateway.name}.log", under_test)
+                started.append(gateway)
+            for gateway in gateways:
+                if not gateway.wait_until_ready():
+                    raise SystemExit((work / f"{gateway.name}.log").read_text()[-2000:])
+                measure(gateway, load, others)  # what is loaded and grown at first is not counted
+            for repetition in range(repetitions):
+                turned = repetition % len(gateways)
+                for gateway in (*gateways[turned:], *gateways[:turned]):
+                    found[gateway.name].append(measure(gateway, load, others))
+        finally:
+            for subject in reversed(started):
+                subject.stop()
+    return found
+
+
+def measure(gateway: Subject, load: Load, others: set[int]) -> float:
+    began = gateway.cpu_seconds()
+    if gateway.name == OFF:
+        result = relay.measure(gateway, load, others)
+    else:
+        with Scraper(gateway.port, SCRAPE_S):
+            result = relay.measure(gateway, load, others)
+    if "traced" in gateway.name:
+        time.sleep(0.6)  # spans are sent behind the streams; they count as well
+    if result["errors"]:
+        raise SystemExit(f"{gateway.name}: {result['errors'][:3]}")
+    return (gateway.cpu_seconds() - began) * 1e6 / float(result["tokens"])
+
+
+def figures(found: dict[str, list[float]]) -> dict[str, float]:
+    off = found[OFF]
+    shown = {"off_cpu_us_per_token": statistics.median(off)}
+    for name, short in NAMES.items():
+        ratios = [on / base for on, base in zip(found[name], off, strict=True)]
+        shown[f"{short}_cpu_ratio"] = statistics.median(ratios)
+    return {name: round(value, 4) for name, value in shown.items()}
+
+
+def main() -> None:
+    summary = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.observe", description=summary)
+    parser.add_argument("--quick", action="store_true", help="ends within 45 s; noisier")
+    parser.add_argument("--json", type=Path, help="write named figures and every measurement there")
+    arguments = parser.parse_args()
+    load = Load(0, 128, 150, 75) if arguments.quick else Load(0, 256, 250, 50)
+    found = run(load, 2 if arguments.quick else 8)
+    named = figures(found)
+    print(f"{'watched by':24} {'CPU a token':>12}  {'to off':>7}  spread of the ratio")
+    for name, values in found.items():
+        ratios = [value / base for value, base in zip(values, found[OFF], strict=True)]
+        middle, spread = statistics.median(ratios), f"{min(ratios):.3f}–{max(ratios):.3f}"
+        print(f"{name:24} {statistics.median(values):9.2f} µs  {middle:7.3f}  {spread}")
+    print(
+        f"streams of {load.tokens} tokens, {load.connections} at once; target of metrics with tracing: 1.03"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**named, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

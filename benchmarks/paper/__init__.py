@@ -1,0 +1,1 @@
+"""The conversation paper's evaluation again, in simulation, at its set-up: `python -m benchmarks.paper`."""

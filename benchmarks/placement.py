@@ -1,0 +1,134 @@
+"""What a decision costs at scale: the product's own placer and binding table, full, with reports coming in.
+
+python -m benchmarks.placement [--quick] [--json FILE]
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+
+from placement.bindings import Bindings
+from placement.curve import PrefillCurve
+from placement.engines import EngineInfo, EngineState, Role
+from placement.placer import FirstTurn, Placement, Placer, PlacerSettings
+
+KV_TOKENS = 4_000_000
+REPORTS_PER_DECISION = 10
+PERCENTILES = (50, 90, 99, 99.9)
+
+
+@dataclass(frozen=True)
+class Size:
+    decoders: int
+    prefillers: int
+    conversations: int
+    decisions: int
+
+
+class Fleet:
+    """A fleet in steady state: for every conversation that is placed, the oldest one ends."""
+
+    def __init__(self, size: Size) -> None:
+        self.random = random.Random(1)
+        self.now = 0.0
+        self.seq = 0
+        self.decoders = [f"decode-{i}" for i in range(size.decoders)]
+        self.placer = Placer(PlacerSettings(max_prefill_wait_s=1e9), {"t": PrefillCurve(0.02, 4e-5, 2e-10)})
+        self.bindings = Bindings()
+        for i in range(size.prefillers):
+            self.placer.engine_up(self._engine(f"prefill-{i}", Role.PREFILL))
+        for name in self.decoders:
+            self.placer.engine_up(self._engine(name, Role.DECODE))
+        self.live = dict.fromkeys(self.decoders, 0)
+        self.held: dict[str, tuple[str, int]] = {}
+        self.unconfirmed: dict[str, list[str]] = {name: [] for name in self.decoders}
+        for i in range(size.conversations):
+            self.bind(f"key:{i}")
+            self.report(self.random.choice(self.decoders))
+
+    def bind(self, key: str) -> float:
+        """Place and bind one conversation; returns the microseconds that took."""
+        self.now += 0.001
+        turn = FirstTurn(key, self.random.randrange(1_000, 40_000))
+        began = perf_counter_ns()
+        placed = self.placer.place(turn, self.now)
+        assert isinstance(placed, Placement), placed
+        self.bindings.bind(key, placed.decoder, 1, self.now)
+        took = (perf_counter_ns() - began) / 1000
+        self.placer.prefill_done(key, self.now)
+        self.unconfirmed[placed.decoder].append(key)
+        self.held[key] = (placed.decoder, turn.prompt_tokens)
+        self.live[placed.decoder] += turn.prompt_tokens
+        return took
+
+    def end(self, key: str) -> None:
+        engine, tokens = self.held.pop(key)
+        self.bindings.end(key)
+        self.placer.release(key, self.now)
+        self.live[engine] -= tokens
+
+    def report(self, engine: str) -> None:
+        self.seq += 1
+        confirmed, self.unconfirmed[engine] = tuple(self.unconfirmed[engine]), []
+        state = EngineState(engine, 1, self.seq, self.live[engine], 0, 0, 0, 1, 0, confirmed=confirmed)
+        self.placer.observe(state, self.now)
+
+    @staticmethod
+    def _engine(name: str, role: Role) -> EngineInfo:
+        return EngineInfo(name, "t", role, 1, "", "", "", KV_TOKENS, 16, 1 << 20)
+
+
+def measure(size: Size) -> dict[str, dict[str, float]]:
+    fleet = Fleet(size)
+    first: list[float] = []
+    later: list[float] = []
+    for i in range(size.decisions):
+        for _ in range(REPORTS_PER_DECISION):
+            fleet.report(fleet.random.choice(fleet.decoders))
+        fleet.end(f"key:{i}")
+        first.append(fleet.bind(f"key:{size.conversations + i}"))
+        for _ in range(REPORTS_PER_DECISION):
+            key = f"key:{fleet.random.randrange(i + 1, size.conversations + i)}"
+            began = perf_counter_ns()
+            found = fleet.bindings.look_up(key)
+            fleet.bindings.touch(key, fleet.now)
+            later.append((perf_counter_ns() - began) / 1000)
+            assert found is not None
+    return {
+        "first turn: place and bind": _percentiles(first),
+        "later turn: look up and touch": _percentiles(later),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{p:g}_us": round(float(np.percentile(values, p)), 2) for p in PERCENTILES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer decisions, same fleet")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--decoders", type=int, default=1_000)
+    parser.add_argument("--prefillers", type=int, default=300)
+    parser.add_argument("--conversations", type=int, default=100_000)
+    options = parser.parse_args()
+    decisions = 5_000 if options.quick else 30_000
+    size = Size(options.decoders, options.prefillers, options.conversations, decisions)
+    table = measure(size)
+    print(f"{size.decoders} decoders, {size.prefillers} prefillers, {size.conversations} live conversations")
+    for name, row in table.items():
+        print(f"  {name:32}", "  ".join(f"{key} {value:8.2f}" for key, value in row.items()))
+    first, later = table.values()
+    figures = {"first_turn_p99_us": first["p99_us"], "later_turn_p99_us": later["p99_us"]}
+    if options.json:
+        options.json.write_text(json.dumps(figures | {"table": table}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Our relay with nothing around it: one endpoint, the observer on. ``python -m … PORT ENGINE_URL``."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+
+from router.http import (
+    Endpoint,
+    RelayEnd,
+    Request,
+    Responder,
+    Server,
+    StreamObserver,
+    UpstreamPool,
+    UpstreamRequest,
+    relay,
+    settle_heap,
+)
+
+
+async def serve(port: int, engine: str) -> None:
+    pool = UpstreamPool()
+    endpoint = Endpoint.parse(engine)
+
+    async def handle(request: Request, responder: Responder) -> None:
+        body = await request.body.read()
+        headers = request.headers.raw
+        upstream = UpstreamRequest(request.method, request.raw_path, headers, body, repeatable=True)
+        observer = StreamObserver()
+        outcome = await relay(pool, endpoint, upstream, responder, observer)
+        if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
+            raise outcome.error
+        observer.observation()
+
+    server = Server(handle)
+    await server.start("127.0.0.1", port)
+    settle_heap()
+    await server.run_until_signal(1.0)
+    await pool.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1]), sys.argv[2]))

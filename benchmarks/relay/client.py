@@ -1,0 +1,224 @@
+"""A load generator that believes nothing: status, framing, order and number of tokens are checked.
+
+    python -m benchmarks.relay.client '{"port": 1, "connections": 64, "tokens": 40, "rate": 40, ...}'
+
+Streams: every connection sends one request; figures cover all of them from the first byte to the last.
+Without tokens: every connection asks again and again for ``seconds``. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httptools
+import uvloop
+
+TOKEN = re.compile(rb'"content":\s*"t(\d+)"')
+
+
+@dataclass(frozen=True)
+class Load:
+    port: int
+    connections: int
+    tokens: int = 0
+    """Per stream; 0 for requests that do not stream."""
+    rate: int = 0
+    in_step: bool = False
+    seconds: float = 1.0
+    timeout_s: float = 30.0
+    prompt_bytes: int = 512
+    fresh: bool = False
+    """Each request is the first of a conversation of its own."""
+
+
+@dataclass
+class Tally:
+    requests: int = 0
+    tokens: int = 0
+    errors: list[str] = field(default_factory=list)
+    late_streams: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    delay_s: list[float] = field(default_factory=list)
+
+
+class Asker(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, load: Load, tally: Tally, requests: Iterator[bytes], until: float) -> None:
+        self._load = load
+        self._tally = tally
+        self._requests = requests
+        self._until = until
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._ask()
+
+    def _ask(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._seen = 0
+        self._last_stamp = 0
+        self._rest = b""
+        self._finished = self._marked_done = False
+        self._asked_at = time.monotonic_ns()
+        self._transport.write(next(self._requests))
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.monotonic_ns()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"framing: {error}")
+            return
+        if self._finished and not self.done.done():
+            self._tally.requests += 1
+            if self._load.tokens:
+                self._end_stream()
+            elif time.monotonic() < self._until:
+                self._ask()
+            else:
+                self._end()
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() != 200:
+            self._fail(f"status {self._parser.get_status_code()}")
+
+    def on_body(self, data: bytes) -> None:
+        if not self._load.tokens:
+            return
+        text = self._rest + data
+        end = text.rfind(b"\n\n") + 2
+        if end < 2:
+            self._rest = text
+            return
+        self._rest = text[end:]
+        self._marked_done = self._marked_done or b"data: [DONE]" in text[:end]
+        for stamp in TOKEN.findall(text, 0, end):
+            sent = int(stamp)
+            if self._seen == 0:
+                self._tally.first_token_s.append((self._now - self._asked_at) / 1e9)
+            if sent < self._last_stamp:
+                self._fail("tokens out of order")
+            self._last_stamp = sent
+            self._seen += 1
+            self._tally.delay_s.append((self._now - sent) / 1e9)
+
+    def on_message_complete(self) -> None:
+        self._finished = True
+
+    def _end_stream(self) -> None:
+        self._tally.tokens += self._seen
+        if self._seen != self._load.tokens or not self._marked_done:
+            self._fail(f"{self._seen} of {self._load.tokens} tokens, [DONE]: {self._marked_done}")
+        took = (self._now - self._asked_at) / 1e9
+        # The engine's schedule, one period for the first step, and half a second for a busy machine.
+        if took > (self._load.tokens + 1) / self._load.rate + 0.5:
+            self._tally.late_streams += 1
+        self._end()
+
+    def _end(self) -> None:
+        self._transport.close()
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def _fail(self, why: str) -> None:
+        self._tally.errors.append(why)
+        self._transport.abort()
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self._fail("connection lost")
+
+
+def requests_of(load: Load, number: int) -> Iterator[bytes]:
+    """What connection ``number`` asks, one after another."""
+    if load.fresh:
+        run = random.randrange(1 << 30)
+        return (request_of(load, f"{run}-{number}-{turn}") for turn in itertools.count())
+    return itertools.repeat(request_of(load, str(number)))
+
+
+def request_of(load: Load, conversation: str) -> bytes:
+    plan = f"tokens={load.tokens} rate={load.rate or 1} step={int(load.in_step)} "
+    body = json.dumps(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": plan + "x" * load.prompt_bytes}],
+            "max_tokens": max(load.tokens, 1),
+            "stream": load.tokens > 0,
+        }
+    ).encode()
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer sk-bench\r\n"
+        b"x-session-id: conversation-%b\r\nx-smg-routing-key: conversation-%b\r\n"
+        b"accept: */*\r\nuser-agent: benchmark\r\ncontent-length: %d\r\n\r\n%b"
+        % (conversation.encode(), conversation.encode(), len(body), body)
+    )
+
+
+async def ask_all(load: Load) -> Tally:
+    loop = asyncio.get_running_loop()
+    tally = Tally()
+    until = time.monotonic() + load.seconds
+    spread = 1.0 / load.rate if load.rate and not load.in_step else 0.0
+
+    async def ask(number: int) -> None:
+        await asyncio.sleep(random.random() * max(spread, load.connections / 5000))
+        try:
+            _, asker = await loop.create_connection(
+                lambda: Asker(load, tally, requests_of(load, number), until), "127.0.0.1", load.port
+            )
+        except OSError as error:
+            tally.errors.append(f"connect: {error}")
+            return
+        await asker.done
+
+    tasks = [loop.create_task(ask(number)) for number in range(load.connections)]
+    _, unfinished = await asyncio.wait(tasks, timeout=load.timeout_s)
+    for task in unfinished:
+        task.cancel()
+        tally.errors.append("not finished in time")
+        tally.late_streams += 1
+    return tally
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def main() -> None:
+    load = Load(**json.loads(sys.argv[1]))
+    begin = time.monotonic()
+    tally = uvloop.run(ask_all(load))
+    took = time.monotonic() - begin
+    print(
+        json.dumps(
+            {
+                "seconds": took,
+                "requests": tally.requests,
+                "tokens": tally.tokens,
+                "errors": len(tally.errors),
+                "first_error": tally.errors[0] if tally.errors else None,
+                "late_streams": tally.late_streams,
+                "first_token_p50_s": percentile(tally.first_token_s, 0.5),
+                "delay_p50_s": percentile(tally.delay_s, 0.5),
+                "delay_p99_s": percentile(tally.delay_s, 0.99),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A directory with one engine, for our whole gateway. ``python -m … PORT ENGINE_PORT FOLDER``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from placement.engines import EngineInfo, EngineState, Role
+from placement.placer import Placer, PlacerSettings
+from placement.policies import PlacingPolicy
+from router.directory.server import DirectoryServer, DirectorySettings
+
+ENGINE = "fake"
+KV_TOKENS = 1_000_000_000
+REPORT_S = 0.5
+
+
+async def release(_: EngineInfo, __: str) -> None:
+    """The fake engine keeps nothing."""
+
+
+async def serve(port: int, engine_port: int, folder: Path) -> None:
+    placer = Placer(PlacerSettings(policy=PlacingPolicy.COLLOCATED), {})
+    server = DirectoryServer(DirectorySettings(settle_s=0.1), placer, folder / "journal", release)
+    await server.start("127.0.0.1", port)
+    http = f"127.0.0.1:{engine_port}"
+    server.engine_up(EngineInfo(ENGINE, "mixed", Role.MIXED, 1, http, "", "", KV_TOKENS, 16, 131_072))
+    seq = 0
+    while True:
+        seq += 1
+        server.engine_state(EngineState(ENGINE, 1, seq, 0, 0, 0, KV_TOKENS, 0, 0))
+        await asyncio.sleep(REPORT_S)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

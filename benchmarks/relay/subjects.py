@@ -1,0 +1,198 @@
+"""What stands between client and engine in a run: how each is started, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+PACKAGE = "benchmarks.relay"
+HAPROXY = """
+global
+  nbthread 1
+  maxconn 4096
+defaults
+  mode http
+  timeout connect 2s
+  timeout client 60s
+  timeout server 60s
+  http-reuse always
+  option http-no-delay
+frontend clients
+  bind 127.0.0.1:{port}
+  default_backend engines
+backend engines
+  server engine 127.0.0.1:{engine}
+"""
+LITELLM = """
+model_list:
+  - model_name: m
+    litellm_params: {{model: openai/m, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
+"""
+
+
+@dataclass
+class Subject:
+    """A process tree under test.
+
+    ``share``: the part of each load it is given, because it collapses under the whole.
+    """
+
+    name: str
+    command: list[str]
+    port: int
+    environment: dict[str, str] = field(default_factory=dict)
+    share: float = 1.0
+    start_limit_s: float = 30.0
+    ready_path: str = "/health"
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, log: Path, processors: set[int]) -> None:
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+        os.sched_setaffinity(self.process.pid, processors)
+
+    def wait_until_ready(self) -> bool:
+        limit = time.monotonic() + self.start_limit_s
+        while time.monotonic() < limit and self.process is not None and self.process.poll() is None:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}{self.ready_path}", timeout=1) as answer,
+            ):
+                if answer.status == 200:
+                    return True
+            time.sleep(0.1)
+        return False
+
+    def _tree(self) -> list[psutil.Process]:
+        if self.process is None:
+            return []
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def cpu_seconds(self) -> float:
+        """Time on a processor of every thread of the tree, in the scheduler's own nanoseconds."""
+        total = 0
+        for process in self._tree():
+            for task in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):
+                    total += int(task.read_text().split()[0])
+        return total / 1e9
+
+    def memory_mb(self) -> float:
+        total = 0
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total / 1e6
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"{PACKAGE}.{module}", *arguments]
+
+
+def engine() -> Subject:
+    port = free_port()
+    return Subject("direct", python("engine", str(port)), port)
+
+
+def ours(url: str) -> Subject:
+    """The relay alone."""
+    port = free_port()
+    return Subject("conserve", python("bare_gateway", str(port), url), port)
+
+
+def directory(engine_port: int, work: Path) -> Subject:
+    port = free_port()
+    return Subject("directory", python("directory", str(port), str(engine_port), str(work)), port)
+
+
+def our_gateway(directory_port: int, work: Path) -> Subject:
+    """The whole gateway: identity, binding, relay, metrics."""
+    port = free_port()
+    settings = work / "gateway.json"
+    config = {
+        "directory": f"127.0.0.1:{directory_port}",
+        "models": [{"name": "m"}],
+        "port": port,
+        "policy": "collocated",
+    }
+    settings.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "router.gateway", "--config", str(settings)]
+    return Subject("conserve gateway", command, port, ready_path="/ready")
+
+
+def httpx_proxy(url: str) -> Subject:
+    port = free_port()
+    return Subject("fastapi+httpx", python("httpx_proxy", str(port), url), port, share=1 / 8)
+
+
+def haproxy(engine_port: int, work: Path) -> Subject | None:
+    binary = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
+    if binary is None:
+        return None
+    port = free_port()
+    settings = work / "haproxy.cfg"
+    settings.write_text(HAPROXY.format(port=port, engine=engine_port))
+    return Subject("haproxy", [binary, "-db", "-f", str(settings)], port)
+
+
+def peers(folder: Path, engine_port: int, work: Path, *, slow_ones: bool) -> list[Subject]:
+    """The routers of requirements/peers.txt that are installed under ``folder``, one environment each."""
+    url = f"http://127.0.0.1:{engine_port}"
+    found: list[Subject] = []
+    sglang = folder / "sglang-router/bin/python"
+    if sglang.exists():
+        port = free_port()
+        command = [str(sglang), "-m", "sglang_router.launch_router", "--worker-urls", url]
+        command += ["--policy", "manual", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        found.append(Subject("sglang-router", command, port))
+    vllm = folder / "vllm-router/bin/vllm-router"
+    if vllm.exists():
+        port = free_port()
+        command = [str(vllm), "--worker-urls", url, "--policy", "consistent_hash"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        found.append(Subject("vllm-router", command, port))
+    litellm = folder / "litellm/bin/litellm"
+    if slow_ones and litellm.exists():
+        port = free_port()
+        settings = work / "litellm.yaml"
+        settings.write_text(LITELLM.format(engine=engine_port))
+        command = [str(litellm), "--config", str(settings), "--host", "127.0.0.1", "--port", str(port)]
+        environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
+        found.append(Subject("litellm", command, port, environment, share=1 / 16, start_limit_s=60))
+    return found

@@ -1,0 +1,1 @@
+"""The commands. A module here with `register(app: typer.Typer)` is one."""

@@ -1,0 +1,196 @@
+"""`conserve batch`: hand in files of requests, watch them, fetch their results."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import openai
+import typer
+from openai.types import Batch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from deploy.cli.api_client import client, refusals_as_sentences
+
+commands = typer.Typer(no_args_is_help=True, help="Offline work: files of requests through the Batch API.")
+console = Console()
+
+_ENDED = ("completed", "failed", "expired", "cancelled")
+_LOOK_EVERY_S = 1.0
+_SHOWN_ERRORS = 20
+
+Url = Annotated[str | None, typer.Option(help="The gateway's address; else that of --fleet")]
+FleetName = Annotated[str, typer.Option("--fleet", help="The fleet's name or file")]
+Key = Annotated[str | None, typer.Option(help="API key; else CONSERVE_API_KEY, else the fleet's first")]
+Id = Annotated[str, typer.Argument(help="The batch's id")]
+Follow = Annotated[bool, typer.Option("--wait", "-w", help="Show progress until it ends")]
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(commands, name="batch")
+
+
+@commands.command("submit")
+def submit(
+    file: Annotated[
+        Path, typer.Argument(help="Requests, one JSON object a line", exists=True, dir_okay=False)
+    ],
+    endpoint: Annotated[str | None, typer.Option(help="Else the url of the first line")] = None,
+    window: Annotated[str, typer.Option(help="Time it may take: 1h to 7d")] = "24h",
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="KEY=VALUE")] = None,
+    wait: Follow = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Wait, then write the results here")] = None,
+    url: Url = None,
+    fleet: FleetName = "laptop",
+    api_key: Key = None,
+) -> None:
+    """Hand in a file of requests; prints the batch's id."""
+    pairs = dict(_pair(text) for text in metadata or ())
+    where = endpoint or _endpoint_of(file)
+    with refusals_as_sentences():
+        api = client(url, fleet, api_key)
+        with file.open("rb") as data:
+            uploaded = api.files.create(file=(file.name, data), purpose="batch")
+        given: dict[str, Any] = {"input_file_id": uploaded.id, "endpoint": where, "completion_window": window}
+        batch = api.batches.create(**given, metadata=pairs or None)
+        typer.echo(batch.id)
+        if wait or out is not None:
+            _finish(api, _watched(api, batch), out)
+
+
+@commands.command("list")
+def list_batches(
+    limit: Annotated[int, typer.Option(help="How many, newest first", min=1, max=100)] = 20,
+    url: Url = None,
+    fleet: FleetName = "laptop",
+    api_key: Key = None,
+) -> None:
+    """The batches of this API key, newest first."""
+    with refusals_as_sentences():
+        for batch in client(url, fleet, api_key).batches.list(limit=limit).data:
+            created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch.created_at))
+            typer.echo(f"{batch.id}  {batch.status:<11}  {created}  {_counts(batch)}")
+
+
+@commands.command("show")
+def show(
+    id: Id, wait: Follow = False, url: Url = None, fleet: FleetName = "laptop", api_key: Key = None
+) -> None:
+    """One batch: its state, counts and errors."""
+    with refusals_as_sentences():
+        api = client(url, fleet, api_key)
+        batch = api.batches.retrieve(id)
+        if wait:
+            batch = _watched(api, batch)
+    _print(batch)
+
+
+@commands.command("cancel")
+def cancel(id: Id, url: Url = None, fleet: FleetName = "laptop", api_key: Key = None) -> None:
+    """End a batch; what is done stays available."""
+    with refusals_as_sentences():
+        _print(client(url, fleet, api_key).batches.cancel(id))
+
+
+@commands.command("results")
+def results(
+    id: Id,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A file; else the terminal")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="What failed instead of what succeeded")] = False,
+    url: Url = None,
+    fleet: FleetName = "laptop",
+    api_key: Key = None,
+) -> None:
+    """Write a batch's results, one JSON object a line."""
+    with refusals_as_sentences():
+        api = client(url, fleet, api_key)
+        batch = api.batches.retrieve(id)
+        file_id = batch.error_file_id if errors else batch.output_file_id
+        if file_id is None:
+            if batch.status not in _ENDED:
+                raise click.ClickException(f"batch {id} is {batch.status}: its files come when it has ended")
+            kind = "failed" if errors else "succeeded"
+            raise click.ClickException(f"no request of batch {id} ({batch.status}) {kind}")
+        _fetch(api, file_id, out)
+
+
+def _finish(api: openai.OpenAI, batch: Batch, out: Path | None) -> None:
+    _print(batch)
+    if out is not None and batch.output_file_id is not None:
+        _fetch(api, batch.output_file_id, out)
+    if batch.status != "completed":
+        raise typer.Exit(1)
+
+
+def _watched(api: openai.OpenAI, batch: Batch) -> Batch:
+    """Follow it to its end: a bar, requests a second, and when it will be through at that rate."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TaskProgressColumn(show_speed=True),
+        TextColumn("[progress.remaining]ends in"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(batch.status, total=None)
+        while True:
+            counts = batch.request_counts
+            done = counts.completed + counts.failed if counts else 0
+            total = counts.total if counts and counts.total else None
+            progress.update(task, description=batch.status, completed=done, total=total)
+            if batch.status in _ENDED:
+                return batch
+            time.sleep(_LOOK_EVERY_S)
+            batch = api.batches.retrieve(batch.id)
+
+
+def _print(batch: Batch) -> None:
+    typer.echo(f"{batch.id}: {batch.status}: {_counts(batch)}")
+    for name in ("output_file_id", "error_file_id"):
+        if (file_id := getattr(batch, name)) is not None:
+            typer.echo(f"  {name}: {file_id}")
+    for error in ((batch.errors and batch.errors.data) or [])[:_SHOWN_ERRORS]:
+        where = f"line {error.line}: " if error.line is not None else ""
+        typer.echo(f"  {where}{error.message} ({error.code})")
+
+
+def _counts(batch: Batch) -> str:
+    counts = batch.request_counts
+    if counts is None or not counts.total:
+        return "requests not counted yet"
+    return f"{counts.completed} done, {counts.failed} failed, {counts.total} in all"
+
+
+def _fetch(api: openai.OpenAI, file_id: str, out: Path | None) -> None:
+    with api.files.with_streaming_response.content(file_id) as answer:
+        if out is not None:
+            answer.stream_to_file(out)
+            return
+        for line in answer.iter_lines():
+            typer.echo(line)
+
+
+def _endpoint_of(file: Path) -> str:
+    with file.open("rb") as data:
+        first = data.readline(16 << 20)
+    try:
+        return str(json.loads(first)["url"])
+    except (ValueError, KeyError, TypeError) as wrong:
+        raise click.ClickException(f"{file}: the first line has no url: say --endpoint") from wrong
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise click.ClickException(f"--metadata takes KEY=VALUE, not {text!r}")
+    return key, value

@@ -1,0 +1,100 @@
+"""conserve up FLEET: bring a fleet up, or make a running one what the file says."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.progress import Progress
+from deploy.fleet import Fleet, load_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.down import bring_down
+from deploy.lifecycle.prepare import is_up
+from deploy.lifecycle.up import bring_up
+from deploy.lifecycle.upgrade import upgrading
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(up)
+
+
+def up(
+    file: Annotated[Path, typer.Argument(help="a fleet file, as configs/laptop.yaml")],
+    detach: Annotated[bool, typer.Option("--detach", help="return when the fleet serves")] = False,
+    port: Annotated[
+        int | None, typer.Option(help="instead of the file's gateway.port", min=1, max=65535)
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="on a running fleet: only show what would change")
+    ] = False,
+) -> None:
+    """Bring a fleet up and serve until Ctrl-C. On a running fleet, change what differs while it serves."""
+    fleet = load_fleet(file)
+    if port is not None:
+        fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
+    home = FleetHome.of(fleet.name)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    if is_up(home):
+        change(fleet, home, dry_run)
+    elif dry_run:
+        print(f"fleet '{fleet.name}' is not up: everything in {file} would be started")
+    else:
+        start(fleet, home, detach)
+
+
+def start(fleet: Fleet, home: FleetHome, detach: bool) -> None:
+    progress = Progress()
+    try:
+        endpoint = bring_up(fleet, home, progress.tell, end_with_us=not detach)
+    except KeyboardInterrupt:
+        progress.tell("interrupted: everything is down again")
+        raise typer.Exit(130) from None
+    progress.tell(f"serving on {endpoint}")
+    print(f"\n{curl_line(fleet, endpoint)}\n\nTo look at it: {endpoint}/dashboard", flush=True)
+    if detach:
+        print(f"It goes on without this terminal. To end it: conserve down {fleet.name}", flush=True)
+        return
+    print("Ctrl-C ends it.", flush=True)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        progress.tell("ending")
+        bring_down(home)
+        progress.tell("everything is down")
+
+
+def change(fleet: Fleet, home: FleetHome, dry_run: bool) -> None:
+    progress = Progress()
+    with upgrading(fleet, home) as upgrade:
+        steps = upgrade.plan.steps()
+        for difference in upgrade.changed:
+            print(difference, flush=True)
+        print("\n".join(f"  - {step}" for step in steps), flush=True)
+        if not steps and not upgrade.changed:
+            print(f"fleet '{fleet.name}' is up as the file says; to end it: conserve down {fleet.name}")
+            return
+        if dry_run:
+            return
+        try:
+            upgrade.run(progress.tell)
+        except KeyboardInterrupt:
+            progress.tell("interrupted: the fleet serves, partly changed; the same command goes on from here")
+            raise typer.Exit(130) from None
+        progress.tell(f"serving on {upgrade.endpoint}, as the file says")
+
+
+def curl_line(fleet: Fleet, endpoint: str) -> str:
+    key = f" -H 'Authorization: Bearer {fleet.gateway.api_keys[0]}'" if fleet.gateway.api_keys else ""
+    body = (
+        f'{{"model": "{fleet.model.name}", "max_tokens": 32, '
+        '"messages": [{"role": "user", "content": "Hello"}]}'
+    )
+    return f"curl {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt

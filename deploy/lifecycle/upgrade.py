@@ -1,0 +1,146 @@
+"""`conserve up` on a fleet that is up: change what differs, one engine at a time, while it serves."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from deploy.fleet import Fleet, load_fleet
+from deploy.fleet.changes import Difference, Plan, differences, not_while_running, plan
+from deploy.fleet.rooms import EngineName, engines
+from deploy.home import FleetHome, RunRecord
+from deploy.lifecycle.cluster import connect
+from deploy.lifecycle.errors import LifecycleError
+from deploy.lifecycle.prepare import refuse_taken_port, write_fleet
+from deploy.lifecycle.up import (
+    Tell,
+    directory_address,
+    endpoint_of,
+    until_engines_serve,
+    until_gateway_answers,
+)
+
+
+@contextlib.contextmanager
+def upgrading(new: Fleet, home: FleetHome) -> Iterator["Upgrade"]:
+    """What would change; `run` changes it."""
+    run = home.read_run()
+    if run is None or not run.endpoint:
+        raise LifecycleError(
+            f"fleet '{new.name}' is still starting, or its start was killed; "
+            f"end it with: conserve down {new.name}"
+        )
+    old = load_fleet(home.fleet_file)
+    changed = differences(old, new)
+    fixed = not_while_running(changed)
+    if fixed:
+        paths = ", ".join(one.path for one in fixed)
+        raise LifecycleError(
+            f"fleet '{new.name}' is up, and this cannot change while it runs: {paths}; "
+            f"end it with: conserve down {new.name}, then bring it up again"
+        )
+    ray = connect(old, home, run)
+    try:
+        yield Upgrade(ray, old, new, home, run, changed)
+    finally:
+        ray.shutdown()
+
+
+class Upgrade:
+    def __init__(
+        self, ray: Any, old: Fleet, new: Fleet, home: FleetHome, run: RunRecord, changed: list[Difference]
+    ) -> None:
+        from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
+
+        self._ray, self._old, self._new, self._home, self._run = ray, old, new, home, run
+        self._before, self._after = Actors(old, home), Actors(new, home)
+        self.changed = changed
+        tiers = {tier.name: tier for tier in (*old.tiers, *new.tiers)}  # as the new file has them
+        there = [EngineName(name, tiers[name.rpartition("-")[0]]) for name in self._after.keepers.engines()]
+        self.plan: Plan = plan(
+            old, new, home, {engine.name: self._after.keepers.need(engine) for engine in there}
+        )
+
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self._new)
+
+    def run(self, tell: Tell) -> None:
+        """Bindings and conversations stay. If an engine does not start as it should be, it is put back as it
+        was, and what comes after it is left alone."""
+        from deploy.ray.names import AUTOSCALER
+
+        made = self.plan
+        moves = self.endpoint != endpoint_of(self._old)
+        if moves:
+            refuse_taken_port(self._new)
+        self._after.end(AUTOSCALER)  # it would count engines that come and go
+        for name in self._after.keepers.engines():
+            self._after.keepers.resume(name)  # it, or a change before this, may have been about to end one
+        address = self._directory(tell) if made.directory else self._run.directory
+        for engine in made.added:
+            self._start(engine, tell)
+        for engine in made.keepers:
+            tell(f"{engine.name}: another keeper")
+            self._after.keepers.end_keeper(engine.name)
+            self._serve(engine, tell)
+        for engine in made.engines:
+            self._replace(engine, tell)
+        for name in made.removed:
+            self._retire(name, tell)
+        if made.gateways or address != self._run.directory:
+            self._gateways(address, tell)
+        write_fleet(self._new, self._home)
+        self._home.write_run(replace(self._run, directory=address, endpoint=self.endpoint))
+        self._after.start_autoscaler(address)
+
+    def _directory(self, tell: Tell) -> str:
+        from deploy.ray.names import DIRECTORY
+
+        tell("directory: restarting")
+        self._after.end(DIRECTORY)
+        return directory_address(self._ray, self._after.start_directory())
+
+    def _gateways(self, address: str, tell: Tell) -> None:
+        from deploy.ray.names import GATEWAYS
+
+        tell("gateways: new ones start, old ones finish their streams")
+        self._after.end(GATEWAYS)
+        gateways = self._after.start_gateways(address)
+        until_gateway_answers(self._ray, gateways, self.endpoint, self._home)
+
+    def _start(self, engine: EngineName, tell: Tell) -> None:
+        try:
+            self._serve(engine, tell)
+        except LifecycleError:
+            self._after.keepers.end(engine.name)
+            raise
+
+    def _replace(self, engine: EngineName, tell: Tell) -> None:
+        self._retire(engine.name, tell)
+        try:
+            self._serve(engine, tell)
+        except LifecycleError as error:
+            was = {one.name: one for one in engines(self._old)}.get(engine.name)
+            self._after.keepers.end(engine.name)
+            if was is None:
+                raise
+            tell(f"{engine.name}: does not start; it is put back as it was")
+            self._before.keepers.start(was)
+            self._before.start_autoscaler(self._run.directory)
+            raise LifecycleError(
+                f"{error}\n{engine.name} starts again as it was, and the rest of the change was not made"
+            ) from error
+
+    def _retire(self, name: str, tell: Tell) -> None:
+        limit_s = self._new.capacity.drain
+        tell(f"{name}: draining, at most {limit_s:.0f} s")
+        if not self._after.keepers.drain(name, limit_s):
+            tell(f"{name}: not empty, or out of reach; it is ended all the same")
+        self._after.keepers.end(name)
+
+    def _serve(self, engine: EngineName, tell: Tell) -> None:
+        keeper = self._after.keepers.start(engine)
+        until_engines_serve(self._ray, self._new, {engine.name: keeper}, self._home, tell)
+
+

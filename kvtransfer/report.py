@@ -1,0 +1,186 @@
+"""What the engine reports: its state, computed from conversations and block pool, and the feed's commands."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvtransfer.feed import FeedServer
+from kvtransfer.parts import EngineContext, Match, Part, SchedulerHalf, StepOutcome, WorkerHalf
+from kvtransfer.residence.conversations import Phase
+from kvtransfer.residence.integrity import block_faults, host_faults
+from placement.engines import EngineState
+
+logger = logging.getLogger("conserve.kvtransfer.report")
+
+
+class ReportScheduler(SchedulerHalf):
+    """Last of the own parts: what it reports is what the others left."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._config = context.config
+        self._residence = context.residence
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        self._requests: dict[str, Any] = {}
+        self._loaded: set[str] = set()  # requests whose background load ended
+        self._departing: set[str] = set()  # ended requests whose blocks vLLM holds until their load ends
+        self._manager: Any = None
+        self._pool: Any = None
+        self._seq = 0
+        self._feed: FeedServer | None = None
+
+    def bind(self, manager: Any) -> None:
+        self._manager = manager
+        self._pool = manager.block_pool
+        if self._config.feed:
+            commands = {
+                "release": self._release,
+                "park": self._park,
+                "drain": self._drain,
+                "check": self._check,
+            }
+            self._feed = FeedServer(Path(self._config.feed), self.snapshot, commands)
+
+    def on_new_request(self, request: Any) -> None:
+        self._requests[request.request_id] = request
+        self._notify()
+
+    def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
+        self._loaded.discard(request.request_id)  # of an allocation before
+        self._notify()
+
+    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+        self._requests.pop(request.request_id, None)
+        if request.request_id in self._residence.loading - self._loaded:
+            self._departing.add(request.request_id)
+        self._loaded.discard(request.request_id)
+        self._residence.loading.discard(request.request_id)  # here, because the parts before still ask
+        self._notify()
+
+    def order(self, scheduler_output: Any) -> None:
+        """The last step before the engine sleeps schedules nothing: a time to look at ourselves."""
+        if not scheduler_output.num_scheduled_tokens:
+            for fault in self.faults():
+                self._residence.counts["faults"] += 1
+                logger.error("integrity: %s", fault)
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        self._loaded |= outcome.loaded & self._requests.keys()
+        self._departing -= outcome.loaded
+        self._notify()
+
+    def shutdown(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+
+    def _notify(self) -> None:
+        if self._feed is not None:
+            self._feed.notify()
+
+    def snapshot(self) -> EngineState:
+        """Runs in the feed's thread; only looks things up, so a step under way may move the sums."""
+        self._residence.let_time_pass()
+        with self._residence.lock:
+            requests = list(self._requests.values())
+            offline_blocks = self._blocks_of([r for r in requests if r.priority > 0])
+            ending = self._ending_blocks()
+            free = int(self._pool.get_num_free_blocks()) + len(ending)
+            used = int(self._pool.num_gpu_blocks) - 1 - free
+            kept_free, idle, on_host = self._idle_blocks(ending)
+            host = self._residence.host
+            host_used, host_offline = host.used, self._offline_on_host()
+            confirmed = tuple(dict.fromkeys(self._residence.confirmed))
+            self._residence.confirmed.clear()
+            parked = tuple(dict.fromkeys(self._residence.parked))
+            self._residence.parked.clear()
+            draining = self._residence.draining
+        self._seq += 1
+        running = [r for r in requests if r.status == RequestStatus.RUNNING]
+        offline_running = sum(1 for r in running if r.priority > 0)
+        offline = sum(1 for r in requests if r.priority > 0)
+        live = max(0, used - offline_blocks) + kept_free
+        return EngineState(
+            engine=self._config.engine,
+            epoch=self._config.epoch,
+            seq=self._seq,
+            live_tokens=live * self._block_tokens,
+            parked_tokens=on_host * self._block_tokens,
+            offline_tokens=offline_blocks * self._block_tokens,
+            free_tokens=max(0, free - kept_free) * self._block_tokens,
+            running=len(running) - offline_running,
+            waiting=len(requests) - offline - (len(running) - offline_running),
+            offline_running=offline_running,
+            offline_waiting=offline - offline_running,
+            confirmed=confirmed,
+            draining=draining,
+            host_used_tokens=host_used * self._block_tokens,
+            host_free_tokens=host.free * self._block_tokens,
+            host_offline_tokens=host_offline * self._block_tokens,
+            parked=parked,
+            idle_tokens=idle * self._block_tokens,
+        )
+
+    def _ending_blocks(self) -> set[int]:
+        """Blocks that nobody but a copy or a lease that is over holds."""
+        ids = {block for held in self._residence.ending.values() for block in held()}
+        return {block for block in ids if self._pool.blocks[block].ref_cnt == 1}
+
+    def _offline_on_host(self) -> int:
+        chains = (c.chain for c in self._residence.conversations if c.offline and c.on_host)
+        return len({block for chain in chains for block in chain if block in self._residence.host})
+
+    def _idle_blocks(self, ending: set[int]) -> tuple[int, int, int]:
+        """Unreferenced blocks that are kept, of these on the host too, and those of parked conversations."""
+        kept: set[bytes] = set()
+        parked: set[bytes] = set()
+        for conversation in self._residence.conversations:
+            if conversation.phase is Phase.KEPT:
+                kept.update(conversation.chain)
+            elif conversation.phase is Phase.PARKED:
+                parked.update(conversation.chain)
+        free = [block for block in kept if self._is_free(block, ending)]
+        return len(free), sum(map(self._residence.host.stored, free)), len(parked - kept)
+
+    def _is_free(self, block_hash: bytes, ending: set[int]) -> bool:
+        found = self._pool.get_cached_block(block_hash, [0])
+        return bool(found) and (found[0].ref_cnt == 0 or found[0].block_id in ending)
+
+    def _blocks_of(self, requests: list[Any]) -> int:
+        return sum(len(self._manager.get_block_ids(r.request_id)[0]) for r in requests)
+
+    def faults(self) -> list[str]:
+        """Of an idle engine; nothing is known about one in the middle of a step."""
+        with self._residence.lock:
+            if not self._at_rest():
+                return []
+            references = {half: ids() for half, ids in self._residence.references.items()}
+            found = block_faults(self._pool.blocks, self._pool.get_num_free_blocks(), references)
+            return found + host_faults(self._residence.host, self._residence.conversations)
+
+    def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"done": self._residence.release(str(message["conversation"]))}
+
+    def _park(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"done": self._residence.park(str(message["conversation"]))}
+
+    def _drain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._residence.drain(bool(message["draining"]))
+        return {"done": True}
+
+    def _check(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"done": self._at_rest(), "faults": self.faults()}
+
+    def _at_rest(self) -> bool:
+        return not (self._requests or self._departing or self._residence.held_by_others)
+
+
+class ReportPart(Part):
+    name = "report"
+
+    def scheduler_half(self, context: EngineContext) -> ReportScheduler:
+        return ReportScheduler(context)
+
+    def worker_half(self, context: EngineContext, rank: int) -> WorkerHalf:
+        return WorkerHalf()

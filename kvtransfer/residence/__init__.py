@@ -1,0 +1,1 @@
+"""Where the KV of each conversation is: plain data and decisions, without vLLM."""

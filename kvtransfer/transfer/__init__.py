@@ -1,0 +1,1 @@
+"""Prefiller to decoder, once a conversation: over TCP, layer by layer, while the prefill runs."""

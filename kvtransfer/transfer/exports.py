@@ -1,0 +1,237 @@
+"""What a prefiller offers: which blocks, how far each layer is written, for how long, to whom.
+
+An export is opened when its prefill begins, fills while it runs, and has a lease from the moment it is
+finished. Its generation changes whenever its blocks do, so that bytes read under an older generation are
+never taken for its contents. What is over stays known for a while as a tombstone, so that a late consumer is
+refused at once instead of waiting for a prefill that will not come.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvtransfer.transfer.errors import Reason, TransferRefused
+
+MAX_TOMBSTONES = 8192
+
+
+@dataclass(slots=True)
+class Export:
+    transfer_id: str
+    total_tokens: int
+    prompt: str
+    generation: int
+    blocks: list[int]
+    written: list[int]  # tokens by layer whose KV is in the blocks
+    deadline: float | None = None  # the lease's end; None while the prefill runs
+    ended: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """So many tokens of a prompt are in place in one layer, in the blocks of one generation."""
+
+    transfer_id: str
+    generation: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Reader:
+    """One consumer's progress through one export."""
+
+    export: Export
+    skip: int
+    generation: int = -1
+    sent: list[int] = field(default_factory=list)  # blocks by layer
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Blocks that can be sent now: (layer, index of the first block, block ids)."""
+
+    generation: int
+    runs: list[tuple[int, int, list[int]]]
+    complete: bool  # nothing remains after these
+
+
+class Exports:
+    """Shared by the worker's thread, which writes, and the server's threads, which read."""
+
+    def __init__(self, layers: int, block_tokens: int, lease_s: float, clock: Callable[[], float]) -> None:
+        self._layers = layers
+        self._block_tokens = block_tokens
+        self._lease_s = lease_s
+        self._clock = clock
+        self._exports: dict[str, Export] = {}
+        self._tombstones: OrderedDict[str, Reason] = OrderedDict()
+        self._generations = itertools.count(1)
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._exports)
+
+    # The worker's thread
+
+    def open(self, transfer_id: str, blocks: Iterable[int], total_tokens: int, prompt: str) -> int:
+        """A prefill begins, or begins again after a preemption; returns the generation of its blocks."""
+        with self._changed:
+            export = self._exports.get(transfer_id)
+            if export is None:
+                export = self._exports[transfer_id] = Export(transfer_id, total_tokens, prompt, 0, [], [])
+                if self._tombstones.pop(transfer_id, None) is Reason.TAKEN:  # dismissed before it began
+                    export.ended = Reason.TAKEN
+            self._restart(export, blocks)
+            self._changed.notify_all()
+            return export.generation
+
+    def extend(self, transfer_id: str, blocks: Iterable[int]) -> None:
+        with self._changed:
+            if export := self._exports.get(transfer_id):
+                export.blocks.extend(blocks)
+
+    def void(self, transfer_id: str) -> None:
+        """The prefill lost its blocks; it will begin again."""
+        with self._changed:
+            if export := self._exports.get(transfer_id):
+                self._restart(export, ())
+
+    def wrote(self, layer: int, written: Iterable[Written]) -> None:
+        """KV of one layer is readable. It may be told late: then the generation says of which blocks."""
+        with self._changed:
+            for news in written:
+                export = self._exports.get(news.transfer_id)
+                if export is not None and export.generation == news.generation:
+                    export.written[layer] = news.tokens
+            self._changed.notify_all()
+
+    def finish(self, transfer_id: str) -> None:
+        """The prefill is over and its blocks are held: the lease begins."""
+        with self._changed:
+            if export := self._exports.get(transfer_id):
+                export.deadline = self._clock() + self._lease_s
+
+    def abort(self, transfer_id: str) -> None:
+        with self._changed:
+            if export := self._exports.pop(transfer_id, None):
+                export.ended = Reason.ABORTED
+            self._bury(transfer_id, Reason.ABORTED)
+            self._changed.notify_all()
+
+    def take_released(self) -> list[str]:
+        """Finished exports that were delivered, or whose lease ran out: their blocks may be reused.
+
+        From here on nobody is told that what he read of them is good.
+        """
+        with self._changed:
+            released = []
+            for export in list(self._exports.values()):
+                self._expire(export)
+                if export.ended is not None and export.deadline is not None:
+                    del self._exports[export.transfer_id]
+                    self._bury(export.transfer_id, export.ended)
+                    released.append(export.transfer_id)
+            if released:
+                self._changed.notify_all()
+            return released
+
+    def clear(self) -> None:
+        """Every block may be reused from now on."""
+        for transfer_id in list(self._exports):
+            self.abort(transfer_id)
+
+    # The server's threads
+
+    def attach(self, transfer_id: str, prompt: str, skip: int, wait_s: float) -> Reader:
+        """Waits for the prefill to begin: both legs are started together, and the decoder may be first."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: transfer_id in self._exports or transfer_id in self._tombstones, timeout=wait_s
+            )
+            export = self._exports.get(transfer_id)
+            if export is None:
+                raise TransferRefused(self._tombstones.get(transfer_id, Reason.UNKNOWN), transfer_id)
+            self._check(export)
+            if export.prompt != prompt:
+                raise TransferRefused(Reason.PROMPT, "the legs of this transfer have different prompts")
+            return Reader(export, skip)
+
+    def wait_ready(self, reader: Reader, wait_s: float) -> Ready:
+        """The next blocks to send."""
+        with self._changed:
+            ready: list[Ready] = []
+
+            def progressed() -> bool:
+                self._check(reader.export)
+                found = self._ready(reader)
+                if found.runs or found.complete:
+                    ready.append(found)
+                return bool(ready)
+
+            if not self._changed.wait_for(progressed, timeout=wait_s):
+                raise TransferRefused(Reason.STALLED, "the prefill made no progress")
+            return ready[-1]
+
+    def confirm(self, reader: Reader, generation: int) -> bool:
+        """Whether everything read under this generation was the export's when it was read."""
+        with self._changed:
+            self._check(reader.export)
+            return reader.export.generation == generation
+
+    def leave(self, reader: Reader) -> None:
+        """The consumer has everything, or is gone; it does not come back."""
+        with self._changed:
+            if reader.export.ended is None:
+                reader.export.ended = Reason.TAKEN
+
+    def dismiss(self, transfer_id: str) -> None:
+        """The consumer needs nothing of it."""
+        with self._changed:
+            export = self._exports.get(transfer_id)
+            if export is None:
+                self._bury(transfer_id, Reason.TAKEN)
+            elif export.ended is None:
+                export.ended = Reason.TAKEN
+
+    # Under the lock
+
+    def _restart(self, export: Export, blocks: Iterable[int]) -> None:
+        export.blocks = list(blocks)
+        export.written = [0] * self._layers
+        export.generation = next(self._generations)
+
+    def _ready(self, reader: Reader) -> Ready:
+        export = reader.export
+        if reader.generation != export.generation:
+            reader.generation = export.generation
+            reader.sent = [reader.skip] * self._layers
+        runs = []
+        for layer, tokens in enumerate(export.written):
+            end = self._blocks_of(export, tokens)
+            if end > reader.sent[layer]:
+                runs.append((layer, reader.sent[layer], export.blocks[reader.sent[layer] : end]))
+                reader.sent[layer] = end
+        return Ready(export.generation, runs, all(n == export.total_tokens for n in export.written))
+
+    def _blocks_of(self, export: Export, tokens: int) -> int:
+        """Blocks that will not change any more: the last, partial one counts when the prompt is complete."""
+        if tokens == export.total_tokens:
+            return -(-tokens // self._block_tokens)
+        return tokens // self._block_tokens
+
+    def _check(self, export: Export) -> None:
+        self._expire(export)
+        if export.ended is not None:
+            raise TransferRefused(export.ended, export.transfer_id)
+
+    def _expire(self, export: Export) -> None:
+        if export.ended is None and export.deadline is not None and self._clock() >= export.deadline:
+            export.ended = Reason.EXPIRED
+
+    def _bury(self, transfer_id: str, reason: Reason) -> None:
+        self._tombstones[transfer_id] = reason
+        self._tombstones.move_to_end(transfer_id)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)

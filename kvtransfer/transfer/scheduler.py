@@ -1,0 +1,199 @@
+"""The scheduler's half of the transfer: which requests export, which fetch, and whose blocks are held."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvtransfer.parts import EngineContext, Match, SchedulerHalf, StepOutcome
+from kvtransfer.transfer.client import Source
+from kvtransfer.transfer.errors import Reason
+from kvtransfer.transfer.orders import Fetch, Opened, TransferOrder
+from kvtransfer.transfer.prompt import prompt_digest
+
+logger = logging.getLogger("conserve.kvtransfer.transfer")
+
+DELIVERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class TransferScheduler(SchedulerHalf):
+    hit_source = "p2p"
+
+    def __init__(self, context: EngineContext) -> None:
+        self._config = context.config
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        self._ranks = int(context.vllm_config.parallel_config.world_size)
+        self._clock = context.residence.clock
+        context.residence.references["transfer"] = self.held_block_ids
+        context.residence.ending["transfer"] = self.expired_block_ids
+        self._pool: Any = None
+        self._next = TransferOrder()
+        self._exporting: dict[str, tuple[str, Any]] = {}  # request -> transfer, vLLM's request
+        self._void: set[str] = set()  # exporting requests that lost their blocks
+        self._held: dict[str, list[Any]] = {}  # transfer -> blocks with a reference of ours
+        self._held_since: dict[str, float] = {}
+        self._released: Counter[str] = Counter()  # transfer -> ranks that released it
+        self._sources: dict[str, Source] = {}  # request -> where its prompt is, until it is asked for
+        self._fetching: dict[str, int] = {}  # request -> tokens on their way
+        self._counts: Counter[str] = Counter()
+
+    def held_block_ids(self) -> list[int]:
+        return [block.block_id for blocks in self._held.values() for block in blocks]
+
+    def expired_block_ids(self) -> list[int]:
+        """Of leases that are over; an idle engine hears of that from its workers in its next step."""
+        over = self._clock() - self._config.lease_s
+        expired = [t for t, since in list(self._held_since.items()) if since <= over]
+        return [block.block_id for transfer in expired for block in self._held.get(transfer, [])]
+
+    def bind(self, manager: Any) -> None:
+        self._pool = manager.block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            transfer_id = str(params.get("transfer_id") or request.request_id)
+            if self._is_exported(transfer_id):
+                logger.warning(
+                    "request %s repeats transfer %s: not exported", request.request_id, transfer_id
+                )
+                self._counts[f"refused.{Reason.INVALID}"] += 1
+            else:
+                self._exporting[request.request_id] = transfer_id, request
+        elif params.get("do_remote_prefill"):
+            source = read_source(params, request)
+            if source is None:
+                logger.warning("request %s has unusable transfer parameters", request.request_id)
+                self._counts[f"refused.{Reason.INVALID}"] += 1
+            else:
+                self._sources[request.request_id] = source
+
+    def _is_exported(self, transfer_id: str) -> bool:
+        """One prefill fills an export: what a second writes would count as progress of the first."""
+        return transfer_id in self._held or any(known == transfer_id for known, _ in self._exporting.values())
+
+    def match(self, request: Any, computed_tokens: int) -> Match | None:
+        if request.request_id not in self._sources:
+            return None
+        return Match(request.num_prompt_tokens - computed_tokens, background=True)
+
+    def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
+        source = self._sources.pop(request.request_id, None)
+        if source is None:
+            return
+        if match is None:  # the whole prompt is here already
+            self._next.dismissed.append(source)
+            return
+        ids = blocks.get_block_ids()[0]
+        skip = (request.num_prompt_tokens - match.tokens) // self._block_tokens
+        self._next.fetches.append(Fetch(request.request_id, source, skip, ids[skip:]))
+        self._fetching[request.request_id] = match.tokens
+
+    def order(self, scheduler_output: Any) -> TransferOrder | None:
+        if self._exporting:
+            self._order_exports(scheduler_output)
+        order, self._next = self._next, TransferOrder()
+        return order or None
+
+    def _order_exports(self, output: Any) -> None:
+        for request_id, (transfer_id, request) in self._exporting.items():
+            if request.status == RequestStatus.PREEMPTED and request_id not in self._void:
+                self._void.add(request_id)
+                self._next.voided.append(transfer_id)
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self._exporting:
+                self._open(new.req_id, new.block_ids[0])
+                self._advance(new.req_id, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id not in self._exporting:
+                continue
+            added = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                self._open(request_id, added[0])
+            elif added:
+                self._next.extended.append((self._exporting[request_id][0], list(added[0])))
+            self._advance(request_id, cached.num_computed_tokens[index], output)
+
+    def _open(self, request_id: str, blocks: list[int]) -> None:
+        transfer_id, request = self._exporting[request_id]
+        self._void.discard(request_id)
+        opened = Opened(transfer_id, list(blocks), request.num_prompt_tokens, prompt_digest(request))
+        self._next.opened.append(opened)
+
+    def _advance(self, request_id: str, computed: int, output: Any) -> None:
+        tokens = computed + output.num_scheduled_tokens[request_id]
+        self._next.progress.append((self._exporting[request_id][0], tokens))
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        for request_id in outcome.loaded & self._fetching.keys():
+            del self._fetching[request_id]
+        if outcome.failed_blocks:
+            # What a failed load did not fill must not be found by hash, whatever registered it.
+            self._pool.evict_blocks(set(outcome.failed_blocks))
+            self._counts["failed_blocks"] += len(outcome.failed_blocks)
+        if outcome.report is not None:
+            for transfer_id, ranks in outcome.report.released.items():
+                self._released[transfer_id] += ranks
+                if self._released[transfer_id] >= self._ranks:
+                    self._release(transfer_id)
+
+    def _release(self, transfer_id: str) -> None:
+        self._released.pop(transfer_id, None)
+        self._held_since.pop(transfer_id, None)
+        self._pool.free_blocks(reversed(self._held.pop(transfer_id, [])))
+
+    def on_finished(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
+        request_id = request.request_id
+        if source := self._sources.pop(request_id, None):  # ended before it was scheduled
+            self._next.dismissed.append(source)
+        if self._fetching.pop(request_id, None) is not None:
+            self._next.cancelled.append(request_id)
+        if request_id not in self._exporting:
+            return None
+        transfer_id, _ = self._exporting.pop(request_id)
+        voided = request_id in self._void
+        self._void.discard(request_id)
+        if request.status not in DELIVERED or voided:
+            self._next.aborted.append(transfer_id)
+            return None
+        prompt_blocks = -(-request.num_prompt_tokens // self._block_tokens)
+        held = [self._pool.blocks[block] for block in block_ids[:prompt_blocks]]
+        self._pool.touch(held)
+        self._held[transfer_id] = held
+        self._held_since[transfer_id] = self._clock()
+        self._next.finished.append(transfer_id)
+        return self._answer(transfer_id, request.num_prompt_tokens)
+
+    def _answer(self, transfer_id: str, tokens: int) -> dict[str, Any]:
+        """For routers that start the decode leg after the prefill: its `kv_transfer_params`, as they are."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_host": self._config.host,
+            "remote_port": self._config.port,
+            "remote_epoch": self._config.epoch,
+            "remote_num_tokens": tokens,
+        }
+
+    def reset(self) -> None:
+        for transfer_id in list(self._held):
+            self._next.aborted.append(transfer_id)
+            self._release(transfer_id)
+
+    def take_counts(self) -> Mapping[str, float]:
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+
+def read_source(params: Mapping[str, Any], request: Any) -> Source | None:
+    host, port = params.get("remote_host"), params.get("remote_port")
+    transfer_id, epoch = params.get("transfer_id"), params.get("remote_epoch")
+    if not (isinstance(host, str) and host and isinstance(port, int) and 0 < port < 65536):
+        return None
+    if not (isinstance(transfer_id, str) and transfer_id and (epoch is None or isinstance(epoch, int))):
+        return None
+    return Source(host, port, transfer_id, epoch, prompt_digest(request))

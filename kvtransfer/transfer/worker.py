@@ -1,0 +1,168 @@
+"""The worker's half of the transfer: serves what this rank computes, fetches what others computed."""
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvtransfer.config import ConfigError, transfer_secret
+from kvtransfer.parts import EngineContext, LoadsEnded, WorkerHalf
+from kvtransfer.sizes import GIB, block_bytes
+from kvtransfer.transfer.client import Cancellation, Consumer, Source, dismiss, fetch
+from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.transfer.exports import Exports
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
+from kvtransfer.transfer.orders import Fetch, TransferOrder, TransferReport
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.server import Producer, TransferServer
+from kvtransfer.transfer.staging import StagedBlockMemory
+
+logger = logging.getLogger("conserve.kvtransfer.transfer")
+
+MAX_FETCHES = 64  # at once; more wait for a thread
+
+
+class TransferWorker(WorkerHalf):
+    def __init__(self, context: EngineContext, rank: int) -> None:
+        config = self._config = context.config
+        self._rank = rank
+        self._ranks = int(context.vllm_config.parallel_config.world_size)
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        self._num_blocks = int(context.kv_cache_config.num_blocks)
+        self._block_bytes = block_bytes(context.kv_cache_config)
+        self._secret = transfer_secret()
+        self._consumer = Consumer(rank, self._ranks, config.timeout_s, self._secret)
+        self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
+        self._cancellations: dict[str, Cancellation] = {}
+        self._lock = threading.Lock()
+        self._ended = LoadsEnded()
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._memory: BlockMemory
+        self._layers: dict[str, int] = {}
+        self._exports: Exports
+        self._publisher: Publisher
+        self._server: TransferServer | None = None
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        self._memory = self._memory_of(kv_caches)
+        self._layers = {layer: index for index, layer in enumerate(self._memory.layers)}
+        self._exports = Exports(
+            len(self._memory.layers), self._block_tokens, self._config.lease_s, time.monotonic
+        )
+        self._publisher = Publisher(self._memory, self._exports, self._block_tokens)
+        if self._config.port:
+            self._server = self._serve()
+
+    def _memory_of(self, kv_caches: Mapping[str, Any]) -> BlockMemory:
+        if not next(iter(kv_caches.values())).is_cuda:
+            return HostBlockMemory(kv_caches, self._num_blocks)
+        staging = int(self._config.staging_gib * GIB) // (self._block_bytes * self._ranks)
+        return StagedBlockMemory(kv_caches, self._num_blocks, staging)
+
+    def _serve(self) -> TransferServer:
+        address = self._config.host, self._config.port + self._rank
+        try:
+            listener = socket.create_server(address)
+        except OSError as error:
+            raise ConfigError(f"the KV transfer server cannot listen on {address}: {error}") from error
+        producer = Producer(self._config.epoch, self._rank, self._ranks, self._config.timeout_s)
+        return TransferServer(listener, producer, self._exports, self._memory, self._secret)
+
+    def before_step(self, order: TransferOrder | None) -> None:
+        self._publisher.begin_step(())
+        if order is None:
+            return
+        for transfer_id in order.voided:
+            self._publisher.void(transfer_id)
+        for transfer_id in order.aborted:
+            self._publisher.abort(transfer_id)
+        for opened in order.opened:
+            self._publisher.open(opened.transfer_id, opened.blocks, opened.total_tokens, opened.prompt)
+        for transfer_id, blocks in order.extended:
+            self._publisher.extend(transfer_id, blocks)
+        for transfer_id in order.finished:
+            self._exports.finish(transfer_id)
+        self._publisher.begin_step(order.progress)
+        for request_id in order.cancelled:
+            if cancellation := self._cancellations.get(request_id):
+                cancellation.cancel()
+        for wanted in order.fetches:
+            cancellation = self._cancellations[wanted.request_id] = Cancellation()
+            self._threads.submit(self._fetch, wanted, cancellation)
+        for source in order.dismissed:
+            self._threads.submit(self._dismiss, source)
+
+    def after_layer(self, layer: str) -> None:
+        self._publisher.after_layer(self._layers[layer])
+
+    def _fetch(self, wanted: Fetch, cancellation: Cancellation) -> None:
+        start = time.monotonic()
+        received = 0
+        reason: Reason | None = Reason.INTERNAL  # stays if something raises that should not
+        try:
+            if not self._memory.reserve(wanted.blocks):
+                raise TransferRefused(Reason.NO_ROOM, "no staging memory; raise staging_gib")
+            try:
+                received = fetch(
+                    wanted.source, wanted.skip, wanted.blocks, self._memory, self._consumer, cancellation
+                )
+                self._memory.landed(wanted.blocks)
+            finally:
+                self._memory.release(wanted.blocks)
+            reason = None
+        except TransferRefused as refused:
+            reason = refused.reason
+            logger.warning("request %s recomputes its prompt: %s", wanted.request_id, refused)
+        except Exception:
+            logger.exception("request %s recomputes its prompt", wanted.request_id)
+            raise
+        finally:
+            self._record(wanted, reason, received, time.monotonic() - start)
+
+    def _record(self, wanted: Fetch, reason: Reason | None, received: int, seconds: float) -> None:
+        """Whatever happened, the request goes on: vLLM waits for its load to end."""
+        with self._lock:
+            self._ended.requests.add(wanted.request_id)
+            if reason is not None:
+                self._ended.failed_blocks.update(wanted.blocks)
+                self._counts[f"refused.{reason}"] += 1
+            else:
+                self._counts["transfers"] += 1
+                self._counts["transfer_bytes"] += received
+                self._counts["transfer_seconds"] += seconds
+
+    def _dismiss(self, source: Source) -> None:
+        try:
+            dismiss(source, self._memory, self._consumer)
+        except TransferRefused as refused:  # the producer's lease frees it
+            logger.info("transfer %s not dismissed: %s", source.transfer_id, refused)
+
+    def loads_ended(self) -> LoadsEnded:
+        with self._lock:
+            ended, self._ended = self._ended, LoadsEnded()
+        for request_id in ended.requests:
+            self._cancellations.pop(request_id, None)
+        return ended
+
+    def report(self) -> TransferReport | None:
+        released = self._exports.take_released()
+        for transfer_id in released:
+            self._publisher.forget(transfer_id)
+        return TransferReport(Counter(released)) if released else None
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for cancellation in self._cancellations.values():
+            cancellation.cancel()
+        self._memory.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def take_counts(self) -> Mapping[str, float]:
+        with self._lock:
+            counts, self._counts = self._counts, defaultdict(float)
+        return counts

@@ -1,0 +1,1 @@
+"""The OpenAI Files and Batch APIs as a Starlette application."""

@@ -1,0 +1,73 @@
+"""What can be watched of offline work."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from router.metrics import from_zero
+
+BACKLOG = Gauge(
+    "conserve_batch_backlog_requests",
+    "Requests of running batches without a result, by what they wait for: pending or in flight.",
+    ["state"],
+)
+BATCHES_LIVE = Gauge("conserve_batch_live_batches", "Batches not yet at their end, by status.", ["status"])
+BATCHES_ENDED = Counter(
+    "conserve_batch_ended_batches", "Batches that reached their end, by final status.", ["status"]
+)
+OLDEST_AGE = Gauge(
+    "conserve_batch_oldest_age_seconds", "Age of the oldest running batch with work left, 0 without one."
+)
+NEAREST_DEADLINE = Gauge(
+    "conserve_batch_nearest_deadline_seconds",
+    "Time left to the running batch whose window closes first, 0 without one.",
+)
+IN_FLIGHT = Gauge(
+    "conserve_batch_in_flight_requests", "Offline requests this gateway has at engines.", ["engine"]
+)
+TRIES = Counter(
+    "conserve_batch_tries",
+    "Offline requests sent to engines, by how the try ended.",
+    ["outcome"],
+)
+SET_ASIDE = Counter(
+    "conserve_batch_set_aside_requests",
+    "Requests given up after the allowed number of tries: look at the error file.",
+)
+HARVESTED = Counter(
+    "conserve_batch_harvested_tokens",
+    "Tokens of finished offline work by kind: prompt (not cached), cached, output.",
+    ["kind"],
+)
+LOST = Counter(
+    "conserve_batch_lost_tokens",
+    "Estimated tokens of offline tries that brought no result, by cause: "
+    "engine_lost, error, cancelled. Should stay near zero.",
+    ["cause"],
+)
+TAKEN_OVER = Counter(
+    "conserve_batch_taken_over_requests",
+    "Leased requests taken over from a dispatcher whose heartbeat ended.",
+)
+DUPLICATES = Counter(
+    "conserve_batch_late_results", "Results not kept because the line had one or its batch was closed."
+)
+COMMIT_SECONDS = Histogram(
+    "conserve_batch_commit_seconds",
+    "Time to make a group of results durable.",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+FLEX = Counter("conserve_batch_flex_requests", "Requests of service tier flex, by outcome.", ["outcome"])
+URGENT = Counter(
+    "conserve_batch_urgent_dispatches", "Requests sent out of the fair order because their window gets tight."
+)
+STEP_ERRORS = Counter(
+    "conserve_batch_step_errors",
+    "Steps of the dispatcher that failed and are repeated: at its store or files, or by a fault of its own.",
+    ["cause"],
+)
+
+from_zero(BATCHES_ENDED, "completed", "failed", "expired", "cancelled")
+from_zero(TRIES, "answered", "busy", "error", "unreachable", "engine_lost", "timeout", "fault")
+from_zero(HARVESTED, "prompt", "cached", "output")
+from_zero(LOST, "engine_lost", "error", "cancelled")
+from_zero(FLEX, "served", "client_left", "no_room")
+from_zero(STEP_ERRORS, "store", "fault")

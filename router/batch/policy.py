@@ -1,0 +1,197 @@
+"""Which offline requests next, and to which engine. Plain data in, plain data out."""
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from placement.engines import EngineState, Role
+from router.batch.config import DispatchSettings
+from router.batch.fairness import FairShare
+from router.batch.prefix import group_of
+from router.batch.records import Backlog
+
+_WARM_WORTH = 0.5  # how much more loaded a decoder may be for the sake of the prefix it holds
+
+
+class Job(Protocol):
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def est_tokens(self) -> int: ...
+    @property
+    def tries(self) -> int: ...
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine as this dispatcher sees it now."""
+
+    engine: str
+    role: Role
+    kv_tokens: int
+    state: EngineState | None  # None: it reports nothing
+    in_flight: int  # requests of this dispatcher at it
+    unseen_tokens: int  # of those sent since its last report
+    suspects: int  # of those in flight, requests that failed before
+    resting: bool = False  # backs off after errors
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much more one engine is given now."""
+
+    requests: int
+    tokens: int
+
+
+def room_of(engine: EngineView, settings: DispatchSettings, dispatchers: int = 1) -> Room:
+    """An engine's window is what it runs plus a short queue: what waits there can be taken back for nothing.
+
+    A decoder that runs all it is given sees its window grow with each report; one that stops admitting
+    offline work sees it shrink to the queue.
+    """
+    state = engine.state
+    if engine.resting or (state is not None and state.draining):
+        return Room(0, 0)
+    if engine.role is Role.PREFILL and not (settings.harvest_prefill and _idle(state)):
+        return Room(0, 0)
+    if state is None:
+        tokens = max(0, engine.kv_tokens - engine.unseen_tokens)
+        return Room(max(0, settings.blind_window - engine.in_flight), tokens)
+    window = -(-(state.offline_running + settings.queue_ahead) // dispatchers)
+    # What conversations hold between turns and have on the host as well gives way at no cost.
+    spare = state.free_tokens + state.idle_tokens
+    tokens = spare - int(settings.keep_free_fraction * engine.kv_tokens) - engine.unseen_tokens
+    if state.waiting:  # online turns queue
+        window = min(window, settings.minimum_in_flight)
+    elif tokens <= 0:
+        # No KV to spare: idle conversations may hold all of it for as long as they live. One request after
+        # another goes on in what is kept free, or a batch beside them would never end.
+        window = min(window, max(settings.minimum_in_flight, 1))
+    return Room(max(0, min(window, settings.max_in_flight) - engine.in_flight), max(0, tokens))
+
+
+def _idle(state: EngineState | None) -> bool:
+    return state is not None and not state.running and not state.waiting
+
+
+def share_out(
+    backlog: Sequence[Backlog],
+    room: Room,
+    fair: FairShare,
+    settings: DispatchSettings,
+    now: float,
+    tokens_per_s: float,
+) -> tuple[dict[int, int], int]:
+    """How many lines of each batch to take, and how many of those jump the fair order.
+
+    Batches whose window gets tight come first, the one that closes first before the others, but only for a
+    part of the room: a key cannot starve others by asking for short windows. The rest goes to the key served
+    least, and within a key to the batch that closes first.
+    """
+    open_now = {b.batch: b.pending for b in backlog if b.accepting and b.pending > 0}
+    by_deadline = sorted((b for b in backlog if b.batch in open_now), key=lambda b: (b.expires_at, b.batch))
+    fair.keep({b.owner for b in by_deadline})
+    taken: dict[int, int] = {}
+    tokens = room.tokens
+
+    def take(batch: Backlog, count: int) -> int:
+        nonlocal tokens
+        fit = max(
+            tokens // batch.est_tokens, 0 if taken else 1
+        )  # one that is larger than all room goes alone
+        count = min(count, open_now[batch.batch], fit)
+        tokens -= count * batch.est_tokens
+        open_now[batch.batch] -= count
+        taken[batch.batch] = taken.get(batch.batch, 0) + count
+        fair.charge(batch.owner, count * batch.est_tokens)
+        return count
+
+    urgent = 0
+    for_urgent = math.ceil(room.requests * settings.urgent_share)
+    for batch in by_deadline:
+        if urgent < for_urgent and _is_tight(batch, settings, now, tokens_per_s):
+            urgent += take(batch, for_urgent - urgent)
+    left = room.requests - urgent
+    while left > 0:
+        first_of: dict[str, Backlog] = {}
+        for batch in by_deadline:
+            if open_now[batch.batch] > 0:
+                first_of.setdefault(batch.owner, batch)
+        if not first_of:
+            break
+        count = take(first_of[fair.next(first_of)], 1)
+        if not count:
+            break
+        left -= count
+    return {batch: count for batch, count in taken.items() if count}, urgent
+
+
+def _is_tight(batch: Backlog, settings: DispatchSettings, now: float, tokens_per_s: float) -> bool:
+    time_left = batch.expires_at - now
+    if tokens_per_s <= 0:
+        return False
+    needed = (batch.pending + batch.leased) * batch.est_tokens / tokens_per_s
+    return needed * (1 + settings.tight_fraction) >= time_left
+
+
+def assign(
+    jobs: Iterable[AnyJob],
+    engines: Sequence[EngineView],
+    rooms: Mapping[str, Room],
+    warm: Mapping[str, str],
+    settings: DispatchSettings,
+) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
+    """To the decoder that holds the job's prefix if it is not much more loaded, else to the least loaded.
+
+    Returns the assignments and the jobs for which there was no room.
+    """
+    slots = {e.engine: rooms[e.engine].requests for e in engines if rooms[e.engine].requests > 0}
+    tokens = {e.engine: rooms[e.engine].tokens for e in engines}
+    suspects = {e.engine: e.suspects for e in engines}
+    load = {e.engine: _load(e) for e in engines}
+    step = {e.engine: 1 / (1 + slots[e.engine] + e.in_flight) for e in engines if e.engine in slots}
+    heap = [(load[name], name) for name in slots]
+    heapq.heapify(heap)
+    warm_now = dict(warm)
+    placed: list[tuple[AnyJob, str]] = []
+    left: list[AnyJob] = []
+    for job in jobs:
+        while heap and (slots[heap[0][1]] <= 0 or heap[0][0] != load[heap[0][1]]):
+            _, stale = heapq.heappop(heap)
+            if slots[stale] > 0:
+                heapq.heappush(heap, (load[stale], stale))
+        if not heap:
+            left.append(job)
+            continue
+        least, chosen = heap[0]
+        holder = warm_now.get(group_of(job.prefix))
+        if holder is not None and slots.get(holder, 0) > 0 and load[holder] <= least + _WARM_WORTH:
+            chosen = holder
+        suspect = job.tries >= settings.suspect_after
+        alone = slots[chosen] == rooms[chosen].requests  # nothing given to it in this round yet
+        if (suspect and suspects[chosen]) or (job.est_tokens > tokens[chosen] and not alone):
+            left.append(job)
+            continue
+        slots[chosen] -= 1
+        tokens[chosen] -= job.est_tokens
+        suspects[chosen] += suspect
+        load[chosen] += step[chosen]
+        warm_now[group_of(job.prefix)] = chosen
+        placed.append((job, chosen))
+    return placed, left
+
+
+def _load(engine: EngineView) -> float:
+    """KV of live conversations as a share of the engine, plus how full its offline window is."""
+    if engine.state is None:
+        return engine.in_flight / (1 + engine.in_flight)
+    window = 1 + engine.state.offline_running + engine.state.offline_waiting
+    return engine.state.live_tokens / max(1, engine.kv_tokens) + engine.in_flight / (
+        window + engine.in_flight
+    )

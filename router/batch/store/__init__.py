@@ -1,0 +1,1 @@
+"""What must survive: files, batches, their requests and results."""

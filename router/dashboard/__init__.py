@@ -1,0 +1,1 @@
+"""A page to look at: engines with their KV, conversations as lanes."""

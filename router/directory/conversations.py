@@ -1,0 +1,146 @@
+"""What the directory knows about each live conversation, apart from where it is bound."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import Any
+
+MAX_NOTES = 8
+MAX_OVER = 10_000
+
+
+@dataclass(slots=True)
+class Conversation:
+    key: str
+    parent: str | None
+    created_at: float
+    used_at: float
+    turns: int = 0  # finished
+    prompt_tokens: int = 0  # of the newest finished turn
+    completion_tokens: int = 0
+    output_tokens: int = 0  # of all turns
+    transfers: int = 0  # placements that asked a prefiller
+    notes: list[dict[str, Any]] = field(default_factory=list)  # one a placement: cause, engines, receipt
+    gateway: str = ""  # that served its newest turn
+    running: dict[str, set[int]] = field(default_factory=dict)  # gateway -> turns in flight there
+
+    @property
+    def context_tokens(self) -> int:
+        """What its decoder holds after its newest finished turn."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def note(self, note: dict[str, Any]) -> None:
+        self.notes.append(note)
+        if len(self.notes) > MAX_NOTES:
+            del self.notes[1]  # the first one says how it began
+
+
+class Conversations:
+    """Live conversations, least recently used first, and a bounded memory of ended ones."""
+
+    def __init__(self, remember_ended: int) -> None:
+        self._remember = remember_ended
+        self._live: OrderedDict[str, Conversation] = OrderedDict()
+        self._running: dict[str, set[str]] = {}  # gateway -> conversations with a turn there
+        self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # ended before they were heard of
+        self._parked: dict[str, str] = {}  # conversation -> engine
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(tuple(self._live.values()))
+
+    def get(self, key: str) -> Conversation | None:
+        return self._live.get(key)
+
+    def add(self, conversation: Conversation) -> None:
+        self._live[conversation.key] = conversation
+        self._ended.pop(conversation.key, None)
+
+    def touch(self, conversation: Conversation, now: float) -> None:
+        conversation.used_at = now
+        self._live.move_to_end(conversation.key)
+
+    def pop(self, key: str) -> Conversation | None:
+        conversation = self._live.pop(key, None)
+        if conversation is not None:
+            for gateway in conversation.running:
+                self._running[gateway].discard(key)
+            self._parked.pop(key, None)
+        return conversation
+
+    def park(self, key: str, engine: str) -> bool:
+        """False for one that is not known, or whose next turn has begun meanwhile."""
+        conversation = self._live.get(key)
+        if conversation is None or conversation.running:
+            return False
+        self._parked[key] = engine
+        return True
+
+    def engine_gone(self, engine: str) -> None:
+        self._parked = {key: where for key, where in self._parked.items() if where != engine}
+
+    @property
+    def parked(self) -> int:
+        return len(self._parked)
+
+    def turn_began(self, conversation: Conversation, gateway: str, turn: int) -> None:
+        conversation.gateway = gateway
+        self._parked.pop(conversation.key, None)
+        if self._over.pop((gateway, turn), None) is None:
+            conversation.running.setdefault(gateway, set()).add(turn)
+            self._running.setdefault(gateway, set()).add(conversation.key)
+
+    def turn_ended(self, conversation: Conversation | None, gateway: str, turn: int) -> None:
+        """An end may be heard of before its beginning: calls overtake each other."""
+        here = conversation.running.get(gateway) if conversation is not None else None
+        if conversation is None or here is None or turn not in here:
+            if turn:
+                self._over[gateway, turn] = None
+                if len(self._over) > MAX_OVER:
+                    self._over.popitem(last=False)
+            return
+        here.discard(turn)
+        if not here:
+            del conversation.running[gateway]
+            self._running[gateway].discard(conversation.key)
+
+    def is_over(self, gateway: str, turn: int) -> bool:
+        return (gateway, turn) in self._over
+
+    def gateway_gone(self, gateway: str) -> list[Conversation]:
+        """Its turns run no more; returns the conversations that had one there."""
+        had = [self._live[key] for key in self._running.pop(gateway, ())]
+        for conversation in had:
+            conversation.running.pop(gateway, None)
+        return had
+
+    def idle_since(self, before: float) -> list[Conversation]:
+        """Unused since then and without a running turn. Those that run are used: they move to the end."""
+        unused = list(takewhile(lambda one: one.used_at <= before, self._live.values()))
+        for conversation in unused:
+            if conversation.running:
+                self._live.move_to_end(conversation.key)
+        return [conversation for conversation in unused if not conversation.running]
+
+    def remember_ended(self, key: str, description: dict[str, Any]) -> None:
+        self._ended[key] = description
+        if len(self._ended) > self._remember:
+            self._ended.popitem(last=False)
+
+    def ended(self, key: str) -> dict[str, Any] | None:
+        return self._ended.get(key)
+
+    def running_tokens(self) -> int:
+        """Of conversations with a turn under way, as of their newest finished one."""
+        return sum(one.context_tokens for one in self._live.values() if one.running)
+
+    def page(self, prefix: str, after: str | None, limit: int) -> list[Conversation]:
+        """Conversations of one name space, oldest use first; `after` is the last key of the page before."""
+        keys = iter([key for key in self._live if key.startswith(prefix)])
+        if after is not None:
+            next((key for key in keys if key == after), None)
+        return [self._live[key] for key in islice(keys, limit)]

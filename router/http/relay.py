@@ -1,0 +1,278 @@
+"""The byte path: one request to an engine, its answer to the client, chunk by chunk as it comes.
+
+Everything between the two sockets runs in transport callbacks: no queue, no task switch, no parsing of
+content. ``relay`` itself sleeps until the exchange is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from typing import NamedTuple
+
+from router.errors import EngineGarbled, EngineLost, UpstreamError
+from router.http.message import Headers, RawHeaders, end_to_end
+from router.http.observer import StreamObserver
+from router.http.pool import UpstreamPool
+from router.http.responder import Responder
+from router.http.sse import EventBoundary
+from router.http.upstream import Endpoint, ResponseSink, UpstreamConnection, UpstreamRequest
+
+log = logging.getLogger("conserve.router.http.relay")
+
+HELD_BODY_BYTES = 1024 * 1024
+
+
+class RelayEnd(enum.StrEnum):
+    COMPLETE = "complete"
+    """The whole response went to the client, whatever its status."""
+    NOT_STARTED = "not_started"
+    """The engine failed before its response began. Nothing was written: the caller may try another, or raise
+    ``outcome.error``."""
+    HELD = "held"
+    """The engine's status was in ``hold``. Nothing was written; ``outcome.response`` has the answer."""
+    BROKEN = "broken"
+    """The engine failed after its response began. The client has an error event, or a cut connection."""
+    CLIENT_GONE = "client_gone"
+    """The client left; the engine's request was aborted."""
+
+
+class UpstreamResponse(NamedTuple):
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class RelayOutcome(NamedTuple):
+    end: RelayEnd
+    status: int | None = None
+    error: UpstreamError | None = None
+    response: UpstreamResponse | None = None
+
+
+async def relay(
+    pool: UpstreamPool,
+    endpoint: Endpoint,
+    request: UpstreamRequest,
+    responder: Responder,
+    observer: StreamObserver | None = None,
+    *,
+    hold: frozenset[int] = frozenset(),
+) -> RelayOutcome:
+    """Send ``request`` to ``endpoint`` and pass the response to ``responder``; never raises for the engine.
+
+    ``hold``: statuses that are given back instead of passed on (503 of an engine that is going down, say).
+    ``observer`` sees the response's bytes in passing and is finished when this returns.
+    """
+    passing = _Passing(pool.loop, responder, observer, hold)
+    remove = responder.on_disconnect(passing.client_left)
+    try:
+        return await _exchange(pool, endpoint, request, passing)
+    finally:
+        remove()
+
+
+async def fetch(
+    pool: UpstreamPool,
+    endpoint: Endpoint,
+    request: UpstreamRequest,
+    *,
+    max_bytes: int = 64 * 1024 * 1024,
+) -> UpstreamResponse:
+    """Send ``request``, give back the whole response; raises ``UpstreamError``. Cancelling aborts it."""
+    collecting = _Collecting(pool.loop, max_bytes)
+    await _exchange(pool, endpoint, request, collecting)
+    return collecting.result()
+
+
+class _Exchange(ResponseSink):
+    """One request's way to its end: what ``relay`` and ``fetch`` share."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.connection: UpstreamConnection | None = None
+        self.ended: asyncio.Future[RelayOutcome] = loop.create_future()
+
+    def end(self, outcome: RelayOutcome) -> None:
+        self.connection = None
+        if not self.ended.done():
+            self.ended.set_result(outcome)
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
+
+
+async def _exchange(
+    pool: UpstreamPool, endpoint: Endpoint, request: UpstreamRequest, exchange: _Exchange
+) -> RelayOutcome:
+    fresh = False
+    try:
+        while True:
+            try:
+                connection = await pool.acquire(endpoint, fresh=fresh)
+            except UpstreamError as error:
+                exchange.on_failure(error)
+                return await exchange.ended
+            if exchange.ended.done():  # the client left while we were waiting for a connection
+                pool.connection_free(connection)
+                return exchange.ended.result()
+            exchange.connection = connection
+            connection.send(request, exchange)
+            outcome = await exchange.ended
+            if not _was_stale(connection, outcome) or fresh or not request.may_repeat:
+                return outcome
+            pool.stats.stale_retries += 1
+            log.info("kept-alive connection was dead, sending the request again engine=%s", endpoint)
+            fresh = True
+            exchange.ended = exchange.loop.create_future()
+    finally:
+        if exchange.connection is not None:
+            exchange.connection.abort()
+            exchange.connection = None
+
+
+def _was_stale(connection: UpstreamConnection, outcome: RelayOutcome) -> bool:
+    """The engine closed a kept-alive connection while our request was on its way to it."""
+    return (
+        outcome.end is RelayEnd.NOT_STARTED
+        and connection.exchanges > 1
+        and not connection.answered
+        and isinstance(outcome.error, EngineLost)
+    )
+
+
+class _Passing(_Exchange):
+    """Passes a response on to a client."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        responder: Responder,
+        observer: StreamObserver | None,
+        hold: frozenset[int],
+    ) -> None:
+        super().__init__(loop)
+        self._responder = responder
+        self._observer = observer
+        self._hold = hold
+        self._held: _Collecting | None = None
+        self._events: EventBoundary | None = None
+
+    def client_left(self) -> None:
+        connection = self.connection
+        self.end(RelayOutcome(RelayEnd.CLIENT_GONE, self._responder.status))
+        if connection is not None:
+            connection.abort()
+
+    def on_head(self, status: int, headers: RawHeaders) -> None:
+        if status in self._hold:
+            self._held = _Collecting(self.loop, HELD_BODY_BYTES)
+            self._held.on_head(status, headers)
+            return
+        content_type = _content_type(headers)
+        if self._observer is not None:
+            self._observer.start(status, content_type)
+        if content_type.startswith(b"text/event-stream"):
+            self._events = EventBoundary()
+        responder, connection = self._responder, self.connection
+        responder.start(status, end_to_end(headers))
+        if connection is not None:
+            responder.on_pause, responder.on_resume = connection.pause, connection.resume
+            if responder.paused:
+                connection.pause()
+
+    def on_body(self, data: bytes) -> None:
+        if self._held is not None:
+            self._held.on_body(data)
+            return
+        if self._events is not None:
+            data = self._events.whole(data)
+            if not data:
+                return
+        if self._observer is not None:
+            self._observer.feed(data)
+        self._responder.write(data)
+
+    def on_chunk(self, framed: bytes, start: int) -> None:
+        events = self._events
+        if events is None or events.holding:
+            self.on_body(framed[start:-2])
+            return
+        if self._observer is not None:
+            self._observer.feed_chunk(framed)
+        self._responder.write_chunk(framed, start)
+
+    def on_end(self, tail: bytes) -> None:
+        if self._held is not None:
+            self._held.on_body(tail)
+            response = self._held.result()
+            self.end(RelayOutcome(RelayEnd.HELD, response.status, response=response))
+            return
+        if self._events is not None:
+            tail = self._events.rest(tail)
+        if self._observer is not None and tail:
+            self._observer.feed(tail)
+        self.end(RelayOutcome(RelayEnd.COMPLETE, self._responder.status))
+        self._responder.finish(tail)
+
+    def on_failure(self, error: UpstreamError) -> None:
+        responder = self._responder
+        if not responder.started:
+            super().on_failure(error)
+            return
+        if self._events is not None and responder.open_ended:
+            responder.close_after()
+            responder.finish(responder.error_shape.event(error))
+        else:
+            responder.abort()
+        self.end(RelayOutcome(RelayEnd.BROKEN, responder.status, error))
+
+
+class _Collecting(_Exchange):
+    """Gathers a response, up to a bound."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_bytes: int) -> None:
+        super().__init__(loop)
+        self._max_bytes = max_bytes
+        self._status = 0
+        self._headers: RawHeaders = []
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._error: UpstreamError | None = None
+
+    def on_head(self, status: int, headers: RawHeaders) -> None:
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size <= self._max_bytes:
+            self._pieces.append(data)
+            return
+        connection = self.connection
+        self.on_failure(EngineGarbled(f"The engine's answer is larger than {self._max_bytes} bytes."))
+        if connection is not None:
+            connection.abort()
+
+    def on_chunk(self, framed: bytes, start: int) -> None:
+        self.on_body(framed[start:-2])
+
+    def on_end(self, tail: bytes) -> None:
+        self.on_body(tail)
+        self.end(RelayOutcome(RelayEnd.COMPLETE, self._status))
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self._error = error
+        super().on_failure(error)
+
+    def result(self) -> UpstreamResponse:
+        if self._error is not None:
+            raise self._error
+        return UpstreamResponse(self._status, Headers(self._headers), b"".join(self._pieces))
+
+
+def _content_type(headers: RawHeaders) -> bytes:
+    for name, value in headers:
+        if len(name) == 12 and name.lower() == b"content-type":
+            return value
+    return b""

@@ -1,0 +1,327 @@
+"""One connection to an engine: writes a request, parses the response, hands it to a sink in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import NamedTuple, Protocol, Self, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
+from router.http.limits import UpstreamLimits
+from router.http.message import RawHeaders, end_to_end
+from router.http.responder import BODILESS
+
+# Ours to write (host, content-length), or met here already (expect).
+REPLACED = frozenset({b"host", b"content-length", b"expect"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# The size line of a read that is one chunk exactly, by the length of that read: an engine's events are short.
+SIZE_LINES = {len(line) + size + 2: line for size in range(1, 4096) for line in (b"%x\r\n" % size,)}
+QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
+EVENT_CHUNK_END = b"\n\n\r\n"
+
+
+class Endpoint(NamedTuple):
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """From ``http://host:port`` (a path is ignored)."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r} is not an engine's address; expected http://HOST:PORT")
+        return cls(parts.hostname, parts.port or 80)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class UpstreamRequest(NamedTuple):
+    """What goes to an engine. ``headers`` may be the client's own: hop-by-hop ones are dropped here."""
+
+    method: str
+    target: bytes
+    """Path and query as they go on the wire."""
+    headers: RawHeaders
+    body: bytes = b""
+    repeatable: bool | None = None
+    """May it be sent twice when a kept-alive connection turns out dead? None: only a safe method may.
+
+    A generation is repeatable as long as nothing of its answer has been seen: the engine aborts a request
+    whose connection is gone, and computing one twice changes nothing but time. A leg of a KV transfer is
+    not: its transfer id may be used up.
+    """
+    first_byte_timeout_s: float | None = None
+    chunk_timeout_s: float | None = None
+
+    @property
+    def may_repeat(self) -> bool:
+        return self.method in SAFE_METHODS if self.repeatable is None else self.repeatable
+
+    def head(self, endpoint: Endpoint) -> bytes:
+        start = (self.method.encode(), self.target, str(endpoint).encode())
+        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % start]
+        lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, REPLACED)]
+        if self.body or self.method not in SAFE_METHODS:
+            lines.append(b"content-length: %d\r\n" % len(self.body))
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class ResponseSink(Protocol):
+    """Receives one response: head, body pieces, then one of end and failure (which may come alone).
+
+    The end brings the last piece along, so that it can leave in one write with the end of the response.
+    """
+
+    def on_head(self, status: int, headers: RawHeaders) -> None: ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+    def on_chunk(self, framed: bytes, start: int) -> None:
+        """One body piece still in its chunk framing; the content, ``framed[start:-2]``, ends an event."""
+
+    def on_end(self, tail: bytes) -> None: ...
+
+    def on_failure(self, error: UpstreamError) -> None: ...
+
+
+class ConnectionOwner(Protocol):
+    def connection_free(self, connection: UpstreamConnection) -> None:
+        """Its response is complete and it can carry another request."""
+
+    def connection_gone(self, connection: UpstreamConnection) -> None:
+        """It is closed. Called once."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Carries one exchange at a time. The pool owns it; ``send`` lends it to a sink until end or failure."""
+
+    def __init__(self, endpoint: Endpoint, owner: ConnectionOwner, limits: UpstreamLimits) -> None:
+        self.endpoint = endpoint
+        self.exchanges = 0
+        """Requests sent on it, this one included."""
+        self.closed = False
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the socket is closed."""
+        self._owner = owner
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._sink: ResponseSink | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._deadline = 0.0
+        self._chunk_timeout_s = limits.chunk_timeout_s
+        self._paused = False
+        self._excess = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._headers: RawHeaders = []
+        self._head_bytes = 0
+        self._status = 0
+        self._head_due = False
+        self._head_seen = False
+        self._head_only = False
+        self._complete = self._keep_alive = False
+        self._until_close = False
+        self._chunk_ended = self._between_chunks = self._streaming = False
+        self._pieces: list[bytes] = []
+        self._heard = False
+        self.answered = False
+        """Something of this exchange's response has arrived."""
+
+    def send(self, request: UpstreamRequest, sink: ResponseSink) -> None:
+        self._reset()
+        self._head_only = request.method == "HEAD"
+        self.exchanges += 1
+        self._sink = sink
+        first_byte = request.first_byte_timeout_s or self._limits.first_byte_timeout_s
+        self._chunk_timeout_s = request.chunk_timeout_s or self._limits.chunk_timeout_s
+        self._deadline = self._loop.time() + first_byte
+        # One system call: uvloop writes at once, so that two writes would be two packets.
+        self._transport.writelines((request.head(self.endpoint), request.body))
+
+    def _acknowledge_late(self) -> None:
+        """Acknowledge every second token instead of each: a quarter less of the packets that we send.
+
+        The system falls back to one each after a pause longer than its own delay (40 ms), so that this is
+        said again from time to time. Systems without the option go on as they are.
+        """
+        if QUICK_ACKNOWLEDGEMENT is not None and self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACKNOWLEDGEMENT, 0)
+
+    def pause(self) -> None:
+        """Back-pressure: the client does not keep up."""
+        if not self._paused and not self.closed:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and not self.closed:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Drop the exchange and the connection; the engine sees it at once. The sink hears nothing more."""
+        self._sink = None
+        if not self.closed:
+            self._transport.abort()
+
+    def park(self, now: float) -> None:
+        """In the pool, waiting for its next exchange."""
+        self._deadline = now + self._limits.idle_timeout_s
+
+    def check(self, now: float) -> None:
+        if self._paused:
+            self._heard = True
+        elif self._heard:
+            self._heard = False
+            self._deadline = now + self._chunk_timeout_s
+            if self._streaming:
+                self._acknowledge_late()
+        elif now > self._deadline:
+            if self._sink is None:
+                self._transport.abort()
+                return
+            what = "stopped in its answer" if self.answered else "did not begin to answer in time"
+            self._fail(EngineSilent(f"The engine {what}; try again."))
+
+    # Transport callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class does not inherit it
+        self._socket = transport.get_extra_info("socket")
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:
+            self._transport.abort()  # bytes nobody asked for
+            return
+        self._heard = self.answered = True
+        if self._between_chunks:
+            line = SIZE_LINES.get(len(data))
+            if line is not None and data.startswith(line) and data.endswith(EVENT_CHUNK_END):
+                # Exactly one chunk, as every token of a stream: it goes on as it came, past the parser, which
+                # stands between two chunks before and after it.
+                sink.on_chunk(data, len(line))
+                return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._deliver(sink)
+            self._fail(EngineGarbled(f"The engine's response is not valid HTTP: {error}."))
+            return
+        except httptools.HttpParserUpgrade:
+            self._fail(EngineGarbled("The engine switched protocols unasked."))
+            return
+        if not self._head_seen and not self._check_head_size(len(data)):
+            return
+        if self._complete:
+            self._finish(sink)
+        else:
+            # Not so when a part of the next size line came along.
+            self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+            if self._between_chunks and not self._streaming:
+                self._streaming = True
+                self._acknowledge_late()
+            self._deliver(sink)
+
+    def eof_received(self) -> bool:
+        if self._until_close and self._sink is not None:
+            self._excess = True
+            self._finish(self._sink)
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        self.gone.set_result(None)
+        self._owner.connection_gone(self)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            when = "in the middle of its answer" if self.answered else "before it answered"
+            sink.on_failure(EngineLost(f"The connection to the engine was lost {when}; try again."))
+
+    # Callbacks of llhttp: they only note; data_received hands on, head first
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._excess = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_seen:
+            self._headers.append((name, value.rstrip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._complete or status < 200:
+            self._headers = []
+            return
+        self._status = status
+        self._head_due = self._head_seen = True
+        names = {name.lower() for name, _ in self._headers}
+        if self._head_only or status in BODILESS:
+            self._complete = True
+            self._excess = self._excess or self._head_only
+        elif b"content-length" not in names and b"transfer-encoding" not in names:
+            self._until_close = True
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(data)
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
+    def on_message_complete(self) -> None:
+        if self._head_seen and not self._complete:
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the next byte
+
+    def _check_head_size(self, size: int) -> bool:
+        self._head_bytes += size
+        if self._head_bytes > self._limits.max_head_bytes:
+            self._fail(EngineGarbled("The engine's response head is too large."))
+            return False
+        return True
+
+    def _deliver(self, sink: ResponseSink) -> None:
+        if self._head_due:
+            self._head_due = False
+            sink.on_head(self._status, self._headers)
+        if self._pieces and self._sink is sink:
+            sink.on_body(self._take_pieces())
+
+    def _take_pieces(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _finish(self, sink: ResponseSink) -> None:
+        if self._head_due:
+            self._head_due = False
+            sink.on_head(self._status, self._headers)
+            if self._sink is not sink:
+                return  # the sink gave up on reading the head
+        reusable = self._keep_alive and not self._excess and not self._until_close
+        self._sink = None
+        self._heard = False
+        if self._paused:
+            self.resume()
+        if reusable and not self.closed and not self._transport.is_closing():
+            self._owner.connection_free(self)
+        else:
+            self._transport.abort()
+        sink.on_end(self._take_pieces())
+
+    def _fail(self, error: UpstreamError) -> None:
+        sink, self._sink = self._sink, None
+        self._transport.abort()
+        if sink is not None:
+            sink.on_failure(error)

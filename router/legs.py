@@ -1,0 +1,140 @@
+"""The two requests of a turn that a prefiller computes and a decoder answers."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from placement.engines import EngineInfo
+from router import metrics
+from router.errors import EngineLost, EngineUnreachable, UpstreamError
+from router.http import (
+    Endpoint,
+    RawHeaders,
+    RelayOutcome,
+    Responder,
+    StreamObserver,
+    UpstreamPool,
+    UpstreamRequest,
+    fetch,
+    relay,
+    usage_of,
+)
+from router.turn import Api, Turn
+
+log = logging.getLogger("conserve.router.legs")
+
+_MAY_BE_DYING = frozenset({500, 503})
+
+_LIMIT = {
+    Api.CHAT: ("max_tokens", "max_completion_tokens"),
+    Api.COMPLETIONS: ("max_tokens",),
+    Api.RESPONSES: ("max_output_tokens",),
+    Api.MESSAGES: ("max_tokens",),
+}
+# Without a meaning for one token that nobody reads, or in conflict with it.
+_DROPPED = frozenset(
+    {
+        *("stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of"),
+        *("use_beam_search", "echo", "background", "include", "seed"),
+    }
+)
+
+
+def prefill_body(api: Api, body: Mapping[str, Any], transfer_id: str) -> bytes:
+    """The same prompt, one token, no stream: what it generates is thrown away."""
+    leg = {name: value for name, value in body.items() if name not in _DROPPED}
+    limits = _LIMIT[api]
+    for limit in limits:
+        if limit in leg or limit == limits[0]:
+            leg[limit] = 1
+    leg["stream"] = False
+    if api is Api.RESPONSES:
+        leg["store"] = False
+    elif api is not Api.MESSAGES:
+        leg["n"] = 1
+    leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer_id}
+    return orjson.dumps(leg)
+
+
+def decode_body(raw: bytes, params: Mapping[str, Any]) -> bytes:
+    """The client's own bytes with one field more; nothing is written anew."""
+    start = raw.index(b"{") + 1
+    comma = b"" if raw[start:].lstrip(b" \t\r\n").startswith(b"}") else b","
+    return b'%b"kv_transfer_params":%b%b%b' % (raw[:start], orjson.dumps(params), comma, raw[start:])
+
+
+def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
+    """Where the decoder finds the KV of a transfer that begins now."""
+    host, _, port = prefiller.transfer.rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote_host": host,
+        "remote_port": int(port),
+        "remote_epoch": prefiller.epoch,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    prompt_tokens: int  # exact; 0 when the prefill failed
+    params: dict[str, Any] | None
+    unreachable: bool = False
+
+
+class Legs:
+    """Sends them. The conversation's key goes along, so that the engines know whose KV it is."""
+
+    def __init__(self, pool: UpstreamPool, engine_api_key: str) -> None:
+        self._pool = pool
+        self._key = engine_api_key.encode()
+
+    async def prefill(self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str) -> PrefillAnswer:
+        """Its answer counts only for its exact size; when it fails, the decoder computes the prompt."""
+        body = prefill_body(turn.api, turn.body, transfer_id)
+        request = self._request(turn, key, body, repeatable=False)
+        try:
+            response = await fetch(self._pool, _endpoint(prefiller), request)
+            answer = orjson.loads(response.body) if response.status == 200 else {}
+        except (UpstreamError, orjson.JSONDecodeError) as wrong:
+            lost = isinstance(wrong, EngineUnreachable | EngineLost)
+            return _failed(key, prefiller, str(wrong), unreachable=lost)
+        if response.status != 200:
+            return _failed(key, prefiller, f"status {response.status}")
+        usage = usage_of(answer.get("usage") or {})
+        return PrefillAnswer(usage.prompt_tokens if usage else 0, answer.get("kv_transfer_params"))
+
+    async def decode(
+        self,
+        turn: Turn,
+        key: str,
+        decoder: EngineInfo,
+        params: Mapping[str, Any] | None,
+        responder: Responder,
+        observer: StreamObserver,
+    ) -> RelayOutcome:
+        """Without `params` the client's body goes as it came."""
+        body = decode_body(turn.raw, params) if params else turn.raw
+        request = self._request(turn, key, body, repeatable=not params)
+        return await relay(self._pool, _endpoint(decoder), request, responder, observer, hold=_MAY_BE_DYING)
+
+    def _request(self, turn: Turn, key: str, body: bytes, *, repeatable: bool) -> UpstreamRequest:
+        headers: RawHeaders = [*turn.headers, (b"x-session-id", key.encode())]
+        if self._key:
+            headers.append((b"authorization", b"Bearer " + self._key))
+        return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
+
+
+def _endpoint(engine: EngineInfo) -> Endpoint:
+    return Endpoint.parse(f"http://{engine.http}")
+
+
+def _failed(key: str, prefiller: EngineInfo, why: str, *, unreachable: bool = False) -> PrefillAnswer:
+    metrics.FALLBACKS.labels("prefill_failed").inc()
+    log.warning(
+        "prefill failed, the decoder computes conversation=%s engine=%s reason=%r", key, prefiller.engine, why
+    )
+    return PrefillAnswer(0, None, unreachable)

@@ -1,0 +1,191 @@
+"""Every metric of the router. Labels are bounded: engines, causes, policies; never a conversation."""
+
+from functools import cache
+from typing import TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+
+_LATENCY_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+_GAP_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+_CONVERSATION_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
+_TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+
+
+def from_zero(counter: Counter, *values: str) -> None:
+    """Shown before the first of its kind: otherwise Prometheus does not see that one as an increase."""
+    for value in values:
+        counter.labels(*value.split("/"))
+
+
+# The directory's process: on its own metrics page, always zero on a gateway's
+
+CONVERSATIONS_LIVE = Gauge("conserve_conversations_live", "Conversations that have begun and not ended.")
+CONVERSATIONS_PARKED = Gauge(
+    "conserve_conversations_parked",
+    "Live conversations that engines have parked on their hosts, as heard since the directory began.",
+)
+CONVERSATIONS_ENDED = Counter(
+    "conserve_conversations_ended_total",
+    "Conversations ended, by cause: deleted, final, idle, failed_first_turn, gateway_lost, undelivered.",
+    ["cause"],
+)
+PLACES_WAITING = Gauge("conserve_places_waiting", "First turns that wait in the directory for room.")
+PREFILL_LOAD = Gauge(
+    "conserve_prefill_load",
+    "Seconds of prompts, by the tiers' curves, that arrive a second and prefiller; 1 is saturation.",
+)
+PREFILL_WAIT = Gauge("conserve_prefill_wait_seconds", "Length of the shortest prefill queue, by the curves.")
+PREFILL_SATURATES = Gauge(
+    "conserve_prefill_saturates_in_seconds",
+    "Until even the shortest prefill queue is longer than first turns may wait, at the present rate; +Inf "
+    "while it does not grow.",
+)
+DECODER_PRESSURE = Gauge(
+    "conserve_decoder_pressure", "Share of the decoders' KV for conversations that is in use or promised."
+)
+CAPACITY_ADVICE = Gauge(
+    "conserve_capacity_advice",
+    "What `conserve advise` says now: 0, or how many engines to add (1 where the action has no number). "
+    "Actions: add_prefillers, add_decoders, raise_host_kv, lower_prefill_caps, lower_decode_caps.",
+    ["action"],
+)
+RELEASES_FAILED = Counter(
+    "conserve_releases_failed_total",
+    "Ended conversations whose engine could not be told; it frees their KV by its own idle time.",
+)
+
+# A gateway's process: identity and placement
+
+IDENTIFIED = Counter(
+    "conserve_turns_identified_total",
+    "Turns by how their conversation was found: explicit, continued, retried, forked, new.",
+    ["how"],
+)
+PLACEMENTS = Counter(
+    "conserve_placements_total",
+    "Placements by policy and cause: first_turn, rebound (the decoder was lost), moved (it was "
+    "draining), redisaggregated, bound.",
+    ["policy", "cause"],
+)
+REFUSALS = Counter(
+    "conserve_refusals_total",
+    "Turns refused, by reason: no_room, saturated, too_large, no_decoder, no_prefiller, no_directory.",
+    ["reason"],
+)
+PLACE_SECONDS = Histogram(
+    "conserve_place_seconds", "Time a turn waited for its placement, queueing included.", buckets=_LATENCY_S
+)
+TRANSFERS = Counter(
+    "conserve_transfers_asked_total",
+    "Turns whose prompt a prefiller computes and hands to the decoder, by cause (see placements).",
+    ["cause"],
+)
+REDISAGGREGATIONS = Counter(
+    "conserve_redisaggregations_total",
+    "Later turns with a large uncached part, by outcome: transferred, or local when no prefiller was free.",
+    ["outcome"],
+)
+FALLBACKS = Counter(
+    "conserve_fallbacks_total",
+    "Things done in a worse way than planned: prefill_failed (the decoder computes the prompt), decoder_lost "
+    "(bound again), identify_failed (taken as new), report_dropped, stale_binding.",
+    ["kind"],
+)
+DIRECTORY_UP = Gauge(
+    "conserve_directory_connected", "1 while the directory's stream to this gateway is open."
+)
+CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serves without asking.")
+
+# Turns
+
+TURNS = Counter(
+    "conserve_turns_total",
+    "Turns by outcome: complete, client_gone, broken (after its start), failed, refused.",
+    ["outcome"],
+)
+TTFT_SECONDS = Histogram(
+    "conserve_ttft_seconds",
+    "From a turn's arrival to its first token, of first and of later turns.",
+    ["turn"],
+    buckets=_LATENCY_S,
+)
+TBT_SECONDS = Histogram("conserve_tbt_seconds", "Mean time between the tokens of a turn.", buckets=_GAP_S)
+TTFET_SECONDS = Histogram(
+    "conserve_ttfet_seconds",
+    "From a user's message to the first token of the turn that speaks to the user (finish reason stop); the "
+    "tool turns between count as waiting.",
+    buckets=_LATENCY_S,
+)
+LAST_TURN_TBT_SECONDS = Histogram(
+    "conserve_last_turn_tbt_seconds",
+    "Mean time between the tokens of turns that speak to the user (finish reason stop).",
+    buckets=_GAP_S,
+)
+E2E_SECONDS = Histogram(
+    "conserve_e2e_seconds",
+    "From a user's message to the end of the turn that answers it (finish reason stop).",
+    buckets=_LATENCY_S,
+)
+CONVERSATION_SECONDS = Histogram(
+    "conserve_conversation_seconds",
+    "From the beginning of a conversation's first turn to the end of its last.",
+    buckets=_CONVERSATION_S,
+)
+SLO = Counter(
+    "conserve_slo_total",
+    "Answers to users by objective (ttfet, last_turn_tbt, e2e) and whether it was met.",
+    ["objective", "met"],
+)
+PROMPT_TOKENS = Histogram(
+    "conserve_turn_prompt_tokens", "Prompt tokens of turns, as engines report them.", buckets=_TOKENS
+)
+RECOMPUTED_TOKENS = Counter(
+    "conserve_recomputed_tokens_total",
+    "Prompt tokens of later turns that their engine computed although the turn before had them (its KV was "
+    "not kept, or the prefix changed); of turns whose engine says what was cached.",
+)
+OUTPUT_TOKENS = Counter("conserve_output_tokens_total", "Tokens generated for clients.")
+
+# Relay
+
+STREAMS = Gauge("conserve_relay_streams", "Responses on their way from an engine to a client.")
+CLIENT_CONNECTIONS = Gauge("conserve_client_connections", "Open connections of clients.")
+ENGINE_CONNECTIONS = Gauge("conserve_engine_connections", "Open connections to engines, idle ones included.")
+HTTP_REFUSALS = Counter(
+    "conserve_http_refusals_total", "Requests refused before any handler ran, by error code.", ["code"]
+)
+CLIENT_TIMEOUTS = Counter(
+    "conserve_client_timeouts_total",
+    "Clients cut off for what did not come in time: head, body, idle, write.",
+    ["what"],
+)
+ENGINE_CONNECTION_PROBLEMS = Counter(
+    "conserve_engine_connection_problems_total",
+    "connect_failed, none_free (all stayed in use), found_dead (a kept-alive one; the request went again).",
+    ["problem"],
+)
+ENGINE_KV_TOKENS = Gauge(
+    "conserve_engine_kv_tokens",
+    "Tokens of KV on an engine as last pushed by the directory: in_use (live and reserved), live, parked, "
+    "offline, free; and of its host memory for KV: host_used, host_free.",
+    ["engine", "kind"],
+)
+ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bound to an engine.", ["engine"])
+
+from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
+from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
+from_zero(REFUSALS, "no_room", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
+from_zero(REDISAGGREGATIONS, "transferred", "local")
+from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
+from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
+
+
+@cache
+def labelled(metric: _Metric, *labels: str) -> _Metric:
+    """`metric.labels(...)` for what every turn counts: remembered, at a tenth of the cost."""
+    return metric.labels(*labels)

@@ -1,0 +1,36 @@
+"""A smolagents ToolCallingAgent with its own final_answer tool."""
+
+import common
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+url, model = common.endpoint()
+
+
+@tool
+def weather(city: str) -> str:
+    """Weather of a city.
+
+    Args:
+        city: Paris or Rome.
+    """
+    return f"{city}: 21 degrees"
+
+
+class Counting(OpenAIServerModel):
+    requests = 0
+
+    def generate(self, *args, **kwargs):
+        Counting.requests += 1
+        return super().generate(*args, **kwargs)
+
+
+llm = Counting(model_id=model, api_base=url, api_key="smolagents", max_tokens=256)
+agent = ToolCallingAgent(
+    tools=[weather],
+    model=llm,
+    max_steps=12,
+    verbosity_level=0,
+    final_answer_checks=[lambda answer, memory, agent: len(memory.steps) > 3],  # not on its first idea
+)
+agent.run(common.TASK)
+common.report(Counting.requests)

@@ -1,0 +1,115 @@
+"""What a changed fleet file touches of a running fleet, and nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.fleet import Fleet, parse_fleet
+from deploy.fleet.changes import Need, Plan, differences, not_while_running, plan
+from deploy.fleet.json_schema import SCHEMA_FILE
+from deploy.home import FleetHome
+
+HOME = FleetHome(Path("/state"))
+LAPTOP = SCHEMA_FILE.parent / "laptop.yaml"
+NOTHING = dict.fromkeys(("prefill-0", "decode-0", "decode-1"), Need.NOTHING)
+Edit = Callable[[Any], object]
+
+
+def laptop(edit: Edit = lambda content: None) -> Fleet:
+    content = yaml.safe_load(LAPTOP.read_text())
+    edit(content)
+    return parse_fleet(yaml.safe_dump(content), "laptop.yaml")
+
+
+def planned(edit: Edit, running: dict[str, Need] | None = None, old: Fleet | None = None) -> Plan:
+    return plan(old or laptop(), laptop(edit), HOME, NOTHING if running is None else running)
+
+
+def decode(**values: Any) -> Edit:
+    return lambda content: content["tiers"][1].update(values)
+
+
+def test_the_same_file_changes_nothing() -> None:
+    same = planned(lambda content: None)
+    assert same.steps() == []
+    assert differences(laptop(), laptop()) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "values", "directory", "gateways"),
+    [
+        ("gateway", {"processes": 2}, False, True),
+        ("gateway", {"limits": {"body_mib": 1}}, False, True),
+        ("conversation", {"decoder_wait": "40s"}, False, True),
+        ("conversation", {"headroom_tokens": 10}, True, False),
+        ("capacity", {"high": 0.9}, True, False),
+        ("slos", {"default": {"ttfet": "5s"}}, False, True),
+        ("batch", {"keep_free": 0.2}, False, True),
+    ],
+)
+def test_what_engines_do_not_know_restarts_none_of_them(
+    block: str, values: dict[str, Any], directory: bool, gateways: bool
+) -> None:
+    found = planned(lambda content: content.setdefault(block, {}).update(values))
+    assert (found.directory, found.gateways) == (directory, gateways)
+    assert not (found.added or found.removed or found.engines or found.keepers or found.autoscaler)
+
+
+def test_replicas_come_and_go_at_the_end_of_the_tier() -> None:
+    more = planned(decode(replicas=4))
+    assert [engine.name for engine in more.added] == ["decode-2", "decode-3"]
+    fewer = planned(decode(replicas=1))
+    assert fewer.removed == ("decode-1",)
+    assert fewer.steps() == ["drain decode-1 and end it"]
+
+
+def test_each_engine_gets_what_it_needs() -> None:
+    needs = {"prefill-0": Need.KEEPER, "decode-0": Need.ENGINE, "decode-1": Need.PLACE}
+    found = planned(decode(args={"max-num-seqs": 8}), needs)
+    assert [engine.name for engine in found.keepers] == ["prefill-0"]
+    assert [engine.name for engine in found.engines] == ["decode-0", "decode-1"]
+
+
+@pytest.mark.parametrize(("present", "expected"), [(1, 2), (3, 3), (9, 4)])
+def test_a_tier_that_follows_the_load_keeps_its_number_within_its_limits(present: int, expected: int) -> None:
+    running = {f"decode-{index}": Need.NOTHING for index in range(present)} | {"prefill-0": Need.NOTHING}
+    found = planned(decode(autoscale={"min": 2, "max": 4}), running)
+    assert present + len(found.added) - len(found.removed) == expected
+    assert found.autoscaler
+
+
+def test_without_the_block_the_file_counts_again() -> None:
+    old = laptop(decode(autoscale={"min": 1, "max": 4}))
+    running = {**NOTHING, "decode-2": Need.NOTHING}
+    found = planned(lambda content: None, running, old)
+    assert (found.removed, found.autoscaler) == (("decode-2",), True)
+
+
+@pytest.mark.parametrize(
+    ("edit", "path"),
+    [
+        (lambda content: content["model"].update(max_context=1024), "model.max_context"),
+        (lambda content: content["engine"]["args"].update({"block-size": 16}), "engine.args.block-size"),
+        (lambda content: content.update(ray={"dashboard": True}), "ray.dashboard"),
+        (lambda content: content.update(transfer={"backend": "nixl"}), "transfer.backend"),
+    ],
+)
+def test_what_all_engines_must_agree_on_cannot_change_one_by_one(edit: Edit, path: str) -> None:
+    assert [one.path for one in not_while_running(differences(laptop(), laptop(edit)))] == [path]
+
+
+def test_differences_are_by_tier_name_and_hide_what_is_secret() -> None:
+    def edit(content: Any) -> None:
+        content["tiers"][1]["args"] = {"max-num-seqs": 8}
+        content["gateway"]["api_keys"] = ["hidden"]
+        content["conversation"]["ttl"] = "10m"
+
+    found = [str(one) for one in differences(laptop(), laptop(edit))]
+    assert found == [
+        "tiers.decode.args.max-num-seqs: (not set) -> 8",
+        "gateway.api_keys: changed",
+        "conversation.ttl: 1800.0 -> 600.0",
+    ]

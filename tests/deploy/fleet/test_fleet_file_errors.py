@@ -1,0 +1,135 @@
+"""Every mistake in a fleet file names its line, what was expected, and the nearest valid key."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.fleet import FleetFileError, load_fleet, parse_fleet
+
+GOOD = """\
+name: test
+tiers:
+  - name: prefill
+    role: prefill
+  - name: decode
+    role: decode
+    replicas: 2
+conversation:
+  ttl: 10m
+  park_after: 30s
+"""
+
+
+def mistakes(text: str) -> list[str]:
+    with pytest.raises(FleetFileError) as caught:
+        parse_fleet(text, "fleet.yaml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+def only_mistake(text: str) -> str:
+    found = mistakes(text)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_the_good_file_is_good() -> None:
+    fleet = parse_fleet(GOOD, "fleet.yaml")
+    assert [tier.replicas for tier in fleet.tiers] == [1, 2]
+    assert fleet.conversation.ttl == 600
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "expected"),
+    [
+        (
+            "    replicas: 2",
+            "    replcas: 2",
+            "fleet.yaml:7: tiers[1].replcas: unknown key 'replcas'; did you mean",
+        ),
+        (
+            "    replicas: 2",
+            "    replicas: two",
+            "fleet.yaml:7: tiers[1].replicas: expected a valid integer, not 'two'",
+        ),
+        (
+            "    replicas: 2",
+            "    replicas: -1",
+            "fleet.yaml:7: tiers[1].replicas: expected greater than or equal to 0",
+        ),
+        (
+            "  ttl: 10m",
+            "  ttl: -3",
+            "fleet.yaml:9: conversation.ttl: expected greater than or equal to 0, not -3",
+        ),
+        ("  ttl: 10m", "  ttl: -3s", "fleet.yaml:9: conversation.ttl: a time is seconds, or a number with"),
+        ("  ttl: 10m", "  ttl: soon", "fleet.yaml:9: conversation.ttl: a time is seconds"),
+        (
+            "conversation:",
+            "conversations:",
+            "fleet.yaml:8: conversations: unknown key 'conversations'; did you mean",
+        ),
+        (
+            "    role: decode",
+            "    role: decoder",
+            "fleet.yaml:6: tiers[1].role: expected 'prefill', 'decode' or 'mixed'",
+        ),
+        ("  - name: decode", "  - nam: decode", "fleet.yaml:5: tiers[1]: 'name' is missing"),
+        (
+            "  - name: decode",
+            "  - name: prefill",
+            "fleet.yaml:5: tiers[1].name: a tier named 'prefill' is already above",
+        ),
+        (
+            "    role: prefill",
+            "    role: decode",
+            "fleet.yaml:3: tiers: the policy 'conserve' needs a tier with role 'pre",
+        ),
+        (
+            "  park_after: 30s",
+            "  park_after: 1h",
+            "fleet.yaml:10: conversation.park_after: expected at most conversation",
+        ),
+        (
+            "  park_after: 30s",
+            "  ttl: 5s",
+            "fleet.yaml:10: conversation.ttl: the key 'ttl' is already on line 9",
+        ),
+        ("name: test", "name: Not A Name", "fleet.yaml:1: name: String should match pattern"),
+    ],
+)
+def test_a_mistake_is_located_and_explained(wrong: str, right: str, expected: str) -> None:
+    assert any(found.startswith(expected) for found in mistakes(GOOD.replace(wrong, right, 1)))
+
+
+def test_a_key_without_a_near_one_lists_the_valid_keys() -> None:
+    found = only_mistake(GOOD + "gateway:\n  xyzzy: 1\n")
+    assert found.startswith(
+        "fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, api_keys"
+    )
+
+
+def test_all_mistakes_come_at_once_in_order() -> None:
+    found = mistakes(GOOD.replace("replicas: 2", "replicas: x").replace("ttl: 10m", "ttI: 10m"))
+    assert [line.split(":")[1] for line in found] == ["7", "9"]
+
+
+def test_options_that_the_fleet_sets_itself_are_refused() -> None:
+    found = mistakes(GOOD + "engine:\n  args:\n    max-model-len: 10\n    --seed: 1\n")
+    assert found[0].startswith(
+        "fleet.yaml:13: engine.args.max-model-len: 'max-model-len' is not set here: set model.max"
+    )
+    assert "'seed'" in found[1]
+
+
+def test_a_wrong_argument_value_is_located_once() -> None:
+    assert only_mistake(GOOD + "engine:\n  args:\n    seed:\n").startswith(
+        "fleet.yaml:13: engine.args.seed: "
+    )
+
+
+def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
+    assert only_mistake("tiers: [1, 2\nname: x\n").startswith("fleet.yaml:2: not valid YAML: ")
+    assert only_mistake("- 1\n").startswith("fleet.yaml:1: expected a mapping")
+    assert only_mistake("").startswith("fleet.yaml:1: expected a mapping")
+    with pytest.raises(FleetFileError, match=r"none\.yaml:1: cannot be read: No such file"):
+        load_fleet(tmp_path / "none.yaml")

@@ -1,0 +1,30 @@
+"""The fleets in configs/ are valid, and editors complete them by a schema that is current."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.fleet import load_fleet
+from deploy.fleet.json_schema import SCHEMA_FILE, fleet_schema
+
+CONFIGS = sorted(SCHEMA_FILE.parent.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_fleet_is_valid(file: Path) -> None:
+    fleet = load_fleet(file)
+    assert fleet.name == file.stem
+    assert f"$schema={SCHEMA_FILE.name}" in file.read_text().splitlines()[0]
+
+
+def test_the_three_fleets_are_there() -> None:
+    assert {"laptop", "a40-paper", "two-nodes"} <= {file.stem for file in CONFIGS}
+
+
+def test_the_paper_fleet_caps_decoders_at_two_thirds() -> None:
+    fleet = load_fleet(SCHEMA_FILE.parent / "a40-paper.yaml")
+    assert [(tier.replicas, tier.power_cap_w) for tier in fleet.tiers] == [(1, None), (3, 200)]
+
+
+def test_the_schema_file_is_current() -> None:
+    assert SCHEMA_FILE.read_text() == fleet_schema(), "run python -m deploy.fleet.json_schema"

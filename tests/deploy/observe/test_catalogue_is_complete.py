@@ -1,0 +1,98 @@
+"""docs/metrics.md has every metric there is; dashboards and alerts use no other."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.observe import catalogue, dashboards
+from deploy.observe.panels import DASHBOARDS
+
+ROOT = catalogue.ROOT
+ROOMS = ("placement", "kvtransfer", "router", "workers", "traces", "deploy")
+KINDS = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
+RULES = ROOT / "deploy" / "prometheus" / "conserve.rules.yml"
+FORBIDDEN_LABELS = {"conversation", "conversation_id", "request", "request_id", "key", "user", "session"}
+NAME = re.compile(r"\b(?:conserve_|vllm:)[a-z0-9_:]+")
+VLLM = {  # tested against a real engine's page by tests marked `fleet`
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:num_preemptions_total",
+}
+
+
+def expressions() -> list[tuple[str, str]]:
+    found = [(f"{d.name}: {p.title}", expr) for d in DASHBOARDS for p in d.panels for _, expr in p.lines]
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return found + [(rule["alert"], rule["expr"]) for group in groups for rule in group["rules"]]
+
+
+def compared(expression: str) -> str:
+    """What an alert compares: a quiet one returns nothing itself."""
+    return re.split(r" (?:>|<|==) (?=[0-9.]+(?:$| ))", expression.replace("\n", " ").strip())[0]
+
+
+def series() -> set[str]:
+    names = set(VLLM)
+    for metric in catalogue.catalogue().values():
+        endings = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
+        names |= {metric.name + ending for ending in endings}
+    return names
+
+
+def test_the_page_is_what_the_code_declares() -> None:
+    assert catalogue.PAGE.read_text() == catalogue.page(), "run: python -m deploy.observe.catalogue"
+
+
+def test_every_metric_is_declared_in_a_metrics_file_that_the_page_reads() -> None:
+    known = {ROOT / (source.module.replace(".", "/") + ".py") for source in catalogue.SOURCES}
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            made = _made(path)
+            if made and path not in known:
+                assert path.name == "vllm_stats.py", f"{path} declares metrics: {made}"
+
+
+def _made(path: Path) -> set[str]:
+    """Kinds of prometheus_client that the file makes objects of; as types anybody may name them."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "prometheus_client"]
+    kinds = {alias.name for node in imports for alias in node.names} & KINDS
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    return kinds & called
+
+
+def test_names_help_and_labels_keep_the_rules() -> None:
+    for metric in catalogue.catalogue().values():
+        assert re.fullmatch(r"conserve_[a-z0-9_]+", metric.name), metric.name
+        assert metric.help.endswith(".") and len(metric.help) > 15, metric.name
+        assert not FORBIDDEN_LABELS & set(metric.labels), metric.name
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions())
+def test_expressions_use_metrics_that_exist(where: str, expression: str) -> None:
+    names = set(NAME.findall(re.sub(r"\{[^}]*\}", "", expression)))
+    assert names
+    assert names <= series(), f"{where}: {sorted(names - series())}"
+
+
+def test_dashboards_on_disk_are_those_of_the_code() -> None:
+    for dashboard in DASHBOARDS:
+        file = dashboards.FOLDER / f"{dashboard.name}.json"
+        assert file.read_text() == dashboards.text(dashboard), "run: python -m deploy.observe.dashboards"
+        assert json.loads(file.read_text())["panels"]
+    assert {path.stem for path in dashboards.FOLDER.glob("*.json")} == {d.name for d in DASHBOARDS}
+
+
+def test_alerts_say_what_to_do() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"]
+        assert len(rule["annotations"]["runbook"]) > 30

@@ -1,0 +1,87 @@
+"""Every page of a fleet is listed once, where it really is; the list is replaced in one step or asked for."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from deploy.lifecycle.errors import LifecycleError
+from deploy.lifecycle.status import EngineStatus, FleetStatus
+from deploy.observe.catalogue import catalogue
+from deploy.observe.metrics_page import serve_metrics
+from deploy.observe.targets import Targets, discovery, targets, write
+
+PAGES = ("127.0.0.1:6001", "127.0.0.1:6002")
+
+
+def status(*engines: EngineStatus, metrics: str = "") -> FleetStatus:
+    return FleetStatus("laptop", "http://127.0.0.1:8000", "127.0.0.1:1", True, True, engines, metrics, PAGES)
+
+
+def engine(name: str, http: str, metrics: str = "") -> EngineStatus:
+    return EngineStatus(name, "decode", "decode", "serving", http=http, metrics=metrics)
+
+
+def test_every_process_is_listed_as_what_it_is() -> None:
+    found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
+    assert [(target["labels"]["conserve_process"], *target["targets"]) for target in found] == [
+        ("gateway", "127.0.0.1:6001"),  # each process: the port they share answers for one of them
+        ("gateway", "127.0.0.1:6002"),
+        ("directory", "127.0.0.1:7002"),
+        ("engine", "127.0.0.1:9001"),
+        ("keeper", "10.0.0.7:7001"),
+    ]
+    assert all(target["labels"]["conserve_fleet"] == "laptop" for target in found)
+
+
+def test_no_label_of_a_page_hides_a_label_of_its_metrics() -> None:
+    """Prometheus would keep the page's, and call the metric's `exported_`: expressions would find nothing."""
+    found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
+    of_pages = {label for target in found for label in target["labels"]}
+    of_metrics = {label for metric in catalogue().values() for label in metric.labels}
+    assert not of_pages & of_metrics
+    assert all(label.startswith("conserve_") for label in of_pages)  # and vLLM's are its own
+
+
+def test_what_is_not_there_is_not_listed() -> None:
+    found = targets(status(engine("decode-0", "")))
+    assert [target["labels"]["conserve_process"] for target in found] == ["gateway", "gateway"]
+
+
+def test_a_page_is_served_where_it_is_said_to_be() -> None:
+    address = serve_metrics("127.0.0.1")
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        assert b"python_info" in answer.read()
+
+
+def test_http_discovery_looks_anew_each_time_and_says_when_the_fleet_is_down() -> None:
+    looks: list[Targets | None] = [[{"targets": ["a:1"], "labels": {}}], [], None]
+
+    def look() -> Targets:
+        found = looks.pop(0)
+        if found is None:
+            raise LifecycleError("fleet 'laptop' is not up")
+        return found
+
+    with discovery("127.0.0.1:0", look) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        for expected in ([{"targets": ["a:1"], "labels": {}}], []):
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert answer.headers["content-type"] == "application/json"  # Prometheus insists on it
+                assert json.load(answer) == expected
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url, timeout=10)
+        assert refused.value.code == 503 and b"not up" in refused.value.read()
+        server.shutdown()
+
+
+def test_the_list_is_valid_json_after_each_write(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    for count in range(3):
+        write(path, [{"targets": ["a"], "labels": {}}] * count)
+        assert len(json.loads(path.read_text())) == count
+    assert [file.name for file in tmp_path.iterdir()] == ["targets.json"]

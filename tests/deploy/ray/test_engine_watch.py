@@ -1,0 +1,118 @@
+"""The directory follows a keeper through its restarts, and lets go of an engine only when it is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from deploy.ray.engine_watch import EngineWatch
+from placement.engines import EngineInfo, EngineState
+from tests.workers.test_board import INFO, STATE
+from tests.workers.test_control_service import SECRET, Feed
+from workers.board import Board
+from workers.control.server import ControlServer
+
+
+@dataclass
+class Told:
+    """What a directory would have been told."""
+
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    def engine_up(self, info: EngineInfo) -> None:
+        self.events.append(("up", info.epoch))
+
+    def engine_state(self, state: EngineState) -> None:
+        self.events.append(("state", state.seq))
+
+    def engine_down(self, engine: str) -> None:
+        self.events.append(("down", 0))
+
+
+@dataclass
+class Rig:
+    told: Told = field(default_factory=Told)
+    address: str = ""
+    asked: int = 0
+    now: float = 0.0
+
+    async def address_of(self, engine: str) -> str:
+        self.asked += 1
+        return self.address
+
+    async def keeper(self, board: Board, port: int = 0) -> ControlServer:
+        server = ControlServer(board, Feed(), SECRET)
+        self.address = await server.start("127.0.0.1", port)
+        return server
+
+    async def hears(self, *events: tuple[str, int]) -> None:
+        await until(lambda: self.told.events[-len(events) :] == list(events), self.told.events)
+
+
+async def until(true: Callable[[], bool], seen: object) -> None:
+    for _ in range(200):
+        if true():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"waited too long; seen: {seen}")
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now)
+    task = asyncio.create_task(watch.run())
+    yield rig
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def board(epoch: int) -> Board:
+    made = Board("decode-0")
+    made.engine_up(replace(INFO, epoch=epoch))
+    made.engine_state(replace(STATE, epoch=epoch, seq=epoch))
+    return made
+
+
+async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: Rig) -> None:
+    first = await rig.keeper(board(5))
+    await rig.hears(("up", 5), ("state", 5))
+    await first.stop()
+    second = await rig.keeper(board(5), int(rig.address.rsplit(":", 1)[1]))
+    await rig.hears(("state", 5), ("up", 5), ("state", 5))
+    assert ("down", 0) not in rig.told.events
+    await second.stop()
+
+
+async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(rig: Rig) -> None:
+    first = await rig.keeper(board(5))
+    await rig.hears(("up", 5), ("state", 5))
+    await first.stop()
+    later = board(6)
+    later.tell(later.status.phase, epoch=6)
+    second = await rig.keeper(later)
+    await rig.hears(("down", 0), ("up", 6), ("state", 6))
+    await second.stop()
+
+
+async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(rig: Rig) -> None:
+    server = await rig.keeper(board(5))
+    await rig.hears(("up", 5), ("state", 5))
+    await server.stop()
+    await asyncio.sleep(1.2)
+    assert ("down", 0) not in rig.told.events
+    rig.now = 31.0
+    await rig.hears(("down", 0))
+
+
+async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: Rig) -> None:
+    first = await rig.keeper(board(5))
+    await rig.hears(("up", 5), ("state", 5))
+    where = rig.address
+    await first.stop()
+    rig.address = ""  # Ray does not know
+    again = ControlServer(board(5), Feed(), SECRET)
+    assert await again.start("127.0.0.1", int(where.rsplit(":", 1)[1])) == where
+    await rig.hears(("state", 5), ("up", 5), ("state", 5))
+    await again.stop()

@@ -1,0 +1,61 @@
+"""The `ray up` files are taken by Ray's own schema and loader, and say what the fleet relies on."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "deploy" / "ray").glob("*.yaml"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def prepared(config: dict[str, Any]) -> dict[str, Any]:
+    made = prepare_config(copy.deepcopy(config))
+    validate_config(made)
+    return made
+
+
+def test_both_kinds_of_cluster_are_there() -> None:
+    assert [path.name for path in FILES] == ["aws.yaml", "on-premises.yaml"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_ray_accepts_the_file(path: Path) -> None:
+    prepared(load(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_ray_refuses_the_file_with_a_misspelt_key(path: Path) -> None:
+    with pytest.raises(Exception, match="max_wokers"):
+        prepared(load(path) | {"max_wokers": 3})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_loss_of_the_head_ends_nothing(path: Path) -> None:
+    config = load(path)
+    head, worker = config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]
+    assert "RAY_gcs_storage=rocksdb" in head
+    for command in (head, worker):
+        assert "RAY_gcs_rpc_server_reconnect_timeout_s=600" in command
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_mounted_exists_or_is_built(path: Path) -> None:
+    for source in load(path)["file_mounts"].values():
+        assert source == "dist" or (ROOT / source).is_file(), source
+
+
+def test_on_aws_each_tier_of_the_fleet_has_a_node_type_with_its_resource() -> None:
+    config = load(ROOT / "deploy" / "ray" / "aws.yaml")
+    fleet = load(ROOT / config["file_mounts"]["~/fleet.yaml"])
+    offered = [node["resources"] for node in config["available_node_types"].values()]
+    for tier in fleet["tiers"]:
+        custom = {name for name in tier["resources"] if name not in ("CPU", "GPU")}
+        assert custom and any(custom <= set(node) for node in offered), tier["name"]

@@ -1,0 +1,64 @@
+"""`conserve simulate` and `conserve plan`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.commands.plan import plan
+from deploy.cli.commands.simulate import simulate
+from deploy.cli.errors import CommandError
+from deploy.fleet import load_fleet
+from deploy.simulated import settings, simulated
+from placement.engines import Role
+from traces.format import Conversation, Header, Turn, write
+from traces.simulator.policies import System
+from traces.simulator.profiles import find, from_json, to_json
+
+REPOSITORY = Path(__file__).parents[2]
+FLEET = REPOSITORY / "configs" / "a40-paper.yaml"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    turns = (Turn(8_000, 0, 100), Turn(300, 8_100, 100, 1.0))
+    path = tmp_path / "trace.jsonl"
+    write(path, [Conversation(f"c{i}", i * 1.0, turns) for i in range(20)], Header())
+    return path
+
+
+def test_simulate_compares_systems_on_one_fleet(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    simulate(FLEET, trace, systems="conserve,full_disaggregation", json_file=out)
+    ours, full = json.loads(out.read_text())
+    assert (ours["system"], full["system"]) == ("conserve", "full_disaggregation")
+    assert (ours["transfers"], full["transfers"]) == (20, 40)
+
+
+def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(rate=1.4)
+    assert "R* = 1.667/s" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_said_in_a_sentence(trace: Path) -> None:
+    with pytest.raises(CommandError, match="not one fits"):
+        plan(peak_tokens=400_000)
+    with pytest.raises(CommandError, match=r"a40-qwen3-0\.6b"):
+        plan(trace, profile="nothing")
+    with pytest.raises(CommandError, match="wrong"):
+        simulate(FLEET, trace, systems="wrong")
+
+
+def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
+    file = load_fleet(FLEET)
+    fleet = simulated(file, find("a40-qwen3-0.6b"))
+    assert [(tier.role, tier.replicas) for tier in fleet.tiers] == [(Role.PREFILL, 1), (Role.DECODE, 3)]
+    assert fleet.of(Role.DECODE)[0].profile.power.limit_w == 200
+    chosen = settings(file, None, 0.1, 0)
+    assert chosen.system.system is System.CONSERVE
+    assert chosen.placer.redisaggregation.above_tokens == file.conversation.redisaggregate_tokens
+
+
+def test_a_profile_survives_json() -> None:
+    profile = find("laptop")
+    assert from_json(json.loads(json.dumps(to_json(profile)))) == profile

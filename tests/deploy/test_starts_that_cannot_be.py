@@ -1,0 +1,86 @@
+"""`conserve up` with what cannot work says so in a sentence, soon, and leaves nothing behind."""
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.fleet import parse_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.down import marked
+from deploy.lifecycle.errors import LifecycleError
+from deploy.lifecycle.prepare import refuse_what_does_not_fit
+from tests.support.fleet import ROOT, conserve
+from workers.ports import free_port
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def laptop(edit: Edit) -> str:
+    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+    content["gateway"]["port"] = free_port("127.0.0.1")
+    edit(content)
+    return yaml.safe_dump(content)
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="conserve-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def refused(base: Path, edit: Edit) -> str:
+    file = base / "fleet.yaml"
+    file.write_text(laptop(edit))
+    answer = conserve(base, "up", str(file), "--detach")
+    assert answer.returncode == 1, answer.stdout
+    assert "Traceback" not in answer.stderr
+    assert not marked(FleetHome.of("laptop", str(base)))
+    return answer.stderr.strip()
+
+
+def test_a_model_that_is_not_there(base: Path) -> None:
+    said = refused(base, lambda content: content["model"].update(path="/no/such/model"))
+    assert said.startswith("conserve: model.path: there is no model in /no/such/model; it must be ")
+
+
+def test_a_port_that_is_taken(base: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(base, lambda content: content["gateway"].update(port=port))
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert "change gateway.port or end what is there" in said
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(base: Path) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    said = refused(base, lambda content: content.update(ray={"address": address}))
+    assert f"no Ray cluster answers at {address}" in said
+    assert "start Ray there first" in said
+    assert "nothing was up" in conserve(base, "down", "laptop").stdout
+
+
+@pytest.mark.parametrize(
+    ("resources", "there", "fits"),
+    [
+        ({"GPU": 1}, {"GPU": 2.0}, True),
+        ({"GPU": 1}, {"GPU": 1.0}, False),
+        ({"GPU": 1}, {}, False),
+        ({"decode_tier": 1}, {"decode_tier": 10_000.0}, True),
+    ],
+)
+def test_resources_that_this_machine_lacks(resources: dict[str, float], there: Any, fits: bool) -> None:
+    fleet = parse_fleet(laptop(lambda content: content["tiers"][1].update(resources=resources)), "f")
+    there = {"prefill_tier": 1.0, **there}
+    if fits:
+        refuse_what_does_not_fit(fleet, there)
+        return
+    with pytest.raises(LifecycleError, match="2 x decode take 2 GPU, and this machine has"):
+        refuse_what_does_not_fit(fleet, there)

@@ -1,0 +1,109 @@
+"""How the fleet's tests talk to it: as an agent does, through the OpenAI SDK, and as an operator does."""
+
+import json
+import re
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from openai import OpenAI
+
+CITY_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORCED = {"type": "function", "function": {"name": "weather"}}
+
+
+def client(url: str, key: str = "test") -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
+
+
+def opening(seed: int, words: int) -> list[dict[str, Any]]:
+    """The first messages of a conversation that no other seed shares a long prefix with."""
+    text = " ".join(f"{seed}-{n * 7919 % 1000}" for n in range(words))
+    return [
+        {"role": "system", "content": f"You are agent {seed}."},
+        {"role": "user", "content": f"Compare the weather of the two cities. Notes: {text}"},
+    ]
+
+
+@dataclass
+class Turn:
+    text: str
+    arguments: list[str]
+    cached_tokens: int
+    prompt_tokens: int
+
+
+def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> Turn:
+    """One agent step: a forced tool call, its result appended to `messages`."""
+    answer = sdk.chat.completions.create(
+        model=model,
+        messages=messages,
+        tools=[CITY_TOOL],
+        tool_choice=FORCED,
+        max_tokens=128,
+        temperature=0,
+        **options,
+    )
+    message = answer.choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    arguments = []
+    for call in message.tool_calls:
+        arguments.append(call.function.arguments)
+        city = json.loads(call.function.arguments)["city"]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{city}: 21 degrees."})
+    return _turn(answer, arguments)
+
+
+def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> Turn:
+    """A turn that speaks to the user, appended to `messages`. Its tools are part of the prompt, as before."""
+    answer = sdk.chat.completions.create(
+        model=model,
+        messages=messages,
+        tools=[CITY_TOOL],
+        tool_choice="none",
+        max_tokens=24,
+        temperature=0,
+        **options,
+    )
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return _turn(answer, [])
+
+
+def _turn(answer: Any, arguments: list[str]) -> Turn:
+    usage = answer.usage
+    details = usage.prompt_tokens_details
+    cached = (details.cached_tokens or 0) if details else 0
+    return Turn(answer.choices[0].message.content or "", arguments, cached, usage.prompt_tokens)
+
+
+def get(url: str, path: str, key: str = "test") -> Any:
+    request = urllib.request.Request(f"{url}{path}", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of a metric's samples at `url`/metrics that carry all of `labels`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+        page = answer.read().decode()
+    return sum(
+        float(sample["value"])
+        for sample in SAMPLE.finditer(page)
+        if sample["name"] == name
+        and all(f'{key}="{value}"' in (sample["labels"] or "") for key, value in labels.items())
+    )

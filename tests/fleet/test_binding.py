@@ -1,0 +1,47 @@
+"""Thirty conversations at once: each bound to the decoder with the least KV in use, each moved once."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.fleet.talk import client, get, opening, text_turn, tool_turn
+from tests.support.fleet import RunningFleet
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+CONVERSATIONS = 30
+
+
+def talk(fleet: RunningFleet, seed: int, words: int) -> None:
+    # A saturated prefiller is a 429 with Retry-After, which the SDK heeds, as any agent's would.
+    sdk = client(fleet.url, "thirty").with_options(max_retries=10)
+    messages = opening(1000 + seed, words)
+    tool_turn(sdk, fleet.model, messages)
+    text_turn(sdk, fleet.model, messages)
+
+
+def test_each_goes_to_the_least_loaded_decoder_and_moves_once(laptop_fleet: RunningFleet) -> None:
+    fleet = laptop_fleet
+    words = [random.Random(7).choice((20, 50, 100, 250)) for _ in range(CONVERSATIONS)]
+    with ThreadPoolExecutor(CONVERSATIONS) as threads:
+        list(threads.map(lambda seed: talk(fleet, seed, words[seed]), range(CONVERSATIONS)))
+
+    def listed() -> list[dict[str, Any]]:
+        return list(get(fleet.url, "/v1/conversations?limit=200", "thirty")["data"])
+
+    fleet.until(lambda: {one["turns"] for one in listed()} == {2}, 20, "the reports of the last turns")
+    found = listed()
+    assert len(found) == CONVERSATIONS
+    assert [one["transfers"] for one in found] == [1] * CONVERSATIONS
+    for one in found:
+        (placement,) = one["placements"]
+        choice = placement["receipt"]["decoder"]
+        assert choice["why"] == "least_kv_in_use"
+        assert choice["chosen"]["engine"] == one["decoder"]
+        others = [option["kv_in_use"] for option in choice["runners_up"]]
+        assert all(choice["chosen"]["kv_in_use"] <= other for other in others), choice
+        # Both decoders were looked at, unless one had no room.
+        assert 1 + len(others) + choice["without_room"] == choice["considered"] == 2
+    assert len({one["decoder"] for one in found}) == 2

@@ -1,0 +1,43 @@
+"""In float32 and greedy, a conversation on the fleet says what it would say to one plain vLLM."""
+
+import threading
+
+import pytest
+
+from tests.fleet.talk import Turn, client, opening, text_turn, tool_turn
+from tests.support.fleet import RunningFleet
+from tests.support.plain_engine import PlainEngine
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+CONVERSATIONS = 8
+
+
+def talk(url: str, model: str, seed: int) -> list[Turn]:
+    sdk, messages = client(url, f"equality-{seed}"), opening(seed, words=60 + 70 * seed)
+    turns = [tool_turn(sdk, model, messages) for _ in range(3)]
+    messages.append({"role": "user", "content": f"Now sum it up, {seed}."})
+    return [*turns, text_turn(sdk, model, messages), tool_turn(sdk, model, messages)]
+
+
+def all_at_once(url: str, model: str) -> dict[int, list[Turn]]:
+    said: dict[int, list[Turn]] = {}
+
+    def one(seed: int) -> None:
+        said[seed] = talk(url, model, seed)
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(CONVERSATIONS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=600)
+    return said
+
+
+def test_all_turns_of_eight_conversations_are_equal(laptop_fleet: RunningFleet) -> None:
+    on_fleet = all_at_once(laptop_fleet.url, laptop_fleet.model)
+    with PlainEngine(laptop_fleet) as plain:
+        alone = {seed: talk(plain.url, laptop_fleet.model, seed) for seed in range(CONVERSATIONS)}
+    for seed in range(CONVERSATIONS):
+        said = [(turn.text, turn.arguments) for turn in on_fleet[seed]]
+        assert said == [(turn.text, turn.arguments) for turn in alone[seed]], f"conversation {seed}"

@@ -1,0 +1,123 @@
+"""A later turn that appends a lot goes through the prefiller once more, to the decoder where it lives; and a
+conversation that is parked comes back."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import pytest
+
+from kvtransfer.feed import EngineFeed
+from router.identity.explicit import conversation_key
+from tests.fleet.talk import Turn, client, get, metric, opening, text_turn
+from tests.support.fleet import RunningFleet
+from workers.command import FEED_SOCKET
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+
+
+def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:
+    def found() -> dict[str, Any]:
+        (one,) = get(fleet.url, "/v1/conversations", key)["data"]
+        return one
+
+    fleet.until(lambda: found()["turns"] >= turns, 20, f"{turns} finished turns of {key}")
+    return found()
+
+
+class Decoder:
+    """What the decoder of a conversation computed and received since it was last asked."""
+
+    def __init__(self, fleet: RunningFleet, engine: str) -> None:
+        self._url = f"http://{fleet.engines()[engine]['http']}"
+        self._seen = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        sources = ("local_compute", "external_kv_transfer")
+        computed, received = (metric(self._url, BY_SOURCE, source=source) for source in sources)
+        return computed, received
+
+    def since(self) -> tuple[float, float]:
+        before, self._seen = self._seen, self._now()
+        return self._seen[0] - before[0], self._seen[1] - before[1]
+
+
+def asked(fleet: RunningFleet, messages: list[dict[str, Any]]) -> Turn:
+    sdk = client(fleet.url, "appends")
+    return text_turn(sdk, fleet.model, messages, extra_headers={"X-Conversation-ID": "appends"})
+
+
+def test_a_large_append_and_a_compaction_are_transferred_to_the_same_decoder(
+    laptop_fleet: RunningFleet,
+) -> None:
+    fleet = laptop_fleet
+    block = fleet.fleet.engine.args["block-size"]
+    words = fleet.fleet.conversation.redisaggregate_tokens // 5
+    again = metric(fleet.url, "conserve_redisaggregations_total", outcome="transferred")
+    messages = opening(71, 40)
+    first = asked(fleet, messages)
+    here = conversation(fleet, "appends", 1)["decoder"]
+    decoder = Decoder(fleet, here)
+
+    messages.append(opening(72, words)[1])
+    large = asked(fleet, messages)
+    computed, received = decoder.since()
+    assert large.prompt_tokens - first.prompt_tokens > fleet.fleet.conversation.redisaggregate_tokens
+    assert received >= large.prompt_tokens - first.prompt_tokens - block and computed <= 1 + block
+
+    messages = opening(73, words)  # the agent's own summary in place of all that was said
+    compacted = asked(fleet, messages)
+    computed, received = decoder.since()
+    assert received >= compacted.prompt_tokens - 2 * block and computed <= 1 + block
+
+    messages.append({"role": "user", "content": "And then?"})
+    asked(fleet, messages)
+    computed, received = decoder.since()
+    assert received == 0 and computed < 100
+
+    found = conversation(fleet, "appends", 4)
+    assert found["decoder"] == here and found["transfers"] == 3
+    causes = [placement["cause"] for placement in found["placements"]]
+    assert causes == ["first_turn", "redisaggregated", "redisaggregated"]
+    for placement in found["placements"][1:]:
+        assert placement["decoder"] == here and placement["prefiller"]
+        assert placement["receipt"]["decoder"]["why"] == "bound"
+    assert metric(fleet.url, "conserve_redisaggregations_total", outcome="transferred") == again + 2
+
+
+def test_a_parked_conversation_is_shown_as_parked_and_comes_back(laptop_fleet: RunningFleet) -> None:
+    fleet = laptop_fleet
+    messages = opening(74, 300)
+    sdk = client(fleet.url, "parks")
+    first = text_turn(sdk, fleet.model, messages)
+    found = conversation(fleet, "parks", 1)
+    here = found["decoder"]
+
+    def kv() -> dict[str, int]:
+        shown = get(fleet.url, "/dashboard/state")["engines"]
+        (one,) = [engine["kv"] for engine in shown if engine["engine"] == here]
+        return dict(one)
+
+    async def park() -> bool:
+        key = conversation_key(hashlib.sha256(b"parks").hexdigest()[:16], found["id"])
+        async with EngineFeed(fleet.home.engine(here) / FEED_SOCKET) as feed:
+            return await feed.park(key)
+
+    engine = client(f"http://{fleet.engines()[here]['http']}")
+    before = kv()["parked"]
+
+    def parked() -> bool:
+        """Its last blocks may still be on their way to the host: they arrive with a step."""
+        engine.completions.create(model=fleet.model, prompt="A step.", max_tokens=1)
+        return asyncio.run(park())
+
+    fleet.until(parked, 60, "its blocks to be on the host")
+    fleet.until(lambda: kv()["parked"] > before, 20, "the page to show it parked")
+    decoder = Decoder(fleet, here)
+    messages.append({"role": "user", "content": "Are you still there?"})
+    second = text_turn(sdk, fleet.model, messages)
+    computed, _ = decoder.since()
+    assert computed <= second.prompt_tokens - first.prompt_tokens + fleet.fleet.engine.args["block-size"]
+    assert conversation(fleet, "parks", 2)["transfers"] == 1

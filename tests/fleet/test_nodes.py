@@ -1,0 +1,119 @@
+"""The laptop fleet on a Ray cluster of several nodes, each for one tier: a node is lost, and one joins."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.fleet import load_fleet
+from deploy.home import FleetHome
+from tests.fleet.streams import Stream
+from tests.fleet.talk import client, get, opening, text_turn
+from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
+from tests.support.nodes import Nodes
+from workers.ports import free_port
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+RECOVERY_S = 400
+HOSTS = {"prefill-node": "127.0.0.3", "decode-node-a": "127.0.0.4", "decode-node-b": "127.0.0.5"}
+
+RESOURCES = {name: {"decode_tier" if "decode" in name else "prefill_tier": 1.0} for name in HOSTS}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    try:
+        made.start_head({"control_node": 10})
+        made.join(HOSTS, RESOURCES)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def fleet(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFleet]:
+    for name, value in nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    base = Path(tempfile.mkdtemp(prefix="conserve-"))
+    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+    content["name"] = "nodes"
+    content["gateway"]["port"] = free_port("127.0.0.1")
+    content["engine"]["lease"] = "15s"
+    content["ray"] = {"address": nodes.address, "control_resources": {"control_node": 1}}
+    file = base / "nodes.yaml"
+    file.write_text(yaml.safe_dump(content))
+    try:
+        answer = conserve(base, "up", str(file), "--detach", timeout_s=UP_LIMIT_S)
+        assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
+        url = f"http://127.0.0.1:{content['gateway']['port']}"
+        home = FleetHome.of("nodes", str(base))
+        yield RunningFleet(url, "small", load_fleet(file), home, base)
+    finally:
+        down = conserve(base, "down", "nodes", timeout_s=200)
+        shutil.rmtree(base, ignore_errors=True)
+        assert down.returncode == 0, down.stderr
+
+
+def told(fleet: RunningFleet, key: str) -> dict:
+    (found,) = get(fleet.url, "/v1/conversations", key)["data"]
+    return found
+
+
+def settled(fleet: RunningFleet, key: str, turns: int) -> dict:
+    fleet.until(lambda: told(fleet, key)["turns"] >= turns, 60, f"{turns} turns of {key}")
+    return told(fleet, key)
+
+
+def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_prefill(
+    fleet: RunningFleet, nodes: Nodes
+) -> None:
+    hosts = {name: one["http"].split(":")[0] for name, one in fleet.engines().items()}
+    assert hosts["prefill-0"] == HOSTS["prefill-node"]
+    assert {hosts["decode-0"], hosts["decode-1"]} == {HOSTS["decode-node-a"], HOSTS["decode-node-b"]}
+
+    on: dict[str, tuple[str, list]] = {}  # decoder: a conversation there
+    number = 0
+    while len(on) < 2:
+        number += 1
+        assert number < 20, f"all on {list(on)}"
+        messages = opening(700 + number, 60)
+        text_turn(client(fleet.url, f"c{number}"), fleet.model, messages)
+        on.setdefault(settled(fleet, f"c{number}", 1)["decoder"], (f"c{number}", messages))
+    lost = told(fleet, on["decode-1"][0])["decoder"]
+    (victim, messages), (bystander, others) = on["decode-1"], on["decode-0"]
+    messages.append({"role": "user", "content": "Go on at length."})
+    others.append({"role": "user", "content": "Go on at length."})
+    stream = Stream(fleet.url, fleet.model, messages, victim, 3000)
+    other = Stream(fleet.url, fleet.model, others, bystander, 100)
+    stream.until_text(10)
+    node = next(name for name, host in HOSTS.items() if host == hosts[lost])
+    nodes.lose(node)
+    stream.end(120)
+    assert stream.finished and stream.error is not None and stream.broken is None, stream.broken
+    other.end(120)
+    assert other.finished and other.error is None and other.broken is None
+
+    text_turn(client(fleet.url, victim), fleet.model, messages)
+    again = settled(fleet, victim, 2)
+    assert (again["decoder"], again["placements"][-1]["cause"]) == ("decode-0", "rebound")
+
+    nodes.join({"decode-node-c": "127.0.0.6"}, {"decode-node-c": {"decode_tier": 1.0}})
+    fleet.until(
+        lambda: (
+            fleet.engines()[lost]["http"].startswith("127.0.0.6:")
+            and fleet.engines()[lost]["phase"] == "serving"
+        ),
+        RECOVERY_S,
+        "the engine to return on the node that joined",
+    )
+    messages.append({"role": "user", "content": "And on."})
+    text_turn(client(fleet.url, victim), fleet.model, messages)
+    assert settled(fleet, victim, 3)["decoder"] == "decode-0", "bound for life"
+    fresh = opening(799, 60)
+    text_turn(client(fleet.url, "fresh"), fleet.model, fresh)
+    assert settled(fleet, "fresh", 1)["decoder"] == lost, "the empty one has the least KV in use"

@@ -1,0 +1,114 @@
+"""A decoder is killed: its conversations go on at the other one, with their KV from LMCache.
+
+A fleet of its own, with the shared tier. Only where LMCache is installed (requirements/lmcache.txt).
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from deploy.fleet import load_fleet
+from deploy.home import FleetHome
+from tests.fleet.talk import client, get, metric, opening, text_turn
+from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
+from workers.ports import free_port
+
+pytest.importorskip("lmcache")
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+SERVER = "lmcache.v1.multiprocess.http_server"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    base = Path(tempfile.mkdtemp(prefix="conserve-"))
+    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+    content |= {
+        "name": "shared",
+        "kv": {"host_kv_gib": 1, "kv_tiers": ["host", "lmcache"], "lmcache": {"gib": 1}},
+    }
+    file = base / "shared.yaml"
+    file.write_text(yaml.safe_dump(content))
+    port = free_port("127.0.0.1")
+    try:
+        answer = conserve(base, "up", str(file), "--detach", "--port", str(port), timeout_s=UP_LIMIT_S)
+        assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
+        home = FleetHome.of("shared", str(base))
+        yield RunningFleet(
+            f"http://127.0.0.1:{port}", content["model"]["served_name"], load_fleet(file), home, base
+        )
+    finally:
+        conserve(base, "down", "shared", timeout_s=120)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:
+    def found() -> dict[str, Any]:
+        (one,) = get(fleet.url, "/v1/conversations", key)["data"]
+        return one
+
+    fleet.until(lambda: found()["turns"] >= turns, 20, f"{turns} finished turns of {key}")
+    return found()
+
+
+def by_source(fleet: RunningFleet, engine: str) -> dict[str, float]:
+    url = f"http://{fleet.engines()[engine]['http']}"
+    return {s: metric(url, BY_SOURCE, source=s) for s in ("local_compute", "external_kv_transfer")}
+
+
+def test_the_conversation_of_a_killed_decoder_goes_on_elsewhere_with_its_kv(fleet: RunningFleet) -> None:
+    messages = opening(81, 500)
+    sdk = client(fleet.url, "survivor")
+    text_turn(sdk, fleet.model, messages)
+    messages.append({"role": "user", "content": "Go on."})
+    text_turn(sdk, fleet.model, messages)
+    found = conversation(fleet, "survivor", 2)
+    lost = found["decoder"]
+    (other,) = [name for name, one in fleet.engines().items() if one["role"] == "decode" and name != lost]
+    before = by_source(fleet, other)
+    time.sleep(2)  # LMCache stores in the background
+
+    root = psutil.Process(fleet.engines()[lost]["pid"])
+    for process in [root, *root.children(recursive=True)]:
+        fleet.kill(process.pid)
+    messages.append({"role": "user", "content": "Are you still there?"})
+    turn = text_turn(sdk, fleet.model, messages)
+
+    found = conversation(fleet, "survivor", 3)
+    assert found["decoder"] == other and found["transfers"] == 1
+    assert found["placements"][-1]["receipt"]["prefiller"]["why"] == "restored"
+    after = by_source(fleet, other)
+    assert after["external_kv_transfer"] - before["external_kv_transfer"] >= 0.9 * turn.prompt_tokens
+    assert after["local_compute"] - before["local_compute"] <= 0.1 * turn.prompt_tokens
+    # The same prompt, computed anew: the salt keeps it apart from all that is cached anywhere.
+    anew = text_turn(client(fleet.url, "anew"), fleet.model, messages[:-1], extra_body={"cache_salt": "anew"})
+    assert anew.text == turn.text
+
+
+def test_serving_goes_on_without_the_server_and_with_it_again(fleet: RunningFleet) -> None:
+    def servers() -> list[int]:
+        return fleet.processes("-m", SERVER, "--chunk-size")
+
+    before = servers()
+    messages = opening(82, 200)
+    sdk = client(fleet.url, "without")
+    text_turn(sdk, fleet.model, messages)
+    here = conversation(fleet, "without", 1)["decoder"]
+    epoch = fleet.engines()[here]["epoch"]
+    for pid in before:
+        fleet.kill(pid)
+    for word in ("one", "two", "three"):
+        messages.append({"role": "user", "content": f"Say {word}."})
+        text_turn(sdk, fleet.model, messages)
+    found = conversation(fleet, "without", 4)
+    assert (found["decoder"], fleet.engines()[here]["epoch"]) == (here, epoch)
+    fleet.until(lambda: set(servers()) - set(before), 120, "a new server")

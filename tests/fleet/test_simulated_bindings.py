@@ -1,0 +1,44 @@
+"""The simulator, given a live run's arrivals, binds every conversation where the fleet bound it."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from deploy import simulated
+from tests.fleet.talk import get
+from tests.support.agreement import Agents, conversations
+from tests.support.fleet import RunningFleet
+from traces.format import Conversation
+from traces.simulator.agreement import LiveBinding, compare
+from traces.simulator.profiles import find
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+
+def in_use(fleet: RunningFleet) -> int:
+    engines = get(fleet.url, "/dashboard/state")["engines"]
+    return sum(one["kv"]["live"] + one["kv"]["reserved"] for one in engines if one["role"] == "decode")
+
+
+async def run(fleet: RunningFleet, trace: list[Conversation]) -> list[LiveBinding]:
+    headers, patience = {"Authorization": "Bearer agreement"}, aiohttp.ClientTimeout(300)
+    async with aiohttp.ClientSession(fleet.url, headers=headers, timeout=patience) as session:
+        agents = Agents(session, fleet.model)
+        await agents.learn_sizes()
+        limit_s = fleet.fleet.conversation.park_after + 300
+        await asyncio.to_thread(
+            fleet.until, lambda: not in_use(fleet), limit_s, "the KV of earlier tests to be parked"
+        )
+        return await agents.play(trace)
+
+
+def test_every_binding_is_the_one_that_the_simulation_makes(laptop_fleet: RunningFleet) -> None:
+    file = laptop_fleet.fleet
+    trace = list(conversations(12, file.conversation.headroom_tokens))
+    live = asyncio.run(run(laptop_fleet, trace))
+    assert len({one.decoder for one in live}) == 2
+    settings = simulated.settings(file, None, 0.0, 0)
+    found = compare(simulated.simulated(file, find("laptop")), settings, trace, live)
+    assert found.compared == len(trace)
+    assert found.differences == ()

@@ -1,0 +1,196 @@
+"""Only blocks whose KV is certainly there go to the host, each once, held until they are copied."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvtransfer.checkpoint.orders import CheckpointReport
+from kvtransfer.checkpoint.scheduler import CheckpointScheduler
+from kvtransfer.config import ConnectorConfig
+from kvtransfer.parts import EngineContext, Match, StepOutcome
+from kvtransfer.residence.residence import Residence
+
+BLOCK = 16
+
+
+@dataclass
+class Request:
+    """What the connector reads of vLLM's."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_tokens: int = 1000
+    priority: int = 0
+    session_id: str = "a"
+    kv_transfer_params: None = None
+
+
+def scheduled(*running: str, admitted: str | None = None) -> SimpleNamespace:
+    """vLLM's word on a step: these requests run on, that one enters the batch."""
+    new = [SimpleNamespace(req_id=admitted)] if admitted else []
+    tokens = dict.fromkeys([*running, *([admitted] if admitted else [])], 1)
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+    )
+
+
+@dataclass
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+@dataclass
+class Pool:
+    blocks: list[Block] = field(default_factory=lambda: [Block(n) for n in range(40)])
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+
+
+class Engine:
+    def __init__(self, slots: int = 20) -> None:
+        self.residence = Residence(ConnectorConfig(), slots, lambda: 0.0)
+        vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=BLOCK), parallel_config=SimpleNamespace(world_size=1)
+        )
+        self.half = CheckpointScheduler(EngineContext(ConnectorConfig(), vllm_config, None, self.residence))
+        self.pool = Pool()
+        self.ids = {"r": list(range(10, 30))}
+        manager = SimpleNamespace(
+            block_pool=self.pool, get_block_ids=lambda request_id: [self.ids[request_id]]
+        )
+        self.half.bind(manager)
+
+    def arrive(self, request: Request) -> Request:
+        conversation = self.residence.conversations.begin_turn("a", request.block_hashes)
+        self.residence.requests[request.request_id] = request, conversation
+        self.half.on_new_request(request)
+        return request
+
+    def step(self, request: Request, computed: int, in_flight: int = 0) -> list[int]:
+        """Blocks ordered to the host."""
+        request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
+        conversation = self.residence.requests[request.request_id][1]
+        full = (computed - in_flight) // BLOCK
+        if full > len(conversation.chain):
+            self.residence.conversations.advance(conversation, request.block_hashes[:full])
+        order = self.half.order(scheduled(request.request_id))
+        return [copy.block for copy in order.stores] if order else []
+
+    def copied(self, *slots: int) -> None:
+        self.half.on_outcome(StepOutcome(CheckpointReport(Counter(slots)), frozenset(), frozenset()))
+
+
+def hashes(count: int, name: str = "h") -> list[bytes]:
+    return [f"{name}{n}".encode() for n in range(count)]
+
+
+def test_each_confirmed_full_block_goes_once() -> None:
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(8)))
+    assert engine.step(request, computed=40) == [10, 11]
+    assert engine.step(request, computed=40) == []
+    assert engine.step(request, computed=65) == [12, 13]
+
+
+def test_blocks_of_a_step_under_way_wait() -> None:
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(8)))
+    assert engine.step(request, computed=64, in_flight=32) == [10, 11]
+
+
+def test_a_block_is_held_until_it_is_copied() -> None:
+    engine = Engine()
+    engine.step(engine.arrive(Request("r", hashes(8))), computed=16)
+    assert engine.pool.blocks[10].ref_cnt == 1
+    slot = next(iter(engine.half._copying))
+    engine.copied(slot)
+    assert engine.pool.blocks[10].ref_cnt == 0
+    assert engine.residence.host.stored(b"h0")
+
+
+def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_empty_block() -> None:
+    """Its earlier blocks were used up: the chain is ahead of what is computed again."""
+    engine = Engine()
+    conversation = engine.residence.conversations.begin_turn("a", hashes(8))
+    engine.residence.conversations.advance(conversation, hashes(8))
+    engine.residence.conversations.end_turn(conversation)
+    request = engine.arrive(Request("r", hashes(8)))
+    assert engine.step(request, computed=20) == [10]
+
+
+def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
+    """They may be blocks that another request of the same step has yet to compute."""
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(8), num_computed_tokens=64))
+    engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:4])
+    assert engine.half.order(scheduled(admitted="r")) is None
+    assert engine.step(request, computed=64) == [10, 11, 12, 13]
+
+
+def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
+    """They share a start, and then each says something else."""
+    engine = Engine()
+    one = engine.arrive(Request("r", hashes(2) + hashes(6, "one")))
+    other = engine.arrive(Request("s", hashes(2) + hashes(6, "other")))
+    engine.step(one, computed=3 * BLOCK)
+    conversation = engine.residence.requests["s"][1]
+    engine.residence.conversations.advance(conversation, other.block_hashes[:6])
+    assert engine.step(one, computed=5 * BLOCK) == []
+    assert b"other1" not in engine.residence.host
+
+
+def test_a_load_that_was_aborted_stores_nothing() -> None:
+    """vLLM counts what is on its way as computed."""
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(8), num_computed_tokens=128))
+    engine.residence.loading.add("r")
+    engine.half.on_finished(request, engine.ids["r"])
+    assert engine.half.order(scheduled()) is None
+
+
+def test_offline_requests_load_only_when_they_may_start() -> None:
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(4), priority=1))
+    engine.step(request, computed=64)
+    for slot in list(engine.half._copying):
+        engine.copied(slot)
+    engine.half.offline_may_start = False
+    assert engine.half.match(request, 0) is None
+    engine.half.offline_may_start = True
+    assert engine.half.match(request, 0) == Match(64, background=True)
+
+
+def test_what_the_feed_released_between_match_and_allocation_is_loaded_from_nowhere() -> None:
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(4)))
+    engine.step(request, computed=64)
+    for slot in list(engine.half._copying):
+        engine.copied(slot)
+    match = engine.half.match(request, 0)
+    assert match == Match(64, background=True)
+    for block in hashes(4):
+        engine.residence.host.drop(block)
+    blocks = SimpleNamespace(get_block_ids=lambda: [[1, 2, 3, 4]])
+    engine.half.after_allocation(request, blocks, match)
+    order = engine.half.order(scheduled())
+    assert order is not None and {copy.slot for copy in order.loads[0].copies} == {-1}
+
+
+def test_a_full_host_is_counted_and_stores_what_fits() -> None:
+    engine = Engine(slots=3)
+    request = engine.arrive(Request("r", hashes(8)))
+    assert engine.step(request, computed=128) == [10, 11, 12]
+    counts: dict[str, Any] = dict(engine.half.take_counts())
+    assert counts["host_full"] == 1

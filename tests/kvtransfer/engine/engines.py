@@ -1,0 +1,250 @@
+"""Real vLLM engines for tests: start, ask, read counters, end the whole tree."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from deploy.model.make import make_model
+from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
+from kvtransfer.feed import EngineFeed
+from placement.engines import EngineState
+
+SECRET = "a secret only for these tests"
+START_S = 400.0
+ASK_S = 240.0
+_asking = ThreadPoolExecutor(32)
+
+
+def free_port(count: int = 1) -> int:
+    """The first of `count` free ports in a row."""
+    for _ in range(50):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1])
+        if first + count < 65536:
+            return first
+    raise RuntimeError("no free port")
+
+
+def model_directory() -> Path:
+    directory = Path(tempfile.gettempdir()) / "conserve-test-model"
+    make_model(directory)
+    return directory
+
+
+@dataclass
+class Answer:
+    text: str
+    tokens: list[int]
+    usage: dict[str, Any]
+    seconds: float
+
+
+@dataclass
+class Engine:
+    """One engine on a port of its own. `connector=None`: plain vLLM."""
+
+    connector: ConnectorConfig | None = None
+    blocks: int = 600
+    block_tokens: int = 32
+    batched_tokens: int = 2048
+    secret: str = SECRET
+    arguments: Sequence[str] = ()
+    http: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+    log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log", prefix="engine-")[1]))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http}"
+
+    def context(self) -> int:
+        return min(16000, (self.blocks - 2) * self.block_tokens)
+
+    def start(self) -> "Engine":
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model_directory()), "--served-model-name", "m", "--dtype", "float32"]
+        command += ["--host", "127.0.0.1", "--port", str(self.http), "--max-model-len", str(self.context())]
+        command += ["--num-gpu-blocks-override", str(self.blocks), "--block-size", str(self.block_tokens)]
+        command += ["--max-num-batched-tokens", str(self.batched_tokens), "--max-num-seqs", "16"]
+        command += ["--enforce-eager", "--disable-uvicorn-access-log", *self.arguments]
+        if self.connector is not None:
+            command += ["--kv-transfer-config", json.dumps(self.connector.to_kv_transfer_config())]
+        environment = {
+            **os.environ,
+            **(self.connector.environment() if self.connector is not None else {}),
+            SECRET_VARIABLE: self.secret,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._wait_ready()
+        self.ask([5, 6, 7], max_tokens=2)  # an engine is warm before it takes transferred requests
+        return self
+
+    def _wait_ready(self) -> None:
+        limit = time.monotonic() + START_S
+        while time.monotonic() < limit:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise RuntimeError(f"engine ended at start:\n{self.errors()}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                return
+            time.sleep(0.5)
+        self.kill()
+        raise RuntimeError(f"engine not ready in {START_S} s:\n{self.errors()}")
+
+    def errors(self) -> str:
+        lines = [line for line in self.log.read_text().splitlines() if "ERROR" in line or "Error" in line]
+        return "\n".join(lines[-60:])
+
+    def tree(self) -> list[psutil.Process]:
+        assert self.process is not None
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        processes = self.tree()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=20)
+        if self.process is not None:
+            self.process.wait(20)
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ASK_S) as response:
+                return dict(json.load(response))
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{error.code}: {error.read().decode()[:2000]}") from error
+
+    def ask(
+        self,
+        prompt: list[int],
+        max_tokens: int = 16,
+        params: dict[str, Any] | None = None,
+        session: str = "",
+        **more: Any,
+    ) -> Answer:
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            **more,
+        }
+        if params is not None:
+            body["kv_transfer_params"] = params
+        start = time.monotonic()
+        answer = self.post("/v1/completions", body, **({"X_Session_ID": session} if session else {}))
+        choice = answer["choices"][0]
+        return Answer(choice["text"], list(choice["token_ids"]), answer["usage"], time.monotonic() - start)
+
+    def ask_later(self, *arguments: Any, **more: Any) -> "Future[Answer]":
+        return _asking.submit(self.ask, *arguments, **more)
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over labels by metric name, and also by `name{label="value"}` for single labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        found: dict[str, float] = {}
+        for line in text.splitlines():
+            match = re.match(r"^([a-z_:A-Z0-9]+)(\{.*\})? ([0-9.e+-]+)$", line)
+            if match:
+                name, labels, value = match[1], match[2] or "", float(match[3])
+                found[name] = found.get(name, 0) + value
+                for key, text_value in re.findall(r'(\w+)="([^"]*)"', labels):
+                    if key in ("source", "reason"):
+                        label = f'{name}{{{key}="{text_value}"}}'
+                        found[label] = found.get(label, 0) + value
+        return found
+
+    def computed_prompt_tokens(self) -> float:
+        return self.metrics().get('vllm:prompt_tokens_by_source_total{source="local_compute"}', 0.0)
+
+
+@contextlib.contextmanager
+def running(*engines: Engine) -> Iterator[tuple[Engine, ...]]:
+    """Started one after another; ended whatever happens."""
+    try:
+        yield tuple(engine.start() for engine in engines)
+    finally:
+        for engine in engines:
+            if engine.process is not None:
+                engine.kill()
+            engine.log.unlink(missing_ok=True)
+
+
+def feed_path() -> str:
+    return str(Path(tempfile.mkdtemp(prefix="feed-")) / "engine.sock")
+
+
+T = TypeVar("T")
+
+
+def over_feed(engine: Engine, talk: Callable[[EngineFeed], Awaitable[T]]) -> T:
+    """One conversation with an engine's feed, from a test that is not a coroutine."""
+    assert engine.connector is not None and engine.connector.feed
+
+    async def session() -> T:
+        async with EngineFeed(Path(engine.connector.feed)) as feed:  # type: ignore[union-attr]
+            return await asyncio.wait_for(talk(feed), 20)
+
+    return asyncio.run(session())
+
+
+def state_of(engine: Engine) -> EngineState:
+    async def newest(feed: EngineFeed) -> EngineState:
+        async for state in feed.states():
+            return state
+        raise AssertionError("the feed ended")
+
+    return over_feed(engine, newest)
+
+
+def faults_of(engine: Engine) -> list[str]:
+    return over_feed(engine, lambda feed: feed.check())
+
+
+def eventually(true: Callable[[], bool], limit_s: float = 30) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(0.1)
+    return False

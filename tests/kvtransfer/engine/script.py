@@ -1,0 +1,38 @@
+"""What conversations say turn by turn, and what plain vLLM answers."""
+
+import random
+from dataclasses import dataclass, field
+
+from tests.kvtransfer.engine.engines import Engine
+
+CONVERSATIONS, TURNS, OUTPUT = 8, 5, 10
+BLOCKS = 130  # a third of what the conversations have in the end
+PRIORITY = ("--scheduling-policy", "priority")
+
+
+@dataclass
+class Script:
+    prompts: list[list[list[int]]] = field(default_factory=list)  # by conversation and turn
+    answers: list[list[list[int]]] = field(default_factory=list)
+    computed: float = 0  # prompt tokens that plain vLLM computed for it
+
+
+def said(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(5, 250) for _ in range(tokens)]
+
+
+def recorded(plain: Engine, seed: int = 1) -> Script:
+    """All conversations take turns, as they do later; they share an opening."""
+    rng = random.Random(seed)
+    opening = said(rng, 100)
+    contexts = [opening + said(rng, 700) for _ in range(CONVERSATIONS)]
+    script = Script([[] for _ in contexts], [[] for _ in contexts])
+    before = plain.computed_prompt_tokens()
+    for _ in range(TURNS):
+        for number, context in enumerate(contexts):
+            answer = plain.ask(context, OUTPUT).tokens
+            script.prompts[number].append(list(context))
+            script.answers[number].append(answer)
+            context += answer + said(rng, 60)
+    script.computed = plain.computed_prompt_tokens() - before
+    return script

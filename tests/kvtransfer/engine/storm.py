@@ -1,0 +1,303 @@
+"""A storm over a real prefiller and a real decoder: `python -m tests.kvtransfer.engine.storm --minutes 5`.
+
+Turns (some through the prefiller, some with transfers that cannot succeed), clients that hang up, parks,
+ends, drains and offline work, all at once, drawn from a seed; in rounds, in some of which an engine is killed
+with -9 and started again. Every answer must be the one that plain vLLM gave. After each round the integrity
+check of both engines must find nothing, and a started engine must begin with nothing. In the end all is
+given back. `--seed` draws the same storm again; `--sabotage` breaks one thing, which must be found.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvtransfer.config import ConnectorConfig
+from tests.kvtransfer.engine import sabotage
+from tests.kvtransfer.engine.engines import (
+    Engine,
+    eventually,
+    faults_of,
+    feed_path,
+    free_port,
+    over_feed,
+    running,
+    state_of,
+)
+from tests.kvtransfer.engine.script import (
+    BLOCKS,
+    CONVERSATIONS,
+    OUTPUT,
+    PRIORITY,
+    TURNS,
+    Script,
+    recorded,
+    said,
+)
+
+ROUND_S = 20.0
+LEASE_S = 4.0
+COUNTED = {
+    "preemptions": "vllm:num_preemptions_total",
+    "stored blocks": "conserve_kv_stored_blocks_total",
+    "restores": "conserve_kv_restores_total",
+    "parked": "conserve_kv_parked_total",
+    "conversations that left a full host": "conserve_kv_left_host_total",
+    "transfers": "conserve_kv_transfers_total",
+    "transfers refused": "conserve_kv_transfers_refused_total",
+}
+
+
+@dataclass
+class Storm:
+    decoder: Engine
+    script: Script
+    seed: int
+    prefiller: Engine | None = None
+    suffixes: tuple[str, ...] = ("", "-x", "-y")
+    wrong: list[str] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+
+    def blow(self, seconds: float, number: int = 0) -> None:
+        """One round: each kind of trouble in a thread that draws from a seed of its own."""
+        end = time.monotonic() + seconds
+        kinds = [self._live] * 4 + [self._hang_up, self._command, self._offline]
+        if self.prefiller is not None:
+            kinds += [self._transferred] * 2
+        threads = [
+            threading.Thread(target=self._until, args=(end, kind, random.Random(f"{self.seed}.{number}.{n}")))
+            for n, kind in enumerate(kinds)
+        ]
+        for thread in threads:
+            thread.start()
+        if self.prefiller is not None:
+            self._perhaps_kill(random.Random(f"{self.seed}.{number}"), number, seconds)
+        for thread in threads:
+            thread.join(seconds + 300)
+            if thread.is_alive():
+                self.wrong.append(f"round {number}: a request hangs")
+                return
+
+    def settle(self) -> None:
+        """After a round: both engines are idle, and each says itself that nothing is wrong."""
+        time.sleep(0.3)
+        for engine in self.engines():
+            over_feed(engine, lambda feed: feed.drain(False))
+            engine.ask([9, 9], 1)  # copies and leases end in a step
+            if not eventually(lambda e=engine: idle(e), 120):  # type: ignore[misc]
+                self.wrong.append(f"{name_of(engine)} does not come to rest: {state_of(engine)}")
+            self.wrong += [f"{name_of(engine)}: {fault}" for fault in faults_of(engine)]
+            counts = engine.metrics()
+            if found := counts.get("conserve_kv_faults_total", 0):
+                self.wrong.append(f"{name_of(engine)} counted {found:.0f} faults")
+
+    def count(self, engine: Engine) -> None:
+        """Before an engine's counters are lost with it, and in the end."""
+        counts = engine.metrics()
+        self.done.update({name: int(counts.get(metric, 0)) for name, metric in COUNTED.items()})
+
+    def give_back(self) -> None:
+        """Every conversation ends; then nothing is held."""
+        for suffix in self.suffixes:
+            for conversation in range(CONVERSATIONS):
+                over_feed(self.decoder, lambda feed, k=f"c{conversation}{suffix}": feed.release(k))  # type: ignore[misc]
+        time.sleep(LEASE_S if self.prefiller else 0)
+        self.settle()
+        for engine in self.engines():
+            if not eventually(lambda e=engine: not held(e), 60):  # type: ignore[misc]
+                self.wrong.append(f"{name_of(engine)} still holds {held(engine)} tokens")
+
+    # Trouble
+
+    def _until(self, end: float, kind: Callable[[random.Random], None], rng: random.Random) -> None:
+        while time.monotonic() < end:
+            kills = self.kills
+            try:
+                kind(rng)
+            except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
+                if kills == self.kills and not kills % 2:  # nobody killed anything
+                    self.wrong.append(repr(error))
+                    return
+                self.done["cut off by a kill"] += 1
+                while self.kills % 2 and time.monotonic() < end:
+                    time.sleep(0.1)
+
+    def _perhaps_kill(self, rng: random.Random, number: int, seconds: float) -> None:
+        if number % 3 != 1:
+            return
+        victim = rng.choice([self.decoder, self.decoder, self.prefiller])
+        assert victim is not None and victim.connector is not None
+        time.sleep(rng.uniform(0.2, 0.7) * seconds)
+        self.count(victim)
+        self.kills += 1  # odd: an engine is down
+        victim.kill()
+        self.done["kills"] += 1
+        victim.connector = replace(victim.connector, epoch=victim.connector.epoch + 1)
+        victim.start()
+        if not eventually(lambda: not held(victim), 20):
+            self.wrong.append(f"{name_of(victim)} begins with {held(victim)} tokens")
+        self.kills += 1
+
+    def _pick(self, rng: random.Random) -> tuple[int, int, str]:
+        return rng.randrange(CONVERSATIONS), rng.randrange(TURNS), rng.choice(self.suffixes)
+
+    def _live(self, rng: random.Random, params: dict[str, object] | None = None) -> None:
+        conversation, turn, suffix = self._pick(rng)
+        prompt = self.script.prompts[conversation][turn]
+        answer = self.decoder.ask(prompt, OUTPUT, params, session=f"c{conversation}{suffix}")
+        self.done["turns"] += 1
+        if answer.tokens != self.script.answers[conversation][turn]:
+            self.wrong.append(f"c{conversation}{suffix}, turn {turn}: {answer.tokens}")
+        time.sleep(rng.random() * 0.2)
+
+    def _transferred(self, rng: random.Random) -> None:
+        """Both legs; sometimes of another epoch, sometimes without the prefiller's."""
+        assert self.prefiller is not None and self.prefiller.connector is not None
+        target, transfer_id = self.prefiller.connector, uuid.UUID(int=rng.getrandbits(128)).hex
+        conversation, turn, suffix = self._pick(rng)
+        prompt = self.script.prompts[conversation][turn]
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": target.port,
+            "remote_epoch": target.epoch - (rng.random() < 0.1),
+        }
+        leg = self.decoder.ask_later(prompt, OUTPUT, params, f"c{conversation}{suffix}")
+        failed: Exception | None = None
+        if rng.random() < 0.9:
+            try:
+                self.prefiller.ask(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id})
+            except (OSError, RuntimeError) as error:  # the decoder answers without it
+                failed = error
+        if leg.result().tokens != self.script.answers[conversation][turn]:
+            self.wrong.append(f"c{conversation}{suffix}, turn {turn}, transferred: {leg.result().tokens}")
+        self.done["transferred turns"] += 1
+        if failed is not None:
+            raise failed
+        time.sleep(rng.random())
+
+    def _hang_up(self, rng: random.Random) -> None:
+        conversation, turn, suffix = self._pick(rng)
+        prompt = self.script.prompts[conversation][turn] + said(rng, rng.randrange(1, 300))
+        body = {"model": "m", "prompt": prompt, "max_tokens": 200, "ignore_eos": True}
+        headers = {"Content-Type": "application/json", "X-Session-ID": f"c{conversation}{suffix}"}
+        connection = http.client.HTTPConnection("127.0.0.1", self.decoder.http, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        time.sleep(rng.random() * 0.6)
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        self.done["aborts"] += 1
+
+    def _command(self, rng: random.Random) -> None:
+        conversation, _, suffix = self._pick(rng)
+        key, dice = f"c{conversation}{suffix}", rng.random()
+        if dice < 0.6:
+            over_feed(self.decoder, lambda feed: feed.park(key))
+            self.done["parks asked"] += 1
+        elif dice < 0.95:
+            over_feed(self.decoder, lambda feed: feed.release(key))
+            self.done["ends"] += 1
+        else:
+            over_feed(self.decoder, lambda feed: feed.drain(True))
+            time.sleep(rng.random())
+            over_feed(self.decoder, lambda feed: feed.drain(False))
+            self.done["drains"] += 1
+        time.sleep(rng.random() * 0.3)
+
+    def _offline(self, rng: random.Random) -> None:
+        self.decoder.ask(said(rng, rng.randrange(300, 2500)), rng.randrange(1, 60), priority=10)
+        self.done["offline requests"] += 1
+
+    def engines(self) -> list[Engine]:
+        return [self.decoder] + ([self.prefiller] if self.prefiller else [])
+
+
+def name_of(engine: Engine) -> str:
+    assert engine.connector is not None
+    return engine.connector.engine
+
+
+def idle(engine: Engine) -> bool:
+    state = state_of(engine)
+    return not (state.running or state.waiting or state.offline_running or state.offline_waiting)
+
+
+def held(engine: Engine) -> int:
+    state = state_of(engine)
+    return state.live_tokens + state.parked_tokens + state.offline_tokens + state.host_used_tokens
+
+
+@contextlib.contextmanager
+def engines(parts: tuple[str, ...]) -> Iterator[tuple[Engine, Engine]]:
+    """A prefiller, and a decoder with room for a third of the conversations and a host that gets full."""
+    prefiller = ConnectorConfig(
+        engine="prefiller", epoch=1, port=free_port(), lease_s=LEASE_S, feed=feed_path()
+    )
+    decoder = ConnectorConfig(
+        engine="decoder",
+        epoch=1,
+        host_kv_gib=0.06,
+        park_after_s=2,
+        feed=feed_path(),
+        timeout_s=4,
+        parts=parts,
+    )
+    with running(
+        Engine(prefiller, blocks=200, batched_tokens=512),
+        Engine(decoder, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY),
+    ) as (first, second):
+        yield first, second
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument(
+        "--sabotage", choices=sorted(sabotage.PARTS), help="break one thing: it must be found"
+    )
+    arguments = parser.parse_args()
+    again = f"--seed {arguments.seed}"
+    print(f"storm {again}", flush=True)
+    with running(Engine(blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (plain,):
+        script = recorded(plain)
+    os.environ.setdefault(sabotage.VARIABLE, os.devnull + ".none")
+    parts = (sabotage.PARTS[arguments.sabotage],) if arguments.sabotage else ()
+    with engines(parts) as (prefiller, decoder):
+        storm = Storm(decoder, script, arguments.seed, prefiller)
+        end, number = time.monotonic() + arguments.minutes * 60, 0
+        while time.monotonic() < end and not storm.wrong:
+            storm.blow(min(ROUND_S, end - time.monotonic()), number)
+            storm.settle()
+            number += 1
+            print(f"round {number}: {storm.done['turns']} turns, {len(storm.wrong)} wrong", flush=True)
+        if not storm.wrong:
+            storm.give_back()
+        for engine in storm.engines():
+            storm.count(engine)
+    for name, count in sorted(storm.done.items()):
+        print(f"{count:7} {name}")
+    for wrong in storm.wrong[:20]:
+        print("WRONG", wrong)
+    print(f"{len(storm.wrong)} wrong; again: {again}")
+    return bool(storm.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""One real engine with less KV than its conversations need: they stay, park, return, and answer right.
+
+The storm at the end draws from a seed. `CONSERVE_STORM_SECONDS` (default 40) is its length, and
+`CONSERVE_STORM_SEED` replays one. The long one, with kills, is `python -m tests.kvtransfer.engine.storm`.
+"""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.config import ConnectorConfig
+from tests.kvtransfer.engine.engines import (
+    Engine,
+    eventually,
+    faults_of,
+    feed_path,
+    over_feed,
+    running,
+    state_of,
+)
+from tests.kvtransfer.engine.sabotage import VARIABLE
+from tests.kvtransfer.engine.script import (
+    BLOCKS,
+    CONVERSATIONS,
+    OUTPUT,
+    PRIORITY,
+    TURNS,
+    Script,
+    recorded,
+    said,
+)
+from tests.kvtransfer.engine.storm import Storm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "40"))
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with running(Engine(blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (plain,):
+        made = recorded(plain)
+    yield made
+
+
+@pytest.fixture(scope="module")
+def engine(script: Script) -> Iterator[Engine]:
+    os.environ[VARIABLE] = str(Path(tempfile.mkdtemp()) / "sabotage")
+    connector = ConnectorConfig(
+        engine="d",
+        transfer=False,
+        host_kv_gib=0.2,
+        park_after_s=3,
+        feed=feed_path(),
+        parts=("tests.kvtransfer.engine.sabotage:SabotagePart",),
+    )
+    with running(Engine(connector, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (engine,):
+        yield engine
+
+
+def turn(engine: Engine, script: Script, conversation: int, number: int, suffix: str = "") -> None:
+    session = f"c{conversation}{suffix}"
+    answer = engine.ask(script.prompts[conversation][number], OUTPUT, session=session)
+    assert answer.tokens == script.answers[conversation][number], f"{session}, turn {number}"
+
+
+def settle(engine: Engine) -> None:
+    """Copies under way end, and are reported in a step."""
+    time.sleep(0.3)
+    engine.ask([9, 9], 1)
+    assert eventually(lambda: state_of(engine).running + state_of(engine).waiting == 0)
+
+
+def release_all(engine: Engine, suffixes: tuple[str, ...] = ("",)) -> None:
+    for suffix in suffixes:
+        for number in range(CONVERSATIONS):
+            over_feed(engine, lambda feed, n=number, s=suffix: feed.release(f"c{n}{s}"))  # type: ignore[misc]
+    settle(engine)
+
+
+def test_conversations_that_do_not_fit_together_compute_only_what_is_new(
+    engine: Engine, script: Script
+) -> None:
+    before = engine.computed_prompt_tokens()
+    for number in range(TURNS):
+        for conversation in range(CONVERSATIONS):
+            turn(engine, script, conversation, number)
+    computed = engine.computed_prompt_tokens() - before
+    new = sum(len(prompts[-1]) for prompts in script.prompts)
+    assert computed <= new + CONVERSATIONS * TURNS * engine.block_tokens
+    assert script.computed > 2 * computed  # plain vLLM loses them
+    assert faults_of(engine) == []
+
+
+def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
+    engine: Engine, script: Script
+) -> None:
+    settle(engine)
+    last = CONVERSATIONS - 1
+    assert over_feed(engine, lambda feed: feed.park(f"c{last}"))
+    state = state_of(engine)
+    assert state.parked_tokens > 0
+    assert eventually(lambda: state_of(engine).live_tokens == 0)  # the others follow after park_after_s
+    for seed in range(2):
+        engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
+    before = engine.computed_prompt_tokens()
+    turn(engine, script, last, TURNS - 1)
+    assert engine.computed_prompt_tokens() - before <= engine.block_tokens
+
+
+def test_blocks_damaged_on_the_host_are_found_and_computed(engine: Engine, script: Script) -> None:
+    settle(engine)
+    Path(os.environ[VARIABLE]).touch()
+    engine.ask(said(random.Random(5), 3900), 1)  # a step, and room for no kept block
+    turn(engine, script, 0, TURNS - 1)
+    assert engine.metrics().get("conserve_kv_corrupt_host_blocks_total", 0) > 0
+    turn(engine, script, 0, TURNS - 1)
+    assert faults_of(engine) == []
+
+
+def test_what_ends_leaves_nothing(engine: Engine) -> None:
+    release_all(engine)
+    state = state_of(engine)
+    assert (state.live_tokens, state.parked_tokens) == (0, 0)
+    assert faults_of(engine) == []
+
+
+def test_nothing_leaks_and_nothing_is_wrong_in_a_storm(engine: Engine, script: Script) -> None:
+    seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
+    print(f"CONSERVE_STORM_SEED={seed}")
+    storm = Storm(engine, script, seed)
+    storm.blow(STORM_S)
+    storm.settle()
+    storm.give_back()
+    assert storm.wrong == [], f"CONSERVE_STORM_SEED={seed}"
+    assert storm.done["turns"]

@@ -1,0 +1,213 @@
+"""Two real engines: the decoder computes nothing of a transferred prompt and answers as plain vLLM does."""
+
+import os
+import random
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+
+from kvtransfer.config import ConnectorConfig
+from tests.kvtransfer.engine.engines import (
+    Answer,
+    Engine,
+    eventually,
+    faults_of,
+    feed_path,
+    free_port,
+    over_feed,
+    running,
+    state_of,
+)
+from tests.kvtransfer.transfer.test_delivery import FlippingProxy
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+LEASE_S = 6.0
+OUTPUT = 12
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 250) for _ in range(tokens)]
+
+
+PROMPTS = {name: prompt_of(tokens, seed) for seed, (name, tokens) in enumerate(
+    {"1k": 1000, "4k": 4096, "chunked": 9001, "stale": 3000, "flipped": 1500, "epoch": 700,
+     "aborted": 8000, "killed": 9000, "structured": 600, "cached": 640}.items()
+)}  # fmt: skip
+GRAMMAR = {"structured_outputs": {"regex": "[abc]{4}-[0-9]{5}"}, "ignore_eos": False}
+
+
+def asked(name: str) -> dict[str, Any]:
+    return GRAMMAR if name == "structured" else {}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[dict[str, Answer]]:
+    """What plain vLLM, without the connector, answers."""
+    with running(Engine()) as (engine,):
+        answers = {name: engine.ask(prompt, OUTPUT, **asked(name)) for name, prompt in PROMPTS.items()}
+    yield answers
+
+
+@dataclass
+class Pair:
+    prefiller: Engine
+    decoder: Engine
+    port: int
+
+    def source(self, transfer_id: str, **changed: Any) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.port,
+            "remote_epoch": 2,
+            **changed,
+        }
+
+    def both_legs(self, name: str, **changed: Any) -> Answer:
+        transfer_id = uuid.uuid4().hex
+        prompt = PROMPTS[name]
+        decode = self.decoder.ask_later(prompt, OUTPUT, self.source(transfer_id, **changed), **asked(name))
+        self.prefiller.ask(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id}, **asked(name))
+        return decode.result()
+
+    def refusals(self, reason: str) -> float:
+        return self.decoder.metrics().get(f'conserve_kv_transfers_refused_total{{reason="{reason}"}}', 0)
+
+
+@pytest.fixture(scope="module")
+def pair(plain: dict[str, Answer]) -> Iterator[Pair]:
+    port = free_port()
+    prefiller = Engine(
+        ConnectorConfig(engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path()), blocks=420
+    )
+    decoder = Engine(ConnectorConfig(engine="d", epoch=1, feed=feed_path()))
+    with running(prefiller, decoder):
+        yield Pair(prefiller, decoder, port)
+
+
+@pytest.mark.parametrize("name", ["1k", "4k", "chunked", "structured"])
+def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
+    pair: Pair, plain: dict[str, Answer], name: str
+) -> None:
+    before = pair.decoder.computed_prompt_tokens()
+    assert pair.both_legs(name).tokens == plain[name].tokens
+    assert pair.decoder.computed_prompt_tokens() - before <= 1
+
+
+def test_the_decode_leg_may_also_follow_the_prefill(pair: Pair, plain: dict[str, Answer]) -> None:
+    """The protocol of other connectors: the prefill's answer is the decode leg's parameters."""
+    body = {"model": "m", "prompt": PROMPTS["cached"], "max_tokens": 1, "temperature": 0}
+    answer = pair.prefiller.post(
+        "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
+    )
+    params = answer["kv_transfer_params"]
+    assert pair.decoder.ask(PROMPTS["cached"], OUTPUT, params).tokens == plain["cached"].tokens
+
+
+def test_a_stale_read_is_refused_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
+    """The lease ran out and the prefiller, with few blocks, has long used them for something else."""
+    transfer_id = uuid.uuid4().hex
+    pair.prefiller.ask(PROMPTS["stale"], 1, {"do_remote_decode": True, "transfer_id": transfer_id})
+    time.sleep(LEASE_S + 1)
+    for seed in (91, 92):
+        pair.prefiller.ask(prompt_of(9000, seed), 1)
+    answer = pair.decoder.ask(PROMPTS["stale"], OUTPUT, pair.source(transfer_id))
+    assert answer.tokens == plain["stale"].tokens
+    assert pair.refusals("expired") == 1
+    again = pair.decoder.ask(PROMPTS["stale"], OUTPUT)  # what was registered is right, too
+    assert again.tokens == plain["stale"].tokens
+
+
+def test_a_flipped_byte_is_found_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
+    with FlippingProxy(pair.port) as port:
+        answer = pair.both_legs("flipped", remote_port=port)
+    assert answer.tokens == plain["flipped"].tokens
+    assert pair.refusals("corrupt") == 1
+
+
+def test_an_older_epoch_is_refused_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
+    assert pair.both_legs("epoch", remote_epoch=1).tokens == plain["epoch"].tokens
+    assert pair.refusals("old_epoch") == 1
+
+
+def test_an_aborted_prefill_is_recomputed_at_once(pair: Pair, plain: dict[str, Answer]) -> None:
+    transfer_id = uuid.uuid4().hex
+    decode = pair.decoder.ask_later(PROMPTS["aborted"], OUTPUT, pair.source(transfer_id))
+    disconnect(
+        pair.prefiller, PROMPTS["aborted"], {"do_remote_decode": True, "transfer_id": transfer_id}, 0.5
+    )
+    assert decode.result().tokens == plain["aborted"].tokens
+    assert pair.refusals("aborted") == 1
+
+
+def test_an_aborted_decode_leaks_nothing(pair: Pair) -> None:
+    """Its prefill never begins: the request waits for a transfer when its client leaves."""
+    disconnect(pair.decoder, prompt_of(5000, 93), pair.source(uuid.uuid4().hex), 1.0)
+    assert eventually(lambda: state_of(pair.decoder).waiting == 0)
+    assert eventually(lambda: pair.refusals("cancelled") == 1)
+    assert faults_of(pair.decoder) == []
+
+
+def test_nothing_is_left_on_either_side(pair: Pair) -> None:
+    time.sleep(LEASE_S)
+    for engine in (pair.prefiller, pair.decoder):
+        engine.ask([9, 9, 9], 2)  # leases end in a step
+        assert eventually(lambda engine=engine: state_of(engine).running == 0)  # type: ignore[misc]
+        assert state_of(engine).live_tokens == 0
+        assert faults_of(engine) == []
+
+
+def test_the_session_header_reaches_the_connector_from_every_route(pair: Pair) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi " * 40}], "max_tokens": 2}
+    pair.decoder.post("/v1/chat/completions", chat, X_Session_ID="key:chat")
+    completion = {"model": "m", "prompt": "hi " * 40, "max_tokens": 2}
+    pair.decoder.post("/v1/completions", completion, X_Session_ID="key:completion")
+    response = {"model": "m", "input": "hi " * 40, "max_output_tokens": 2}
+    pair.decoder.post("/v1/responses", response, X_Session_ID="key:response")
+    known = [over_feed(pair.decoder, lambda feed, k=k: feed.release(f"key:{k}")) for k in  # type: ignore[misc]
+             ("chat", "completion", "response", "nobody")]  # fmt: skip
+    assert known == [True, True, True, False]
+
+
+def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
+    pair: Pair, plain: dict[str, Answer]
+) -> None:
+    transfer_id = uuid.uuid4().hex
+    decode = pair.decoder.ask_later(PROMPTS["killed"], OUTPUT, pair.source(transfer_id))
+    params = {"do_remote_decode": True, "transfer_id": transfer_id}
+    prefill = pair.prefiller.ask_later(PROMPTS["killed"], 1, params)
+    time.sleep(0.8)
+    assert not prefill.done()
+    pair.prefiller.kill()
+    assert decode.result().tokens == plain["killed"].tokens
+    assert pair.refusals("unreachable") == 1
+
+
+def test_no_process_of_an_engine_survives_its_front_end(pair: Pair) -> None:
+    processes = pair.decoder.tree()
+    assert len(processes) >= 3
+    os.kill(processes[0].pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())] == []
+
+
+def disconnect(engine: Engine, prompt: list[int], params: dict[str, Any], after_s: float) -> None:
+    """Asks, and hangs up before the answer."""
+    import http.client
+    import json
+
+    connection = http.client.HTTPConnection("127.0.0.1", engine.http)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    threading.Event().wait(after_s)
+    connection.close()

@@ -1,0 +1,119 @@
+"""Who owns a block, through a conversation's life."""
+
+from kvtransfer.residence.conversations import Conversations, Phase, Rank
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chain(text: str) -> list[bytes]:
+    return [text[: n + 1].encode() for n in range(len(text))]
+
+
+def make() -> tuple[Conversations, list[bytes], Clock]:
+    unwanted: list[bytes] = []
+    clock = Clock()
+    return Conversations(clock, unwanted.append), unwanted, clock
+
+
+def turn(conversations: Conversations, key: str, text: str, offline: bool = False) -> None:
+    conversation = conversations.begin_turn(key, chain(text), offline)
+    conversations.advance(conversation, chain(text))
+    conversations.end_turn(conversation)
+
+
+def test_a_conversation_keeps_its_blocks_between_turns() -> None:
+    conversations, _, _ = make()
+    turn(conversations, "a", "abc")
+    found = conversations.get("a")
+    assert found is not None and found.phase is Phase.KEPT
+    assert conversations.rank_of(b"abc") is Rank.KEPT
+
+
+def test_an_ended_conversation_owns_nothing() -> None:
+    conversations, unwanted, _ = make()
+    turn(conversations, "a", "abc")
+    assert conversations.end("a")
+    assert conversations.rank_of(b"abc") is Rank.NOTHING
+    assert sorted(unwanted) == chain("abc")
+    assert not conversations.end("a")
+
+
+def test_a_conversation_ended_in_a_turn_is_forgotten_after_it() -> None:
+    conversations, _, _ = make()
+    running = conversations.begin_turn("a", chain("abc"))
+    conversations.advance(running, chain("abc"))
+    assert conversations.end("a")
+    assert conversations.rank_of(b"abc") is Rank.KEPT
+    conversations.end_turn(running)
+    assert len(conversations) == 0
+
+
+def test_what_a_compacted_prompt_does_not_continue_is_given_up() -> None:
+    conversations, unwanted, _ = make()
+    turn(conversations, "a", "abcdef")
+    conversations.begin_turn("a", chain("abXYZ"))
+    assert conversations.rank_of(b"ab") is Rank.KEPT
+    assert conversations.rank_of(b"abc") is Rank.NOTHING
+    assert sorted(unwanted) == [b"abc", b"abcd", b"abcde", b"abcdef"]
+
+
+def test_a_shared_block_has_the_highest_rank_of_its_owners() -> None:
+    conversations, _, _ = make()
+    turn(conversations, "a", "xya")
+    turn(conversations, "b", "xyb")
+    parked = conversations.get("a")
+    assert parked is not None
+    conversations.park(parked)
+    assert conversations.rank_of(b"xya") is Rank.PARKED
+    assert conversations.rank_of(b"xy") is Rank.KEPT
+    conversations.end("b")
+    assert conversations.rank_of(b"xy") is Rank.PARKED
+
+
+def test_offline_work_owns_its_blocks_until_it_ends() -> None:
+    conversations, unwanted, _ = make()
+    running = conversations.begin_turn("offline:1", chain("abc"), offline=True)
+    conversations.advance(running, chain("abc"))
+    assert conversations.rank_of(b"abc") is Rank.OFFLINE
+    conversations.end_turn(running)
+    assert conversations.rank_of(b"abc") is Rank.NOTHING
+    assert len(unwanted) == 3
+
+
+def test_a_conversation_that_left_the_host_is_kept_again_and_returns_with_its_next_turn() -> None:
+    conversations, unwanted, _ = make()
+    turn(conversations, "a", "abc")
+    found = conversations.get("a")
+    assert found is not None
+    conversations.park(found)
+    conversations.leave_host(found)
+    assert found.phase is Phase.KEPT and not conversations.wanted_on_host(b"abc")
+    assert len(unwanted) == 3
+    turn(conversations, "a", "abcd")
+    assert conversations.wanted_on_host(b"abc")
+
+
+def test_the_oldest_idle_conversation_comes_first() -> None:
+    conversations, _, clock = make()
+    for key in "abc":
+        clock.now += 1
+        turn(conversations, key, key)
+    clock.now += 1
+    turn(conversations, "a", "aa")
+    assert [c.key for c in conversations.kept_oldest_first()] == ["b", "c", "a"]
+
+
+def test_two_turns_at_once_end_only_with_the_last() -> None:
+    conversations, _, _ = make()
+    first = conversations.begin_turn("a", chain("ab"))
+    second = conversations.begin_turn("a", chain("ab"))
+    conversations.end_turn(first)
+    assert first.phase is Phase.RUNNING
+    conversations.advance(second, chain("ab"))
+    conversations.end_turn(second)
+    assert second.phase is Phase.KEPT

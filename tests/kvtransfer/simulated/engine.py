@@ -1,0 +1,219 @@
+"""vLLM's real scheduler and our real connector, both sides, around a model that can tell right KV from wrong.
+
+The KV this model writes for a token is a number made of all tokens before it and the layer. Before it
+samples, it reads the KV of its whole context, as attention would, and notes every number that is not what it
+must be. No weights, no processes, but blocks, preemptions and transfers as in an engine.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, ConnectorConfig
+from kvtransfer.connector import ConServeConnector
+from tests.kvtransfer.engine.engines import model_directory
+
+BLOCK_TOKENS = 32
+LAYERS = ("layer0", "layer1")
+WORD = (1 << 62) - 1
+VOCABULARY = 250
+
+
+def history(tokens: list[int]) -> list[int]:
+    """For each position, a number that stands for all tokens up to it."""
+    numbers, number = [], 0
+    for token in tokens:
+        number = (number * 6364136223846793005 + token + 1442695040888963407) & WORD
+        numbers.append(number)
+    return numbers
+
+
+def next_token(tokens: list[int]) -> int:
+    return history(tokens)[-1] % VOCABULARY
+
+
+@dataclass
+class SimulatedEngine:
+    connector: ConnectorConfig
+    beside: Mapping[str, Any] | None = None  # another connector, as vLLM's configuration names it
+    blocks: int = 60
+    batched_tokens: int = 256
+    wrong: list[str] = field(default_factory=list)
+    computed_prompt_tokens: int = 0
+    answers: dict[str, list[int]] = field(default_factory=dict)  # finished requests
+
+    def __post_init__(self) -> None:
+        os.environ.setdefault(SECRET_VARIABLE, "a secret only for these tests")
+        self.vllm_config = EngineArgs(
+            model=str(model_directory()),
+            dtype="float32",
+            block_size=BLOCK_TOKENS,
+            max_model_len=(self.blocks - 2) * BLOCK_TOKENS,
+            max_num_batched_tokens=self.batched_tokens,
+            max_num_seqs=8,
+            enable_prefix_caching=True,
+            scheduling_policy="priority",
+            async_scheduling=False,
+            enforce_eager=True,
+            kv_transfer_config=self._kv_transfer_config(),
+        ).create_engine_config()
+        self.vllm_config.cache_config.num_gpu_blocks = self.blocks
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        kv_config = KVCacheConfig(self.blocks, [], [KVCacheGroupSpec(list(LAYERS), spec)])
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.scheduler = Scheduler(
+            self.vllm_config, kv_config, StructuredOutputManager(self.vllm_config), BLOCK_TOKENS
+        )
+        kind = KVConnectorFactory.get_connector_class(self.vllm_config.kv_transfer_config)
+        self.worker: Any = kind(self.vllm_config, KVConnectorRole.WORKER, kv_config)
+        self.kv = {layer: torch.zeros(self.blocks, BLOCK_TOKENS, dtype=torch.int64) for layer in LAYERS}
+        self.worker.register_kv_caches(self.kv)
+
+    def _kv_transfer_config(self) -> dict[str, Any]:
+        ours = self.connector.to_kv_transfer_config()
+        if self.beside is None:
+            return ours
+        return {
+            "kv_connector": SEVERAL,
+            "kv_connector_module_path": SEVERAL_MODULE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [ours, dict(self.beside)]},
+        }
+
+    @property
+    def half(self) -> Mapping[str, Any]:
+        connector = self.scheduler.connector
+        ours = connector if isinstance(connector, ConServeConnector) else connector._ours
+        return dict(ours._schedulers)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        output: int,
+        session: str | None = None,
+        priority: int = 0,
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0)
+        if params:
+            sampling.extra_args = {"kv_transfer_params": params}
+        request = Request(
+            request_id,
+            list(prompt),
+            sampling,
+            None,
+            priority=priority,
+            session_id=session,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_requests())
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        self.worker.bind_connector_metadata(meta)
+        self.worker.handle_preemptions(meta)
+        for source, target in output.kv_cache_block_copies or ():  # a hit on a part of somebody's last block
+            for cache in self.kv.values():
+                cache[target] = cache[source]
+        sampled = self._forward(output.num_scheduled_tokens) if output.total_num_scheduled_tokens else {}
+        self.worker.wait_for_save()
+        sent, received = self.worker.get_finished(output.finished_req_ids)
+        transfer = KVConnectorOutput(finished_sending=sent, finished_recving=received)
+        transfer.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        transfer.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        result = ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=transfer,
+        )
+        requests = dict(self.scheduler.requests)
+        self.scheduler.update_from_output(output, result)
+        for request_id, request in requests.items():
+            if request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+                self.answers[request_id] = list(request.output_token_ids)
+
+    def _forward(self, scheduled: Mapping[str, int]) -> dict[str, list[int]]:
+        rows = {}
+        for request_id, count in scheduled.items():
+            request = self.scheduler.requests[request_id]
+            end = request.num_computed_tokens  # of this step, too
+            tokens = list(request.all_token_ids)[:end]
+            ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+            slots = torch.tensor(
+                [ids[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in range(end)]
+            )
+            rows[request_id] = slots, torch.tensor(history(tokens)), end - count
+            self.computed_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - (end - count))
+        for number, layer in enumerate(LAYERS):
+            self.worker.wait_for_layer_load(layer)
+            cache = self.kv[layer].view(-1)
+            for slots, right, start in rows.values():
+                cache[slots[start:]] = right[start:] ^ number
+            for request_id, (slots, right, _) in rows.items():
+                bad = (cache[slots] != right ^ number).nonzero()
+                if len(bad):
+                    self.wrong.append(f"{request_id}: {layer}, {len(bad)} tokens from {int(bad[0])}")
+            self.worker.save_kv_layer(layer, None, None)
+        return {request_id: self._sample(request_id) for request_id in rows}
+
+    def _sample(self, request_id: str) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        whole = request.num_computed_tokens >= request.num_tokens
+        return [next_token(list(request.all_token_ids))] if whole else []
+
+    def run(self, steps: int = 5000) -> None:
+        """Until nothing is left to do."""
+        import time
+
+        for _ in range(steps):
+            if not self.busy():
+                return
+            self.step()
+            if not self.scheduler.running:
+                time.sleep(0.0005)  # loads run in threads
+        raise AssertionError(f"still busy after {steps} steps: {list(self.scheduler.requests)}")
+
+    def under_way(self) -> str:
+        """For a failed test: what waits, and for what."""
+        manager = self.scheduler.kv_cache_manager
+        requests = [
+            f"{r.status.name} {r.num_computed_tokens}/{r.num_tokens} tokens, "
+            f"{len(manager.get_block_ids(r.request_id)[0])} blocks"
+            for r in (*self.scheduler.running, *self.scheduler.kv_holding_waiting, *self.scheduler.waiting)
+        ]
+        held = {name: len(list(ids())) for name, ids in self.half["report"]._residence.references.items()}
+        reserved = self.scheduler._inflight_prefill_reserved_blocks()
+        free = manager.block_pool.get_num_free_blocks()
+        return f"{free} blocks free, {reserved} reserved, held {held}, in vLLM's order {requests[:6]}"
+
+    def faults(self) -> list[str]:
+        return list(self.half["report"].faults())
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()

@@ -1,0 +1,63 @@
+"""Our connector beside one that saves blocks of ended requests: nothing is mistaken, nothing is lost."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvtransfer.config import ConnectorConfig
+from kvtransfer.tiers.several import SeveralConnectors
+from tests.kvtransfer.simulated import holding
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+
+
+@pytest.fixture
+def engine() -> Iterator[SimulatedEngine]:
+    config = ConnectorConfig(engine="d", transfer=False, host_kv_gib=0.005)
+    made = SimulatedEngine(config, beside=holding.CONFIG)
+    yield made
+    made.close()
+
+
+def prompt_of(blocks: int, first: int = 0) -> list[int]:
+    return [(first + n) % 250 for n in range(blocks * BLOCK_TOKENS + 5)]
+
+
+def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SimulatedEngine) -> None:
+    report = engine.half["report"]
+    engine.add("turn", prompt_of(10), 2, session="a")
+    while "turn" not in engine.answers:
+        engine.step()
+    assert report._check({})["done"] is False and engine.faults() == []
+    engine.run(2000)
+    assert report._check({}) == {"done": True, "faults": []}
+    assert report.snapshot().live_tokens == 10 * BLOCK_TOKENS
+    before = engine.computed_prompt_tokens
+    engine.add("again", prompt_of(10), 2, session="a")
+    engine.run(2000)
+    assert engine.computed_prompt_tokens - before == 5 and engine.wrong == []
+
+
+def test_a_reset_is_ours_alone(engine: SimulatedEngine) -> None:
+    engine.add("turn", prompt_of(4), 2, session="a")
+    engine.run(2000)
+    engine.add("step", [1, 2, 3], 2)  # copies to the host end in a step
+    engine.run(2000)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.scheduler.connector._connectors[1].resets == 0  # a shared tier is others', too
+    assert engine.half["keep"]._residence.conversations.get("a").chain == []
+
+
+def test_counts_reach_the_front_end(engine: SimulatedEngine) -> None:
+    engine.add("turn", prompt_of(4), 2, session="a")
+    engine.run(2000)
+    engine.half["keep"]._residence.release("a")
+    stats = engine.scheduler.connector.get_kv_connector_stats()
+    sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=stats.to_dict()))
+    received = MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats
+    rebuilt = SeveralConnectors.build_kv_connector_stats(received)
+    assert rebuilt.data["ConServeConnector"].data["ended.released"] == 1

@@ -1,0 +1,65 @@
+"""A draining engine lets its turns finish and gives everything back, also while it sleeps."""
+
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvtransfer.config import ConnectorConfig
+from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+
+LEASE_S = 0.3
+
+
+@pytest.fixture
+def engine():
+    made = SimulatedEngine(
+        ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=LEASE_S, host_kv_gib=0.005), blocks=60
+    )
+    yield made
+    made.close()
+
+
+def talk(engine: SimulatedEngine, key: str, blocks: int, output: int = 2) -> None:
+    engine.add(
+        f"{key}-turn", [(n + len(key)) % 250 for n in range(blocks * BLOCK_TOKENS + 5)], output, session=key
+    )
+
+
+def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: SimulatedEngine) -> None:
+    report, residence = engine.half["report"], engine.half["keep"]._residence
+    talk(engine, "idle", 10)
+    engine.run(2000)
+    talk(engine, "running", 10, output=20)
+    for _ in range(4):
+        engine.step()
+    assert report.snapshot().live_tokens >= 20 * BLOCK_TOKENS
+
+    assert report._drain({"draining": True}) == {"done": True}
+    state = report.snapshot()
+    assert state.draining and not state.drained and state.running == 1
+    assert residence.conversations.get("idle") is None
+    engine.run(2000)
+    assert len(engine.answers["running-turn"]) == 20
+    assert report.snapshot().drained, report.snapshot()
+
+    assert report._drain({"draining": False}) == {"done": True}
+    talk(engine, "again", 10)
+    engine.run(2000)
+    assert report.snapshot().live_tokens >= 10 * BLOCK_TOKENS
+    assert engine.wrong == [] and engine.faults() == []
+
+
+def test_leases_of_a_sleeping_prefiller_end(engine: SimulatedEngine) -> None:
+    report = engine.half["report"]
+    params = {"do_remote_decode": True, "transfer_id": "t"}
+    engine.add("prefill", [n % 250 for n in range(10 * BLOCK_TOKENS)], 1, params=params)
+    engine.run(2000)
+    report._drain({"draining": True})
+    assert not report.snapshot().drained  # its decoder may still come for it
+    limit = time.monotonic() + 30
+    while not report.snapshot().drained and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert report.snapshot().drained

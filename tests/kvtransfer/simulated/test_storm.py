@@ -1,0 +1,193 @@
+"""A storm over a prefiller and a decoder, with real schedulers, connectors and sockets.
+
+Nothing leaks, nothing is wrong, nothing hangs. `CONSERVE_STORM_SEED` gives the seed of one that failed;
+`CONSERVE_STORM_STEPS` (default 400) is its length. Threads copy and fetch, so that a seed
+gives a storm like the one that failed, not the same one.
+"""
+
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from kvtransfer.checkpoint.copier import Copier
+from kvtransfer.config import ConnectorConfig
+from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.simulated.engine import SimulatedEngine, next_token
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = int(os.environ.get("CONSERVE_STORM_STEPS", "400"))
+LEASE_S = 0.3
+HANG_S = 60
+CONVERSATIONS = "abcdefgh"
+
+
+class Storm:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.port = free_port()
+        self.prefiller = SimulatedEngine(
+            ConnectorConfig(engine="p", epoch=1, port=self.port, lease_s=LEASE_S, timeout_s=1.0), blocks=50
+        )
+        self.decoder = SimulatedEngine(
+            ConnectorConfig(engine="d", timeout_s=1.0, host_kv_gib=0.0012, park_after_s=0.05), blocks=60
+        )
+        self.contexts = {key: self.said(150) for key in CONVERSATIONS}
+        self.asked: dict[str, tuple[list[int], int, str]] = {}  # decoder's requests under way
+        self.prefills: list[str] = []
+        self.finished = 0
+        self.wrong: list[str] = []
+
+    def said(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(250) for _ in range(tokens)]
+
+    def blow(self) -> None:
+        actions = [
+            (self.turn, 10), (self.transferred_turn, 5), (self.offline, 2), (self.abort, 3), (self.park, 3),
+            (self.release, 1), (self.compact, 1), (self.corrupt, 1), (self.reset, 1), (self.pause, 2),
+        ]  # fmt: skip
+        kinds, weights = zip(*actions, strict=True)
+        for _ in range(STEPS):
+            self.step_until(lambda: len(self.asked) < 12)
+            self.rng.choices(kinds, weights)[0]()
+            for _ in range(self.rng.randrange(1, 5)):
+                self.step()
+
+    def step(self) -> None:
+        for engine in (self.prefiller, self.decoder):
+            if engine.busy():
+                engine.step()
+        if not (self.prefiller.scheduler.running or self.decoder.scheduler.running):
+            time.sleep(0.0005)  # loads run in threads
+        self.collect()
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + HANG_S
+        while not done():
+            assert time.monotonic() < end, f"hangs: {self.decoder.under_way()} {self.prefiller.under_way()}"
+            self.step()
+
+    def collect(self) -> None:
+        for request_id in [r for r in self.asked if r in self.decoder.answers]:
+            prompt, output, key = self.asked.pop(request_id)
+            answer = self.decoder.answers.pop(request_id)
+            context = list(prompt)
+            for _ in range(output):
+                context.append(next_token(context))
+            if answer != context[len(prompt) :]:
+                self.wrong.append(f"{request_id}: {answer}")
+            self.finished += 1
+            if key:
+                self.contexts[key] = context[-1200:] if len(context) > 1200 else context
+
+    def ask(self, key: str, params: dict[str, object] | None = None, priority: int = 0) -> list[int]:
+        prompt = (self.contexts[key] if key else []) + self.said(self.rng.randrange(1, 120))
+        output = self.rng.randrange(1, 12)
+        request_id = f"r{uuid.UUID(int=self.rng.getrandbits(128)).hex[:10]}"
+        self.decoder.add(request_id, prompt, output, session=key or None, priority=priority, params=params)
+        self.asked[request_id] = prompt, output, key
+        return prompt
+
+    def turn(self) -> None:
+        self.ask(self.rng.choice(CONVERSATIONS))
+
+    def transferred_turn(self) -> None:
+        transfer_id = f"t{self.rng.getrandbits(64)}"
+        prompt = self.ask(
+            self.rng.choice(CONVERSATIONS),
+            {
+                "do_remote_prefill": True,
+                "transfer_id": transfer_id,
+                "remote_host": "127.0.0.1",
+                "remote_port": self.port,
+                "remote_epoch": self.rng.choice([1, 1, 1, 1, 0]),
+            },
+        )
+        if self.rng.random() < 0.9:
+            params = {"do_remote_decode": True, "transfer_id": transfer_id}
+            self.prefiller.add(f"p{transfer_id}", prompt, 1, params=params)
+            self.prefills.append(f"p{transfer_id}")
+
+    def offline(self) -> None:
+        self.contexts[""] = self.said(self.rng.randrange(100, 900))
+        self.ask("", priority=10)
+
+    def abort(self) -> None:
+        if self.prefills and self.rng.random() < 0.3:
+            self.prefiller.abort(self.prefills.pop())
+        elif self.asked:
+            request_id = self.rng.choice(sorted(self.asked))
+            del self.asked[request_id]
+            self.decoder.abort(request_id)
+
+    def park(self) -> None:
+        self.decoder.half["keep"]._residence.park(self.rng.choice(CONVERSATIONS))
+
+    def release(self) -> None:
+        key = self.rng.choice(CONVERSATIONS)
+        self.decoder.half["keep"]._residence.release(key)
+        self.contexts[key] = self.said(100)
+
+    def compact(self) -> None:
+        key = self.rng.choice(CONVERSATIONS)
+        self.contexts[key] = self.contexts[key][: self.rng.randrange(1, 120)] + self.said(60)
+
+    def corrupt(self) -> None:
+        memory = copier_of(self.decoder)._memory
+        if memory._contents:
+            slot = self.rng.choice(sorted(memory._contents))
+            row = memory.rows[1][slot].view(-1).view(torch.uint8)
+            row[self.rng.randrange(len(row))] ^= 1
+
+    def reset(self) -> None:
+        if not self.decoder.scheduler.running:
+            self.decoder.scheduler.reset_prefix_cache()
+
+    def pause(self) -> None:
+        time.sleep(self.rng.choice([0.01, 0.06, LEASE_S + 0.05]))
+
+    def settle(self) -> None:
+        self.step_until(lambda: not (self.decoder.busy() or self.prefiller.busy()))
+        for key in CONVERSATIONS:
+            self.decoder.half["keep"]._residence.release(key)
+        time.sleep(LEASE_S + 0.3)
+        for engine in (self.decoder, self.prefiller):  # leases and copies end in a step
+            engine.add("last", [1, 2, 3], 2)
+            engine.run()
+
+
+def copier_of(engine: SimulatedEngine) -> Copier:
+    copier: Copier = engine.worker._workers["checkpoint"]._copier
+    return copier
+
+
+@pytest.fixture(params=range(3))
+def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+    given = os.environ.get("CONSERVE_STORM_SEED")
+    yield int(given) if given else random.randrange(10**6)
+
+
+def test_nothing_leaks_and_nothing_is_wrong(seed: int) -> None:
+    storm = Storm(seed)
+    replay = f"CONSERVE_STORM_SEED={seed}"
+    storm.blow()
+    storm.settle()
+    assert storm.decoder.wrong == [] and storm.prefiller.wrong == [], replay
+    assert storm.wrong == [], replay
+    assert storm.finished > STEPS / 4, replay
+    for engine in (storm.decoder, storm.prefiller):
+        assert engine.faults() == [], replay
+        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == engine.blocks - 1, replay
+    host = storm.decoder.half["keep"]._residence.host
+    assert host.free == host.capacity, replay
+    storm.decoder.close()
+    storm.prefiller.close()

@@ -1,0 +1,17 @@
+"""What several tensor-parallel ranks report is one report: a thing is done when every rank has done it."""
+
+from collections import Counter
+
+from kvtransfer.checkpoint.orders import CheckpointReport
+from kvtransfer.transfer.orders import TransferReport
+
+
+def test_ranks_that_released_a_transfer_are_counted() -> None:
+    merged = TransferReport(Counter({"t": 1, "u": 1})).merge(TransferReport(Counter({"t": 1})))
+    assert merged.released == {"t": 2, "u": 1}
+
+
+def test_a_slot_is_corrupt_when_it_is_on_any_rank() -> None:
+    merged = CheckpointReport(Counter({1: 1}), {5}).merge(CheckpointReport(Counter({1: 1, 2: 1})))
+    assert merged.stored == {1: 2, 2: 1}
+    assert merged.corrupt == {5}

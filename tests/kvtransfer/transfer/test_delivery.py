@@ -1,0 +1,323 @@
+"""Over real sockets: what arrives is what was computed, or the transfer is refused."""
+
+import dataclasses
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvtransfer.transfer import wire
+from kvtransfer.transfer.client import Cancellation, Consumer, Source, dismiss, fetch
+from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.transfer.exports import Export, Exports, Written
+from kvtransfer.transfer.server import Producer, TransferServer
+
+LAYERS, BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 3, 16, 4096, 64
+SECRET = b"a secret for these tests"
+PROMPT = list(range(10, 40))  # blocks of the prompt on the producer
+TOKENS = len(PROMPT) * BLOCK_TOKENS - 5
+
+
+class Memory:
+    def __init__(self, fill: bool) -> None:
+        self.layers = tuple(f"layer{n}" for n in range(LAYERS))
+        self.layout = "same"
+        size = BLOCK_BYTES * BLOCKS
+        self.data = [bytearray(secrets.token_bytes(size) if fill else size) for _ in range(LAYERS)]
+
+    def view(self, layer: int, block: int) -> memoryview:
+        return memoryview(self.data[layer])[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+
+    def blocks(self, ids: list[int]) -> list[bytes]:
+        return [bytes(self.view(layer, block)) for layer in range(LAYERS) for block in ids]
+
+
+@dataclass
+class Pair:
+    """A producer with a prompt, and an empty consumer."""
+
+    exports: Exports
+    theirs: Memory
+    mine: Memory
+    source: Source
+    consumer: Consumer
+    now: list[float]
+    generation: int
+
+    def compute(self, tokens: int = TOKENS) -> None:
+        for layer in range(LAYERS):
+            self.exports.wrote(layer, [Written("t", self.generation, tokens)])
+
+    def fetch(self, skip: int = 0, **changed: object) -> list[int]:
+        """Fetches into the consumer's first blocks; returns those."""
+        into = list(range(len(PROMPT) - skip))
+        consumer = dataclasses.replace(self.consumer, **changed)  # type: ignore[arg-type]
+        fetch(self.source, skip, into, self.mine, consumer, Cancellation())
+        return into
+
+    def refused(self, **changed: object) -> Reason:
+        with pytest.raises(TransferRefused) as refused:
+            self.fetch(**changed)  # type: ignore[arg-type]
+        return refused.value.reason
+
+
+def serving(exports: Exports, memory: Memory, timeout_s: float = 10.0) -> tuple[TransferServer, int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = int(listener.getsockname()[1])
+    return TransferServer(listener, Producer(4, 0, 1, timeout_s), exports, memory, SECRET), port
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    now = [0.0]
+    exports = Exports(LAYERS, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
+    theirs, mine = Memory(fill=True), Memory(fill=False)
+    server, port = serving(exports, theirs)
+    source = Source("127.0.0.1", port, "t", 4, "p")
+    generation = exports.open("t", PROMPT, TOKENS, "p")
+    yield Pair(exports, theirs, mine, source, Consumer(0, 1, 10.0, SECRET), now, generation)
+    server.close()
+
+
+@pytest.mark.parametrize("skip", [0, 7])
+def test_all_blocks_arrive_in_their_places(pair: Pair, skip: int) -> None:
+    pair.compute()
+    into = pair.fetch(skip)
+    assert pair.mine.blocks(into) == pair.theirs.blocks(PROMPT[skip:])
+
+
+def test_blocks_arrive_while_the_prefill_runs(pair: Pair) -> None:
+    into = list(range(len(PROMPT)))
+    fetching = threading.Thread(
+        target=fetch, args=(pair.source, 0, into, pair.mine, pair.consumer, Cancellation())
+    )
+    fetching.start()
+    pair.compute(100)
+    limit = time.monotonic() + 5
+    while pair.mine.blocks([5]) != pair.theirs.blocks([PROMPT[5]]) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert pair.mine.blocks([5]) == pair.theirs.blocks([PROMPT[5]])
+    assert fetching.is_alive()
+    pair.compute()
+    fetching.join(5)
+    assert pair.mine.blocks(into) == pair.theirs.blocks(PROMPT)
+
+
+def test_a_stale_read_is_refused(pair: Pair) -> None:
+    """The lease ran out, the blocks hold something else: the corruption that NIXL serves."""
+    pair.compute()
+    pair.exports.finish("t")
+    pair.now[0] = 11
+    reuse(pair.theirs)
+    assert pair.refused() is Reason.EXPIRED
+
+
+def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
+    """What the test above protects from: the same producer, careless."""
+
+    class CarelessExports(Exports):
+        def _expire(self, export: Export) -> None:
+            return
+
+    now = [0.0]
+    exports = CarelessExports(LAYERS, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
+    theirs, mine = Memory(fill=True), Memory(fill=False)
+    server, port = serving(exports, theirs)
+    generation = exports.open("t", PROMPT, TOKENS, "p")
+    careless = Pair(
+        exports,
+        theirs,
+        mine,
+        Source("127.0.0.1", port, "t", 4, "p"),
+        Consumer(0, 1, 10.0, SECRET),
+        now,
+        generation,
+    )
+    careless.compute()
+    exports.finish("t")
+    computed = theirs.blocks(PROMPT)
+    now[0] = 11
+    reuse(theirs)
+    assert mine.blocks(careless.fetch()) != computed
+    server.close()
+
+
+def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: Pair) -> None:
+    class ReusingMemory(Memory):
+        reads = 0
+
+        def view(self, layer: int, block: int) -> memoryview:
+            self.reads += 1
+            if self.reads == 50:
+                pair.now[0] = 11  # the lease ends in the middle of the read
+            return super().view(layer, block)
+
+    memory = ReusingMemory(fill=True)
+    server, port = serving(pair.exports, memory)
+    pair.compute()
+    pair.exports.finish("t")
+    pair.source = dataclasses.replace(pair.source, port=port)
+    assert pair.refused() is Reason.EXPIRED
+    server.close()
+
+
+def test_a_prefill_that_begins_again_is_sent_again(pair: Pair) -> None:
+    into = list(range(len(PROMPT)))
+    fetching = threading.Thread(
+        target=fetch, args=(pair.source, 0, into, pair.mine, pair.consumer, Cancellation())
+    )
+    fetching.start()
+    pair.compute(200)
+    time.sleep(0.1)
+    pair.exports.void("t")
+    elsewhere = [block + 20 for block in PROMPT]
+    pair.generation = pair.exports.open("t", elsewhere, TOKENS, "p")
+    pair.compute()
+    fetching.join(5)
+    assert pair.mine.blocks(into) == pair.theirs.blocks(elsewhere)
+
+
+def test_a_flipped_byte_on_the_way_is_refused(pair: Pair) -> None:
+    pair.compute()
+    with FlippingProxy(pair.source.port) as port:
+        pair.source = dataclasses.replace(pair.source, port=port)
+        assert pair.refused() is Reason.CORRUPT
+
+
+def test_a_wrong_secret_is_refused_and_gets_no_block(pair: Pair) -> None:
+    pair.compute()
+    assert pair.refused(secret=b"another secret, as long") is Reason.UNAUTHORISED
+    assert not any(any(data) for data in pair.mine.data)
+
+
+def test_a_producer_without_the_secret_is_refused() -> None:
+    """It could otherwise hand out KV of its own making."""
+    impostor = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        peer, _ = impostor.accept()
+        with peer:
+            wire.send_control(peer, wire.Kind.CHALLENGE, bytes(32))
+            wire.receive_control(peer, wire.Kind.OPEN)
+            wire.send_control(peer, wire.Kind.ACCEPT, bytes(32))
+
+    threading.Thread(target=answer, daemon=True).start()
+    source = Source("127.0.0.1", int(impostor.getsockname()[1]), "t", None, "p")
+    with pytest.raises(TransferRefused, match="unauthorised"):
+        fetch(source, 0, [0], Memory(fill=False), Consumer(0, 1, 10.0, SECRET), Cancellation())
+    impostor.close()
+
+
+def test_an_older_epoch_is_refused(pair: Pair) -> None:
+    pair.compute()
+    pair.source = dataclasses.replace(pair.source, epoch=3)
+    assert pair.refused() is Reason.OLD_EPOCH
+
+
+def test_unequal_tensor_parallel_sizes_are_refused(pair: Pair) -> None:
+    assert pair.refused(ranks=2) is Reason.MAPPING
+
+
+def test_another_layout_is_refused(pair: Pair) -> None:
+    pair.mine.layout = "other"
+    assert pair.refused() is Reason.LAYOUT
+
+
+def test_a_stalled_prefill_is_given_up(pair: Pair) -> None:
+    pair.compute(100)
+    server, port = serving(pair.exports, pair.theirs, timeout_s=0.2)
+    pair.source = dataclasses.replace(pair.source, port=port)
+    assert pair.refused() is Reason.STALLED
+    server.close()
+
+
+def test_a_producer_that_is_gone_is_unreachable(pair: Pair) -> None:
+    pair.source = dataclasses.replace(pair.source, port=1)
+    assert pair.refused() is Reason.UNREACHABLE
+
+
+def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: Pair) -> None:
+    cancellation = Cancellation()
+    threading.Timer(0.1, cancellation.cancel).start()
+    start = time.monotonic()
+    with pytest.raises(TransferRefused, match="cancelled"):
+        fetch(pair.source, 0, list(range(len(PROMPT))), pair.mine, pair.consumer, cancellation)
+    assert time.monotonic() - start < 8
+    pair.compute()
+    pair.exports.finish("t")
+    assert eventually(lambda: pair.exports.take_released() == ["t"])
+
+
+def test_a_delivered_or_dismissed_transfer_is_released(pair: Pair) -> None:
+    pair.compute()
+    pair.fetch()
+    pair.exports.open("u", [1], BLOCK_TOKENS, "p")
+    dismiss(dataclasses.replace(pair.source, transfer_id="u"), pair.mine, pair.consumer)
+    pair.exports.finish("t")
+    pair.exports.finish("u")
+    released: list[str] = []
+
+    def both() -> bool:
+        released.extend(pair.exports.take_released())
+        return sorted(released) == ["t", "u"]
+
+    assert eventually(both)
+
+
+def test_garbage_on_the_port_does_not_stop_the_server(pair: Pair) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), secrets.token_bytes(3000)):
+        with socket.create_connection(("127.0.0.1", pair.source.port)) as peer:
+            peer.sendall(garbage)
+    pair.compute()
+    assert pair.mine.blocks(pair.fetch()) == pair.theirs.blocks(PROMPT)
+
+
+def reuse(memory: Memory) -> None:
+    for layer in range(LAYERS):
+        memory.data[layer][:] = bytes(len(memory.data[layer]))
+
+
+def eventually(true: Callable[[], bool], limit_s: float = 5) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class FlippingProxy:
+    """Passes bytes both ways and flips one far into the stream of blocks."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+
+    def __enter__(self) -> int:
+        threading.Thread(target=self._run, daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.close()
+
+    def _run(self) -> None:
+        consumer, _ = self._listener.accept()
+        producer = socket.create_connection(("127.0.0.1", self._port))
+        threading.Thread(target=self._pump, args=(consumer, producer, -1), daemon=True).start()
+        self._pump(producer, consumer, 100_000)
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket, flip_at: int) -> None:
+        passed = 0
+        try:
+            while data := bytearray(source.recv(65536)):
+                if passed <= flip_at < passed + len(data):
+                    data[flip_at - passed] ^= 1
+                passed += len(data)
+                target.sendall(data)
+        except OSError:
+            return

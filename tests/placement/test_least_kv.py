@@ -1,0 +1,142 @@
+"""The chosen decoder has the least KV in use among those with room, counting what is promised.
+
+Room is what remains beside KV that cannot give way: a conversation between turns whose KV is on the host as
+well takes none.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from placement.engines import Role
+from placement.placer import FirstTurn, Placement, Placer, PlacerSettings, Refusal, RefusalReason
+from placement.receipt import Why
+
+from .conftest import CURVE, engine, state
+
+NAMES = [f"d{i}" for i in range(5)]
+
+
+class Pool(RuleBasedStateMachine):
+    """The placer beside a model of it that recounts everything from scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=10), {"prefill": CURVE})
+        self.limit: dict[str, int] = {}
+        self.live: dict[str, int] = {}
+        self.idle: dict[str, int] = {}
+        self.epoch = dict.fromkeys(NAMES, 0)
+        self.promised: dict[str, tuple[str, int]] = {}
+        self.draining: set[str] = set()
+        self.seq = self.keys = 0
+
+    def in_use(self, name: str) -> int:
+        return self.live[name] + sum(tokens for where, tokens in self.promised.values() if where == name)
+
+    @rule(name=st.sampled_from(NAMES), limit=st.integers(50, 300))
+    def up(self, name: str, limit: int) -> None:
+        self.epoch[name] += 1
+        lost = self.placer.engine_up(engine(name, Role.DECODE, limit, self.epoch[name]))
+        assert set(lost) == {key for key, (where, _) in self.promised.items() if where == name}
+        self._forget(name)
+        self.limit[name], self.live[name], self.idle[name] = limit, 0, 0
+
+    @rule(name=st.sampled_from(NAMES))
+    def down(self, name: str) -> None:
+        self.placer.engine_down(name)
+        self._forget(name)
+        self.limit.pop(name, None)
+
+    @precondition(lambda self: self.limit)
+    @rule(data=st.data(), live=st.integers(0, 300), running=st.integers(0, 300), drain=st.booleans())
+    def report(self, data: st.DataObject, live: int, running: int, drain: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.limit)))
+        seen = tuple(key for key, (where, _) in self.promised.items() if where == name)[:2]
+        self.seq += 1
+        idle = max(0, live - running)
+        report = state(
+            name, live, self.seq, self.epoch[name], confirmed=seen, draining=drain, idle_tokens=idle
+        )
+        assert self.placer.observe(report, 0.0)
+        assert not self.placer.observe(report, 0.0), "the same report twice"
+        self.live[name], self.idle[name] = live, idle
+        (self.draining.add if drain else self.draining.discard)(name)
+        for key in seen:
+            del self.promised[key]
+
+    @rule(tokens=st.integers(1, 120), preferred=st.sampled_from([*NAMES, None]))
+    def place(self, tokens: int, preferred: str | None) -> None:
+        need = tokens + 10
+        roomy = {
+            name: self.in_use(name)
+            for name, limit in self.limit.items()
+            if name not in self.draining and self.in_use(name) - self.idle[name] + need <= limit
+        }
+        self.keys += 1
+        key = f"c{self.keys}"
+        answer = self.placer.place(FirstTurn(key, tokens, preferred), 0.0)
+        if not roomy:
+            assert isinstance(answer, Refusal)
+            return
+        assert isinstance(answer, Placement)
+        receipt = answer.receipt.decoder
+        assert answer.decoder == receipt.chosen.engine
+        assert receipt.chosen.kv_in_use == roomy[answer.decoder]
+        if preferred in roomy:
+            assert answer.decoder == preferred and receipt.why is Why.PREFERRED
+        else:
+            assert receipt.chosen.kv_in_use == min(roomy.values())
+        others = sorted(kv for name, kv in roomy.items() if name != answer.decoder)
+        assert [option.kv_in_use for option in receipt.runners_up] == others[:3]
+        assert (receipt.considered, receipt.without_room) == (len(self.limit), len(self.limit) - len(roomy))
+        self.promised[key] = (answer.decoder, need)
+
+    @precondition(lambda self: self.promised)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.promised)))
+        self.placer.release(key, 0.0)
+        del self.promised[key]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        for name in self.limit:
+            assert self.placer.kv_in_use(name) == self.in_use(name)
+
+    def _forget(self, name: str) -> None:
+        self.draining.discard(name)
+        for key in [key for key, (where, _) in self.promised.items() if where == name]:
+            del self.promised[key]
+
+
+TestPool = Pool.TestCase
+
+
+@given(st.lists(st.integers(1_000, 30_000), min_size=1, max_size=60))
+def test_reservations_alone_spread_a_burst(prompts: list[int]) -> None:
+    """No engine reports during the burst: without counting promises all would go to one decoder."""
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
+    for i in range(4):
+        placer.engine_up(engine(f"d{i}", kv_tokens=10_000_000))
+    for i, tokens in enumerate(prompts):
+        placer.place(FirstTurn(str(i), tokens), 0.0)
+    held = [placer.kv_in_use(f"d{i}") for i in range(4)]
+    assert max(held) - min(held) <= max(prompts)
+
+
+def test_a_refusal_says_which_kind_and_when() -> None:
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
+    assert_refused(placer, 10, RefusalReason.NO_DECODER)
+    placer.engine_up(engine("d0", kv_tokens=100))
+    assert isinstance(placer.place(FirstTurn("a", 80), 0.0), Placement)
+    assert_refused(placer, 30, RefusalReason.NO_ROOM)
+    refusal = assert_refused(placer, 200, RefusalReason.TOO_LARGE)
+    assert refusal.retry_after_s == 0, "trying again cannot help"
+
+
+def assert_refused(placer: Placer, tokens: int, reason: RefusalReason) -> Refusal:
+    refusal = placer.place(FirstTurn("x", tokens), 0.0)
+    assert isinstance(refusal, Refusal) and refusal.reason is reason
+    assert refusal.message and (refusal.retry_after_s > 0 or reason is RefusalReason.TOO_LARGE)
+    return refusal

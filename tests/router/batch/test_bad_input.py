@@ -1,0 +1,232 @@
+"""Every kind of wrong input has its own error, with the line it is on."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from router.batch.config import BatchLimits
+from tests.router.batch.fake_engine import FakeEngine
+from tests.router.batch.gateway import Gateway, StaticFleet
+from tests.router.batch.jobs import ended, jsonl, line, submit
+
+GOOD = [line("good-1"), line("good-2")]
+LIMITS = BatchLimits(line_bytes=2_000, requests_per_batch=50, reported_errors=5, file_bytes=200_000)
+
+
+def changed(**changes: Any) -> bytes:
+    return jsonl([line("bad") | changes])
+
+
+def without(name: str) -> bytes:
+    entry = line("bad")
+    del entry[name]
+    return jsonl([entry])
+
+
+def body(**changes: Any) -> bytes:
+    entry = line("bad")
+    entry["body"] = {k: v for k, v in (entry["body"] | changes).items() if v is not ...}
+    return jsonl([entry])
+
+
+def text(**changes: Any) -> bytes:
+    """A line whose message is changed."""
+    return body(messages=[changes])
+
+
+# name -> (the bad line, error code, parameter); every one comes after two good lines
+BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
+    "not json": (b"{not json}\n", "invalid_json_line", None),
+    "cut off json": (b'{"custom_id": "bad", "method"\n', "invalid_json_line", None),
+    "not an object": (b"[1, 2]\n", "invalid_json_line", None),
+    "a bare string": (b'"hello"\n', "invalid_json_line", None),
+    "an empty line": (b"\n", "invalid_json_line", None),
+    "only spaces": (b"   \t\n", "invalid_json_line", None),
+    "not utf-8": (b'{"custom_id": "\xff\xfe"}\n', "invalid_encoding", None),
+    "utf-16": ('{"custom_id": "bad"}\n'.encode("utf-16"), "invalid_encoding", None),
+    "nan": (b'{"custom_id": "bad", "x": NaN}\n', "invalid_json_line", None),
+    "too long": (body(pad="x" * 3_000), "line_too_large", None),
+    "no custom_id": (without("custom_id"), "missing_required_parameter", "custom_id"),
+    "custom_id a number": (changed(custom_id=7), "invalid_type", "custom_id"),
+    "custom_id empty": (changed(custom_id=""), "invalid_value", "custom_id"),
+    "custom_id with nul": (changed(custom_id="a\0b"), "invalid_value", "custom_id"),
+    "nested too deeply": (
+        jsonl([line("bad")]).replace(b'"max_tokens": 8', b'"x": ' + b"[" * 400 + b"]" * 400),
+        "invalid_request",
+        "body",
+    ),
+    "custom_id too long": (changed(custom_id="x" * 513), "string_above_max_length", "custom_id"),
+    "custom_id twice": (changed(custom_id="good-1"), "duplicate_custom_id", "custom_id"),
+    "no method": (without("method"), "missing_required_parameter", "method"),
+    "wrong method": (changed(method="GET"), "invalid_method", "method"),
+    "method in small letters": (changed(method="post"), "invalid_method", "method"),
+    "no url": (without("url"), "missing_required_parameter", "url"),
+    "another url": (changed(url="/v1/completions"), "url_mismatch", "url"),
+    "an absolute url": (changed(url="http://x/v1/chat/completions"), "url_mismatch", "url"),
+    "no body": (without("body"), "missing_required_parameter", "body"),
+    "body null": (changed(body=None), "invalid_type", "body"),
+    "body a string": (changed(body="{}"), "invalid_type", "body"),
+    "no model": (body(model=...), "missing_required_parameter", "body.model"),
+    "model a number": (body(model=4), "invalid_type", "body.model"),
+    "unknown model": (body(model="gpt-9"), "model_not_found", "body.model"),
+    "streaming": (body(stream=True), "invalid_request", "body.stream"),
+    "transfer parameters": (body(kv_transfer_params={}), "invalid_request", "body.kv_transfer_params"),
+    "a priority": (body(priority=-1), "invalid_request", "body.priority"),
+    "no messages": (body(messages=...), "missing_required_parameter", "body.messages"),
+    "messages a string": (body(messages="hi"), "invalid_type", "body.messages"),
+    "messages empty": (body(messages=[]), "empty_array", "body.messages"),
+    "message a string": (body(messages=["hi"]), "invalid_type", "body.messages[0]"),
+    "message without role": (text(content="x"), "missing_required_parameter", "body.messages[0].role"),
+    "content a number": (text(role="user", content=4), "invalid_type", "body.messages[0].content"),
+    "max_tokens zero": (body(max_tokens=0), "integer_below_min_value", "body.max_tokens"),
+    "max_tokens a string": (body(max_tokens="8"), "invalid_type", "body.max_tokens"),
+    "n zero": (body(n=0), "invalid_value", "body.n"),
+}
+
+
+@pytest.fixture
+async def small(engine: FakeEngine, sqlite_url: str, tmp_path: Any) -> Any:
+    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), limits=LIMITS)
+    await running.start()
+    yield running
+    await running.stop()
+
+
+async def test_each_bad_line_is_named_with_its_error(small: Gateway, engine: FakeEngine) -> None:
+    assert len(BAD_LINES) >= 30
+    async with small.client() as client:
+        for name, (bad, code, param) in BAD_LINES.items():
+            batch = await ended(client, await submit(client, jsonl(GOOD) + bad + jsonl([line("good-3")])))
+            assert batch.status == "failed", name
+            assert batch.errors is not None and batch.errors.data, name
+            error = batch.errors.data[0]
+            assert (error.line, error.code, error.param) == (3, code, param), name
+            assert error.message, name
+            assert batch.output_file_id is None and batch.error_file_id is None, name
+            assert batch.failed_at is not None and batch.in_progress_at is None, name
+    assert engine.served == []  # nothing of a failed batch runs
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "line_number"),
+    [
+        (b"", "empty_file", None),
+        (jsonl([line(f"r{i}") for i in range(51)]), "too_many_tasks", 51),
+        (jsonl([line("a"), line("b"), line("c", method="PUT")]), "invalid_method", 3),
+    ],
+)
+async def test_files_as_a_whole(small: Gateway, data: bytes, code: str, line_number: int | None) -> None:
+    async with small.client() as client:
+        batch = await ended(client, await submit(client, data))
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+        assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line_number)
+
+
+async def test_models_of_one_batch_must_agree(
+    engine: FakeEngine, sqlite_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StaticFleet, "models", lambda _self: ("tiny", "other"))
+    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+    await running.start()
+    async with running.client() as client:
+        batch = await ended(client, await submit(client, jsonl(GOOD) + body(model="other")))
+    await running.stop()
+    assert batch.errors is not None and batch.errors.data
+    error = batch.errors.data[0]
+    assert (error.code, error.line, error.param) == ("model_mismatch", 3, "body.model")
+
+
+async def test_errors_are_counted_up_to_the_limit(small: Gateway) -> None:
+    async with small.client() as client:
+        batch = await ended(client, await submit(client, b"x\n" * 40))
+        assert batch.errors is not None and batch.errors.data
+        assert [error.line for error in batch.errors.data] == [1, 2, 3, 4, 5]
+
+
+async def test_a_last_line_without_newline_and_crlf_are_fine(small: Gateway) -> None:
+    async with small.client() as client:
+        data = jsonl([line("a"), line("b")]).replace(b"\n", b"\r\n").rstrip()
+        batch = await ended(client, await submit(client, data))
+        assert batch.status == "completed" and batch.request_counts and batch.request_counts.total == 2
+
+
+CREATE = {"input_file_id": "?", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+BAD_CREATES: dict[str, tuple[Any, str, str | None]] = {
+    "not json": (b"{", "invalid_json", None),
+    "not an object": (b"[]", "invalid_json", None),
+    "no file": (CREATE | {"input_file_id": None}, "missing_required_parameter", "input_file_id"),
+    "file a number": (CREATE | {"input_file_id": 4}, "invalid_type", "input_file_id"),
+    "unknown file": (CREATE | {"input_file_id": "file-no"}, "file_not_found", "input_file_id"),
+    "unknown endpoint": (CREATE | {"endpoint": "/v1/images/generations"}, "invalid_value", "endpoint"),
+    "no endpoint": (CREATE | {"endpoint": None}, "missing_required_parameter", "endpoint"),
+    "window too short": (CREATE | {"completion_window": "30m"}, "invalid_value", "completion_window"),
+    "window too long": (CREATE | {"completion_window": "8d"}, "invalid_value", "completion_window"),
+    "window nonsense": (CREATE | {"completion_window": "soon"}, "invalid_value", "completion_window"),
+    "metadata too many": (
+        CREATE | {"metadata": {str(i): "" for i in range(17)}},
+        "invalid_value",
+        "metadata",
+    ),
+    "metadata not text": (CREATE | {"metadata": {"a": 1}}, "invalid_value", "metadata"),
+    "metadata key long": (CREATE | {"metadata": {"k" * 65: ""}}, "invalid_value", "metadata"),
+    "output ttl": (
+        CREATE | {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
+        "invalid_value",
+        "output_expires_after.seconds",
+    ),
+}
+
+
+async def test_refused_creations(small: Gateway) -> None:
+    async with small.client() as client, httpx.AsyncClient(base_url=small.url) as http:
+        file = await client.files.create(file=("a.jsonl", jsonl(GOOD)), purpose="batch")
+        headers = {"authorization": "Bearer sk-one"}
+        for name, (given, code, param) in BAD_CREATES.items():
+            if isinstance(given, dict) and given["input_file_id"] == "?":
+                given = given | {"input_file_id": file.id}
+            content = given if isinstance(given, bytes) else json.dumps(given).encode()
+            answer = await http.post("/v1/batches", content=content, headers=headers)
+            assert answer.status_code == 400, name
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == (code, param), name
+            assert error["type"] == "invalid_request_error", name
+        for window in ("1h", "7d", "168h"):
+            answer = await http.post(
+                "/v1/batches",
+                json=CREATE | {"input_file_id": file.id, "completion_window": window},
+                headers=headers,
+            )
+            assert answer.status_code == 200, window
+            assert answer.json()["expires_at"] - answer.json()["created_at"] in (3600, 7 * 86400)
+
+
+async def test_refused_uploads(small: Gateway, tmp_path: Any) -> None:
+    async with httpx.AsyncClient(base_url=small.url) as http:
+
+        async def post(status: int, param: str | None, **form: Any) -> None:
+            answer = await http.post("/v1/files", **form)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+        file = ("a.jsonl", b"{}")
+        await post(400, "purpose", files={"file": file})
+        await post(400, "file", files={"purpose": (None, "batch")})
+        await post(400, "purpose", files={"file": file}, data={"purpose": "fine-tune"})
+        await post(400, None, content=b"hello", headers={"content-type": "text/plain"})
+        cut = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        await post(400, None, content=cut, headers={"content-type": "multipart/form-data; boundary=b"})
+        await post(413, None, files={"file": ("a", b"x" * 300_000)}, data={"purpose": "batch"})
+        for path, status in (
+            ("/v1/files/file-none", 404),
+            ("/v1/batches/batch_none", 404),
+            ("/v1/nothing", 404),
+        ):
+            answer = await http.get(path)
+            assert answer.status_code == status and answer.json()["error"]["message"]
+        assert (await http.put("/v1/files")).status_code == 405
+        assert (await http.get("/v1/files/file%00x")).status_code == 404
+        for bad in ("limit=0", "limit=x", "order=up", "limit=10001"):
+            assert (await http.get(f"/v1/files?{bad}")).status_code == 400, bad
+    left = [path.name for path in (tmp_path / "files").iterdir()]
+    assert left == []  # no refused upload leaves bytes behind

@@ -1,0 +1,120 @@
+"""kill -9 of any process at any moment: one result for each line, and no finished work is done again."""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Batch
+from sqlalchemy import select
+
+from router.batch.store.database import Database
+from router.batch.store.schema import results
+from tests.router.batch.jobs import ENDED, jsonl, line, lines_of, submit
+from tests.router.batch.processes import Process, engine_process, gateway_process
+
+REQUESTS = 1_000
+WINDOW = 8
+
+
+def durable_lines(database: Database) -> set[int]:
+    with database.read() as connection:
+        return set(connection.execute(select(results.c.line)).scalars())
+
+
+async def status_of(client: AsyncOpenAI, batch: Batch) -> Batch | None:
+    try:
+        return await client.batches.retrieve(batch.id)
+    except openai.APIConnectionError:
+        return None
+
+
+@pytest.mark.slow
+async def test_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    log = tmp_path / "served.log"
+    engines = [engine_process(log, 0.15), engine_process(log, 0.15)]
+    for engine in engines:
+        await engine.start()
+    gateway = gateway_process(either_url, tmp_path / "files", WINDOW, *(engine.address for engine in engines))
+    await gateway.start()
+    database = Database(either_url)
+    done_before: list[tuple[int, set[int]]] = []  # how long the log was, which lines had results by then
+    async with AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="k", max_retries=0) as client:
+        batch = await submit(client, jsonl([line(str(i)) for i in range(1, REQUESTS + 1)]))
+        victims: list[Process] = [gateway, *engines] * 3
+        rng.shuffle(victims)
+        for victim in victims:
+            await asyncio.sleep(rng.uniform(0.05, 1.2))
+            await victim.kill()
+            if victim is gateway:
+                done = durable_lines(database)
+                await asyncio.sleep(0.1)  # what was at the engines has ended or been dropped
+                done_before.append((len(log.read_text().split()), done))
+            await victim.start()
+        ended: Batch | None = None
+        async with asyncio.timeout(400):
+            while ended is None or ended.status not in ENDED:
+                await asyncio.sleep(0.1)
+                ended = await status_of(client, batch)
+        output = await lines_of(client, ended.output_file_id)
+        error = await lines_of(client, ended.error_file_id)
+    for process in (gateway, *engines):
+        await process.stop()
+    database.close()
+    ids = Counter(entry["custom_id"] for entry in output + error)
+    assert ids == Counter(str(i) for i in range(1, REQUESTS + 1))
+    assert ended.status == "completed" and all(process.kills >= 3 for process in (gateway, *engines))
+    served = log.read_text().split()
+    for length, done in done_before:
+        again = {int(text) for text in served[length:]} & done
+        assert not again, f"finished before the kill and done again: {sorted(again)[:10]}"
+    twice = len(served) - len(set(served))
+    kills = sum(process.kills for process in (gateway, *engines))
+    found = [len(done) for _, done in done_before]
+    print(f"{kills} kills, those of the gateway found {found} results; {twice} requests were done twice")
+    assert twice <= kills * WINDOW * len(engines)
+    assert sum(bool(done) for _, done in done_before) >= 3  # the kills came while there was something to lose
+
+
+@pytest.mark.slow
+async def test_kills_during_validation_and_finalizing(either_url: str, tmp_path: Path) -> None:
+    """The short phases: killed soon after submission again and again, then whenever all results are in."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    total = 3_000
+    engine = engine_process(tmp_path / "served.log", 0.0)
+    await engine.start()
+    gateway = gateway_process(either_url, tmp_path / "files", 64, engine.address)
+    await gateway.start()
+    seen: Counter[str] = Counter()
+
+    async with AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="k", max_retries=0) as client:
+        batch = await submit(client, jsonl([line(str(i), "x" * 2_000) for i in range(total)]))
+        state: Batch | None = batch
+        early = late = 4
+        async with asyncio.timeout(240):
+            while state is None or state.status not in ENDED:
+                counts = state.request_counts if state is not None else None
+                all_in = counts is not None and counts.total > 0 and counts.completed == counts.total
+                if state is not None and (early or (all_in and late)):
+                    early, late = (early - 1, late) if early else (early, late - 1)
+                    await asyncio.sleep(rng.uniform(0.0, 0.1))
+                    seen[state.status] += 1
+                    await gateway.kill()
+                    await gateway.start()
+                await asyncio.sleep(0.01)
+                state = await status_of(client, batch)
+        output = await lines_of(client, state.output_file_id)
+        files = await client.files.list(purpose="batch_output")
+    await gateway.stop()
+    await engine.stop()
+    print(dict(seen))
+    assert state.status == "completed" and len(files.data) == 1
+    assert Counter(entry["custom_id"] for entry in output) == Counter(str(i) for i in range(total))

@@ -1,0 +1,48 @@
+"""Ten keys with very different batches: none starves."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from router.batch.fairness import jain_index
+from tests.router.batch.fake_engine import FakeEngine
+from tests.router.batch.gateway import FAST, Gateway, StaticFleet
+from tests.router.batch.jobs import ended, in_progress, jsonl, line, submit
+
+SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 768, 1_024)
+
+
+@pytest.mark.slow
+async def test_ten_keys_of_very_different_sizes(sqlite_url: str, tmp_path: Path) -> None:
+    engine = FakeEngine(delay_s=0.01)
+    fleet = StaticFleet(await engine.start())
+    gateway = Gateway(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, blind_window=10))
+    fleet_of_engines, fleet.infos = fleet.infos, []  # nothing starts before everybody has handed in
+    await gateway.start()
+    clients = [gateway.client(f"sk-{key}") for key in range(10)]
+    batches = []
+    for key in reversed(range(10)):  # the largest first: first come first served would starve the small
+        lines = [line(f"r{i}", f"key{key} {i}") for i in range(SIZES[key])]
+        batches.append(await submit(clients[key], jsonl(lines)))
+    for client, batch in zip(reversed(clients), batches, strict=True):
+        await in_progress(client, batch)
+    fleet.infos = fleet_of_engines
+    for key in range(9):
+        await ended(clients[key], batches[9 - key], within_s=60)
+        if key == 5:  # the six small ones are through; four large ones are still at work
+            break
+    shares = Counter(prompt.split()[0] for prompt in engine.served)
+    for client in clients:
+        await client.close()
+    await gateway.stop()
+    await engine.stop()
+    large = [shares[f"key{key}"] for key in range(6, 10)]
+    index = jain_index(large)
+    finished = [shares[f"key{key}"] for key in range(6)]
+    print(f"served when the 128 were through: {dict(sorted(shares.items()))}")
+    print(f"Jain index of the keys still at work: {index:.4f}")
+    assert finished == list(SIZES[:6])
+    assert index > 0.98
+    assert max(large) <= 2 * SIZES[5]  # nobody had more than about what the finished key had

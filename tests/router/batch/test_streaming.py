@@ -1,0 +1,133 @@
+"""Files larger than memory pass through: uploads, validation, results and downloads are streamed."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.batch.blobs import Blobs
+from router.batch.lines import Line, split_lines
+from tests.router.batch.jobs import line
+from tests.router.batch.processes import engine_process, gateway_process
+
+
+def test_lines_are_the_same_however_the_bytes_come() -> None:
+    data = b"one\n\ntwo\r\nthree is longer\nlast"
+    expected = [
+        Line(1, 0, 3, b"one"),
+        Line(2, 4, 0, b""),
+        Line(3, 5, 4, b"two\r"),
+        Line(4, 10, 15, None),
+        Line(5, 26, 4, b"last"),
+    ]
+    for size in range(1, len(data) + 1):
+        pieces = [data[i : i + size] for i in range(0, len(data), size)]
+        assert list(split_lines(pieces, longest=8)) == expected, size
+    for entry in expected:
+        if entry.data is not None:
+            assert data[entry.offset : entry.offset + entry.length] == entry.data
+
+
+@pytest.mark.parametrize("scheme", ["folder", "memory"])
+def test_blobs_are_whole_after_commit_and_gone_after_discard(tmp_path: Path, scheme: str) -> None:
+    blobs = Blobs(str(tmp_path / "b") if scheme == "folder" else f"memory://{tmp_path.name}")
+    writer = blobs.create("a")
+    writer.write(b"0123")
+    writer.write(b"456789")
+    writer.commit()
+    assert b"".join(blobs.chunks("a")) == b"0123456789" and writer.written == 10
+    assert blobs.part("a", 3, 4) == b"3456"
+    gone = blobs.create("b")
+    gone.write(b"x")
+    gone.discard()
+    with pytest.raises(FileNotFoundError):
+        blobs.part("b", 0, 1)
+    blobs.delete("a")
+    blobs.delete("a")
+    with pytest.raises(FileNotFoundError):
+        list(blobs.chunks("a"))
+
+
+async def form(lines: int, pad: int) -> AsyncIterator[bytes]:
+    """A multipart upload that is never in memory as a whole."""
+    yield b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+    filler = "x" * pad
+    for start in range(0, lines, 500):
+        some = range(start, min(start + 500, lines))
+        yield b"".join(json.dumps(line(f"r{i}", f"{i} {filler}")).encode() + b"\n" for i in some)
+    yield b"\r\n--b--\r\n"
+
+
+def peak_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect: str) -> float:
+    """Upload, submit, wait, download; the gateway's peak memory in MiB."""
+    engine = engine_process(tmp_path / "served.log", 0.0)
+    await engine.start()
+    store = f"sqlite:///{tmp_path}/batch.db"
+    gateway = gateway_process(store, tmp_path / "files", 64, engine.address)
+    await gateway.start()
+    try:
+        base = f"http://{gateway.address}/v1"
+        async with httpx.AsyncClient(base_url=base, timeout=600) as http:
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            started = time.monotonic()
+            uploaded = (await http.post("/files", content=form(lines, pad), headers=headers)).json()
+            seconds = {"upload": time.monotonic() - started}
+            wanted = {
+                "input_file_id": uploaded["id"],
+                "endpoint": line("")["url"],
+                "completion_window": "24h",
+            }
+            batch = (await http.post("/batches", json=wanted)).json()
+            async with asyncio.timeout(within_s):
+                while batch["status"] not in ("completed", "failed", "cancelled"):
+                    await asyncio.sleep(0.1)
+                    batch = (await http.get(f"/batches/{batch['id']}")).json()
+                    seconds.setdefault(batch["status"], time.monotonic() - started)
+                    if expect == "cancelled" and batch["status"] == "in_progress":
+                        batch = (await http.post(f"/batches/{batch['id']}/cancel")).json()
+            assert batch["status"] == expect, batch
+            received = 0
+            for file_id in (batch["output_file_id"], batch["error_file_id"]):
+                if file_id is not None:
+                    async with http.stream("GET", f"/files/{file_id}/content") as answer:
+                        async for chunk in answer.aiter_bytes():
+                            received += chunk.count(b"\n")
+            assert received == lines
+        peak = peak_mib(gateway.pid)
+        times = {name: round(value, 1) for name, value in seconds.items()}
+        print(f"{uploaded['bytes'] >> 20} MiB, {lines} lines: peak {peak:.0f} MiB; seconds {times}")
+        return peak
+    finally:
+        await gateway.stop()
+        await engine.stop()
+
+
+@pytest.mark.slow
+async def test_a_file_much_larger_than_the_memory_used(tmp_path: Path) -> None:
+    assert await through(tmp_path, 4_000, 50_000, 120, "completed") < 300  # 200 MB in, 200 MB out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+async def test_a_million_lines_of_two_gigabytes(tmp_path: Path) -> None:
+    """Upload and validation of all of it, then cancelled: the engines are not the point here."""
+    assert await through(tmp_path, 1_000_000, 1_960, 1_500, "cancelled") < 300
+
+
+def test_the_memory_measure_can_fail() -> None:
+    """The bound above is taken from a number that does move."""
+    code = "b = bytearray(200 << 20); print(open('/proc/self/status').read())"
+    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(status.split("VmHWM:")[1].split()[0]) / 1024 > 200

@@ -1,0 +1,70 @@
+"""Turns that begin together ask in one call: each gets its own answer, or leaves nothing behind."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from placement.admission import Refusal
+from router.directory.client import DirectoryClient
+from router.directory.waiting import Ask, Placed
+from tests.support.fake_fleet import Fleet, fleet
+
+
+@asynccontextmanager
+async def client(made: Fleet) -> AsyncIterator[DirectoryClient]:
+    one = DirectoryClient(made.address, "g", secret="s3cret")
+    await one.start()
+    try:
+        assert await one.engines.wait_for_any(5.0)
+        yield one
+    finally:
+        await one.stop()
+
+
+async def place(one: DirectoryClient, key: str, tokens: int = 10, wait_s: float = 0.0) -> Placed | Refusal:
+    outcome, _ = await one.place(Ask(key, "", tokens, wait_s, turn=one.next_turn()))
+    return outcome
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_each_of_a_burst_gets_its_own_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path, gateways=0, decoders=3) as made, client(made) as one:
+        keys = [f"s:{number}" for number in range(300)]
+        outcomes = await asyncio.gather(*(place(one, key) for key in keys))
+        for key, outcome in zip(keys, outcomes, strict=True):
+            binding = made.directory.table.binding(key)
+            assert isinstance(outcome, Placed) and binding is not None
+            assert (outcome.key, outcome.engine) == (key, binding.engine)
+        assert {outcome.engine for outcome in outcomes if isinstance(outcome, Placed)} == {"d0", "d1", "d2"}
+
+
+async def test_one_that_waits_holds_up_no_other_of_its_call(tmp_path: Path) -> None:
+    roomy = {"max_context": 100_000}
+    async with fleet(tmp_path, gateways=0, decoders=1, engine=roomy) as made, client(made) as one:
+        assert isinstance(await place(one, "s:large", 70_000), Placed)
+        waiting = asyncio.create_task(place(one, "s:too", 60_000, wait_s=600.0))
+        refused, known = await asyncio.gather(place(one, "s:no", 60_000), place(one, "s:large"))
+        assert isinstance(refused, Refusal)
+        assert isinstance(known, Placed) and known.known
+        assert not waiting.done()
+        await one.end("s:large", "deleted")
+        assert isinstance(await waiting, Placed)
+
+
+async def test_a_caller_that_is_gone_leaves_nobody_in_the_queue(tmp_path: Path) -> None:
+    async with fleet(tmp_path, gateways=0, decoders=1, engine={"max_context": 100_000}) as made:
+        async with client(made) as one:
+            assert isinstance(await place(one, "s:large", 70_000), Placed)
+            waiting = [asyncio.create_task(place(one, f"s:{n}", 60_000, wait_s=600.0)) for n in range(5)]
+            await until(lambda: made.directory.table.waiting == 5)
+        await until(lambda: made.directory.table.waiting == 0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert made.directory.table.binding("s:0") is None

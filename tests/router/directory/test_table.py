@@ -1,0 +1,265 @@
+"""The table's promises: bound for life, first come first served, nothing left behind."""
+
+import random
+from typing import Any
+
+import orjson
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.admission import Refusal, RefusalReason
+from placement.engines import Role
+from router.directory.table import Table, TableSettings
+from router.directory.waiting import Ask, Placed, Waiter
+from router.identity import chain
+from tests.support.engines import info, placer, state
+
+SEED = chain.seed("s", "m")
+
+
+def table(ttl_s: float = 100.0, decoders: int = 2, **placing: object) -> Table:
+    made = Table(TableSettings(ttl_s=ttl_s), placer(**placing))
+    made.engine_up(info("p0", Role.PREFILL))
+    for number in range(decoders):
+        made.engine_up(info(f"d{number}"))
+    return made
+
+
+def nobody(outcome: Placed | Refusal) -> None:
+    raise AssertionError(f"settled {outcome}")
+
+
+def ask(key: str, tokens: int = 1000, **more: Any) -> Ask:
+    return Ask(**{"key": key, "gateway": "g", "prompt_tokens": tokens, "wait_s": 0.0, **more})
+
+
+def place(made: Table, asked: Ask, now: float = 0.0) -> Placed:
+    outcome = made.place(asked, now, nobody)
+    assert isinstance(outcome, Placed), outcome
+    return outcome
+
+
+def test_a_conversation_is_placed_once_and_keeps_its_decoder() -> None:
+    made = table()
+    first = place(made, ask("c"))
+    assert first.prefiller == "p0"
+    assert not first.known
+    place(made, ask("other"))
+    again = place(made, ask("c"))
+    assert (again.engine, again.prefiller, again.known) == (first.engine, None, True)
+
+
+def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there() -> None:
+    made = table()
+    left = place(made, ask("c", turn=1)).engine
+    made.engine_state(state(left, 1, draining=True), 0.0)
+    # The gateway knows first that its turn 1 is over; only then does the directory hear of it.
+    assert place(made, ask("c", turn=2)).engine == left
+    moved = place(made, ask("c", turn=3, alone=True))
+    assert moved.engine != left
+    assert (moved.cause, moved.prefiller, moved.known) == ("moved", "p0", False)
+    assert (left, "c") in made.effects().releases
+
+
+def test_the_least_loaded_decoder_is_chosen_and_the_receipt_says_so() -> None:
+    made = table()
+    made.engine_state(state("d0", 1, live=5000), 0.0)
+    placed = place(made, ask("c"))
+    assert placed.engine == "d1"
+    receipt: Any = placed.note["receipt"]
+    assert receipt["decoder"]["chosen"]["kv_in_use"] == 0
+    assert [other["kv_in_use"] for other in receipt["decoder"]["runners_up"]] == [5000]
+
+
+def test_a_fork_starts_beside_its_parent_while_there_is_room() -> None:
+    made = table()
+    parent = place(made, ask("parent", 3000))
+    child = place(made, ask("child", 3000, parent="parent"))
+    assert child.engine == parent.engine
+    made.engine_state(state(parent.engine, 1, live=9000), 0.0)
+    assert place(made, ask("late", 3000, parent="parent")).engine != parent.engine
+
+
+def test_who_waits_is_served_in_order_and_nobody_overtakes() -> None:
+    made = table(decoders=1)
+    place(made, ask("big", 9000))
+    got: list[tuple[str, Placed | Refusal]] = []
+    for key, tokens in (("large", 5000), ("small", 100), ("tiny", 10)):
+        waiting = made.place(
+            ask(key, tokens, wait_s=50.0), 1.0, lambda outcome, key=key: got.append((key, outcome))
+        )
+        assert isinstance(waiting, Waiter)
+    made.serve_waiting(2.0)
+    assert got == []
+    made.end("big", "deleted", 3.0)
+    made.serve_waiting(3.0)
+    assert [key for key, _ in got] == ["large", "small", "tiny"]
+    assert all(isinstance(outcome, Placed) for _, outcome in got)
+
+
+def test_waiting_is_bounded_and_its_refusal_says_why() -> None:
+    made = table(decoders=1)
+    place(made, ask("big", 9000))
+    got: list[Placed | Refusal] = []
+    made.place(ask("waits", 5000, wait_s=10.0), 0.0, got.append)
+    made.serve_waiting(9.9)
+    assert not got
+    made.serve_waiting(10.0)
+    assert isinstance(got[0], Refusal)
+    assert got[0].reason is RefusalReason.NO_ROOM
+    assert got[0].retry_after_s > 0
+    assert made.waiting == 0
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    outcome = table().place(ask("huge", 50_000, wait_s=60.0), 0.0, nobody)
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason is RefusalReason.TOO_LARGE
+
+
+def test_an_engines_new_epoch_voids_its_bindings_but_not_the_conversations() -> None:
+    made = table()
+    placed = place(made, ask("c"))
+    made.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=5)
+    made.engine_up(info(placed.engine, epoch=2))
+    assert made.binding("c") is None
+    again = place(made, ask("c"))
+    assert again.cause == "rebound"
+    assert not again.known
+
+
+def test_a_decoder_that_did_not_answer_takes_nothing_until_it_reports() -> None:
+    made = table()
+    placed = place(made, ask("c"))
+    moved = place(made, ask("c", lost=(placed.engine, placed.epoch)))
+    assert moved.engine != placed.engine
+    assert place(made, ask("more")).engine == moved.engine
+    made.engine_state(state(placed.engine, 1), 1.0)
+    assert place(made, ask("after")).engine == placed.engine
+
+
+def test_idle_conversations_end_and_running_ones_do_not() -> None:
+    made = table(ttl_s=100.0)
+    place(made, ask("runs"), 0.0)
+    place(made, ask("idle"), 0.0)
+    made.turn_ended("idle", "g", 10.0, prompt_tokens=5, completion_tokens=5)
+    made.effects()
+    assert made.expire(109.0) == 0
+    assert made.expire(111.0) == 1
+    effects = made.effects()
+    assert effects.ended == [("idle", "idle")]
+    assert [key for _, key in effects.releases] == ["idle"]
+    assert made.binding("runs") is not None
+    described = made.describe("idle")
+    assert described is not None
+    assert described["state"] == "ended"
+
+
+def test_a_gateway_that_is_gone_leaves_no_reservation_of_an_unfinished_first_turn() -> None:
+    made = table()
+    placed = place(made, ask("half"))
+    whole = place(made, ask("whole"))
+    made.turn_ended("whole", "g", 1.0, prompt_tokens=5, completion_tokens=5)
+    assert made.kv_in_use(placed.engine) > 0
+    made.gateway_gone("g", 2.0)
+    assert made.kv_in_use(placed.engine) == (
+        made.kv_in_use(whole.engine) if placed.engine == whole.engine else 0
+    )
+    assert made.binding("half") is None
+    assert made.binding("whole") is not None
+
+
+def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> None:
+    made = table()
+    placed = place(made, ask("c"))
+    made.turn_ended("c", "g", 1.0, prompt_tokens=1100, completion_tokens=5)
+    again = place(made, ask("c", 9400, uncached_tokens=9000))
+    assert (again.engine, again.prefiller, again.known) == (placed.engine, "p0", True)
+    assert again.cause == "redisaggregated"
+    described = made.describe("c")
+    assert described is not None
+    assert described["transfers"] == 2
+
+
+def test_the_gateway_before_is_told_when_another_serves_a_conversation() -> None:
+    made = table()
+    place(made, ask("c"))
+    made.effects()
+    made.turn_began("c", "other", chain.of_text(SEED, b"x").end, 1.0)
+    assert made.effects().foreign == [("g", "c")]
+
+
+def test_only_the_call_whose_answer_was_lost_is_placed_anew_after_a_restart() -> None:
+    """Another turn of the conversation must find its binding, even if no end of a turn reached the disk."""
+    made = table()
+    end = chain.of_text(SEED, b"prompt").end
+    first = place(made, ask("c", end=end))
+    journal = made.effects().records
+    restarted = table()
+    restarted.replay(journal)
+    later = place(restarted, ask("c", end=chain.of_text(SEED, b"prompt and more").end, again=True))
+    assert (later.known, later.engine) == (True, first.engine)
+    restarted = table()
+    restarted.replay(journal)
+    assert place(restarted, ask("c", end=end)).known
+    restarted = table()
+    restarted.replay(journal)
+    again = place(restarted, ask("c", end=end, again=True))
+    assert (again.known, again.prefiller) == (False, "p0")
+    # The directory lived on and only its answer was lost: the turn must not count twice.
+    once_more = place(restarted, ask("c", end=end, again=True))
+    assert not once_more.known
+    restarted.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1)
+    assert not restarted.running_at("c")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_replaying_the_journal_or_a_snapshot_makes_the_same_table(seed: int, compacted: bool) -> None:
+    rng = random.Random(seed)
+    made = table(decoders=3)
+    journal: list[bytes] = []
+    now = 0.0
+    for _ in range(rng.randrange(80)):
+        now += rng.random() * 5
+        key = f"c{rng.randrange(10)}"
+        match rng.randrange(6):
+            case 0 | 1:
+                end = chain.of_text(SEED, rng.randbytes(rng.randrange(600))).end
+                made.place(ask(key, rng.randrange(800), end=end), now, nobody)
+            case 2:
+                made.turn_ended(key, "g", now, prompt_tokens=rng.randrange(100), completion_tokens=3)
+            case 3:
+                made.end(key, "deleted", now)
+            case 4:
+                made.expire(now)
+            case 5:
+                engine = f"d{rng.randrange(3)}"
+                known = made.fleet.info(engine)
+                made.engine_up(info(engine, epoch=(known.epoch if known else 0) + 1))
+        journal += made.effects().records
+    again = Table(TableSettings(), placer())
+    again.replay(made.snapshot() if compacted else journal)
+    for number in range(10):
+        key = f"c{number}"
+        assert again.binding(key) == made.binding(key)
+        one, other = made.conversations.get(key), again.conversations.get(key)
+        assert (one is None) == (other is None)
+        if one and other:
+            assert (one.turns, one.used_at) == (other.turns, other.used_at)
+            assert orjson.dumps(one.notes) == orjson.dumps(other.notes)
+        assert again.nodes.tips(key) == made.nodes.tips(key)
+
+
+def test_a_turns_end_may_overtake_its_beginning() -> None:
+    """A client that leaves at once: its gateway's report can arrive before the placement it gives up."""
+    made = table()
+    made.turn_ended("c", "g", 0.0, prompt_tokens=0, completion_tokens=0, turn=7)
+    outcome = made.place(ask("c", turn=7), 0.1, nobody)
+    assert isinstance(outcome, Refusal)
+    assert len(made.conversations) == 0
+    place(made, ask("c", turn=8))
+    made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=8)
+    made.turn_ended("c", "g", 0.2, prompt_tokens=0, completion_tokens=0, turn=8)  # said twice
+    place(made, ask("c", turn=9))
+    assert made.running_at("c")

@@ -1,0 +1,177 @@
+"""Shutting down loses no running answer; other applications live behind the same server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request as AppRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from router.errors import NotFound
+from router.http import Request, Responder
+from router.http.asgi import OPENAI_ERRORS, asgi_handler
+from tests.router.http.client import HOST, Client, eventually
+
+SERVER = textwrap.dedent(
+    """
+    import asyncio, sys, uvloop
+    from router.http import Server
+
+    async def handle(request, responder):
+        responder.start(200, [(b"content-type", b"text/event-stream")])
+        for n in range(int(request.query)):
+            responder.write(b"data: %d\\n\\n" % n)
+            await asyncio.sleep(0.05)
+        responder.finish()
+
+    async def main():
+        server = Server(handle)
+        print(await server.start("127.0.0.1", 0), flush=True)
+        print(await server.run_until_signal(float(sys.argv[1])), flush=True)
+
+    uvloop.run(main())
+    """
+)
+
+
+async def spawned(drain_s: float) -> tuple[asyncio.subprocess.Process, int]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SERVER,
+        str(drain_s),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    return process, int(await asyncio.wait_for(process.stdout.readline(), 20))
+
+
+async def test_sigterm_lets_running_streams_end() -> None:
+    process, port = await spawned(10)
+    assert process.stdout is not None
+    async with await Client.connect(port) as busy, await Client.connect(port) as idle:
+        busy.ask(b"/?10")
+        await busy.head()
+        await busy.chunk()
+        process.send_signal(signal.SIGTERM)
+        assert await idle.rest() == b""
+        assert (await busy.chunks())[-1] == b"data: 9\n\n"
+        assert await busy.rest() == b""
+    assert await asyncio.wait_for(process.stdout.readline(), 10) == b"True\n"
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_a_drain_is_bounded() -> None:
+    process, port = await spawned(0.5)
+    assert process.stdout is not None
+    async with await Client.connect(port) as client:
+        client.ask(b"/?1000")
+        await client.head()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.stdout.readline(), 10) == b"False\n"
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_a_second_signal_cuts_the_drain_short() -> None:
+    process, port = await spawned(60)
+    async with await Client.connect(port) as client:
+        client.ask(b"/?1000")
+        await client.head()
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_new_requests_are_turned_away_while_draining(serve: Any) -> None:
+    async def slow(request: Request, responder: Responder) -> None:
+        await asyncio.sleep(0.1)
+        responder.respond(200, b"done")
+
+    server, port = await serve(slow)
+    async with await Client.connect(port) as client:
+        client.ask()
+        await asyncio.sleep(0.02)
+        draining = asyncio.create_task(server.drain(2))
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"done", "close")
+    assert await draining
+
+
+async def count(request: AppRequest) -> Response:
+    total = 0
+    async for piece in request.stream():
+        total += len(piece)
+    seen = {"q": request.query_params["q"], "id": request.path_params["id"], "x": request.headers["x"]}
+    return JSONResponse({"bytes": total, **seen})
+
+
+produced: list[int] = []
+closed: list[bool] = []
+
+
+async def produce(request: AppRequest) -> Response:
+    async def pieces() -> Any:
+        try:
+            for _ in range(400):
+                produced.append(1)
+                yield b"x" * 65_536
+        finally:
+            closed.append(True)
+
+    return StreamingResponse(pieces(), headers={"connection": "keep-alive"})
+
+
+async def missing(request: AppRequest) -> Response:
+    raise NotFound("There is no such batch.", param="batch_id")
+
+
+APP = Starlette(
+    exception_handlers=OPENAI_ERRORS,
+    routes=[
+        Route("/count/{id}", count, methods=["POST"]),
+        Route("/produce", produce),
+        Route("/missing", missing),
+    ],
+)
+
+
+async def test_an_application_streams_a_body_larger_than_the_servers_limit(serve: Any) -> None:
+    _, port = await serve(asgi_handler(APP))
+    size = 50_000_000
+    async with await Client.connect(port) as client:
+        client.send(b"POST /count/a%20b?q=1 HTTP/1.1\r\n" + HOST + b"X: y\r\n")
+        client.send(b"content-length: %d\r\n\r\n" % size)
+        piece = b"x" * 1_000_000
+        for _ in range(50):
+            client.send(piece)
+            await client.writer.drain()
+        answer = await client.answer()
+        assert answer.body == b'{"bytes":50000000,"q":"1","id":"a b","x":"y"}'
+        assert answer.headers["content-length"] == str(len(answer.body))
+        client.ask(b"/missing")
+        assert (await client.answer()).error["param"] == "batch_id"
+        client.ask(b"/nowhere")
+        assert (await client.answer()).error["code"] == "not_found"
+        client.ask(b"/count/a")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+
+
+async def test_an_application_is_slowed_by_its_reader_and_ended_by_its_leaving(serve: Any) -> None:
+    _, port = await serve(asgi_handler(APP))
+    client = await Client.connect(port, receive_buffer=32 * 1024)
+    client.ask(b"/produce")
+    assert (await client.head())[1]["transfer-encoding"] == "chunked"
+    await asyncio.sleep(0.2)
+    assert 0 < len(produced) < 400
+    client.abort()
+    await eventually(lambda: closed)

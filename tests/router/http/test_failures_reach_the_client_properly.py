@@ -1,0 +1,297 @@
+"""Whatever an engine does, the client gets an answer it can read, or a cut; the caller learns which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from router.errors import EngineBusy, EngineGarbled, EngineLost, EngineSilent, EngineUnreachable
+from router.http import Endpoint, RelayEnd, UpstreamLimits
+from tests.router.http.client import Client
+from tests.router.http.engine import STREAM_HEAD, EngineConnection, answer
+from tests.router.http.gateway import Gateway
+
+
+async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(STREAM_HEAD)
+        await engine.event(b'{"n": 1}')
+        await engine.chunk(b'data: {"half')
+        await asyncio.sleep(0.02)
+        engine.reset()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        events = b"".join(await client.chunks()).split(b"\n\n")
+        assert await client.rest() == b""
+    assert events[0] == b'data: {"n": 1}'
+    assert set(json.loads(events[1].removeprefix(b"data: "))["error"]) == {"message", "type", "param", "code"}
+    assert events[2:] == [b""]
+    outcome = gateway.outcomes[0]
+    assert (outcome.end, outcome.status) == (RelayEnd.BROKEN, 200)
+    assert isinstance(outcome.error, EngineLost)
+
+
+async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(STREAM_HEAD)
+        await engine.event(b"1")
+        await engine.gone()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(UpstreamLimits(chunk_timeout_s=0.2)), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        chunks = await client.chunks()
+    assert b"engine_timeout" in chunks[-1]
+    assert gateway.pool.stats.connections == 0
+    assert isinstance(gateway.outcomes[0].error, EngineSilent)
+
+
+async def test_a_counted_answer_that_breaks_is_cut(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
+        await asyncio.sleep(0.02)
+        engine.reset()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await client.answer()
+    assert gateway.outcomes[0].end is RelayEnd.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("written", "error"),
+    [
+        (b"", EngineLost),
+        (b"HTTP/1.1 200 OK\r\ncontent-le", EngineLost),
+        (b"SSH-2.0-OpenSSH\r\n", EngineGarbled),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000, EngineGarbled),
+        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", EngineGarbled),
+    ],
+)
+async def test_a_failure_before_the_answer_leaves_the_choice_to_the_caller(
+    serve: Any, pool_of: Any, engine_of: Any, written: bytes, error: type[Exception]
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(written)
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        got = await client.answer()
+        assert (got.status, got.error["type"]) == (502, "server_error")
+        client.ask(b"/", b"{}")
+        assert (await client.answer()).status == 502
+    assert gateway.outcomes[0].end is RelayEnd.NOT_STARTED
+    assert isinstance(gateway.outcomes[0].error, error)
+
+
+async def test_an_engine_that_is_not_there_is_unreachable(serve: Any, pool_of: Any) -> None:
+    gateway = Gateway(pool_of(), Endpoint("127.0.0.1", 1))
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        assert (await client.answer()).error["code"] == "engine_unreachable"
+    assert isinstance(gateway.outcomes[0].error, EngineUnreachable)
+    assert gateway.pool.stats.connections == 0
+
+
+async def test_a_silent_engine_is_a_504(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.gone()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(UpstreamLimits(first_byte_timeout_s=0.2)), endpoint)
+    _, port = await serve(gateway)
+    begin = time.monotonic()
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        got = await client.answer()
+    assert (got.status, got.error["code"]) == (504, "engine_timeout")
+    assert time.monotonic() - begin < 1.5
+
+
+async def test_a_connection_that_died_idle_is_replaced_once(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    """The engine closes just as a request is on its way: nothing of it was answered, so it is repeated."""
+
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(answer(b"%d" % engine.number))
+        await engine.request()
+        engine.reset()
+
+    engine, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    gateway.repeatable = True
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        for expected in (b"0", b"1"):
+            client.ask(b"/", b"{}")
+            assert (await client.answer()).body == expected
+    assert gateway.pool.stats.stale_retries == 1
+    assert [len(connection.requests) for connection in engine.connections] == [2, 1]
+
+
+async def test_what_may_not_be_repeated_is_not(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(answer(b"first"))
+        await engine.request()
+        engine.reset()
+
+    engine, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.answer()
+        client.ask(b"/", b"{}")
+        assert (await client.answer()).error["code"] == "engine_lost"
+    assert len(engine.connections) == 1
+
+
+async def test_an_answer_that_had_begun_is_never_repeated(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(answer(b"first"))
+        await engine.request()
+        await engine.write(b"HTTP/1.1 2")
+        await asyncio.sleep(0.02)
+        engine.reset()
+
+    engine, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    gateway.repeatable = True
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        for status in (200, 502):
+            client.ask(b"/", b"{}")
+            assert (await client.answer()).status == status
+    assert len(engine.connections) == 1
+
+
+async def test_a_fresh_connection_that_dies_is_not_retried_here(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        engine.reset()
+
+    engine, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    gateway.repeatable = True
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        assert (await client.answer()).status == 502
+    assert len(engine.connections) == 1
+
+
+async def test_bytes_after_an_answer_are_not_the_next_answer(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    """Response smuggling: the second client must not get what the engine sent on top of the first answer."""
+
+    async def script(engine: EngineConnection) -> None:
+        while True:
+            await engine.request()
+            await engine.write(answer(b"mine") + answer(b"not asked for", b"500 Oops"))
+
+    engine, endpoint = await engine_of(script)
+    _, port = await serve(Gateway(pool_of(), endpoint))
+    async with await Client.connect(port) as client:
+        for _ in range(3):
+            client.ask(b"/", b"{}")
+            got = await client.answer()
+            assert (got.status, got.body) == (200, b"mine")
+    assert len(engine.connections) == 3
+
+
+async def test_the_pool_is_bounded_and_its_wait_too(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    release = asyncio.Event()
+
+    async def script(engine: EngineConnection) -> None:
+        while True:
+            await engine.request()
+            await release.wait()
+            await engine.write(answer(b"ok"))
+
+    engine, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(UpstreamLimits(max_connections=2, acquire_timeout_s=0.2)), endpoint)
+    _, port = await serve(gateway)
+    clients = [await Client.connect(port) for _ in range(3)]
+    for client in clients[:2]:
+        client.ask(b"/", b"{}")
+    await asyncio.sleep(0.05)
+    clients[2].ask(b"/", b"{}")
+    got = await clients[2].answer()
+    assert (got.status, got.error["code"]) == (503, "engine_busy")
+    assert isinstance(gateway.outcomes[0].error, EngineBusy)
+    clients[2].ask(b"/", b"{}")
+    await asyncio.sleep(0.05)
+    release.set()
+    for client in clients:
+        assert (await client.answer()).body == b"ok"
+        client.abort()
+    assert len(engine.connections) == 2
+
+
+async def test_a_waiter_gets_the_place_of_a_connection_that_died(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await asyncio.sleep(0.1)
+        if engine.number:
+            await engine.write(answer(b"second"))
+        engine.writer.close()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(UpstreamLimits(max_connections=1, acquire_timeout_s=2)), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as first, await Client.connect(port) as second:
+        first.ask(b"/", b"{}")
+        await asyncio.sleep(0.03)
+        second.ask(b"/", b"{}")
+        assert (await first.answer()).status == 502
+        assert (await second.answer()).body == b"second"
+
+
+async def test_an_idle_connection_is_closed_before_the_engine_would(pool_of: Any, engine_of: Any) -> None:
+    closed = asyncio.Event()
+
+    async def script(engine: EngineConnection) -> None:
+        await engine.gone()
+        closed.set()
+
+    _, endpoint = await engine_of(script)
+    pool = pool_of(UpstreamLimits(idle_timeout_s=0.1))
+    pool.connection_free(await pool.acquire(endpoint))
+    await asyncio.wait_for(closed.wait(), 2)
+    assert pool.stats.connections == 0

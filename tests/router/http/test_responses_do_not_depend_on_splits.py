@@ -1,0 +1,151 @@
+"""However an engine's bytes arrive, and whichever path they take here, the client is told the same."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import httptools
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.errors import UpstreamError
+from router.http import Endpoint, Observation, RawHeaders, StreamObserver, UpstreamLimits, UpstreamRequest
+from router.http.relay import _Passing
+from router.http.responder import Responder
+from router.http.upstream import UpstreamConnection
+from tests.router.http.engine import STREAM_HEAD
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def writelines(self, parts: Any) -> None:
+        self.written += b"".join(parts)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+
+class Host:
+    must_close = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.finished = False
+
+    def response_finished(self, *, keep_alive: bool) -> None:
+        self.finished = True
+
+    def abort(self) -> None:
+        pass
+
+
+class Owner:
+    def connection_free(self, connection: UpstreamConnection) -> None: ...
+
+    def connection_gone(self, connection: UpstreamConnection) -> None: ...
+
+
+class Decoded:
+    """What a client makes of it."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.body = b""
+        self.whole = False
+        self.error: Exception | None = None
+        try:
+            httptools.HttpResponseParser(self).feed_data(raw)
+        except httptools.HttpParserError as error:
+            self.error = error
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+
+Relayed = tuple[bytes, bool, UpstreamError | None, Observation]
+
+
+def relayed(pieces: list[bytes]) -> Relayed:
+    async def run() -> Relayed:
+        loop = asyncio.get_running_loop()
+        client, engine = Wire(), Wire()
+        observer = StreamObserver(lambda: 1.0)
+        responder = Responder(Host(loop), client)  # type: ignore[arg-type]
+        passing = _Passing(loop, responder, observer, frozenset())
+        connection = UpstreamConnection(Endpoint("h", 1), Owner(), UpstreamLimits())
+        connection.connection_made(engine)  # type: ignore[arg-type]
+        passing.connection = connection
+        connection.send(UpstreamRequest("POST", b"/", RawHeaders()), passing)
+        for piece in pieces:
+            if not engine.aborted:
+                connection.data_received(piece)
+        outcome = passing.ended.result() if passing.ended.done() else None
+        seen = Decoded(client.written)
+        assert seen.error is None
+        error = outcome.error if outcome else None
+        return seen.body, seen.whole, error, observer.observation()
+
+    return asyncio.run(run())
+
+
+event = st.sampled_from(
+    [
+        b"data: 1\n\n",
+        b'data: {"content":"a"}\n\n',
+        b'data: {"error":{}}\n\n',
+        b"data: [DONE]\n\n",
+        b"event: x\ndata: " + b"y" * 300 + b"\n\n",
+    ]
+)
+framed = st.lists(event, min_size=1, max_size=3).map(b"".join).map(lambda e: b"%x\r\n%b\r\n" % (len(e), e))
+odd = st.sampled_from([b"A\r\ndata: 12\n\n\r\n", b"3;ext=1\r\nabc\r\n", b"2\r\n\n\n\r\n", b"5\r\ndata:\r\n"])
+bad = st.sampled_from(
+    [b"", b"", b"zz\r\n", b"+5\r\nhello\r\n", b"5\nhello\n", b" 5\r\nhello\r\n", b"5\r\nhelloX"]
+)
+
+
+def test_a_size_line_in_two_parts_is_not_a_chunk_of_its_own() -> None:
+    """The second piece looks like a whole chunk; to the parser it is the rest of one."""
+    pieces = [b"3\r\nabc\r\n5;a", b"5\r\nhello\r\n", b"0\r\n\r\n"]
+    assert relayed([STREAM_HEAD, *pieces])[:3] == (b"abchello", True, None)
+
+
+def test_a_piece_that_ends_like_an_event_inside_a_chunk_is_not_a_chunk_of_its_own() -> None:
+    """Its length is that of a chunk of nine bytes; its size line says fifteen."""
+    pieces = [b"8\r\ndata: 1\n\r\n", b"f\r\ndata: x\n\n\r\n", b"abcd\r\n0\r\n\r\n"]
+    assert relayed([STREAM_HEAD, *pieces])[:3] == (b"data: 1\ndata: x\n\n\r\nabcd", True, None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(framed | odd, max_size=8), bad, st.lists(st.integers(0, 3000), max_size=15), st.booleans())
+def test_splits_change_nothing(chunks: list[bytes], tail: bytes, cuts: list[int], aligned: bool) -> None:
+    text = b"".join(chunks) + (tail or b"0\r\n\r\n")
+    pieces = [*chunks, tail or b"0\r\n\r\n"]
+    if not aligned:
+        places = [0, *sorted({cut % len(text) for cut in cuts}), len(text)]
+        pieces = [text[a:b] for a, b in pairwise(places)]
+    body, whole, error, seen = relayed([STREAM_HEAD, *pieces])
+    body_at_once, whole_at_once, error_at_once, seen_at_once = relayed([STREAM_HEAD + text])
+    assert (whole, type(error)) == (whole_at_once, type(error_at_once))
+    if error is None:
+        assert body == body_at_once
+        # How many events came with the first content depends on the splits, and only that.
+        assert seen._replace(gaps=0) == seen_at_once._replace(gaps=0)

@@ -1,0 +1,209 @@
+"""What clients get wrong: an OpenAI-shaped answer or a bounded wait, and nothing left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.config import Model
+from router.http import ServerLimits
+from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, get, user
+
+LIMITS = ServerLimits(max_body_bytes=1 << 20, head_timeout_s=0.3, body_timeout_s=0.3, write_stall_s=0.5)
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+    """Whatever a test did, sockets and reservations must return to zero."""
+    models = (Model(MODEL, aliases=("alias",)),)
+    async with fleet(
+        tmp_path, limits=LIMITS, models=models, api_keys=("right",), admin_keys=("boss",)
+    ) as one:
+        yield one
+        gateway = one.gateways[0]
+        for _ in range(100):
+            reserved = sum(one.directory.table.kv_in_use(name) for name in ("d0", "d1"))
+            held = sum(engine.held.total() for engine in one.engines.values())
+            running = [c for c in one.directory.table.conversations if c.running]
+            if not gateway.server.stats.connections and reserved == held and not running:
+                break
+            await asyncio.sleep(0.05)
+        assert gateway.server.stats.connections == 0
+        assert reserved == held
+        assert [engine.running for engine in one.engines.values()] == [0, 0, 0]
+        assert not running
+
+
+KEY = {"authorization": "Bearer right", "content-type": "application/json"}
+
+
+async def post(made: Fleet, data: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"{made.urls[0]}/v1/chat/completions", data=BytesIO(data), headers=headers or KEY
+        ) as response,
+    ):
+        return response.status, (await response.json())["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "bad_request"),
+        (b"[]", 400, "bad_request"),
+        (b"\xff", 400, "bad_request"),
+        (b'{"messages": []}', 400, "bad_request"),
+        (b'{"model": 7, "messages": []}', 400, "bad_request"),
+        (b'{"model": "small"}', 400, "bad_request"),
+        (b'{"model": "other", "messages": []}', 404, "model_not_found"),
+        (
+            b'{"model": "small", "messages": [], "kv_transfer_params": {"remote_host": "x"}}',
+            400,
+            "bad_request",
+        ),
+        (b'{"model": "small", "messages": [' + b"[" * 500 + b"]" * 500 + b"]}", 400, "bad_request"),
+        (b'{"model": "small", "messages": [], "priority": -5}', 400, "bad_request"),
+        (b'{"model": "small", "messages": [], "session_id": {}}', 400, "bad_request"),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_said_without_asking_an_engine(
+    made: Fleet, body: bytes, status: int, code: str
+) -> None:
+    got, error = await post(made, body)
+    assert (got, error["code"]) == (status, code)
+    assert error["type"] == "invalid_request_error"
+    assert not made.decoder_requests()
+
+
+async def test_another_content_type_is_refused(made: Fleet) -> None:
+    status, error = await post(made, b"{}", {**KEY, "content-type": "text/plain"})
+    assert (status, error["param"]) == (400, "content-type")
+
+
+async def test_keys_are_asked_for_where_the_config_lists_them(made: Fleet) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+        answer = await ask(made.urls[0], [user("x")], headers=headers)
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert answer.error["type"] == "authentication_error"
+    assert (await get(f"{made.urls[0]}/health"))[0] == 200
+    assert (await ask(made.urls[0], [user("x")], headers={"x-api-key": "right"})).status == 200
+
+
+async def test_one_callers_conversations_are_not_anothers(made: Fleet) -> None:
+    named = {**KEY, "x-conversation-id": "mine"}
+    assert (await ask(made.urls[0], [user("x")], headers=named)).status == 200
+    url = f"{made.urls[0]}/v1/conversations"
+    boss = {"authorization": "Bearer boss"}
+    assert (await get(f"{url}/mine", headers=named))[0] == 200
+    assert (await get(f"{url}/mine", headers=boss))[0] == 404
+    assert (await get(f"{url}/mine", "DELETE", headers=boss))[0] == 404
+    _, listed = await get(url, headers=named)
+    assert [one["id"] for one in listed["data"]] == ["mine"]
+    _, listed = await get(url, headers=boss)
+    assert [one["id"].endswith(":mine") for one in listed["data"]] == [True]
+
+
+async def test_conversations_are_listed_in_pages(made: Fleet) -> None:
+    for number in range(5):
+        await ask(made.urls[0], [user("x")], headers={**KEY, "x-conversation-id": f"c{number}"})
+    await made.settle()  # a turn's end counts as use
+    seen, after = [], ""
+    while True:
+        _, page = await get(f"{made.urls[0]}/v1/conversations?limit=2{after}", headers=KEY)
+        seen += [one["id"] for one in page["data"]]
+        if not page["has_more"]:
+            break
+        after = f"&after={page['last_id']}"
+    assert seen == [f"c{number}" for number in range(5)]
+    assert (await get(f"{made.urls[0]}/v1/conversations?limit=x", headers=KEY))[0] == 400
+
+
+async def test_an_id_of_10_kb_is_refused(made: Fleet) -> None:
+    answer = await ask(made.urls[0], [user("x")], headers={**KEY, "x-session-id": "i" * 10_000})
+    assert (answer.status, answer.error["code"]) == (400, "bad_request")
+    answer = await ask(made.urls[0], [user("x")], headers=KEY, session_id="i" * 10_000)
+    assert answer.status == 400
+    assert (await get(f"{made.urls[0]}/v1/conversations/{'i' * 5000}", headers=KEY))[0] == 400
+
+
+async def test_a_body_that_is_too_large_is_refused(made: Fleet) -> None:
+    status, error = await post(made, b'{"model": "small", "x": "' + b"x" * (2 << 20) + b'"}')
+    assert (status, error["code"]) == (413, "request_too_large")
+
+
+async def test_too_many_headers_are_refused(made: Fleet) -> None:
+    answer = await ask(made.urls[0], [user("x")], headers={**KEY, **{f"x-{n}": "v" for n in range(1000)}})
+    assert answer.status == 431
+
+
+async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_nothing(made: Fleet) -> None:
+    answer = await ask(made.urls[0], [user("x" * 60_000)], headers=KEY)
+    assert answer.status == 400
+    assert "maximum context length" in answer.error["message"]
+    await made.settle()
+    assert len(made.directory.table.conversations) == 0
+
+
+async def test_embeddings_are_refused_clearly_where_the_model_has_none(made: Fleet) -> None:
+    answer = await ask(made.urls[0], "x", path="/v1/embeddings", headers=KEY)
+    assert (answer.status, answer.error["code"]) == (400, "unsupported")
+
+
+async def test_unknown_paths_and_methods(made: Fleet) -> None:
+    assert (await get(f"{made.urls[0]}/v2/none", headers=KEY))[0] == 404
+    assert (await get(f"{made.urls[0]}/v1/chat/completions", headers=KEY))[0] == 405
+    status, models = await get(f"{made.urls[0]}/v1/models", headers=KEY)
+    assert [model["id"] for model in models["data"]] == [MODEL, "alias"]
+    assert (await get(f"{made.urls[0]}/v1/models/alias", headers=KEY))[0] == status == 200
+    assert (await get(f"{made.urls[0]}/v1/models/none", headers=KEY))[0] == 404
+    status, ready = await get(f"{made.urls[0]}/ready")
+    assert (status, ready["engines"]) == (200, 2)
+    status, text = await get(f"{made.urls[0]}/metrics")
+    assert "conserve_conversations_live" in text
+    assert "conserve_client_connections 1.0" in text
+
+
+async def test_tokenize_is_answered_by_any_engine(made: Fleet) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{made.urls[0]}/tokenize", json={"prompt": "ab"}, headers=KEY) as response,
+    ):
+        assert (await response.json())["tokens"] == [97, 98]
+
+
+async def test_half_a_request_and_then_silence_ends_in_time(made: Fleet) -> None:
+    host, _, port = made.urls[0].removeprefix("http://").partition(":")
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\n"
+        b"content-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    )
+    for part in (head[:40], head + b'{"model": "sm'):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(part)
+        answer = await asyncio.wait_for(reader.read(), 5.0)
+        assert answer.startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_a_reader_that_stops_reading_is_cut_off_and_its_turn_aborted(made: Fleet) -> None:
+    host, _, port = made.urls[0].removeprefix("http://").partition(":")
+    for engine in made.engines.values():
+        engine.token_s = 0.0
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = b'{"model": "small", "messages": [], "stream": true, "max_tokens": 300000}'
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await reader.readuntil(b"\r\n\r\n")
+    for _ in range(200):
+        if sum(engine.aborted for engine in made.engines.values()):
+            break
+        await asyncio.sleep(0.05)
+    assert sum(engine.aborted for engine in made.engines.values()) == 1
+    writer.transport.abort()

@@ -1,0 +1,33 @@
+"""A gateway's configuration survives its file, and a wrong one says where it is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from router.config import ConfigError, GatewayConfig, Model, Slo, dump, load
+
+
+def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+    config = GatewayConfig("127.0.0.1:1", (Model("m", ("n",)),), api_keys=("k",), slo=Slo(ttfet_s=1.5))
+    file = tmp_path / "gateway.json"
+    file.write_bytes(dump(config))
+    assert load(file) == config
+    assert config.model("n") == config.models[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{"directory": "x", "models": [{"name": "m", "embed": 1}]}', "models.0.embed"),
+        ('{"directory": "x", "models": [{"name": "m"}], "limits": {"max": 1}}', "limits.max"),
+        ('{"directory": "x", "models": [{"name": "m"}], "policy": "best"}', "policy"),
+        ('{"models": [{"name": "m"}]}', "directory"),
+        ('{"directory": "x", "models": []}', "models"),
+        ("{", "JSON"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, where: str) -> None:
+    file = tmp_path / "gateway.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=where):
+        load(file)

@@ -1,0 +1,81 @@
+"""A decoder that drains is left by its conversations turn by turn, and no turn fails for it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
+
+
+async def until(true: Callable[[], object]) -> None:
+    for _ in range(3000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("waited too long")
+
+
+async def drain(made: Fleet, engine: str, on: bool = True) -> None:
+    made.engines[engine].draining = on
+    await until(
+        lambda: all(g.directory.engines.load(engine).state.draining is on for g in made.gateways),
+    )
+
+
+async def opened(made: Fleet, text: str = "hello") -> tuple[list[dict[str, Any]], str, str]:
+    """A conversation with one turn: its messages so far, its id, its decoder."""
+    messages = [user(text)]
+    first = await ask(made.urls[0], messages)
+    assert first.status == 200
+    await made.settle()
+    _, told = await get(f"{made.urls[0]}/v1/conversations/{first.conversation}")
+    return [*messages, assistant("yes"), user("go on")], first.conversation, told["decoder"]
+
+
+async def test_the_next_turn_of_a_conversation_goes_to_another_decoder_through_the_prefiller(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path) as made:
+        messages, conversation, left = await opened(made)
+        await drain(made, left)
+        answer = await ask(made.urls[0], messages)
+        assert (answer.status, answer.conversation) == (200, conversation)
+        await made.settle()
+        _, told = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
+        assert told["decoder"] != left
+        assert told["placements"][-1]["cause"] == "moved"
+        assert (told["transfers"], told["turns"]) == (2, 2)
+        assert made.engines[left].released == [made.decoder_requests()[0].conversation]
+
+
+async def test_a_turn_that_runs_ends_where_it_is_and_its_twin_stays_with_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"token_s": 0.02}) as made:
+        messages, _, left = await opened(made)
+        running = asyncio.create_task(ask(made.urls[0], messages, stream=True, max_tokens=40))
+        await until(lambda: made.engines[left].running)
+        await drain(made, left)
+        twin = await ask(made.urls[0], messages, max_tokens=2)
+        done = await running
+        assert (twin.status, done.status) == (200, 200)
+        assert done.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_with_nowhere_else_to_go_it_stays(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1) as made:
+        messages, conversation, only = await opened(made)
+        await drain(made, only)
+        assert (await ask(made.urls[0], messages)).status == 200
+        await made.settle()
+        _, told = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
+        assert (told["decoder"], told["turns"], told["transfers"]) == (only, 2, 1)
+        refused = await ask(made.urls[0], [user("a new one")])
+        assert (refused.status, refused.error["code"]) == (429, "no_room")
+
+
+async def test_a_decoder_that_drains_no_more_takes_conversations_again(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1) as made:
+        await drain(made, "d0")
+        assert (await ask(made.urls[0], [user("one")])).status == 429
+        await drain(made, "d0", on=False)
+        assert (await ask(made.urls[0], [user("two")])).status == 200

@@ -1,0 +1,319 @@
+"""What dies, and what goes on: engines, the directory, clients."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from placement.engines import EngineInfo, Role
+from router.config import GatewayConfig, Model
+from router.gateway import Gateway
+from tests.support.directory_process import DirectoryProcess
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_fleet import MODEL, ask, assistant, fleet, get, user
+
+
+@asynccontextmanager
+async def engine_process(name: str, token_s: float) -> AsyncIterator[tuple[EngineInfo, int]]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.fake_engine", "--name", name, "--token-s", str(token_s)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    port = int(await asyncio.wait_for(process.stdout.readline(), 20.0))
+    try:
+        yield replace(FakeEngine(name).info, http=f"127.0.0.1:{port}", transfer=""), process.pid
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.05) as (info, pid):
+        made.directory.engine_up(info)
+        started = asyncio.Event()
+
+        async def stream() -> bytes:
+            got = b""
+            body = {"model": MODEL, "messages": [user("hi")], "stream": True, "max_tokens": 100}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(
+                    f"{made.urls[0]}/v1/chat/completions", json=body, headers={"x-session-id": "s"}
+                ) as response,
+            ):
+                async for piece in response.content.iter_any():
+                    got += piece
+                    started.set()
+            return got
+
+        streaming = asyncio.create_task(stream())
+        await asyncio.wait_for(started.wait(), 5.0)
+        os.kill(pid, signal.SIGKILL)
+        got = await asyncio.wait_for(streaming, 5.0)
+        last = got.strip().rsplit(b"\n\n", 1)[-1]
+        assert last.startswith(b'data: {"error"')
+        assert b"engine_lost" in last
+        other = FakeEngine("d1")
+        await other.start()
+        made.engines["d1"] = other
+        made.directory.engine_up(other.info)
+        await made.settle()
+        answer = await ask(
+            made.urls[0], [user("hi"), assistant("w"), user("go on")], headers={"x-session-id": "s"}
+        )
+        assert answer.status == 200
+        assert [bool(seen.params) for seen in other.seen] == [True]  # bound again as if new
+        await made.settle()
+        _, told = await get(f"{made.urls[0]}/v1/conversations/s")
+        assert [note["cause"] for note in told["placements"]] == ["first_turn", "rebound"]
+        # The lost engine takes nothing new, though nobody has said that it is down.
+        assert (await ask(made.urls[0], [user("another")])).status == 200
+        await other.stop()
+
+
+async def test_an_engines_own_error_event_passes_and_its_turn_is_not_complete(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+
+        async def outcomes() -> dict[str, float]:
+            _, text = await get(f"{made.urls[0]}/metrics")
+            lines = [line for line in text.splitlines() if line.startswith("conserve_turns_total{")]
+            return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+        messages = [user("question " * 30)]
+        first = await ask(made.urls[0], messages, stream=True)
+        before = await outcomes()
+        for engine in made.engines.values():
+            engine.fail_after = 2
+        messages += [assistant("a"), user("b")]
+        broken = await ask(made.urls[0], messages, stream=True)
+        assert broken.body.count(b"data: ") == 4  # two tokens, the error and the end, as the engine said them
+        assert b'"error": {"message": "Internal server error"' in broken.body
+        for engine in made.engines.values():
+            engine.fail_after = 0
+        again = await ask(made.urls[0], messages, stream=True)
+        assert again.conversation == broken.conversation == first.conversation
+        after = await outcomes()
+        assert after["broken"] - before.get("broken", 0) == 1
+        assert after["complete"] - before["complete"] == 1
+
+
+async def test_a_turn_that_nothing_answered_is_tried_once_more_and_then_fails(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=2) as made:
+        await ask(made.urls[0], [user("hi")], headers={"x-session-id": "s"})
+        for engine in made.engines.values():
+            if engine.name.startswith("d"):
+                engine.fail_status, engine.fail_body = (
+                    500,
+                    '{"error": {"message": "EngineCore encountered an issue"}}',
+                )
+        answer = await ask(
+            made.urls[0], [user("hi"), assistant("w"), user("x")], headers={"x-session-id": "s"}
+        )
+        assert answer.status == 500
+        assert [len(made.engines[name].seen) for name in ("d0", "d1")] in ([2, 1], [1, 2])
+
+
+async def test_a_new_epoch_of_an_engine_binds_its_conversations_anew(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1) as made:
+        messages = [user("hi")]
+        first = await ask(made.urls[0], messages)
+        engine = made.engines["d0"]
+        engine.epoch, engine._seq = 2, 0
+        engine.held.clear()
+        made.directory.engine_up(engine.info)
+        await made.settle()
+        second = await ask(made.urls[0], [*messages, assistant("a"), user("b")])
+        assert second.conversation == first.conversation
+        assert [bool(seen.params) for seen in engine.seen] == [True, True]
+
+
+async def test_a_prefiller_that_fails_costs_time_and_not_the_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        made.engines["p0"].fail_status = 500
+        assert (await ask(made.urls[0], [user("hi")])).status == 200
+        dead = made.engines.pop("p0")
+        await dead.stop()
+        assert (await ask(made.urls[0], [user("ho")])).status == 200
+        await made.settle()
+        assert not made.directory.table.fleet.placeable("p0")
+        assert (await ask(made.urls[0], [user("hu")])).status == 200
+        assert [bool(seen.params) for seen in made.decoder_requests()].count(False) == 1
+
+
+async def test_a_client_that_leaves_aborts_both_legs_and_leaves_no_reservation(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"prefill_s": 5.0}) as made:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(ask(made.urls[0], [user("hi")], stream=True), 0.3)
+        await made.settle()
+        assert [engine.running for engine in made.engines.values()] == [0, 0, 0]
+        assert len(made.directory.table.conversations) == 0
+        assert all(made.directory.table.kv_in_use(name) == 0 for name in ("d0", "d1"))
+
+
+async def test_a_client_that_leaves_while_waiting_leaves_the_queue(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, place_wait_s=20.0) as made:
+        made.engines["d0"].held["somebody"] = 99_000
+        await made.settle()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(ask(made.urls[0], [user("x" * 5000)]), 0.3)
+        await made.settle()
+        assert made.directory.table.waiting == 0
+        made.engines["d0"].held.clear()
+        await made.settle()
+        assert len(made.directory.table.conversations) == 0
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    async with fleet(tmp_path, engine={"prefill_s": 0.01, "token_s": 0.002}) as made:
+
+        async def one(number: int) -> None:
+            asking = ask(made.urls[0], [user(f"{number}")], headers={"x-session-id": f"s{number % 20}"})
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asking, rng.uniform(0.001, 0.08))
+
+        for _ in range(5):
+            await asyncio.gather(*(one(number) for number in range(40)))
+        for _ in range(60):
+            running = [c.key for c in made.directory.table.conversations if c.running]
+            reserved = sum(made.directory.table.kv_in_use(name) for name in ("d0", "d1"))
+            held = sum(engine.held.total() for engine in made.engines.values())
+            busy = sum(engine.running for engine in made.engines.values())
+            busy += len(made.gateways[0].directory.cache._running)
+            if not running and not busy and reserved == held:
+                break
+            await asyncio.sleep(0.05)
+        assert (running, busy, reserved) == ([], 0, held)
+        assert made.gateways[0].pool.stats.connections < 100
+
+
+async def test_without_room_a_turn_waits_and_then_gets_a_429_that_says_why(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, place_wait_s=0.3) as made:
+        made.engines["d0"].held["somebody"] = 94_000
+        await made.settle()
+        refused = await ask(made.urls[0], [user("x" * 5000)])
+        assert (refused.status, refused.error["code"]) == (429, "no_room")
+        assert int(refused.headers["retry-after"]) >= 1
+        waiting = asyncio.create_task(ask(made.urls[0], [user("y" * 5000)]))
+        await asyncio.sleep(0.1)
+        made.engines["d0"].held.clear()
+        assert (await waiting).status == 200
+
+
+class _Killable:
+    """A fleet whose directory is a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engines = {"p0": FakeEngine("p0", Role.PREFILL), "d0": FakeEngine("d0"), "d1": FakeEngine("d1")}
+        self._folder = folder
+
+    async def __aenter__(self) -> "_Killable":
+        for engine in self.engines.values():
+            engine.token_s = 0.001
+            await engine.start()
+        self.directory = DirectoryProcess(self._folder, [engine.info for engine in self.engines.values()])
+        await self.directory.start()
+        self.gateways = [self._gateway(number) for number in range(2)]
+        self.urls = [f"http://127.0.0.1:{await gateway.start()}" for gateway in self.gateways]
+        for gateway in self.gateways:
+            assert await gateway.directory.engines.wait_for_any(5.0)
+        return self
+
+    def decoder_of(self, name: str) -> str:
+        return next(
+            engine.name
+            for engine in (self.engines["d0"], self.engines["d1"])
+            if any(seen.conversation.endswith(f":{name}") for seen in engine.seen)
+        )
+
+    def _gateway(self, number: int) -> Gateway:
+        config = GatewayConfig(
+            self.directory.address,
+            (Model(MODEL),),
+            name=f"g{number}",
+            port=0,
+            place_wait_s=0.5,
+            tokens_per_byte=1.0,
+        )
+        return Gateway(config)
+
+    async def __aexit__(self, *_: object) -> None:
+        for gateway in self.gateways:
+            await gateway.stop(0.1)
+        await self.directory.kill()
+        for engine in self.engines.values():
+            await engine.stop()
+
+
+@pytest.mark.slow
+async def test_a_killed_directory_stops_only_new_conversations_and_comes_back_with_all_bindings(
+    tmp_path: Path,
+) -> None:
+    async with _Killable(tmp_path) as made:
+        ids = {name: {"x-conversation-id": name} for name in ("a", "b", "c")}
+        for name in ids:
+            assert (await ask(made.urls[0], [user(name)], headers=ids[name])).status == 200
+        before = {name: (await get(f"{made.urls[0]}/v1/conversations/{name}"))[1]["decoder"] for name in ids}
+        await made.directory.kill()
+        for name in ids:
+            later = [user(name), assistant("x"), user("y")]
+            assert (await ask(made.urls[0], later, headers=ids[name])).status == 200
+        refused = await ask(made.urls[0], [user("new")], headers={"x-conversation-id": "new"})
+        assert (refused.status, refused.error["code"]) == (503, "no_directory")
+        assert "retry-after" in refused.headers
+        await made.directory.start()
+        assert (await ask(made.urls[0], [user("new")], headers={"x-conversation-id": "new"})).status == 200
+        for name in ids:
+            # Through the gateway that never served it: only the directory can know.
+            assert (await ask(made.urls[1], [user(name)], headers=ids[name])).status == 200
+        after = {name: (await get(f"{made.urls[0]}/v1/conversations/{name}"))[1]["decoder"] for name in ids}
+        assert after == before
+
+
+@pytest.mark.slow
+async def test_kill_9_of_the_directory_at_random_moments_loses_no_acknowledged_binding(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(11)
+    async with _Killable(tmp_path) as made:
+        acknowledged: dict[str, str] = {}
+        stop = False
+
+        async def client(number: int) -> None:
+            count = 0
+            while not stop:
+                name = f"k{number}-{count}"
+                count += 1
+                answer = await ask(made.urls[number % 2], [user(name)], headers={"x-conversation-id": name})
+                if answer.status == 200:
+                    acknowledged[name] = made.decoder_of(name)
+                else:
+                    assert answer.status == 503
+                    await asyncio.sleep(0.02)
+
+        clients = [asyncio.create_task(client(number)) for number in range(4)]
+        for _ in range(5):
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
+            await made.directory.kill()
+            await made.directory.start()
+        await asyncio.sleep(0.5)
+        stop = True
+        await asyncio.gather(*clients)
+        assert len(acknowledged) > 50
+        for name, decoder in acknowledged.items():
+            status, told = await get(f"{made.urls[0]}/v1/conversations/{name}")
+            assert (status, told["decoder"]) == (200, decoder), name

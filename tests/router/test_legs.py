@@ -1,0 +1,76 @@
+"""The two legs of a transferred turn: one prompt, one transfer, the client's bytes otherwise untouched."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.engines import Role
+from router.legs import decode_body, prefill_body, pull_from
+from router.turn import Api
+from tests.support.engines import info
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+BODIES = st.dictionaries(st.text(max_size=12).filter(lambda name: name != "kv_transfer_params"), VALUES)
+
+
+@given(BODIES, st.sampled_from([b"", b"  ", b"\n\t"]), st.booleans())
+def test_the_decode_leg_is_the_clients_bytes_with_one_field_more(
+    body: dict[str, Any], space: bytes, pretty: bool
+) -> None:
+    raw = space + orjson.dumps(body, option=orjson.OPT_INDENT_2 if pretty else None)
+    leg = decode_body(raw, {"transfer_id": "t"})
+    assert orjson.loads(leg) == {"kv_transfer_params": {"transfer_id": "t"}, **body}
+    assert leg.startswith(space + b"{") and leg.endswith(raw[raw.index(b"{") + 1 :])
+
+
+@pytest.mark.parametrize("api", list(Api))
+def test_the_prefill_leg_has_the_same_prompt_and_asks_for_one_token(api: Api) -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "prompt": "x",
+        "input": "x",
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 4,
+        "best_of": 5,
+        "min_tokens": 9,
+        "logprobs": True,
+        "max_tokens": 500,
+        "max_completion_tokens": 500,
+        "max_output_tokens": 500,
+        "store": True,
+    }
+    leg = orjson.loads(prefill_body(api, body, "t"))
+    for same in ("model", "messages", "prompt", "input", "tools", "tool_choice"):
+        assert leg[same] == body[same]
+    assert leg["stream"] is False
+    for gone in ("stream_options", "min_tokens", "logprobs", "best_of"):
+        assert gone not in leg
+    limits = {
+        Api.CHAT: {"max_tokens": 1, "max_completion_tokens": 1, "n": 1},
+        Api.COMPLETIONS: {"max_tokens": 1, "n": 1},
+        Api.RESPONSES: {"max_output_tokens": 1, "store": False},
+        Api.MESSAGES: {"max_tokens": 1},
+    }[api]
+    assert {name: leg[name] for name in limits} == limits
+    assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": "t"}
+
+
+def test_the_decoder_is_told_where_the_kv_will_be() -> None:
+    prefiller = info("p0", Role.PREFILL, epoch=7)
+    params = pull_from(type(prefiller)(**{**_fields(prefiller), "transfer": "10.0.0.1:4001"}), "t")
+    assert (params["remote_host"], params["remote_port"], params["remote_epoch"]) == ("10.0.0.1", 4001, 7)
+
+
+def _fields(one: Any) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in type(one).__slots__}

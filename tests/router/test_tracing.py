@@ -1,0 +1,159 @@
+"""Spans of a turn at a real OTLP receiver, through real gateways; nothing of it when it is off."""
+
+import asyncio
+import random
+import string
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from router.config import Tracing
+from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
+from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
+CANARY = "canary-of-a-prompt"
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with otlp_receiver() as received:
+        yield received
+
+
+async def spans_after(made: Fleet, received: Receiver) -> list[Received]:
+    """All there will be: the gateways send what they hold when they stop."""
+    for gateway in made.gateways:
+        await gateway.stop(1.0)
+    made.gateways.clear()
+    return received.spans
+
+
+def by_name(spans: list[Received]) -> dict[str, Received]:
+    assert len({span.name for span in spans}) == len(spans)
+    return {span.name: span for span in spans}
+
+
+async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, receiver: Receiver) -> None:
+    tracing = Tracing(receiver.endpoint, sample=0.0)  # the client's flag decides
+    async with fleet(tmp_path, tracing=tracing) as made:
+        answer = await ask(
+            made.urls[0], [user(CANARY)], stream=True, headers={"traceparent": SAMPLED, "tracestate": "a=1"}
+        )
+        assert answer.status == 200
+        (prefill,), (decode,) = made.prefills(), made.decoder_requests()
+        spans = by_name(await spans_after(made, receiver))
+    assert set(spans) == {"turn", "identify", "bind", "prefill leg", "transfer", "decode leg"}
+    turn = spans.pop("turn")
+    assert (turn.trace, turn.parent) == (TRACE, SPAN)
+    assert {span.trace for span in spans.values()} == {TRACE}
+    assert {span.parent for span in spans.values()} == {turn.span}
+    assert prefill.headers["traceparent"] == spans["prefill leg"].traceparent
+    assert decode.headers["traceparent"] == spans["decode leg"].traceparent
+    assert prefill.headers["tracestate"] == decode.headers["tracestate"] == "a=1"
+    assert spans["bind"].attributes["conserve.decoder"] == spans["decode leg"].attributes["conserve.engine"]
+    assert spans["decode leg"].events == ("first token",)
+    assert spans["identify"].end_ns <= spans["bind"].end_ns <= spans["decode leg"].begin_ns
+    assert spans["transfer"].begin_ns >= spans["prefill leg"].begin_ns
+    for span in spans.values():
+        assert turn.begin_ns <= span.begin_ns <= span.end_ns <= turn.end_ns
+        assert not span.error
+        assert CANARY not in repr(span)
+    assert turn.attributes["conserve.conversation"].endswith(answer.conversation)
+    assert turn.attributes["conserve.output_tokens"] > 0
+
+
+async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> None:
+    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+        messages = [user("hello " * 20)]
+        await ask(made.urls[0], messages)
+        messages += [assistant("answer"), user("more")]
+        await ask(made.urls[0], messages)
+        spans = await spans_after(made, receiver)
+    turns = [span for span in spans if span.name == "turn"]
+    assert len({span.trace for span in turns}) == 2
+    later = [span for span in spans if span.trace == turns[1].trace]
+    assert set(by_name(later)) == {"turn", "identify", "bind", "decode leg"}
+    assert by_name(later)["bind"].attributes["conserve.cause"] == "bound"
+
+
+async def test_a_turn_that_is_not_sampled_passes_as_it_came(tmp_path: Path, receiver: Receiver) -> None:
+    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+        await ask(made.urls[0], [user("a")], headers={"traceparent": NOT_SAMPLED})
+        (decode,) = made.decoder_requests()
+        assert decode.headers["traceparent"] == NOT_SAMPLED
+        assert await spans_after(made, receiver) == []
+
+
+@pytest.mark.parametrize("outcome", ["refused", "broken"])
+async def test_a_turn_that_fails_leaves_no_span_open(
+    tmp_path: Path, receiver: Receiver, outcome: str
+) -> None:
+    tracing = Tracing(receiver.endpoint, sample=1.0)
+    async with fleet(
+        tmp_path, decoders=2 if outcome == "broken" else 0, tracing=tracing, place_wait_s=0.2
+    ) as made:
+        if outcome == "broken":
+            for engine in made.engines.values():
+                engine.fail_status = 500
+        answer = await ask(made.urls[0], [user("a")])
+        assert answer.status >= 429
+        spans = await spans_after(made, receiver)
+    (turn,) = [span for span in spans if span.name == "turn"]
+    if outcome == "refused":
+        assert turn.error and {span.name for span in spans} == {"turn", "identify"}
+    else:
+        decodes = [span for span in spans if span.name == "decode leg"]
+        assert decodes and all(span.error for span in decodes)
+
+
+def odd_traceparents() -> list[str]:
+    rng = random.Random(7)
+    odd = ["", "00", "00-" + "0" * 32 + f"-{SPAN}-01", f"ff-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01-x"]
+    odd += [f"00-{TRACE.upper()}-{SPAN}-01", f"00-{TRACE}-{SPAN}-zz", "x" * 4000, "\xff\xfe", "00-" * 1000]
+    printable = string.printable.replace("\r", "").replace("\n", "").replace("\x0b", "").replace("\x0c", "")
+    odd += ["".join(rng.choices(printable, k=rng.randrange(80))).strip() for _ in range(30)]
+    return odd
+
+
+async def test_a_bad_traceparent_begins_a_new_trace_and_harms_nothing(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    odd = odd_traceparents()
+    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+        answers = [await send_raw(made.urls[0], value) for value in odd]
+        assert set(answers) == {b"200"}
+        turns = [span for span in await spans_after(made, receiver) if span.name == "turn"]
+    assert len(turns) == len(odd)
+    assert all(not span.parent for span in turns)
+    assert len({span.trace for span in turns}) == len(odd)
+
+
+async def send_raw(url: str, traceparent: str) -> bytes:
+    """Header values that a client library would refuse to send."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    body = b'{"model": "small", "messages": [{"role": "user", "content": "a"}]}'
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntraceparent: {traceparent}\r\ntracestate: =,=\r\n"
+    )
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode("latin-1") + body)
+    answer = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    return answer.split(b" ", 2)[1]
+
+
+async def test_without_a_receiver_turns_are_served(tmp_path: Path) -> None:
+    async with fleet(tmp_path, tracing=Tracing("http://127.0.0.1:9", sample=1.0)) as made:
+        assert (await ask(made.urls[0], [user("a")])).status == 200
+
+
+async def test_off_the_libraries_are_not_even_loaded(tmp_path: Path) -> None:
+    code = "import sys, router.gateway; print([m for m in sys.modules if m.startswith('opentelemetry')])"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await process.communicate()
+    assert printed.strip() == b"[]"

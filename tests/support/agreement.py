@@ -1,0 +1,83 @@
+"""A run whose bindings are compared with the simulation's, on fake engines and on real ones."""
+
+import asyncio
+from collections.abc import Iterator
+from random import Random
+
+import aiohttp
+
+from traces.format import Conversation, Turn
+from traces.replay import words
+from traces.simulator.agreement import LiveBinding
+
+AT_ONCE = 3
+
+
+def conversations(count: int, headroom: int) -> Iterator[Conversation]:
+    """First prompts such that two decoders always differ by more than what is promised beyond prompts.
+
+    When an engine reports a conversation, and its promise ends, is not the same to the millisecond on both
+    sides; with decoders that far apart it decides nothing.
+    """
+    random, held, grown = Random(5), [0, 0], 300
+    apart = AT_ONCE * headroom
+    for number in range(count):
+        less = held.index(min(held))
+        while True:
+            prompt = random.randrange(600, 8_000)
+            if abs(held[less] + prompt + grown - held[1 - less]) > apart:
+                break
+        held[less] += prompt + grown
+        turns = (Turn(prompt, 0, 8), Turn(150, prompt + 8, 8, 0.1))
+        yield Conversation(f"bound-{number}", 0.2 * number, turns)
+
+
+class Agents:
+    """Plays conversations as they are, one turn after the other, a few at once, in the order of the trace."""
+
+    def __init__(self, session: aiohttp.ClientSession, model: str) -> None:
+        self._session = session
+        self._model = model
+        self._chars_per_token = 1.0
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def learn_sizes(self) -> None:
+        """And let the gateway learn them, too."""
+        usage = await self._ask("sizes", [{"role": "user", "content": words.text("sizes", 4_000)}], 1)
+        self._chars_per_token = 4_000 / usage["prompt_tokens"]
+
+    async def play(self, trace: list[Conversation]) -> list[LiveBinding]:
+        playing = []
+        for conversation in trace:
+            await self._places.acquire()
+            playing.append(asyncio.create_task(self._play(conversation)))
+            await asyncio.sleep(0.05)  # so that they arrive in this order
+        await asyncio.gather(*playing)
+        return [await self._bound(conversation.id) for conversation in trace]
+
+    async def _play(self, conversation: Conversation) -> None:
+        messages: list[dict[str, str]] = []
+        try:
+            for number, turn in enumerate(conversation.turns):
+                size = round(turn.appended_tokens * self._chars_per_token)
+                text = words.text(f"{conversation.id}/{number}", size)
+                messages.append({"role": "user", "content": text})
+                await self._ask(conversation.id, messages, turn.output_tokens)
+                messages.append({"role": "assistant", "content": "yes"})
+        finally:
+            self._places.release()
+
+    async def _ask(self, conversation: str, messages: list[dict[str, str]], output: int) -> dict[str, int]:
+        body = {"model": self._model, "messages": messages, "max_tokens": output, "temperature": 0}
+        headers = {"X-Conversation-ID": conversation}
+        while True:
+            async with self._session.post("/v1/chat/completions", json=body, headers=headers) as answer:
+                if answer.status == 429:  # as agents do
+                    await asyncio.sleep(float(answer.headers["Retry-After"]))
+                    continue
+                assert answer.status == 200, await answer.text()
+                return dict((await answer.json())["usage"])
+
+    async def _bound(self, conversation: str) -> LiveBinding:
+        async with self._session.get(f"/v1/conversations/{conversation}") as answer:
+            return LiveBinding.from_note(conversation, (await answer.json())["placements"][0])

@@ -1,0 +1,27 @@
+"""Engine facts for tests that need a table and no engine."""
+
+from placement.curve import PrefillCurve
+from placement.engines import EngineInfo, EngineState, Role
+from placement.placer import Placer, PlacerSettings
+
+CURVES = {"prefill": PrefillCurve(0.01, 1e-5, 0.0)}
+
+
+def info(engine: str, role: Role = Role.DECODE, epoch: int = 1, kv_tokens: int = 10_000) -> EngineInfo:
+    tier = "prefill" if role is Role.PREFILL else "decode"
+    return EngineInfo(engine, tier, role, epoch, f"127.0.0.1:{1}", "", "", kv_tokens, 16, 32_768)
+
+
+def state(
+    engine: str,
+    seq: int,
+    live: int = 0,
+    epoch: int = 1,
+    confirmed: tuple[str, ...] = (),
+    draining: bool = False,
+) -> EngineState:
+    return EngineState(engine, epoch, seq, live, 0, 0, 10_000 - live, 0, 0, 0, 0, confirmed, draining)
+
+
+def placer(**changes: object) -> Placer:
+    return Placer(PlacerSettings(**{"headroom_tokens": 100, "fill": 0.95, **changes}), CURVES)  # type: ignore[arg-type]

@@ -1,0 +1,272 @@
+"""An engine that speaks vLLM's OpenAI surface over real sockets and computes nothing.
+
+It counts a byte of prompt as a token, remembers what it was asked, holds KV per conversation, and reports it
+as a real engine would. `python -m tests.support.fake_engine --name d0` runs one as a process and prints its
+port.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from placement.engines import EngineInfo, EngineState, Role
+
+_IDS = itertools.count(1)
+
+
+@dataclass
+class Seen:
+    """One request, as it arrived."""
+
+    path: str
+    conversation: str
+    body: dict[str, Any]
+    raw: bytes
+    headers: dict[str, str]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.body.get("kv_transfer_params") or {}
+
+
+@dataclass
+class FakeEngine:
+    name: str
+    role: Role = Role.DECODE
+    epoch: int = 1
+    kv_tokens: int = 100_000
+    max_context: int = 50_000
+    token_s: float = 0.002
+    prefill_s: float = 0.0
+    seen: list[Seen] = field(default_factory=list)
+    held: Counter[str] = field(default_factory=Counter)
+    confirmed: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    draining: bool = False
+    running: int = 0
+    aborted: int = 0
+    fail_status: int = 0
+    fail_body: str = ""
+    fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
+    port: int = 0
+    _seq: int = 0
+    _runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/health", _ok)
+        app.router.add_get("/_seen", self._show_seen)
+        app.router.add_get("/_state", self._show_state)
+        app.router.add_post("/_release", self._release)
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+            app.router.add_post(path, self._generate)
+        app.router.add_post("/tokenize", self._tokenize)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def info(self) -> EngineInfo:
+        tier = "prefill" if self.role is Role.PREFILL else "decode"
+        address = f"127.0.0.1:{self.port}"
+        return EngineInfo(
+            self.name, tier, self.role, self.epoch, address, address, "", self.kv_tokens, 16, self.max_context
+        )
+
+    def state(self) -> EngineState:
+        self._seq += 1
+        live = self.held.total()
+        confirmed, self.confirmed = tuple(self.confirmed), []
+        return EngineState(
+            self.name,
+            self.epoch,
+            self._seq,
+            live,
+            0,
+            0,
+            self.kv_tokens - live,
+            self.running,
+            0,
+            confirmed=confirmed,
+            draining=self.draining,
+        )
+
+    def release(self, key: str) -> None:
+        self.held.pop(key, None)
+        self.released.append(key)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        key = request.headers.get("x-session-id", "")
+        self.seen.append(Seen(request.path, key, body, raw, dict(request.headers)))
+        if self.fail_status:
+            return web.Response(status=self.fail_status, text=self.fail_body, content_type="application/json")
+        prompt = prompt_size(body)
+        if prompt > self.max_context:
+            error = {"message": f"maximum context length is {self.max_context}", "type": "BadRequestError"}
+            return web.json_response({"error": error}, status=400)
+        self.running += 1
+        try:
+            return await self._answer(request, body, key, prompt)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], key: str, prompt: int
+    ) -> web.StreamResponse:
+        await asyncio.sleep(self.prefill_s)
+        count = int(body.get("max_tokens") or body.get("max_output_tokens") or 4)
+        if self.role is not Role.PREFILL:
+            self.held[key] = prompt + count
+            self.confirmed.append(key)
+        usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+        responses, messages = request.path == "/v1/responses", request.path == "/v1/messages"
+        if responses or messages:
+            usage = {"input_tokens": prompt, "output_tokens": count, "total_tokens": prompt + count}
+        answer_id = f"resp_{self.name}_{next(_IDS)}" if responses else f"cmpl-{next(_IDS)}"
+        if not body.get("stream"):
+            await asyncio.sleep(self.token_s * count)
+            return web.json_response(_whole(request.path, answer_id, count, usage))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        if messages:
+            await self._stream_message(response, answer_id, count, usage)
+            return response
+        for number in range(count):
+            await asyncio.sleep(self.token_s)
+            if self.fail_after and number == self.fail_after:
+                error = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
+                await response.write(_event({"error": error}))
+                break
+            await response.write(_chunk(request.path, answer_id, number, number == count - 1))
+        if responses:
+            done = {
+                "type": "response.completed",
+                "response": {"id": answer_id, "status": "completed", "usage": usage},
+            }
+            await response.write(_event(done))
+        else:
+            if (body.get("stream_options") or {}).get("include_usage"):
+                await response.write(_event({"id": answer_id, "choices": [], "usage": usage}))
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _stream_message(
+        self, response: web.StreamResponse, answer_id: str, count: int, usage: dict[str, int]
+    ) -> None:
+        start = {
+            **_whole("/v1/messages", answer_id, 0, {"input_tokens": 0, "output_tokens": 0}),
+            "content": [],
+        }
+        await response.write(_named("message_start", message=start))
+        block = {"type": "text", "text": ""}
+        await response.write(_named("content_block_start", index=0, content_block=block))
+        for number in range(count):
+            await asyncio.sleep(self.token_s)
+            delta = {"type": "text_delta", "text": f"w{number} "}
+            await response.write(_named("content_block_delta", index=0, delta=delta))
+        await response.write(_named("content_block_stop", index=0))
+        stop = {"stop_reason": "end_turn", "stop_sequence": None}
+        await response.write(_named("message_delta", delta=stop, usage=usage))
+        await response.write(_named("message_stop"))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"tokens": list(str(body.get("prompt", "")).encode()), "engine": self.name})
+
+    async def _show_seen(self, request: web.Request) -> web.Response:
+        seen = [{"path": s.path, "conversation": s.conversation, "params": s.params} for s in self.seen]
+        return web.json_response({"seen": seen, "released": self.released, "aborted": self.aborted})
+
+    async def _show_state(self, request: web.Request) -> web.Response:
+        state = self.state()
+        return web.json_response({name: getattr(state, name) for name in EngineState.__slots__})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self.release((await request.json())["key"])
+        return web.json_response({})
+
+
+def prompt_size(body: dict[str, Any]) -> int:
+    prompt = body.get("messages") or body.get("input") or body.get("prompt") or ""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    return len(prompt) if isinstance(prompt, str) else len(json.dumps(prompt))
+
+
+def _whole(path: str, answer_id: str, count: int, usage: dict[str, int]) -> dict[str, Any]:
+    if path == "/v1/responses":
+        return {"id": answer_id, "object": "response", "status": "completed", "usage": usage, "output": []}
+    text = "w " * count
+    if path == "/v1/messages":
+        blocks = [{"type": "text", "text": text}]
+        message = {"type": "message", "role": "assistant", "model": "small", "content": blocks}
+        return {"id": answer_id, **message, "stop_reason": "end_turn", "usage": usage}
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    if path == "/v1/completions":
+        choice = {"index": 0, "finish_reason": "stop", "text": text}
+    return {"id": answer_id, "choices": [choice], "usage": usage}
+
+
+def _chunk(path: str, answer_id: str, number: int, last: bool) -> bytes:
+    text = f"w{number} "
+    if path == "/v1/responses":
+        kind = "response.created" if number == 0 else "response.output_text.delta"
+        return _event({"type": kind, "response": {"id": answer_id}, "delta": text})
+    choice: dict[str, Any] = {
+        "index": 0,
+        "delta": {"content": text},
+        "finish_reason": "stop" if last else None,
+    }
+    if path == "/v1/completions":
+        choice = {"index": 0, "text": text, "finish_reason": "stop" if last else None}
+    return _event({"id": answer_id, "choices": [choice]})
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def _named(name: str, **data: Any) -> bytes:
+    return f"event: {name}\n".encode() + _event({"type": name, **data})
+
+
+async def _ok(request: web.Request) -> web.Response:
+    return web.Response(text="ok")
+
+
+async def _main(options: argparse.Namespace) -> None:
+    engine = FakeEngine(options.name, Role(options.role), options.epoch, token_s=options.token_s)
+    await engine.start(options.port)
+    print(engine.port, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--role", default="decode")
+    parser.add_argument("--epoch", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--token-s", type=float, default=0.002)
+    try:
+        asyncio.run(_main(parser.parse_args()))
+    except KeyboardInterrupt:
+        sys.exit(0)

@@ -1,0 +1,170 @@
+"""A small fleet of fake engines with a real directory and real gateways, all over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from placement.engines import EngineInfo, Role
+from placement.redisaggregation import Redisaggregation
+from router.config import GatewayConfig, Model
+from router.directory.server import DirectoryServer, DirectorySettings
+from router.directory.table import TableSettings
+from router.gateway import Gateway
+from tests.support.engines import placer
+from tests.support.fake_engine import FakeEngine, Seen
+
+MODEL = "small"
+REDISAGGREGATE_TOKENS = 2000
+_TIMEOUT = aiohttp.ClientTimeout(30)
+
+
+@dataclass
+class Fleet:
+    engines: dict[str, FakeEngine]
+    directory: DirectoryServer
+    address: str
+    gateways: list[Gateway] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
+
+    async def add_gateway(self, **changes: Any) -> str:
+        config = GatewayConfig(
+            directory=self.address,
+            models=(Model(MODEL),),
+            name=f"g{len(self.gateways)}",
+            port=0,
+            place_wait_s=2.0,
+            redisaggregate_tokens=REDISAGGREGATE_TOKENS,
+            tokens_per_byte=1.0,
+        )
+        gateway = Gateway(replace(config, **changes))
+        port = await gateway.start()
+        assert await gateway.directory.engines.wait_for_any(5.0)
+        self.gateways.append(gateway)
+        self.urls.append(f"http://127.0.0.1:{port}")
+        return self.urls[-1]
+
+    def decoder_requests(self) -> list[Seen]:
+        return self._seen(decoding=True)
+
+    def prefills(self) -> list[Seen]:
+        return self._seen(decoding=False)
+
+    def _seen(self, decoding: bool) -> list[Seen]:
+        engines = [one for one in self.engines.values() if (one.role is not Role.PREFILL) is decoding]
+        return [seen for engine in engines for seen in engine.seen]
+
+    async def feed(self) -> None:
+        """What keepers do: report each engine's state."""
+        while True:
+            for engine in tuple(self.engines.values()):
+                self.directory.engine_state(engine.state())
+            await asyncio.sleep(0.02)
+
+    async def release(self, info: EngineInfo, key: str) -> None:
+        self.engines[info.engine].release(key)
+
+    async def settle(self) -> None:
+        """Until reports have arrived everywhere."""
+        await asyncio.sleep(0.15)
+
+
+@asynccontextmanager
+async def fleet(
+    tmp_path: Path,
+    *,
+    decoders: int = 2,
+    prefillers: int = 1,
+    gateways: int = 1,
+    ttl_s: float = 600.0,
+    gateway_grace_s: float = 0.2,
+    engine: dict[str, Any] | None = None,
+    placing: dict[str, Any] | None = None,
+    **config: Any,
+) -> AsyncIterator[Fleet]:
+    engines = {f"p{n}": FakeEngine(f"p{n}", Role.PREFILL, **(engine or {})) for n in range(prefillers)}
+    engines |= {f"d{n}": FakeEngine(f"d{n}", **(engine or {})) for n in range(decoders)}
+    for one in engines.values():
+        await one.start()
+    made = Fleet(engines, None, "")  # type: ignore[arg-type]
+    settings = DirectorySettings(
+        table=TableSettings(ttl_s=ttl_s), gateway_grace_s=gateway_grace_s, push_states_s=0.1
+    )
+    placing = {"redisaggregation": Redisaggregation(REDISAGGREGATE_TOKENS), **(placing or {})}
+    journal = tmp_path / "journal"
+    made.directory = DirectoryServer(settings, placer(**placing), journal, made.release, secret="s3cret")
+    made.address = f"127.0.0.1:{await made.directory.start('127.0.0.1', 0)}"
+    for one in engines.values():
+        made.directory.engine_up(one.info)
+    feeding = asyncio.create_task(made.feed())
+    try:
+        for _ in range(gateways):
+            await made.add_gateway(directory_secret="s3cret", **config)
+        yield made
+    finally:
+        for gateway in made.gateways:
+            await gateway.stop(0.2)
+        feeding.cancel()
+        await made.directory.stop(0.1)
+        for one in engines.values():
+            await one.stop()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def conversation(self) -> str:
+        return self.headers["x-conversation-id"]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return dict(orjson.loads(self.body)["error"])
+
+
+async def ask(
+    url: str,
+    messages: list[dict[str, Any]] | str,
+    *,
+    headers: dict[str, str] | None = None,
+    path: str = "/v1/chat/completions",
+    **body: Any,
+) -> Answer:
+    if path == "/v1/chat/completions":
+        body = {"messages": messages, **body}
+    elif path == "/v1/completions":
+        body = {"prompt": messages, **body}
+    else:
+        body = {"input": messages, **body}
+    async with (
+        aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+        session.post(f"{url}{path}", json={"model": MODEL, **body}, headers=headers) as response,
+    ):
+        got = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(response.status, got, await response.read())
+
+
+async def get(url: str, method: str = "GET", headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+        session.request(method, url, headers=headers) as response,
+    ):
+        text = await response.text()
+        is_json = response.content_type == "application/json"
+        return response.status, orjson.loads(text) if is_json else text
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}

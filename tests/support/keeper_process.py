@@ -1,0 +1,54 @@
+"""python -m tests.support.keeper_process DIRECTORY MODEL [OPTIONS]: a keeper in a process, to be killed."""
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+from kvtransfer.config import ConnectorConfig
+from placement.engines import Role
+from workers.board import Board
+from workers.command import FEED_SOCKET
+from workers.control.server import ControlServer
+from workers.feed import ConnectorFeed
+from workers.keeper import Keeper
+from workers.spec import Device, EngineSpec, KeeperSettings
+
+SECRET = "the-secret-of-this-test"
+LEASE_S = 20.0
+
+
+def spec(directory: Path, model: str, options: dict[str, object]) -> EngineSpec:
+    return EngineSpec(
+        engine="engine-0",
+        tier="mixed",
+        role=Role.MIXED,
+        model=model,
+        served_name="small",
+        device=Device.CPU,
+        directory=directory,
+        dtype="float32",
+        max_context=4096,
+        threads=1,
+        options=tuple({"num-gpu-blocks-override": 256, "block-size": 32, **options}.items()),
+        env=(("VLLM_CPU_KVCACHE_SPACE", "1"),),
+        connector=ConnectorConfig(transfer=False),
+    )
+
+
+async def keep(directory: Path, model: str, options: dict[str, object]) -> None:
+    board = Board("engine-0")
+    feed = ConnectorFeed("engine-0", directory / FEED_SOCKET)
+    control = ControlServer(board, feed, SECRET)
+    address = await control.start("127.0.0.1")
+    (directory / "control").write_text(address)
+    settings = KeeperSettings(lease_s=LEASE_S, backoff_first_s=1.0, health_interval_s=0.5)
+    wanted = spec(directory, model, options)
+    await Keeper(wanted, settings, board, feed, secret=SECRET, control=address).run()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    asyncio.run(keep(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}))

@@ -1,0 +1,138 @@
+"""A replay ends in its time, within its bounds, and nothing that went wrong is missing from its result."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.traces.replay.engine import Engine
+from tests.traces.replay.workload import Counting, agent
+from traces.format import Conversation, TraceError
+from traces.replay import Replay, ReplayError, ReplayOptions, record, replay, summarise
+from traces.replay.results import Outcome
+
+
+async def played(engine: Engine, *conversations: Conversation, **options: object) -> Replay:
+    chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
+    return await replay(conversations, chosen, Counting())
+
+
+async def test_no_more_conversations_than_allowed_and_late_ones_are_counted() -> None:
+    async with Engine().running() as engine:
+        run = await played(
+            engine, *(agent(str(n), turns=3, wait=0.0) for n in range(12)), max_conversations=3
+        )
+    assert engine.most_in_flight <= 3
+    assert summarise(run).late_starts > 0
+    assert summarise(run).outcomes["done"] == 12
+
+
+async def test_the_time_limit_ends_it_and_tells_what_is_not_done() -> None:
+    slow = agent("slow", turns=10, wait=0.3)
+    never = agent("never", arrival=60.0)
+    async with Engine().running() as engine:
+        began = time.monotonic()
+        run = await played(engine, agent("quick", turns=1), slow, never, time_limit_s=0.7)
+        assert time.monotonic() - began < 2.5
+    quick, unfinished, absent = run.conversations
+    assert quick.outcome is Outcome.DONE
+    assert unfinished.outcome is Outcome.UNFINISHED
+    assert 1 <= len(unfinished.turns) < 10
+    assert absent.outcome is Outcome.NOT_STARTED
+    summary = summarise(run)
+    assert summary.outcomes == {"done": 1, "failed": 0, "unfinished": 1, "not_started": 1}
+    assert summary.spreads["e2e"].count == 1
+
+
+async def test_it_can_be_stopped() -> None:
+    stop = asyncio.Event()
+    async with Engine().running() as engine:
+        options = ReplayOptions(url=engine.url, probes=0, time_limit_s=60.0)
+        asyncio.get_running_loop().call_later(0.4, stop.set)
+        run = await asyncio.wait_for(replay([agent("a", turns=50)], options, Counting(), stop=stop), 5.0)
+    assert run.conversations[0].outcome is Outcome.UNFINISHED
+
+
+async def test_a_refusal_is_waited_out_counted_and_part_of_the_latency() -> None:
+    async with Engine(refuse=[(429, "0.3"), (503, "0.1")]).running() as engine:
+        run = await played(engine, agent("a", turns=1))
+    (result,) = run.conversations
+    assert result.outcome is Outcome.DONE
+    assert result.refusals == result.turns[0].refusals == 2
+    assert result.turns[0].ttft_s > 0.4
+
+
+async def test_endless_refusals_fail_the_conversation() -> None:
+    async with Engine(refuse=[(429, "0")] * 50).running() as engine:
+        run = await played(engine, agent("a"), retries=3)
+    (result,) = run.conversations
+    assert result.outcome is Outcome.FAILED
+    assert "refused 4 times" in result.error
+    assert summarise(run).refusals == 4
+
+
+@pytest.mark.parametrize(
+    ("engine", "complaint"),
+    [
+        (Engine(cut_after=3), "ClientPayloadError"),
+        (Engine(end_after=3), "without a finish reason"),
+        (Engine(error_event=True), "engine died"),
+        (Engine(refuse=[(500, "")]), "HTTP 500: full"),
+        (Engine(fixed_s=0.8), "no end of the answer within 0.4 s"),
+    ],
+)
+async def test_whatever_breaks_a_stream_is_in_the_result(engine: Engine, complaint: str) -> None:
+    async with engine.running():
+        run = await played(engine, agent("a", turns=1), request_timeout_s=0.4)
+    (result,) = run.conversations
+    assert result.outcome is Outcome.FAILED
+    assert re.search(complaint, result.error), result.error
+    assert sum(summarise(run).errors.values()) == 1
+
+
+async def test_nobody_listening_is_an_error_at_once() -> None:
+    options = ReplayOptions(url="http://127.0.0.1:9")
+    with pytest.raises(ReplayError, match="is the endpoint up"):
+        await replay([agent("a")], options, Counting())
+
+
+async def test_a_fleet_that_fails_the_probe_is_not_loaded() -> None:
+    async with Engine(error_event=True).running() as engine:
+        with pytest.raises(ReplayError, match=r"first probe failed.*engine died"):
+            await played(engine, agent("a"), probes=1)
+
+
+async def test_counters_are_what_grew_and_pages_that_do_not_answer_are_named() -> None:
+    async with Engine().running() as engine:
+        rising = "# TYPE conserve_energy_joules_total counter\nconserve_energy_joules_total {}\n"
+        engine.metrics = rising.format(10)
+
+        class Working(Counting):
+            def answered(self, turn: object) -> None:
+                engine.metrics = rising.format(60) + "# TYPE up gauge\nup 1\n"
+
+        options = ReplayOptions(
+            url=engine.url, probes=0, time_limit_s=20.0, metrics_urls=("http://127.0.0.1:9/metrics",)
+        )
+        run = await replay([agent("a", turns=1, out=25)], options, Working())
+    assert run.meters.counters == {"conserve_energy_joules_total": 50.0}
+    assert summarise(run).output_tokens_per_joule == 0.5
+    assert [page.split(": ")[0] for page in run.meters.unread] == ["http://127.0.0.1:9/metrics"]
+
+
+async def test_a_result_is_read_back_as_it_was_and_holds_no_key(tmp_path: Path) -> None:
+    async with Engine(refuse=[(500, "")]).running() as engine:
+        run = await played(engine, agent("a"), agent("b", arrival=0.1), api_key="a-secret-key")
+    path = tmp_path / "run.json"
+    record.write(path, run)
+    assert record.read(path) == run
+    assert b"a-secret-key" not in path.read_bytes()
+
+
+def test_another_file_is_not_taken_for_a_result(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    with pytest.raises(TraceError, match="not a result"):
+        record.read(path)

@@ -1,0 +1,122 @@
+"""What goes over the wire: history grows by the answers, tools take their time, sizes are the trace's."""
+
+from itertools import pairwise
+
+import pytest
+
+from tests.traces.replay.engine import CHARS_PER_TOKEN, Engine, render, shared
+from tests.traces.replay.workload import Counting, agent
+from traces.format import Conversation, Ending, Turn
+from traces.replay import Dialect, ReplayOptions, ToolStyle, replay
+
+
+async def served(engine: Engine, *conversations: Conversation, **options: object) -> None:
+    chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
+    run = await replay(conversations, chosen, Counting())
+    assert all(result.outcome == "done" for result in run.conversations), run.conversations
+
+
+async def test_each_prompt_is_the_one_before_with_its_answer_and_something_new() -> None:
+    async with Engine().running() as engine:
+        await served(engine, agent("a"))
+    for before, after in pairwise(engine.seen):
+        old, new = before.body["messages"], after.body["messages"]
+        assert new[: len(old)] == old
+        answer, following = new[len(old) :]
+        assert answer["role"] == "assistant"
+        assert answer["content"].startswith("000 001 ")
+        assert following["content"]
+
+
+async def test_tools_are_calls_and_results_or_plain_text() -> None:
+    async with Engine().running() as engine:
+        await served(engine, agent("a", turns=2))
+        await served(engine, agent("b", turns=2), tools=ToolStyle.TEXT)
+    _, with_tools, _, as_text = engine.seen
+    _, answer, result = with_tools.body["messages"]
+    assert result["role"] == "tool"
+    assert answer["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert [message["role"] for message in as_text.body["messages"]] == ["user", "assistant", "user"]
+
+
+async def test_after_an_answer_to_the_user_the_user_speaks() -> None:
+    said = Turn(100, 0, 4, ending=Ending.END_OF_TURN)
+    conversation = Conversation("a", 0.0, (said, Turn(20, 104, 4)))
+    async with Engine().running() as engine:
+        await served(engine, conversation)
+    assert [m["role"] for m in engine.seen[1].body["messages"]] == ["user", "assistant", "user"]
+
+
+async def test_a_turn_waits_for_the_answer_and_for_its_tool() -> None:
+    async with Engine().running() as engine:
+        await served(engine, agent("a", wait=0.12))
+    for before, after in pairwise(engine.seen):
+        assert 0.12 <= after.at - before.last_at < 0.2
+
+
+async def test_conversations_start_at_their_arrivals() -> None:
+    async with Engine().running() as engine:
+        await served(engine, *(agent(str(n), arrival=0.15 * n, turns=1) for n in range(4)))
+    start = engine.seen[0].at
+    assert [seen.at - start for seen in engine.seen] == pytest.approx([0.0, 0.15, 0.3, 0.45], abs=0.03)
+
+
+@pytest.mark.parametrize("tokenize", [True, False])
+async def test_prompts_have_the_traces_sizes_with_and_without_a_tokenize_endpoint(tokenize: bool) -> None:
+    conversation = agent("a", turns=6, first=3000, append=300, wait=0.0)
+    async with Engine(tokenize=tokenize).running() as engine:
+        await served(engine, conversation)
+    for turn, seen in zip(conversation.turns, engine.seen[-6:], strict=True):
+        assert seen.prompt_tokens == pytest.approx(turn.prompt_tokens, rel=0.01, abs=4)
+
+
+async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> None:
+    turns = (
+        Turn(1000, 0, 8, ending=Ending.TOOL_USE),
+        Turn(200, 1008, 8, ending=Ending.TOOL_USE),
+        Turn(500, 600, 8),
+    )
+    async with Engine().running() as engine:
+        await served(engine, Conversation("a", 0.0, turns))
+    broken = engine.seen[2]
+    assert broken.prompt_tokens == pytest.approx(1100, rel=0.02)
+    assert broken.new_tokens == pytest.approx(500, rel=0.05)
+    same = shared(render(broken.body["messages"]), render(engine.seen[0].body["messages"]))
+    assert same / CHARS_PER_TOKEN == pytest.approx(600, rel=0.1)
+
+
+async def test_a_child_begins_as_its_parent_does() -> None:
+    parent = agent("p", turns=1, first=800)
+    child = Conversation("c", 0.3, (Turn(200, 600, 4),), parent="p")
+    async with Engine().running() as engine:
+        await served(engine, parent, child)
+    assert engine.seen[1].new_tokens == pytest.approx(200, rel=0.1)
+
+
+async def test_another_salt_shares_nothing_and_the_same_one_sends_the_same() -> None:
+    async with Engine().running() as engine:
+        for salt in ("1", "1", "2"):
+            await served(engine, agent("a", turns=1), salt=salt)
+    one, again, other = (render(seen.body["messages"]) for seen in engine.seen)
+    assert one == again
+    assert one[:40] != other[:40]
+
+
+async def test_only_vllm_is_asked_for_exact_lengths() -> None:
+    async with Engine().running() as engine:
+        await served(engine, agent("a", turns=1))
+        await served(engine, agent("b", turns=1), dialect=Dialect.OPENAI)
+    exact, standard = (seen.body for seen in engine.seen)
+    assert exact["ignore_eos"] is True
+    assert exact["min_tokens"] == exact["max_tokens"] == 6
+    assert not {"ignore_eos", "min_tokens"} & set(standard)
+
+
+async def test_no_conversation_id_unless_asked_for() -> None:
+    async with Engine().running() as engine:
+        await served(engine, agent("a", turns=1))
+        await served(engine, agent("b", turns=1), conversation_header="X-Session-ID", api_key="k")
+    plain, named = (seen.headers for seen in engine.seen)
+    assert not any("session" in name.lower() for name in plain)
+    assert named["X-Session-ID"] == "b"
+    assert named["Authorization"] == "Bearer k"

@@ -1,0 +1,48 @@
+"""Small conversations for replays, and a watcher that only counts."""
+
+from traces.format import Conversation, Ending, Turn
+from traces.replay.results import ConversationResult, TurnResult
+
+
+def agent(
+    name: str,
+    arrival: float = 0.0,
+    turns: int = 4,
+    first: int = 400,
+    append: int = 60,
+    out: int = 6,
+    wait: float = 0.03,
+) -> Conversation:
+    built: list[Turn] = []
+    context = 0
+    for index in range(turns):
+        turn = Turn(
+            appended_tokens=append if index else first,
+            cached_tokens=context,
+            output_tokens=out,
+            wait_s=wait if index else 0.0,
+            ending=Ending.END_OF_TURN if index == turns - 1 else Ending.TOOL_USE,
+        )
+        context = turn.context_tokens
+        built.append(turn)
+    return Conversation(name, arrival, tuple(built))
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, int]] = []
+        self.begun: list[str] = []
+        self.turns = 0
+        self.results: list[ConversationResult] = []
+
+    def phase(self, name: str, conversations: int) -> None:
+        self.phases.append((name, conversations))
+
+    def started(self, conversation: Conversation) -> None:
+        self.begun.append(conversation.id)
+
+    def answered(self, turn: TurnResult) -> None:
+        self.turns += 1
+
+    def ended(self, result: ConversationResult) -> None:
+        self.results.append(result)

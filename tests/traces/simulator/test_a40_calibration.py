@@ -1,0 +1,49 @@
+"""The calibration says what the paper says, and nothing else was put in."""
+
+import pytest
+
+from traces.simulator import a40
+from traces.simulator.a40 import Calibration
+from traces.simulator.curve import prefill_curve, prefill_seconds
+
+ENGINE = Calibration().engine(a40.PREFILL_CHUNK)
+MODEL = Calibration().latency()
+READ = MODEL.per_attended + MODEL.per_context  # of a token of context
+
+
+def test_a_mean_prompt_is_prefilled_at_25k_tokens_a_second() -> None:
+    seconds = prefill_seconds(ENGINE, round(a40.INPUT_TOKENS))
+    assert a40.INPUT_TOKENS / seconds == pytest.approx(25_000, rel=1e-3)
+    assert 1 / seconds == pytest.approx(a40.SATURATED_RATE, rel=1e-3)
+
+
+def test_a_full_decoder_gives_1k_tokens_a_second() -> None:
+    slots = a40.KV_TOKENS / (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS)
+    iteration = MODEL.constant + READ * a40.KV_TOKENS
+    assert slots / iteration == pytest.approx(1_000, rel=1e-6)
+
+
+def test_a_collocated_chunk_is_the_slo_times_the_baseline() -> None:
+    chunk = a40.COLLOCATED_CHUNK
+    baseline = MODEL.constant + READ * (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2)
+    iteration = MODEL.constant + chunk * (MODEL.per_token + MODEL.per_attended * chunk)
+    assert iteration == pytest.approx(a40.SLO_FACTOR * baseline, rel=1e-6)
+
+
+def test_prefill_stays_below_the_cards_peak() -> None:
+    """149.7 TFLOPS of dense bf16: a calibration above it would be an error in the arithmetic."""
+    linear, _ = Calibration._flops()
+    assert 0.2 < linear / MODEL.per_token / 149.7e12 < 1
+
+
+def test_the_curve_fits_the_chunked_engine() -> None:
+    curve = prefill_curve(ENGINE)
+    for tokens in (500, 5_000, 15_000, 60_000):
+        assert curve.seconds(tokens) == pytest.approx(prefill_seconds(ENGINE, tokens), rel=0.25)
+
+
+def test_a_cap_slows_prefill_and_leaves_decoding() -> None:
+    capped = ENGINE.capped(a40.CAP_W)
+    assert prefill_seconds(capped, 15_000) > 1.15 * prefill_seconds(ENGINE, 15_000)
+    one = prefill_seconds(capped, 15_001, cached=15_000)
+    assert one < 1.01 * prefill_seconds(ENGINE, 15_001, cached=15_000)

@@ -1,0 +1,53 @@
+"""On a simulated fleet, following what `conserve advise` would say takes the waiting away."""
+
+from collections.abc import Iterable, Iterator
+
+from placement.advice import Action, Thresholds, advise
+from placement.capacity import Signals
+from placement.placer import PlacerSettings
+from tests.traces.simulator.conftest import fleet
+from traces.format import Conversation
+from traces.generators import paper
+from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.summary import Summary, summarise
+
+WINDOW_S = 30.0
+LONGEST_WAIT_S = 10.0
+
+
+def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[Summary, Signals]:
+    """What came of it, and the signals as the last conversation arrived."""
+    settings = SimulationSettings(placer=PlacerSettings(capacity_window_s=WINDOW_S))
+    simulation = Simulation(fleet(prefillers, decoders), settings)
+    placer = simulation.fleet.placer
+    last: list[Signals] = []
+
+    def arriving(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        for conversation in conversations:
+            now = simulation.events.now
+            placer.arrived(conversation.turns[0].prompt_tokens, now)
+            placer.look(now)
+            last[:] = [placer.signals(0, now)]
+            yield conversation
+
+    result = simulation.run(arriving(paper(count, rate, seed=3).conversations))
+    return summarise("conserve", result), last[0]
+
+
+def test_following_the_advice_ends_the_queues_and_then_it_asks_for_no_more() -> None:
+    engines = {Action.ADD_PREFILLERS: 1, Action.ADD_DECODERS: 6}
+    first: Summary | None = None
+    for _ in range(6):
+        summary, seen = played(*engines.values(), rate=12.0, count=1500)
+        first = first or summary
+        added = {one.action: one.count for one in advise(seen, Thresholds(), LONGEST_WAIT_S)}
+        added = {action: count for action, count in added.items() if action in engines}
+        if not added:
+            break
+        for action, count in added.items():
+            engines[action] += count
+    assert not added
+    assert first is not None and first.first_turn_ttft_p95_s > 100
+    assert summary.first_turn_ttft_p95_s < LONGEST_WAIT_S
+    assert engines[Action.ADD_PREFILLERS] == 10, "6.7 seconds of prompts arrive a second, at 70 % each"
+    assert engines[Action.ADD_DECODERS] < 20

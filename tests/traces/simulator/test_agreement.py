@@ -1,0 +1,59 @@
+"""Bindings of a run, compared with the simulation's one by one."""
+
+import pytest
+
+from placement.placer import PlacerSettings
+from traces.format import Conversation, Turn
+from traces.simulator.agreement import LiveBinding, compare
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
+
+from .conftest import fleet
+from .test_conservation import trace
+
+SETTINGS = SimulationSettings(SystemSettings(System.CONSERVE), PlacerSettings(max_prefill_wait_s=1e9))
+
+
+def live_run(found: list[Conversation], offset: float) -> list[LiveBinding]:
+    """As a fleet would have left it: other clock, prompts as counted, decoders as bound."""
+    simulation = Simulation(fleet(decoders=4), SETTINGS)
+    simulation.run(found)
+    decoders = dict(simulation.bound)
+    return [
+        LiveBinding.from_note(
+            conversation.id,
+            {
+                "at": offset + conversation.arrival_s,
+                "decoder": decoders[conversation.id],
+                "receipt": {"prompt_tokens": conversation.turns[0].prompt_tokens},
+            },
+        )
+        for conversation in found
+    ]
+
+
+def test_a_run_agrees_with_itself_whatever_its_clock() -> None:
+    found = trace(11)
+    agreement = compare(fleet(decoders=4), SETTINGS, found, live_run(found, offset=1e6))
+    assert agreement.compared == len(found) and agreement.share > 0.95
+
+
+def test_a_conversation_bound_elsewhere_is_named() -> None:
+    found = [Conversation(f"c{i}", float(i), (Turn(4_000, 0, 400),)) for i in range(6)]
+    live = live_run(found, 0.0)
+    moved = LiveBinding("c3", 3.0, 4_000, "decode-9")
+    agreement = compare(fleet(decoders=4), SETTINGS, found, [*live[:3], moved, *live[4:]])
+    assert [(one.conversation, one.live) for one in agreement.differences] == [("c3", "decode-9")]
+    assert agreement.share == pytest.approx(5 / 6)
+
+
+def test_the_prompt_counts_as_it_was_counted_live() -> None:
+    """Two prompts of different length, then a third: it goes where the shorter one was."""
+    found = [Conversation(f"c{i}", 0.0, (Turn(1_000, 0, 2_000),)) for i in range(3)]
+    live = [
+        LiveBinding("c0", 0.0, 9_000, "decode-0"),
+        LiveBinding("c1", 0.001, 2_000, "decode-1"),
+        LiveBinding("c2", 0.002, 500, "decode-1"),
+    ]
+    settings = SimulationSettings(placer=PlacerSettings(headroom_tokens=0))
+    assert compare(fleet(decoders=2), settings, found, live).share == 1.0

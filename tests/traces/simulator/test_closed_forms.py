@@ -1,0 +1,182 @@
+"""What queueing theory and plain sums say, the simulated engine says as well."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.engines import Role
+from placement.latency import BatchWork, LatencyModel
+from traces.format import Conversation, Turn
+from traces.simulator.entities.batch import Batch
+from traces.simulator.entities.engine import Engine
+from traces.simulator.entities.kv import Pressure
+from traces.simulator.entities.live import Live
+from traces.simulator.events import EventQueue
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.profile import Fleet, Tier
+from traces.simulator.simulation import Simulation, SimulationSettings
+
+from .conftest import MODEL, one_turn, profile, work
+
+models = st.builds(
+    LatencyModel,
+    per_token=st.floats(1e-6, 1e-4),
+    per_attended=st.floats(0, 1e-8),
+    per_context=st.floats(0, 1e-6),
+    constant=st.floats(1e-3, 0.1),
+)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_waiting_at_a_prefiller_is_that_of_md1(load: float) -> None:
+    """Equal prompts of exactly one chunk, Poisson arrivals: wait = load x service / (2 (1 - load))."""
+    events, random, waits = EventQueue(), Random(7), []
+    prompt = 2048
+    service = MODEL.seconds(BatchWork.of([(prompt, 0)]))
+
+    def prefilled(engine: Engine, live: Live) -> None:
+        waits.append(events.now - live.arrived - service)
+
+    engine = Engine("p", profile(), events, Pressure.PIN, prefilled, lambda *_: None)
+
+    def arrive(number: int) -> None:
+        live = work(str(number), prompt, left=0)
+        live.arrived = events.now
+        engine.submit(live)
+        if number < 40_000:
+            events.at(events.now + random.expovariate(load / service), arrive, number + 1)
+
+    events.at(0.0, arrive, 0)
+    events.run()
+    assert min(waits) > -1e-9
+    assert sum(waits) / len(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
+
+
+@given(models, st.lists(st.tuples(st.integers(1, 50_000), st.integers(2, 300)), min_size=1, max_size=8))
+def test_tbt_of_a_decoder_is_its_model_at_the_kv_it_reads(
+    model: LatencyModel, rows: list[tuple[int, int]]
+) -> None:
+    """Many iterations in one step cost what they cost one by one."""
+    batch = Batch(model)
+    for number, (context, left) in enumerate(rows):
+        batch.join(work(str(number), 0, left, context))
+    iterations = batch.until_an_end()
+    assert iterations == min(left for _, left in rows)
+    one_by_one = sum(
+        model.seconds(BatchWork.of((1, context + i) for context, _ in rows)) for i in range(iterations)
+    )
+    assert batch.seconds(iterations) == pytest.approx(one_by_one, rel=1e-9)
+
+
+@given(models, st.integers(1, 200), st.integers(0, 10**7), st.floats(0.0001, 100))
+def test_the_next_boundary_is_the_first_at_or_after_a_time(
+    model: LatencyModel, rows: int, context: int, seconds: float
+) -> None:
+    batch = Batch(model)
+    batch.rows, batch.context = rows, context
+    found = batch.iterations_in(seconds)
+    assert batch.seconds(found) >= seconds
+    assert found == 1 or batch.seconds(found - 1) < seconds
+
+
+arrivals = st.lists(
+    st.tuples(st.floats(0, 3), st.integers(1, 5_000), st.integers(1, 60)),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda turn: turn[
+        0
+    ],  # of two at one instant, the first is already running when the second comes
+)
+
+
+@settings(max_examples=40)
+@given(arrivals)
+def test_jumping_to_the_next_change_equals_stepping_every_iteration(
+    turns: list[tuple[float, int, int]],
+) -> None:
+    jumped = _finish_times(turns)
+    stepped = _step_by_step(sorted((at, i, todo, left) for i, (at, todo, left) in enumerate(turns)))
+    assert jumped.keys() == stepped.keys()
+    for key, time in stepped.items():
+        assert jumped[key] == pytest.approx(time, rel=1e-9)
+
+
+def _finish_times(turns: list[tuple[float, int, int]]) -> dict[int, float]:
+    events, finished = EventQueue(), {}
+
+    def done(engine: Engine, live: Live) -> None:
+        finished[int(live.key)] = events.now
+        engine.kv.keep(live)
+        engine.kv.forget(live)
+
+    engine = Engine("d", profile(), events, Pressure.PIN, done, done)
+    ordered = sorted((at, i, todo, left) for i, (at, todo, left) in enumerate(turns))
+    for at, i, todo, left in ordered:
+        events.at(at, engine.submit, work(str(i), todo, left))
+    events.run()
+    return finished
+
+
+def _step_by_step(turns: list[tuple[float, int, int, int]]) -> dict[int, float]:
+    """The same engine, written as a loop over iterations."""
+    now, finished = 0.0, {}
+    pending, waiting, running = list(turns), [], []
+    while pending or waiting or running:
+        while pending and pending[0][0] <= now:
+            _, i, todo, left = pending.pop(0)
+            waiting.append([i, todo, 0, left])
+        if not waiting and not running:
+            now = pending[0][0]
+            continue
+        rows = [(1, context) for _, _, context, _ in running]
+        budget, chunks = 2048 - len(rows), []
+        for job in waiting:
+            tokens = min(job[1], budget)
+            if tokens <= 0:
+                break
+            budget -= tokens
+            chunks.append((job, tokens))
+            rows.append((tokens, job[2]))
+        now += MODEL.seconds(BatchWork.of(rows))
+        for job in running:
+            job[2] += 1
+            job[3] -= 1
+        for job, tokens in chunks:
+            job[1] -= tokens
+            job[2] += tokens
+            if job[1] == 0:
+                waiting.remove(job)
+                job[3] -= 1
+                running.append(job)
+        for job in [job for job in running if job[3] == 0]:
+            running.remove(job)
+            finished[job[0]] = now
+    return finished
+
+
+def test_a_prompt_alone_takes_its_chunks_and_nothing_else() -> None:
+    events, times = EventQueue(), []
+    engine = Engine(
+        "p", profile(), events, Pressure.PIN, lambda *_: times.append(events.now), lambda *_: None
+    )
+    live = Live(one_turn("c", 5000), 0, 0.0)
+    live.todo = 5000
+    engine.submit(live)
+    events.run()
+    parts = [(2048, 0), (2048, 2048), (904, 4096)]
+    assert times == [pytest.approx(sum(MODEL.seconds(BatchWork.of([part])) for part in parts))]
+
+
+def test_token_gaps_show_a_stall_that_the_mean_of_a_turn_hides() -> None:
+    """One prompt of 1,000 tokens beside a row that decodes 200."""
+    found = [Conversation("decodes", 0.0, (Turn(10, 0, 200),)), Conversation("p", 0.5, (Turn(1_000, 0, 1),))]
+    settings = SimulationSettings(SystemSettings(System.COLLOCATED), token_gaps=True)
+    result = Simulation(Fleet((Tier("mixed", Role.MIXED, 1, profile()),)), settings).run(found)
+    assert result.gaps is not None
+    step, stall = 0.01, 0.01 + 1_000 * 1e-5
+    assert result.gaps.percentile(50) == pytest.approx(step, rel=0.05)
+    assert result.gaps.percentile(100) == pytest.approx(stall, rel=0.15)
+    assert result.gaps.share_above(1.5 * step) == pytest.approx(1 / 199, rel=0.02)
+    assert result.last_tbt[0] < 1.1 * step

@@ -1,0 +1,108 @@
+"""Tokens, KV, time and joules: what goes in comes out, on every system, also under pressure."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.engines import Role
+from placement.placer import PlacerSettings
+from placement.redisaggregation import Redisaggregation
+from traces.format import Conversation, Turn
+from traces.simulator.conservation import Leak, check
+from traces.simulator.entities.kv import Pressure
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.profile import Fleet, Tier
+from traces.simulator.simulation import Simulation, SimulationSettings
+
+from .conftest import POWER, fleet, profile
+
+
+def trace(seed: int, count: int = 40, rate: float = 3.0) -> list[Conversation]:
+    """Broken prefixes, large appends, long and short waits."""
+    random, at, found = Random(seed), 0.0, []
+    for number in range(count):
+        at += random.expovariate(rate)
+        context, turns = 0, []
+        for index in range(random.randint(1, 6)):
+            cached = context if random.random() < 0.8 else random.randint(0, context)
+            appended = random.choice([1, 50, 400, 9_000]) if index else random.randint(1, 12_000)
+            wait = random.choice([0.0, 0.3, 20.0]) if index else 0.0
+            turn = Turn(appended, cached, random.randint(0, 120), wait)
+            context = turn.context_tokens
+            turns.append(turn)
+        found.append(Conversation(f"c{number}", at, tuple(turns)))
+    return found
+
+
+def settings_for(system: System, pressure: Pressure = Pressure.PARK, **more: float) -> SimulationSettings:
+    rule = Redisaggregation(above_tokens=4_000)
+    placer = PlacerSettings(max_prefill_wait_s=20, fill=0.9, headroom_tokens=64, redisaggregation=rule)
+    return SimulationSettings(
+        SystemSettings(system, error_rate=0.3), placer, pressure, park_after_s=5, **more
+    )
+
+
+def fleet_for(system: System, **more: int) -> Fleet:
+    if system in (System.COLLOCATED, System.STICKY):
+        return Fleet((Tier("mixed", Role.MIXED, 3, profile(**more)),))  # type: ignore[arg-type]
+    return fleet(**more)
+
+
+@pytest.mark.parametrize("system", list(System))
+@pytest.mark.parametrize("pressure", list(Pressure))
+def test_every_system_serves_every_turn_and_leaves_nothing_behind(system: System, pressure: Pressure) -> None:
+    # The engines hold little, so that conversations are parked, dropped, preempted or have to wait.
+    found = trace(1)
+    result = Simulation(fleet_for(system, kv_tokens=60_000), settings_for(system, pressure)).run(found)
+    totals = result.totals
+    served = totals.conversations - totals.refused - totals.abandoned
+    assert len(result.e2e) == served > 30
+    assert totals.recomputed_tokens >= 0
+    if not totals.abandoned and not totals.refused:
+        assert totals.decoded_tokens == sum(
+            max(1, turn.output_tokens) for conversation in found for turn in conversation.turns
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(list(System)),
+    st.sampled_from(list(Pressure)),
+    st.sampled_from([20_000, 40_000, 100_000]),
+)
+def test_nothing_leaks_whatever_the_trace(seed: int, system: System, pressure: Pressure, kv: int) -> None:
+    Simulation(fleet_for(system, kv_tokens=kv), settings_for(system, pressure, linger_s=3.0)).run(
+        trace(seed, 25)
+    )
+
+
+def test_joules_are_between_all_idle_and_all_busy_and_add_up_by_tier() -> None:
+    totals = Simulation(fleet(), settings_for(System.CONSERVE)).run(trace(2)).totals
+    assert 4 * POWER.idle_w * totals.horizon_s < totals.joules < 4 * POWER.limit_w * totals.horizon_s
+    assert sum(totals.joules_by_tier.values()) == pytest.approx(totals.joules)
+
+
+@pytest.mark.parametrize("system", list(System))
+def test_the_same_seed_gives_the_same_run(system: System) -> None:
+    runs = [Simulation(fleet_for(system), settings_for(system)).run(trace(3)) for _ in range(2)]
+    assert list(runs[0].e2e) == list(runs[1].e2e)
+    assert runs[0].totals == runs[1].totals
+
+
+def test_another_seed_gives_other_errors() -> None:
+    base = settings_for(System.AMPD)
+    runs = [Simulation(fleet(), replace(base, seed=seed)).run(trace(3)).totals for seed in (0, 1)]
+    assert runs[0].transferred_tokens != runs[1].transferred_tokens
+
+
+def test_a_leak_is_found() -> None:
+    simulation = Simulation(fleet(), settings_for(System.CONSERVE))
+    simulation.run(trace(4))
+    engine = next(iter(simulation.fleet.engines.values()))
+    engine.kv.resident += 1
+    with pytest.raises(Leak, match="resident"):
+        check(simulation.books, [engine], simulation.events.now, waiting=0)

@@ -1,0 +1,47 @@
+"""A profile from conversations that a replay played alone: simulated alone, they take as long again."""
+
+from pathlib import Path
+
+import pytest
+
+from traces.replay import Replay, record
+from traces.replay.results import MeterReading, Unloaded
+from traces.simulator.curve import prefill_seconds
+from traces.simulator.profiles import ProfileError, find, of_unloaded
+
+ALONE = Unloaded(
+    fixed_s=0.05,
+    per_token_s=2e-4,
+    per_product_s=2e-8,
+    step_s=0.012,
+    per_context_s=4e-7,
+    probes=3,
+    ttft_error=0.05,
+    tbt_error=0.05,
+)
+
+
+def replayed(unloaded: Unloaded | None) -> Replay:
+    return Replay("run", "t", "http://x", "small", {}, 1.0, 4.0, "usage", 5.0, unloaded, MeterReading(), ())
+
+
+def test_prefill_and_decoding_take_what_was_measured() -> None:
+    engine = of_unloaded(ALONE, find("laptop"))
+    for context in (500, 8_000):
+        step = engine.latency.constant + engine.latency.per_token + engine.latency.per_row
+        step += context * (
+            engine.latency.per_context + engine.latency.per_attended + engine.latency.per_before
+        )
+        assert step == pytest.approx(ALONE.step_s + ALONE.per_context_s * context, rel=0.1)
+    tokens = engine.chunk_tokens
+    measured = ALONE.step_s + ALONE.per_token_s * tokens + ALONE.per_product_s * tokens * tokens / 2
+    assert prefill_seconds(engine, tokens) == pytest.approx(measured, rel=0.1)
+
+
+def test_a_result_of_a_replay_is_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    record.write(path, replayed(ALONE))
+    assert find(str(path)) == of_unloaded(ALONE, find("laptop"))
+    record.write(path, replayed(None))
+    with pytest.raises(ProfileError, match="without probes"):
+        find(str(path))

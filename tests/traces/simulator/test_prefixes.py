@@ -1,0 +1,35 @@
+"""What prefillers keep of earlier turns is not computed again, and only as long as there is place for it."""
+
+from traces.format import Conversation, Turn
+from traces.simulator.entities.prefixes import Prefixes
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
+
+from .conftest import fleet
+
+
+def prefilled(cached: bool, kv_tokens: int = 300_000) -> int:
+    """Two conversations of three turns each under full disaggregation, one after the other in every turn."""
+    turns = (Turn(8_000, 0, 1), Turn(100, 8_001, 1, 10.0), Turn(100, 8_102, 1, 10.0))
+    found = [Conversation(f"c{i}", 4.0 * i, turns) for i in range(2)]
+    settings = SimulationSettings(SystemSettings(System.FULL_DISAGGREGATION), prefillers_cache=cached)
+    return Simulation(fleet(kv_tokens=kv_tokens), settings).run(found).totals.prefilled_tokens
+
+
+def test_a_prefiller_that_keeps_prefixes_computes_what_is_new() -> None:
+    # Of a later turn: what was appended, and the answer before it; each turn's last token on the decoder too.
+    assert prefilled(cached=True) == 2 * (8_000 + 101 + 101 + 3)
+    assert prefilled(cached=False) == 2 * (8_000 + 8_101 + 8_202 + 3)
+
+
+def test_a_prefix_goes_when_others_need_its_place() -> None:
+    held = Prefixes(1_000)
+    held.remember("a", 600)
+    held.remember("b", 300)
+    held.remember("a", 700)  # grown, and used last
+    assert (held.of("a"), held.of("b")) == (700, 300)
+    held.remember("c", 200)
+    assert (held.of("a"), held.of("b"), held.of("c")) == (700, 0, 200)
+    held.remember("larger", 1_001)
+    assert held.of("larger") == 0 and held.of("a") == 700
+    assert Prefixes(0).of("a") == 0

@@ -1,0 +1,64 @@
+"""Running turns that outgrow a decoder: parked ones come back from the host, others compute again."""
+
+from dataclasses import replace
+
+import pytest
+
+from placement.placer import PlacerSettings
+from placement.redisaggregation import Redisaggregation
+from traces.format import Conversation, Turn
+from traces.simulator.entities.kv import Pressure
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
+
+from .conftest import fleet
+
+KV = 40_000
+
+
+def growing(count: int = 12) -> list[Conversation]:
+    """Together three times what one decoder holds, all of it in use at once."""
+    turns = (Turn(8_000, 0, 600), Turn(200, 8_600, 600, 0.2), Turn(200, 9_400, 600, 0.2))
+    return [Conversation(f"c{i}", 0.1 * i, turns) for i in range(count)]
+
+
+def settings(pressure: Pressure, fill: float) -> SimulationSettings:
+    placer = PlacerSettings(
+        max_prefill_wait_s=1e9,
+        fill=fill,
+        headroom_tokens=64,
+        redisaggregation=Redisaggregation(above_tokens=1 << 30),
+    )
+    return SimulationSettings(SystemSettings(System.CONSERVE), placer, pressure, park_after_s=60)
+
+
+@pytest.mark.parametrize("pressure", [Pressure.PARK, Pressure.DROP])
+def test_only_a_fleet_that_parks_forgets_nothing_when_it_is_overbooked(pressure: Pressure) -> None:
+    totals = Simulation(fleet(decoders=1, kv_tokens=KV), settings(pressure, 9.0)).run(growing()).totals
+    assert totals.preemptions > 0
+    if pressure is Pressure.PARK:
+        assert totals.recomputed_tokens < 100  # a token for each turn, transfer and preemption
+        assert totals.dropped_tokens == 0 and totals.restored_tokens > 8_000
+    else:
+        assert totals.recomputed_tokens > 8_000 and totals.restored_tokens == 0
+
+
+def test_conversations_between_turns_take_no_room_from_new_ones_where_they_can_be_parked() -> None:
+    """Four idle conversations fill the decoder; a fifth comes."""
+    idle = [
+        Conversation(f"i{i}", 2.0 * i, (Turn(8_000, 0, 10), Turn(10, 8_010, 10, 500.0))) for i in range(4)
+    ]
+    found = [*idle, Conversation("new", 30.0, (Turn(8_000, 0, 10),))]
+    waits = {
+        pressure: Simulation(fleet(decoders=1, kv_tokens=KV), settings(pressure, 0.9))
+        .run(found)
+        .totals.gate_wait_s
+        for pressure in (Pressure.PARK, Pressure.PIN)
+    }
+    assert waits[Pressure.PARK] == 0 and waits[Pressure.PIN] > 400
+
+
+def test_a_decoder_takes_no_more_than_its_fill_of_running_conversations() -> None:
+    simulation = Simulation(fleet(decoders=1, kv_tokens=KV), settings(Pressure.PARK, 0.9))
+    totals = simulation.run([replace(one, turns=one.turns[:1]) for one in growing()]).totals
+    assert totals.gate_wait_s > 0 and totals.preemptions == 0

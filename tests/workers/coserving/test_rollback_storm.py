@@ -1,0 +1,58 @@
+"""On real vLLM: after a storm of aborts outputs equal an undisturbed run, and without a step they do not.
+
+Each of the five steps left out is in test_rollback_books.py, on vLLM's scheduler without a model. Here are
+the two whose absence a short storm always shows; the others need rows that meet by chance.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.coserving_storm import StormResult, storm, storm_config, storm_shape
+from tests.workers.coserving.audit import AUDIT_VARIABLE
+from workers.coserving.standalone import coserving_engine
+
+CRIPPLED = "tests.workers.coserving.crippled."
+STEPS = {
+    "WithoutRewindComputed": "every row believes it computed what it did not",
+    "WithoutEvictWritten": "others hit blocks that nobody computed",
+}
+
+
+async def _storm(
+    model: Path, scheduler: str, audit: Path, aborts: int, preemptions: int, **limits: Any
+) -> StormResult:
+    shape = storm_shape(model, scheduler=CRIPPLED + scheduler, environment={AUDIT_VARIABLE: str(audit)})
+    async with coserving_engine(shape, storm_config()) as engine:
+        return await storm(engine, aborts, preemptions, **limits)
+
+
+def red(model: Path, scheduler: str, audit: Path) -> bool:
+    """Whether anything shows: a wrong output, a request that never ends, books that differ, a dead engine."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        result = asyncio.run(_storm(model, scheduler, audit, 150, 20, stall_s=20.0, until_wrong=True))
+    except (EngineDeadError, EngineGenerateError):
+        return True
+    return not result.ok or audit.exists()
+
+
+@pytest.mark.engine
+def test_outputs_equal_an_undisturbed_run(small_model: Path, tmp_path: Path) -> None:
+    audit = tmp_path / "audit"
+    result = asyncio.run(_storm(small_model, "Audited", audit, aborts=30, preemptions=10, limit_s=300.0))
+    assert result.aborts >= 30
+    assert result.preemptions >= 10
+    assert result.wrong == []
+    assert result.stalled == []
+    assert not audit.exists(), audit.read_text()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", STEPS, ids=STEPS.values())
+def test_without_one_step_it_goes_wrong(left_out: str, small_model: Path, tmp_path: Path) -> None:
+    assert red(small_model, left_out, tmp_path / "audit")

@@ -1,0 +1,202 @@
+"""Through the real nvidia-ml-py: a limit is changed only with its old value on disk, and comes back."""
+
+import fcntl
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.workers.power.machine import IGNORES_LIMIT, LOST, PERMISSION, Machine
+
+APPLY = """
+import sys
+from pathlib import Path
+from workers.power import caps, record
+from workers.power.nvml import Gpus
+from workers.power.plan import Wish
+path, cap, *names = sys.argv[1:]
+with Gpus() as gpus:
+    for outcome in caps.apply(gpus, [Wish(n, float(cap), "decode-0") for n in names], Path(path), BOOT, "me"):
+        print(outcome.done, outcome.text)
+"""
+RESTORE = """
+import sys
+from pathlib import Path
+from workers.power import caps, record
+from workers.power.nvml import Gpus
+with Gpus() as gpus:
+    for outcome in caps.restore(gpus, Path(sys.argv[1]), BOOT):
+        print(outcome.done, outcome.text)
+"""
+
+
+def apply(machine: Machine, cap: float, *names: str, boot: str = "record.boot_id()") -> str:
+    done = machine.python(APPLY.replace("BOOT", boot), str(machine.record), str(cap), *names)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def restore(machine: Machine, boot: str = "record.boot_id()") -> str:
+    done = machine.python(RESTORE.replace("BOOT", boot), str(machine.record))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_caps_are_set_by_index_or_uuid_and_set_back(machine: Machine) -> None:
+    machine.write(0, "limit_mw", 280_000)
+    assert apply(machine, 200, "0", "GPU-00000001").count("True") == 2
+    assert machine.limits() == [200.0, 200.0]
+    assert restore(machine).count("True") == 2
+    assert machine.limits() == [280.0, 300.0]
+    assert restore(machine) == ""
+
+
+def test_a_second_cap_does_not_forget_the_first_original(machine: Machine) -> None:
+    apply(machine, 200, "0")
+    apply(machine, 150, "0")
+    restore(machine)
+    assert machine.limits() == [300.0, 300.0]
+
+
+@pytest.mark.parametrize("cap", [99, 301])
+def test_a_cap_outside_the_range_is_refused_and_nothing_is_recorded(machine: Machine, cap: int) -> None:
+    assert "outside of 100 to 300 W" in apply(machine, cap, "0")
+    assert machine.read(0, "sets") == 0
+    assert not machine.record.exists()
+
+
+def test_without_permission_nothing_is_owed(machine: Machine) -> None:
+    machine.write(0, "fails", PERMISSION)
+    assert "not permitted; setting power limits needs root" in apply(machine, 200, "0", "1")
+    assert machine.limits() == [300.0, 200.0]
+    assert [entry["uuid"] for entry in json.loads(machine.record.read_text())["entries"]] == ["GPU-00000001"]
+
+
+def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: Machine) -> None:
+    apply(machine, 200, "0", "1")
+    machine.write(0, "fails", LOST)
+    assert "still to be set back to 300 W" in restore(machine)
+    machine.write(0, "fails", 0)
+    assert machine.limits() == [200.0, 300.0]
+    restore(machine)
+    assert machine.limits() == [300.0, 300.0]
+
+
+def test_a_limit_that_does_not_take_is_said(machine: Machine) -> None:
+    machine.write(0, "fails", IGNORES_LIMIT)
+    assert "set to 200 W, but it says 300 W" in apply(machine, 200, "0")
+
+
+def test_what_somebody_else_set_since_is_left_alone(machine: Machine) -> None:
+    apply(machine, 200, "0")
+    machine.write(0, "limit_mw", 250_000)
+    assert "set by somebody since" in restore(machine)
+    assert machine.limits() == [250.0, 300.0]
+
+
+def test_unknown_gpus_are_named(machine: Machine) -> None:
+    out = apply(machine, 200, "7", "GPU-nope")
+    assert "no GPU 7" in out
+    assert "no GPU GPU-nope" in out
+
+
+def test_after_a_reboot_the_record_is_void(machine: Machine) -> None:
+    apply(machine, 200, "0", boot="'before'")
+    machine.write(0, "limit_mw", 300_000)  # what a reboot does
+    assert restore(machine, boot="'after'") == ""
+    assert apply(machine, 150, "0", boot="'after'").startswith("True")
+    restore(machine, boot="'after'")
+    assert machine.limits()[0] == 300.0
+
+
+def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: Machine) -> None:
+    """Killed between the two: the record is there, the limit untouched, and undoing is harmless."""
+    killed = APPLY.replace("BOOT", "record.boot_id()").replace(
+        "path, cap", "import os; Gpus.set_limit = lambda *a: os.kill(os.getpid(), 9)\npath, cap"
+    )
+    done = machine.python(killed, str(machine.record), "200", "0")
+    assert done.returncode == -signal.SIGKILL
+    assert json.loads(machine.record.read_text())["entries"][0]["original_w"] == 300.0
+    assert restore(machine).startswith("True")
+    assert machine.limits() == [300.0, 300.0]
+
+
+def test_one_process_at_a_time_changes_the_record(machine: Machine) -> None:
+    machine.home.mkdir()
+    with machine.record.with_suffix(".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = machine.start(APPLY.replace("BOOT", "record.boot_id()"), str(machine.record), "200", "0")
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(1.5)
+        assert machine.limits() == [300.0, 300.0]
+    waiting.communicate(timeout=30)
+    assert machine.limits() == [200.0, 300.0]
+
+
+KEEPER = """
+import asyncio, sys
+from pathlib import Path
+from workers.power.keeping import EnginePower, PowerSettings
+async def main():
+    path, engine, cap, grace = sys.argv[1:]
+    wanted = float(cap) if cap else None
+    settings = PowerSettings(engine, "decode", ("1",), wanted, Path(path), 0.1, float(grace))
+    async with EnginePower(settings):
+        print("up", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def keeper(machine: Machine, engine: str = "decode-0", cap: str = "200", grace: float = 0.5):  # type: ignore[no-untyped-def]
+    process = machine.start(KEEPER, str(machine.record), engine, cap, str(grace))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def until(wanted: list[float], machine: Machine, limit_s: float = 15.0) -> None:
+    end = time.monotonic() + limit_s
+    while machine.limits() != wanted:
+        assert time.monotonic() < end, machine.limits()
+        time.sleep(0.05)
+
+
+def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: Machine) -> None:
+    process = keeper(machine)
+    until([300.0, 200.0], machine)
+    process.kill()
+    process.wait(10)
+    until([300.0, 300.0], machine)
+
+
+def test_a_keeper_restarted_within_the_grace_keeps_the_cap_without_a_gap(machine: Machine) -> None:
+    first = keeper(machine, grace=1.0)
+    first.kill()
+    first.wait(10)
+    second = keeper(machine, grace=1.0)
+    until([300.0, 200.0], machine)
+    time.sleep(2.0)  # the first one's guard has decided by now
+    assert machine.limits() == [300.0, 200.0]
+    second.send_signal(signal.SIGINT)
+    second.wait(10)
+    until([300.0, 300.0], machine)
+
+
+def test_a_lost_cap_is_set_again(machine: Machine) -> None:
+    process = keeper(machine)
+    machine.write(1, "limit_mw", 300_000)  # the driver was loaded again
+    until([300.0, 200.0], machine)
+    process.send_signal(signal.SIGINT)
+    process.wait(10)
+    until([300.0, 300.0], machine)
+
+
+def test_the_next_start_without_a_cap_undoes_what_was_left(machine: Machine) -> None:
+    apply(machine, 150, "1")
+    process = keeper(machine, engine="prefill-0", cap="")
+    until([300.0, 300.0], machine)
+    process.kill()
+    process.wait(10)

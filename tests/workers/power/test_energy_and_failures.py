@@ -1,0 +1,91 @@
+"""Joules are the counter's, and a machine without GPUs or rights serves on and says so."""
+
+import pytest
+
+from tests.workers.power.machine import DRIVER, NO_ENERGY, PERMISSION, Machine
+
+SERVE = """
+import asyncio, logging, sys
+from pathlib import Path
+from prometheus_client import generate_latest
+from workers.power.keeping import EnginePower, PowerSettings
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+path, cap, *gpus = sys.argv[1:]
+async def main():
+    wanted = float(cap) if cap else None
+    settings = PowerSettings("decode-0", "decode", tuple(gpus), wanted, Path(path), 0.05, 0.0)
+    async with EnginePower(settings):
+        await asyncio.sleep(0.3)
+        if gpus and STEP:
+            step()
+            await asyncio.sleep(0.3)
+    print(generate_latest().decode())
+STEP = False
+"""
+STEP = """
+import struct, os
+STEP = True
+def step():
+    with open(os.environ["STAND_IN_GPUS"], "r+b") as file:
+        for index in range(2):
+            file.seek(index * 136 + 128)
+            file.write(struct.pack("Q", 1_000_000 + 2_500 * (index + 1)))
+"""
+
+
+def served(machine: Machine, cap: str, *gpus: str, step: bool = False) -> str:
+    code = SERVE + (STEP if step else "") + "asyncio.run(main())\n"
+    done = machine.python(code, str(machine.record), cap, *gpus)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_energy_is_what_the_counters_grew_by(machine: Machine) -> None:
+    out = served(machine, "", "0", "1", step=True)
+    assert 'conserve_energy_joules_total{engine="decode-0",role="decode"} 7.5' in out
+    assert 'conserve_power_watts{engine="decode-0"} 150.0' in out
+    assert 'conserve_power_limit_watts{engine="decode-0"} 600.0' in out
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        (PERMISSION, "not permitted; setting power limits needs root"),
+        (DRIVER, "there is no NVIDIA driver on this machine"),
+    ],
+)
+def test_what_was_not_done_is_said_and_counted_and_serving_goes_on(
+    machine: Machine, fails: int, says: str
+) -> None:
+    machine.write(0, "fails", fails)
+    out = served(machine, "200", "0")
+    assert says in out
+    assert 'conserve_power_caps_not_done_total{engine="decode-0"} 1.0' in out
+    assert machine.limits() == [300.0, 300.0]
+
+
+def test_a_machine_without_the_library_serves_on(machine: Machine) -> None:
+    empty = machine.home
+    empty.mkdir()
+    bare = Machine(empty, machine.state, machine.home)
+    assert "there is no NVIDIA driver on this machine" in served(bare, "200", "0")
+
+
+def test_a_gpu_without_an_energy_counter_is_said_once(machine: Machine) -> None:
+    machine.write(0, "fails", NO_ENERGY)
+    out = served(machine, "200", "0")
+    assert out.count("reason='energy of GPU-00000000: Not Supported'") == 1
+    assert machine.read(0, "sets") == 2
+
+
+def test_an_engine_without_gpus_does_nothing(machine: Machine) -> None:
+    machine.write(0, "fails", DRIVER)
+    out = served(machine, "200")
+    assert "NVIDIA" not in out
+
+
+def test_visible_gpus_are_those_of_the_environment() -> None:
+    from workers.power.keeping import visible_gpus
+
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ("2", "GPU-abc")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({}) == ()

@@ -1,0 +1,83 @@
+"""A spec becomes the command line it says, and nothing secret is in it."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
+from placement.engines import Role
+from workers.command import Start, engine_command
+from workers.spec import Device, EngineSpec
+
+SECRET = "a-secret-of-16-chars"
+SPEC = EngineSpec(
+    engine="decode-0",
+    tier="decode",
+    role=Role.DECODE,
+    model="/models/m",
+    served_name="m",
+    device=Device.CPU,
+    directory=Path("/state/decode-0"),
+    max_context=4096,
+    options=(("max-num-seqs", 8), ("structured-outputs-config", {"backend": "xgrammar"})),
+    connector=ConnectorConfig(),
+)
+START = Start(epoch=9, http_port=1234, transfer_port=2345)
+
+
+def value(argv: tuple[str, ...], option: str) -> str:
+    assert argv.count(option) == 1, f"{option} in {argv}"
+    return argv[argv.index(option) + 1]
+
+
+def test_the_command_says_what_the_spec_says() -> None:
+    argv = engine_command(SPEC, START, SECRET, {}).argv
+    assert value(argv, "--port") == "1234"
+    assert value(argv, "--max-model-len") == "4096"
+    assert value(argv, "--max-num-seqs") == "8"
+    assert json.loads(value(argv, "--structured-outputs-config")) == {"backend": "xgrammar"}
+    assert value(argv, "--tool-call-parser") == "hermes"
+
+
+def test_the_connector_gets_what_this_start_chose() -> None:
+    transfer = json.loads(value(engine_command(SPEC, START, SECRET, {}).argv, "--kv-transfer-config"))
+    extra = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"])
+    assert (extra.engine, extra.epoch, extra.port) == ("decode-0", 9, 2345)
+    assert extra.feed == "/state/decode-0/engine.sock"
+
+
+def test_nixl_moves_kv_and_our_connector_keeps_it() -> None:
+    spec = replace(SPEC, connector=ConnectorConfig(backend="nixl"))
+    command = engine_command(spec, START, SECRET, {})
+    transfer = json.loads(value(command.argv, "--kv-transfer-config"))
+    names = [one["kv_connector"] for one in transfer["kv_connector_extra_config"]["connectors"]]
+    assert names == ["NixlConnector", "ConServeConnector"]
+    assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "2345"
+
+
+def test_the_secret_travels_in_the_environment_only() -> None:
+    command = engine_command(SPEC, START, SECRET, {})
+    assert command.env[SECRET_VARIABLE] == SECRET
+    assert SECRET not in " ".join(command.argv)
+
+
+def test_a_fleets_own_option_replaces_ours() -> None:
+    spec = replace(SPEC, options=(("tool-call-parser", "llama3_json"), ("enable-prefix-caching", False)))
+    argv = engine_command(spec, START, SECRET, {}).argv
+    assert value(argv, "--tool-call-parser") == "llama3_json"
+    assert "--no-enable-prefix-caching" in argv
+    assert "--enable-prefix-caching" not in argv
+
+
+def test_rays_environment_does_not_reach_an_engine() -> None:
+    around = {"RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1", "HOME": "/h", "PATH": os.environ["PATH"]}
+    env = engine_command(SPEC, START, SECRET, around).env
+    assert "RAY_JOB_ID" not in env
+    assert "OMP_NUM_THREADS" not in env
+    assert env["HOME"] == "/h"
+
+
+def test_specs_that_need_other_engines_have_other_fingerprints() -> None:
+    others = [replace(SPEC, model="/models/n"), replace(SPEC, options=()), replace(SPEC, host="10.0.0.1")]
+    assert len({spec.fingerprint() for spec in (SPEC, replace(SPEC), *others)}) == 4

@@ -1,0 +1,64 @@
+"""The end of a failed engine's log gives the cause; the logs here are of real failures."""
+
+from pathlib import Path
+
+import pytest
+
+from workers.diagnose import diagnose
+
+LOGS = Path(__file__).parent / "engine_logs"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause", "evidence"),
+    [
+        ("wrong_argument", "wrong argument", "unrecognized arguments: --max-numseqs"),
+        ("port_taken", "port taken", "Address already in use"),
+        ("model_not_a_directory", "model not found", "/nonexistent/model"),
+        ("model_not_cached", "model not found", "Cannot find an appropriate cached snapshot"),
+        ("context_too_long", "context too long for the model", "max_model_len (99999)"),
+        ("not_enough_memory", "not enough memory for KV", "less than desired CPU memory utilization"),
+    ],
+)
+def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> None:
+    found = diagnose((LOGS / f"{log}.txt").read_text().splitlines())
+    assert found.cause == cause
+    assert evidence in found.evidence
+    assert any(evidence in line for line in found.excerpt)
+    assert found.advice
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "out of GPU memory"),
+        ("RuntimeError: No CUDA GPUs are available", "missing GPU"),
+        ("RuntimeError: Failed to infer device type, please set the environment variable", "missing GPU"),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory",
+            "out of memory",
+        ),
+        (
+            "kvtransfer.config.ConfigError: CONSERVE_TRANSFER_SECRET must hold the fleet's secret",
+            "wrong transfer settings",
+        ),
+        ("RuntimeError: operator torchvision::nms does not exist", "broken installation"),
+    ],
+)
+def test_what_torch_and_vllm_say_elsewhere_is_recognised(line: str, cause: str) -> None:
+    assert diagnose(["INFO starting", f"(EngineCore pid=12) {line}", "INFO ending"]).cause == cause
+
+
+def test_an_unknown_failure_shows_its_first_error() -> None:
+    lines = [
+        "INFO one",
+        "ValueError: seven is not a number",
+        "RuntimeError: Engine core failed. See root cause above.",
+    ]
+    found = diagnose(lines)
+    assert found.cause == "unknown cause"
+    assert found.evidence == "ValueError: seven is not a number"
+
+
+def test_an_empty_log_is_no_crash() -> None:
+    assert diagnose([]).cause == "unknown cause"

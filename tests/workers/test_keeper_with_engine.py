@@ -1,0 +1,152 @@
+"""A keeper and a real engine: each may be killed, and only what must be lost is lost."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.model import make_model
+from tests.support.keeper_process import LEASE_S, SECRET
+from workers import process_tree
+from workers.board import Change, Phase
+from workers.control.client import ControlClient, ControlError
+from workers.leased import Record
+
+pytestmark = pytest.mark.engine
+
+START_S = 400
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Rig:
+    """One engine's directory, and the keeper process of the moment."""
+
+    def __init__(self, base: Path) -> None:
+        self.directory, self.model = base / "engine-0", base / "model"
+        make_model(self.model)
+        self.keeper: subprocess.Popen[bytes] | None = None
+
+    def start_keeper(self, options: dict[str, object] | None = None) -> None:
+        (self.directory / "control").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "tests.support.keeper_process", str(self.directory), str(self.model)]
+        self.keeper = subprocess.Popen([*command, json.dumps(options or {})], cwd=ROOT)
+        until((self.directory / "control").exists, 60, "the keeper to listen")
+
+    def kill_keeper(self) -> None:
+        assert self.keeper is not None
+        self.keeper.kill()
+        self.keeper.wait()
+
+    def info(self) -> Change:
+        async def ask() -> Change:
+            async with ControlClient((self.directory / "control").read_text(), SECRET) as client:
+                return await client.info()
+
+        return asyncio.run(ask())
+
+    def serving(self, after_a_loss: bool = False) -> Change:
+        """Wait for an engine that serves and has reported its state."""
+        found: list[Change] = []
+
+        def look() -> bool:
+            try:
+                change = self.info()
+            except ControlError:
+                return False
+            assert change.status is not None
+            assert after_a_loss or not change.status.failure, change.status
+            if change.up is not None and change.state is not None and change.status.phase is Phase.SERVING:
+                found.append(change)
+            return bool(found)
+
+        until(look, START_S, "the engine to serve")
+        return found[0]
+
+    def record(self) -> Record:
+        record = Record.read(self.directory / "engine.json")
+        assert record is not None
+        return record
+
+    def session(self) -> list[int]:
+        return [process.pid for process in process_tree.session(self.record().pid)]
+
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.kill()
+            self.keeper.wait()
+        (self.directory / "lease").unlink(missing_ok=True)
+        until(lambda: not self.session(), 30, "the engine to end")
+
+
+def until(true: Callable[[], object], limit_s: float, what: str) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"waited {limit_s:.0f} s for {what}"
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="keeper-") as base:
+        found = Rig(Path(base))
+        found.start_keeper()
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig) -> None:
+    first = rig.serving()
+    assert first.up is not None and first.status is not None
+    assert (first.up.kv_tokens, first.up.block_tokens, first.up.max_context) == (256 * 32, 32, 4096)
+    before = sorted(rig.session())
+
+    rig.kill_keeper()
+    assert sorted(rig.session()) == before
+    rig.start_keeper()
+    adopted = rig.serving()
+    assert adopted.up is not None and adopted.status is not None
+    assert (adopted.up.epoch, adopted.status.pid) == (first.up.epoch, first.status.pid)
+    assert adopted.up.http == first.up.http
+    assert sorted(rig.session()) == before
+
+    front_end = psutil.Process(first.status.pid).children()[0]
+    os.kill(front_end.pid, signal.SIGKILL)
+    until(lambda: not front_end.is_running(), 10, "the front end to die")
+    until(lambda: rig.record().epoch > first.up.epoch, 60, "a new start")  # type: ignore[union-attr]
+    again = rig.serving(after_a_loss=True)
+    assert again.up is not None and again.up.epoch > first.up.epoch
+    assert not set(before) & {process.pid for process in psutil.process_iter()}, (
+        "a process of the old epoch is left"
+    )
+
+    rig.kill_keeper()
+    killed = time.monotonic()
+    until(lambda: not rig.session(), LEASE_S + 40, "an engine without a keeper to end itself")
+    assert time.monotonic() - killed > LEASE_S / 2
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    base = Path(tempfile.mkdtemp(prefix="keeper-"))
+    rig = Rig(base)
+    rig.start_keeper({"max-numb-seqs": 4})
+    try:
+        until(lambda: rig.info().status.failure, 120, "the failure")  # type: ignore[union-attr]
+        status = rig.info().status
+        assert status is not None
+        assert status.failure.startswith("wrong argument: ")
+        assert any("--max-numb-seqs" in line for line in status.log_lines)
+    finally:
+        rig.close()

@@ -1,0 +1,127 @@
+"""A leased process outlives who started it, is adopted with its record, and never outlives its lease."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from workers import process_tree
+from workers.command import Command
+from workers.leased import LEASE, LeasedProcess
+
+# A parent with a child of its own, both deaf to SIGTERM: what an engine is at its worst.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+open("child", "w").write(str(child.pid))
+time.sleep(600)
+"""
+
+
+def start(directory: Path, lease_s: float = 30.0, grace_s: float = 0.2) -> LeasedProcess:
+    command = Command((sys.executable, "-c", STUBBORN), dict(os.environ, MARK_OF_TEST=str(directory)))
+    process = LeasedProcess.start(
+        directory, command, fingerprint="one", epoch=7, ports=(1, 2), lease_s=lease_s, grace_s=grace_s
+    )
+    until(lambda: (directory / "child").exists() and (directory / "child").read_text() != "")
+    return process
+
+
+def until(true: Callable[[], object], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def left(directory: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARK_OF_TEST") == str(directory):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for pid in left(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_ending_ends_the_whole_tree(directory: Path) -> None:
+    process = start(directory)
+    assert len(left(directory)) == 3  # host, command, its child
+    assert process.end(0.2)
+    until(lambda: not left(directory))
+
+
+def test_a_lease_that_nobody_renews_ends_the_tree(directory: Path) -> None:
+    process = start(directory, lease_s=1.0)
+    for _ in range(4):
+        time.sleep(0.4)
+        process.renew()
+    assert process.alive()
+    until(lambda: not left(directory), 8.0)
+
+
+def test_a_removed_lease_ends_the_tree_at_once(directory: Path) -> None:
+    start(directory, lease_s=600)
+    (directory / LEASE).unlink()
+    until(lambda: not left(directory), 5.0)
+
+
+def test_a_command_that_dies_takes_its_children_along(directory: Path) -> None:
+    start(directory)
+    child = psutil.Process(int((directory / "child").read_text()))
+    child.parent().kill()  # type: ignore[union-attr]
+    until(lambda: not left(directory), 5.0)
+
+
+def test_it_survives_its_starter_and_is_adopted(directory: Path) -> None:
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from tests.workers.test_leases import start
+start(Path({str(directory)!r}))
+import os, signal; os.kill(os.getpid(), signal.SIGKILL)
+"""
+    starter = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
+    assert starter.returncode == -signal.SIGKILL
+    adopted = LeasedProcess.adopt(directory, "one", 0.2)
+    assert adopted is not None
+    assert (adopted.alive(), adopted.record.epoch, adopted.record.ports) == (True, 7, (1, 2))
+    assert adopted.end(0.2)
+    until(lambda: not left(directory))
+
+
+def test_one_of_another_fingerprint_is_ended_rather_than_adopted(directory: Path) -> None:
+    start(directory)
+    assert LeasedProcess.adopt(directory, "two", 0.2) is None
+    until(lambda: not left(directory))
+
+
+def test_what_a_killed_host_left_is_found_and_ended(directory: Path) -> None:
+    process = start(directory)
+    os.kill(process.record.pid, signal.SIGKILL)
+    until(lambda: not process.alive())
+    assert len(left(directory)) >= 1  # the grandchild: nobody told it
+    assert LeasedProcess.adopt(directory, "one", 0.2) is None
+    until(lambda: not left(directory))
+
+
+def test_a_pid_that_went_to_another_process_is_not_ours() -> None:
+    own = psutil.Process()
+    assert process_tree.find(own.pid, own.create_time()) is not None
+    assert process_tree.find(own.pid, own.create_time() - 60) is None

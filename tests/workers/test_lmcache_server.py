@@ -1,0 +1,71 @@
+"""One server a node, however many keepers; where it was, it is again."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workers import process_tree
+from workers.command import Command
+from workers.leased import RECORD, LeasedProcess, Record
+from workers.lmcache_server import LmcacheServer
+
+
+class AnyServer(LmcacheServer):
+    """Something that answers over HTTP: what is tested is its keeping."""
+
+    def _command(self, port: int, http_port: int) -> Command:
+        argv = (sys.executable, "-m", "http.server", str(http_port), "--bind", "127.0.0.1")
+        return Command(argv, dict(os.environ))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "lmcache"
+    LeasedProcess(tmp_path / "lmcache", record_in(tmp_path / "lmcache")).end(1.0)
+
+
+def record_in(directory: Path) -> Record:
+    record = Record.read(directory / RECORD)
+    assert record is not None
+    return record
+
+
+def keeper(directory: Path, gib: float = 1.0) -> LmcacheServer:
+    return AnyServer(directory, gib, 32, str(directory))
+
+
+def test_keepers_share_a_server_and_start_it_again_where_it_was(directory: Path) -> None:
+    first, second = keeper(directory), keeper(directory)
+    first.ensure()
+    began = record_in(directory)
+    second.ensure()
+    assert record_in(directory) == began
+    assert asyncio.run(second.address(30)) == f"127.0.0.1:{began.ports[0]}"
+
+    os.killpg(began.pid, signal.SIGKILL)
+    limit = time.monotonic() + 30
+    while process_tree.find(began.pid, began.started) is not None and time.monotonic() < limit:
+        time.sleep(0.01)
+    second.ensure()
+    again = record_in(directory)
+    assert again.pid != began.pid and again.ports == began.ports
+    assert asyncio.run(first.address(30)) == f"127.0.0.1:{again.ports[0]}"
+
+
+def test_another_size_is_another_server(directory: Path) -> None:
+    keeper(directory).ensure()
+    began = record_in(directory)
+    keeper(directory, gib=2.0).ensure()
+    assert record_in(directory).pid != began.pid
+
+
+def test_an_engine_does_not_wait_for_ever_for_a_server(directory: Path) -> None:
+    made = keeper(directory)
+    assert asyncio.run(made.address(0.4)) == ""
+    made.ensure()

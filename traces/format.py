@@ -1,0 +1,293 @@
+"""One file format for workloads: conversations as JSON lines. `traces/README.md` describes it field by field.
+
+A conversation is plain data: when it arrives and what each of its turns asks for. Times between turns are
+*waits* (tool or human time), not instants, because a turn cannot start before the answer before it ended,
+and how long that takes depends on who serves it.
+"""
+
+import gzip
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+
+from traces.errors import NotATrace as NotATrace
+from traces.errors import TraceError as TraceError
+
+FORMAT = "conserve-trace/1"
+
+
+class Ending(StrEnum):
+    TOOL_USE = "tool_use"  # the answer calls a tool; nobody reads it
+    END_OF_TURN = "end_of_turn"  # the answer speaks to the user
+    CUT = "cut"  # the source recorded no stop reason: client gone, error, or length limit
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request and its answer: a prompt of `cached_tokens` known and then `appended_tokens` new ones."""
+
+    appended_tokens: int
+    cached_tokens: int  # leading tokens of the prompt that this conversation (or its parent) already had
+    output_tokens: int
+    wait_s: float = 0.0  # tool or human time between the end of the answer before and this turn
+    ending: Ending = Ending.END_OF_TURN
+    served_s: float | None = None  # how long the answer took where it was recorded; None: not recorded
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + self.appended_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV this turn leaves behind."""
+        return self.cached_tokens + self.appended_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    id: str
+    arrival_s: float  # of the first turn, since the start of the trace
+    turns: tuple[Turn, ...]
+    parent: str | None = None  # the conversation whose prefix this one's first turn shares (a sub-agent)
+    model_class: str = ""
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens a server that forgets nothing must prefill."""
+        return sum(turn.appended_tokens for turn in self.turns)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(turn.output_tokens for turn in self.turns)
+
+    @property
+    def peak_context_tokens(self) -> int:
+        return max(turn.context_tokens for turn in self.turns)
+
+    @property
+    def wait_s(self) -> float:
+        return sum(turn.wait_s for turn in self.turns)
+
+    @property
+    def effective_turn(self) -> int:
+        """Index of the turn whose first token is TTFET: the first that speaks to the user, else the last."""
+        for index, turn in enumerate(self.turns):
+            if turn.ending is Ending.END_OF_TURN:
+                return index
+        return len(self.turns) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line of a file: where the conversations come from."""
+
+    source: str = ""
+    licence: str = ""
+    attribution: str = ""
+    notes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A whole file in memory."""
+
+    header: Header
+    conversations: tuple[Conversation, ...] = field(repr=False)
+
+
+def check(conversation: Conversation) -> None:
+    """Raise TraceError when a conversation contradicts itself."""
+    who = f"conversation {conversation.id!r}"
+    if not conversation.id:
+        raise TraceError("a conversation has no id")
+    if not conversation.turns:
+        raise TraceError(f"{who} has no turns")
+    if not 0.0 <= conversation.arrival_s < float("inf"):
+        raise TraceError(
+            f"{who}: arrival {conversation.arrival_s} is not a time since the start of the trace"
+        )
+    if conversation.parent == conversation.id:
+        raise TraceError(f"{who} is its own parent")
+    largest = 0
+    for number, turn in enumerate(conversation.turns, start=1):
+        if min(turn.appended_tokens, turn.cached_tokens, turn.output_tokens) < 0:
+            raise TraceError(f"{who}, turn {number}: a token count is negative")
+        if turn.prompt_tokens == 0:
+            raise TraceError(f"{who}, turn {number}: the prompt is empty")
+        if not 0.0 <= turn.wait_s < float("inf"):
+            raise TraceError(f"{who}, turn {number}: wait {turn.wait_s} is not a duration")
+        if turn.served_s is not None and not 0.0 <= turn.served_s < float("inf"):
+            raise TraceError(f"{who}, turn {number}: served {turn.served_s} is not a duration")
+        if number == 1 and conversation.parent is None and turn.cached_tokens:
+            raise TraceError(
+                f"{who}, turn 1: {turn.cached_tokens} cached tokens, but there is no parent to have them from"
+            )
+        if number > 1 and turn.cached_tokens > largest:
+            raise TraceError(
+                f"{who}, turn {number}: {turn.cached_tokens} cached, but no earlier turn left above {largest}"
+            )
+        largest = max(largest, turn.context_tokens)
+
+
+def to_json(conversation: Conversation) -> bytes:
+    row: dict[str, Any] = {"id": conversation.id, "arrival": round(conversation.arrival_s, 6)}
+    if conversation.parent is not None:
+        row["parent"] = conversation.parent
+    if conversation.model_class:
+        row["model"] = conversation.model_class
+    row["turns"] = [_turn_row(turn) for turn in conversation.turns]
+    return orjson.dumps(row)
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "appended": turn.appended_tokens,
+        "cached": turn.cached_tokens,
+        "out": turn.output_tokens,
+        "wait": round(turn.wait_s, 6),
+        "end": turn.ending.value,
+    }
+    if turn.served_s is not None:
+        row["served"] = round(turn.served_s, 6)
+    return row
+
+
+def from_json(line: bytes | str) -> Conversation:
+    """One line as a checked conversation; TraceError says what is wrong with it, not where."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise TraceError(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TraceError("a conversation is a JSON object")
+    conversation = Conversation(
+        id=_value(row, "id", str),
+        arrival_s=float(_value(row, "arrival", (int, float))),
+        turns=tuple(_turn(turn, number) for number, turn in enumerate(_value(row, "turns", list), start=1)),
+        parent=_value(row, "parent", str) if row.get("parent") is not None else None,
+        model_class=_value(row, "model", str) if "model" in row else "",
+    )
+    check(conversation)
+    return conversation
+
+
+def _turn(row: Any, number: int) -> Turn:
+    if not isinstance(row, dict):
+        raise TraceError(f"turn {number} is not a JSON object")
+    try:
+        return Turn(
+            appended_tokens=_value(row, "appended", int),
+            cached_tokens=_value(row, "cached", int),
+            output_tokens=_value(row, "out", int),
+            wait_s=float(_value(row, "wait", (int, float))) if "wait" in row else 0.0,
+            ending=Ending(_value(row, "end", str)),
+            served_s=float(_value(row, "served", (int, float))) if row.get("served") is not None else None,
+        )
+    except TraceError as error:
+        raise TraceError(f"turn {number}: {error}") from error
+    except ValueError as error:  # Ending() of an unknown word
+        known = ", ".join(ending.value for ending in Ending)
+        raise TraceError(f"turn {number}: {error}; an ending is one of {known}") from error
+
+
+def _value(row: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    if name not in row:
+        raise TraceError(f"field {name!r} is missing")
+    value = row[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TraceError(f"field {name!r} is {value!r}, which is not of the right type")
+    return value
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """A text file, gzip or plain, by its first two bytes."""
+    try:
+        with path.open("rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            stream = gzip.GzipFile(fileobj=raw) if zipped else raw
+            with io.TextIOWrapper(stream, encoding="utf-8", errors="strict") as text:
+                yield text
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}: cannot be read as text: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+
+
+def read_header(path: Path) -> Header:
+    with open_text(path) as lines:
+        return _header(lines.readline(), path)
+
+
+def _header(line: str, path: Path) -> Header:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        row = None
+    if not isinstance(row, dict) or row.get("format") != FORMAT:
+        raise NotATrace(
+            f'{path}:1: not a trace of ours: the first line must be {{"format": "{FORMAT}", ...}};'
+            " `conserve trace import` makes one from other formats"
+        )
+    return Header(**{name: str(row.get(name, "")) for name in ("source", "licence", "attribution", "notes")})
+
+
+def read(path: Path) -> Iterator[Conversation]:
+    """Conversations of a file, one at a time; every error names file and line. Arrivals must not go back."""
+    arrival, seen = 0.0, set[str]()
+    with open_text(path) as lines:
+        _header(lines.readline(), path)
+        for number, line in enumerate(lines, start=2):
+            if not line.strip():
+                continue
+            try:
+                conversation = from_json(line)
+                if conversation.arrival_s < arrival:
+                    raise TraceError(f"conversation {conversation.id!r} arrives before the one above it")
+                if conversation.id in seen:
+                    raise TraceError(f"conversation id {conversation.id!r} appears twice")
+            except TraceError as error:
+                raise TraceError(f"{path}:{number}: {error}") from error
+            arrival = conversation.arrival_s
+            seen.add(conversation.id)
+            yield conversation
+
+
+def load(path: Path) -> Trace:
+    return Trace(read_header(path), tuple(read(path)))
+
+
+def write(path: Path, conversations: Iterable[Conversation], header: Header) -> int:
+    """Write a checked file (gzip when its name ends in .gz) and return how many conversations it holds.
+
+    The same conversations always give the same bytes: gzip's time stamp and file name are left out.
+    """
+    count, arrival = 0, 0.0
+    with path.open("wb") as raw:
+        stream = gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) if path.suffix == ".gz" else raw
+        with stream:
+            top = {
+                "format": FORMAT,
+                "source": header.source,
+                "licence": header.licence,
+                "attribution": header.attribution,
+                "notes": header.notes,
+            }
+            stream.write(orjson.dumps({name: value for name, value in top.items() if value}) + b"\n")
+            for conversation in conversations:
+                check(conversation)
+                if conversation.arrival_s < arrival:
+                    raise TraceError(
+                        f"conversation {conversation.id!r} arrives before the one above it: sort first"
+                    )
+                arrival = conversation.arrival_s
+                stream.write(to_json(conversation) + b"\n")
+                count += 1
+    return count

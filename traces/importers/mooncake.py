@@ -1,0 +1,109 @@
+"""Mooncake's request traces: conversations rebuilt from chains of block hashes.
+
+A hash names a block *and everything before it*, so two prompts share exactly the blocks whose hashes they
+share. A request goes on with a conversation when its prompt contains every full block of that conversation's
+latest prompt. When it leaves a known prompt earlier, it is a new conversation with the older one as parent.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from traces.format import Conversation, Header, TraceError, Turn
+from traces.importers.source import Head, Importer, rows
+
+BLOCK_TOKENS = 512
+SYSTEM_SHARE = (
+    0.05  # a block that more of the requests begin with is the service's own prompt, not a conversation
+)
+
+HEADER = Header(
+    source="Mooncake conversation trace",
+    licence="Apache-2.0",
+    attribution="kvcache-ai/Mooncake contributors",
+    notes="Conversations are rebuilt from 512-token block hashes. Waits are gaps between requests, answers "
+    "included: the source does not say how long these took. Every answer is taken to speak to the user.",
+)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A conversation being rebuilt."""
+
+    id: str
+    arrival_s: float
+    parent: str | None
+    full_blocks: tuple[int, ...] = ()  # of the latest prompt
+    latest_s: float = 0.0
+    largest_context: int = 0
+    turns: list[Turn] = field(default_factory=list)
+
+    def take(self, row: dict[str, Any], cached: int) -> None:
+        at, prompt = row["timestamp"] / 1000.0, row["input_length"]
+        turn = Turn(
+            appended_tokens=prompt - cached,
+            cached_tokens=cached,
+            output_tokens=row["output_length"],
+            wait_s=at - self.latest_s if self.turns else 0.0,
+        )
+        self.turns.append(turn)
+        self.latest_s = at
+        self.full_blocks = tuple(row["hash_ids"][: prompt // BLOCK_TOKENS])
+        self.largest_context = max(self.largest_context, turn.context_tokens)
+
+
+def rebuild(requests: list[dict[str, Any]]) -> list[Conversation]:
+    system = _system_blocks(requests)
+    owners: dict[int, _Open] = {}  # block hash -> the conversation that last had it
+    found: list[_Open] = []
+    for row in requests:
+        blocks, prompt = row["hash_ids"], row["input_length"]
+        shared = next((count for count, block in enumerate(blocks) if block not in owners), len(blocks))
+        owner = owners[blocks[shared - 1]] if shared and blocks[shared - 1] not in system else None
+        cached = min(shared * BLOCK_TOKENS, prompt - 1)  # the last token is always computed
+        if owner and len(owner.full_blocks) <= shared and _goes_on(owner, blocks):
+            conversation, cached = owner, min(cached, owner.largest_context)
+        else:
+            name = f"mooncake-{len(found):05d}"
+            conversation = _Open(name, row["timestamp"] / 1000.0, owner.id if owner else None)
+            cached = cached if owner else 0
+            found.append(conversation)
+        conversation.take(row, cached)
+        owners.update(dict.fromkeys(blocks, conversation))
+    return [Conversation(c.id, c.arrival_s, tuple(c.turns), c.parent) for c in found]
+
+
+def _goes_on(conversation: _Open, blocks: list[int]) -> bool:
+    mine = conversation.full_blocks
+    return bool(mine) and blocks[len(mine) - 1] == mine[-1]
+
+
+def _system_blocks(requests: list[dict[str, Any]]) -> frozenset[int]:
+    counts: dict[int, int] = {}
+    for row in requests:
+        for block in row["hash_ids"]:
+            counts[block] = counts.get(block, 0) + 1
+    often = max(2.0, SYSTEM_SHARE * len(requests))
+    return frozenset(block for block, count in counts.items() if count > often)
+
+
+def read(path: Path) -> Iterator[Conversation]:
+    requests: list[dict[str, Any]] = []
+    for number, row in rows(path):
+        if not recognises(Head("", frozenset(row))):
+            raise TraceError(f"{path}:{number}: not a Mooncake request: {sorted(row)}")
+        if row["input_length"] < 1 or not row["hash_ids"]:
+            raise TraceError(f"{path}:{number}: an empty prompt")
+        requests.append(row)
+    requests.sort(key=lambda row: row["timestamp"])
+    yield from rebuild(requests)
+
+
+def recognises(head: Head) -> bool:
+    return {"timestamp", "input_length", "output_length", "hash_ids"} <= head.fields
+
+
+IMPORTER = Importer(
+    "mooncake", "Mooncake request traces (JSON lines with block hashes)", HEADER, recognises, read
+)

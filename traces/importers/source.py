@@ -1,0 +1,73 @@
+"""What an importer is, and how the kind of a file is told from its content."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from traces.format import Conversation, Header, TraceError, open_text
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is seen of a file before its kind is known."""
+
+    first_line: str
+    fields: frozenset[str]  # of the JSON object that the first line, else the whole file, holds
+
+
+@dataclass(frozen=True, slots=True)
+class Importer:
+    name: str
+    summary: str
+    header: Header
+    recognises: Callable[[Head], bool]
+    read: Callable[[Path], Iterator[Conversation]]
+
+
+def look(path: Path) -> Head:
+    with open_text(path) as lines:
+        first = lines.readline()
+        found = _object(first)
+        if found is None and first.lstrip().startswith("{"):
+            found = _object(first + lines.read())
+    return Head(first.rstrip("\n"), frozenset(found or ()))
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def document(path: Path) -> dict[str, Any]:
+    """A file that is one JSON object."""
+    with open_text(path) as lines:
+        found = _object(lines.read())
+    if found is None:
+        raise TraceError(f"{path}: not a JSON object")
+    return found
+
+
+def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """JSON objects of a file, one a line, with their line numbers."""
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            found = _object(line)
+            if found is None:
+                raise TraceError(f"{path}:{number}: not a JSON object")
+            yield number, found
+
+
+def plain_name(path: Path) -> str:
+    """The file's name without its endings: `trace_0116.json.gz` is trace_0116."""
+    name = path.name
+    for ending in (".gz", ".jsonl", ".json", ".traj", ".csv"):
+        name = name.removesuffix(ending)
+    return name

@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a fleet, with the product's own placing classes deciding."""

@@ -1,0 +1,1 @@
+"""The things a simulation moves: conversations, engines, their KV, links."""

@@ -1,0 +1,85 @@
+"""Engine profiles: by name, from a JSON file, or from the unloaded latency that a replay measured."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from placement.latency import BatchWork, LatencyModel, Sample, fit
+from placement.power import PowerCurve
+from traces.replay import record
+from traces.replay.results import Unloaded
+from traces.simulator import a40
+from traces.simulator.profile import EngineProfile
+
+
+class ProfileError(ValueError):
+    """A profile that is not known or cannot be read."""
+
+
+def _laptop() -> EngineProfile:
+    """The small model on one core of a desktop processor, as `conserve profile configs/laptop.yaml decode`
+    measured it."""
+    return EngineProfile(
+        latency=LatencyModel(per_token=6.3e-5, per_attended=4.6e-8, per_context=6e-7, constant=5.5e-3),
+        power=PowerCurve(limit_w=45, idle_w=8, decode_w=35, prefill_w=45),
+        chunk_tokens=512,
+        kv_tokens=32_768,
+        kv_bytes_per_token=8 * 2 * 2 * 32 * 4,  # 8 layers, 2 KV heads of 32, K and V, float32
+        network_bytes_per_s=1e9,
+        host_bytes_per_s=5e9,
+    )
+
+
+NAMED = {
+    "a40-qwen3-0.6b": lambda: a40.Calibration().engine(a40.PREFILL_CHUNK),
+    "laptop": _laptop,
+}
+
+
+def find(name: str) -> EngineProfile:
+    if name in NAMED:
+        return NAMED[name]()
+    path = Path(name)
+    if not path.is_file():
+        raise ProfileError(
+            f"no profile {name!r}: give one of {', '.join(NAMED)}, a JSON file or a result of `replay`"
+        )
+    try:
+        row = json.loads(path.read_text())
+        return _of_replay(path) if row.get("format") == record.FORMAT else from_json(row)
+    except (json.JSONDecodeError, TypeError, KeyError, ValueError) as wrong:
+        raise ProfileError(
+            f"{path}: not an engine profile ({wrong}); see traces/simulator/README.md"
+        ) from wrong
+
+
+def _of_replay(path: Path) -> EngineProfile:
+    run = record.read(path)
+    if run.unloaded is None:
+        raise ProfileError(f"{path}: replayed without probes, so nothing was measured alone")
+    return of_unloaded(run.unloaded, _laptop())
+
+
+def of_unloaded(alone: Unloaded, base: EngineProfile) -> EngineProfile:
+    """Iterations that take as long as conversations took that were played alone; the rest from `base`."""
+    chunk = base.chunk_tokens
+    contexts = (0, chunk // 4, chunk, 2 * chunk)
+    samples = [
+        Sample(BatchWork().plus(1, context), alone.step_s + alone.per_context_s * context)
+        for context in contexts
+    ]
+    for tokens in (chunk // 16, chunk // 4, chunk):
+        for context in contexts:
+            computing = alone.per_token_s + alone.per_product_s * (context + tokens / 2.0)
+            samples.append(Sample(BatchWork().plus(tokens, context), alone.step_s + tokens * computing))
+    return replace(base, latency=fit(samples))
+
+
+def from_json(row: dict[str, Any]) -> EngineProfile:
+    rest = {name: value for name, value in row.items() if name not in ("latency", "power")}
+    return EngineProfile(LatencyModel(**row["latency"]), PowerCurve(**row["power"]), **rest)
+
+
+def to_json(profile: EngineProfile) -> dict[str, Any]:
+    return asdict(profile)

@@ -1,0 +1,1 @@
+"""The control service of an engine: watch it, release conversations, drain it."""

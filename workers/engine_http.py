@@ -1,0 +1,85 @@
+"""What a keeper asks its own engine over HTTP: is it healthy, what has it, and a first request to warm it."""
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+import aiohttp
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    kv_tokens: int
+    block_tokens: int
+    max_context: int
+
+
+class EngineHttpError(Exception):
+    """The engine answered something else than was expected."""
+
+
+_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class EngineHttp:
+    def __init__(self, address: str, served_name: str) -> None:
+        self.address, self._name = address, served_name
+        self._session: aiohttp.ClientSession | None = None
+
+    async def healthy(self, timeout_s: float) -> bool:
+        try:
+            async with self._open().get(f"http://{self.address}/health", timeout=_limit(timeout_s)) as answer:
+                return answer.status == 200
+        except _FAILURES:
+            return False
+
+    async def facts(self, timeout_s: float) -> EngineFacts:
+        try:
+            async with self._open().get(
+                f"http://{self.address}/v1/models", timeout=_limit(timeout_s)
+            ) as answer:
+                models = (await answer.json())["data"]
+            async with self._open().get(
+                f"http://{self.address}/metrics", timeout=_limit(timeout_s)
+            ) as answer:
+                cache = cache_config(await answer.text())
+        except (*_FAILURES, KeyError, ValueError) as error:
+            raise EngineHttpError(f"cannot tell its size: {error!r}") from error
+        context = next((int(model["max_model_len"]) for model in models if model["id"] == self._name), 0)
+        blocks, tokens = int(cache["num_gpu_blocks"]), int(cache["block_size"])
+        return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
+
+    async def warm(self, timeout_s: float) -> None:
+        """A short local request: an engine whose first request is a transferred one can crash."""
+        body = {"model": self._name, "prompt": "warm up", "max_tokens": 4, "temperature": 0}
+        url = f"http://{self.address}/v1/completions"
+        try:
+            async with self._open().post(url, json=body, timeout=_limit(timeout_s)) as answer:
+                if answer.status != 200:
+                    raise EngineHttpError(
+                        f"its first request failed: {answer.status} {(await answer.text())[:300]}"
+                    )
+        except _FAILURES as error:
+            raise EngineHttpError(f"its first request failed: {error!r}") from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            await asyncio.sleep(0)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        return self._session
+
+
+def cache_config(metrics: str) -> dict[str, str]:
+    """The labels of vLLM's `vllm:cache_config_info`."""
+    match = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+    if match is None:
+        raise ValueError("its /metrics lack vllm:cache_config_info")
+    return dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
+
+
+def _limit(seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds)

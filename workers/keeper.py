@@ -1,0 +1,267 @@
+"""Keep one engine running: start or adopt it, warm it, announce it, watch it, start it again when lost."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from placement.engines import EngineInfo
+from workers import log_tail, metrics
+from workers.backoff import Backoff
+from workers.board import Board, Phase
+from workers.command import Start, engine_command
+from workers.diagnose import Diagnosis, diagnose
+from workers.engine_http import EngineFacts, EngineHttp, EngineHttpError
+from workers.leased import LeasedProcess, last_epoch
+from workers.lmcache_server import LmcacheServer
+from workers.ports import free_port
+from workers.spec import EngineSpec, KeeperSettings
+from workers.start_slots import start_slot
+from workers.state_feed import StateFeed
+
+log = logging.getLogger("conserve.workers.keeper")
+
+
+class StartFailed(Exception):
+    """The engine did not come to serve; says why, and how its log ended."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        super().__init__(str(diagnosis))
+        self.diagnosis = diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    process: LeasedProcess
+    http: EngineHttp
+    log_from: int  # where this run begins in the log
+
+
+class Keeper:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        settings: KeeperSettings,
+        board: Board,
+        feed: StateFeed,
+        *,
+        secret: str,
+        control: str,
+        shared_tier: LmcacheServer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec, self._settings, self._board, self._feed = spec, settings, board, feed
+        self._secret, self._control, self._clock = secret, control, clock
+        self._shared_tier = shared_tier
+        self._process: LeasedProcess | None = None
+        metrics.from_zero(spec.engine)
+        self._backoff = Backoff(settings.backoff_first_s, settings.backoff_longest_s, settings.calm_after_s)
+
+    async def run(self) -> None:
+        """Until cancelled; the engine then goes on for its lease. `end` ends it."""
+        renewing = asyncio.create_task(self._renew())
+        tier = asyncio.create_task(self._shared_tier.keep()) if self._shared_tier else None
+        try:
+            adopted = await asyncio.to_thread(self._adopt)
+            while True:
+                reason, lines = await self._one_epoch(adopted)
+                adopted = None
+                await self._end_process()
+                wait_s = self._backoff.next(self._clock())
+                log.warning(
+                    "engine does not serve engine=%s reason=%r next_start_s=%.0f",
+                    self._spec.engine,
+                    reason,
+                    wait_s,
+                )
+                self._board.tell(
+                    Phase.BACKING_OFF,
+                    f"next start in {wait_s:.0f} s",
+                    pid=0,
+                    failure=reason,
+                    log_lines=lines,
+                    restarts=self._board.status.restarts + 1,
+                )
+                await asyncio.sleep(wait_s)
+        finally:
+            renewing.cancel()
+            if tier is not None:
+                tier.cancel()
+
+    async def end(self) -> None:
+        """End the engine and its whole tree."""
+        await self._end_process()
+        self._board.tell(Phase.STOPPED, pid=0)
+
+    async def _one_epoch(self, adopted: LeasedProcess | None) -> tuple[str, tuple[str, ...]]:
+        """Bring the engine up and watch it until it is lost; says why, and how its log ended."""
+        self._board.tell(Phase.WAITING)
+        slots = None if adopted else self._settings.start_together
+        began = self._clock()
+        outcome = "adopted" if adopted else "served"
+        try:
+            async with start_slot(self._spec.directory.parent, slots):
+                running = self._resume(adopted) if adopted else self._start(await self._tier_address())
+                try:
+                    info = await self._bring_up(running)
+                except BaseException:
+                    await running.http.close()
+                    raise
+        except StartFailed as failure:
+            metrics.ENGINE_STARTS.labels(self._spec.engine, "failed").inc()
+            return str(failure), failure.diagnosis.excerpt
+        metrics.ENGINE_STARTS.labels(self._spec.engine, outcome).inc()
+        metrics.ENGINE_START_SECONDS.labels(self._spec.engine).observe(self._clock() - began)
+        log.info(
+            "engine serves engine=%s start=%s epoch=%d http=%s",
+            self._spec.engine,
+            outcome,
+            info.epoch,
+            info.http,
+        )
+        try:
+            return await self._serve(running, info)
+        finally:
+            await running.http.close()
+
+    def _adopt(self) -> LeasedProcess | None:
+        grace_s = self._settings.end_grace_s
+        self._process = LeasedProcess.adopt(self._spec.directory, self._spec.fingerprint(), grace_s)
+        return self._process
+
+    def _resume(self, process: LeasedProcess) -> Running:
+        return Running(process, self._http(process), max(0, log_tail.size(process.log) - (64 << 10)))
+
+    async def _tier_address(self) -> str:
+        """Empty without a shared tier, or when its server does not answer: the engine serves without."""
+        if self._shared_tier is None:
+            return ""
+        address = await self._shared_tier.address(self._settings.tier_limit_s)
+        if not address:
+            metrics.WITHOUT_TIER.labels(self._spec.engine).inc()
+            log.warning("engine %s starts without LMCache: its server does not answer", self._spec.engine)
+        return address
+
+    def _start(self, lmcache: str) -> Running:
+        spec = self._spec
+        # Later than any epoch before, also of the same engine on a node that is gone with its records.
+        epoch = max(last_epoch(spec.directory) + 1, int(time.time()))
+        start = Start(epoch, free_port(spec.host), free_port(spec.host), lmcache)
+        log_from = log_tail.size(spec.directory / "log")
+        self._process = LeasedProcess.start(
+            spec.directory,
+            engine_command(spec, start, self._secret, os.environ),
+            fingerprint=spec.fingerprint(),
+            epoch=epoch,
+            ports=(start.http_port, start.transfer_port),
+            lease_s=self._settings.lease_s,
+            grace_s=self._settings.end_grace_s,
+        )
+        return Running(self._process, self._http(self._process), log_from)
+
+    def _http(self, process: LeasedProcess) -> EngineHttp:
+        return EngineHttp(f"{self._spec.host}:{process.record.ports[0]}", self._spec.served_name)
+
+    async def _bring_up(self, running: Running) -> EngineInfo:
+        record = running.process.record
+        self._board.tell(Phase.STARTING, epoch=record.epoch, pid=record.pid)
+        await self._until_healthy(running)
+        self._board.tell(Phase.WARMING)
+        try:
+            await running.http.warm(self._settings.warm_limit_s)
+            facts = await running.http.facts(self._settings.warm_limit_s)
+        except EngineHttpError as error:
+            raise StartFailed(self._diagnosis(running, str(error))) from error
+        return self._info(running, facts)
+
+    async def _until_healthy(self, running: Running) -> None:
+        limit = self._clock() + self._settings.start_limit_s
+        size, moved = -1, self._clock()
+        while not await running.http.healthy(self._settings.health_timeout_s):
+            if not running.process.alive():
+                raise StartFailed(self._diagnosis(running, ""))
+            grown = log_tail.size(running.process.log)
+            if grown != size:
+                size, moved = grown, self._clock()
+                self._board.tell(Phase.STARTING, log_tail.stage(self._lines(running)))
+            stage = self._board.status.detail
+            if self._clock() - moved > self._settings.stall_limit_s:
+                waited = f"logged nothing for {self._settings.stall_limit_s:.0f} s while {stage}"
+                raise StartFailed(self._diagnosis(running, waited))
+            if self._clock() > limit:
+                waited = f"not healthy after {self._settings.start_limit_s:.0f} s, while {stage}"
+                raise StartFailed(self._diagnosis(running, waited))
+            await asyncio.sleep(self._settings.health_interval_s)
+
+    async def _serve(self, running: Running, info: EngineInfo) -> tuple[str, tuple[str, ...]]:
+        self._board.engine_up(info)
+        self._board.tell(Phase.SERVING, failure="", log_lines=())
+        metrics.ENGINE_UP.labels(info.engine).set(1)
+        self._backoff.serving(self._clock())
+        feeding = asyncio.create_task(self._feed.follow(self._board))
+        try:
+            cause, reason = await self._until_lost(running)
+        finally:
+            feeding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await feeding
+            metrics.ENGINE_UP.labels(info.engine).set(0)
+        metrics.ENGINE_LOST.labels(info.engine, cause).inc()
+        self._board.engine_down()
+        diagnosis = self._diagnosis(running, reason)
+        told = reason if diagnosis.cause == reason else f"{reason} ({diagnosis.cause})"
+        return told, diagnosis.excerpt
+
+    async def _until_lost(self, running: Running) -> tuple[str, str]:
+        misses = 0
+        while running.process.alive():
+            if await running.http.healthy(self._settings.health_timeout_s):
+                misses = 0
+            else:
+                misses += 1
+                metrics.HEALTH_MISSES.labels(self._spec.engine).inc()
+                if misses >= self._settings.health_misses:
+                    return "unhealthy", f"missed {misses} health checks in a row"
+            await asyncio.sleep(self._settings.health_interval_s)
+        return "exited", "its process ended"
+
+    async def _renew(self) -> None:
+        while True:
+            if self._process is not None:
+                with contextlib.suppress(FileNotFoundError):  # it is being ended
+                    self._process.renew()
+            await asyncio.sleep(min(1.0, self._settings.lease_s / 10))
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            self._board.engine_down()
+            if not await asyncio.to_thread(process.end, self._settings.end_grace_s):
+                log.error("process does not end engine=%s pid=%d", self._spec.engine, process.record.pid)
+
+    def _info(self, running: Running, facts: EngineFacts) -> EngineInfo:
+        spec, record = self._spec, running.process.record
+        return EngineInfo(
+            engine=spec.engine,
+            tier=spec.tier,
+            role=spec.role,
+            epoch=record.epoch,
+            http=running.http.address,
+            transfer=f"{spec.host}:{record.ports[1]}" if spec.connector else "",
+            control=self._control,
+            kv_tokens=facts.kv_tokens,
+            block_tokens=facts.block_tokens,
+            max_context=facts.max_context or spec.max_context or 0,
+        )
+
+    def _lines(self, running: Running) -> list[str]:
+        return log_tail.last_lines(running.process.log, 1000, since=running.log_from)
+
+    def _diagnosis(self, running: Running, reason: str) -> Diagnosis:
+        found = diagnose(self._lines(running))
+        if reason and found.cause == "unknown cause":
+            return Diagnosis(reason, found.advice, found.evidence, found.excerpt)
+        return found

@@ -1,0 +1,111 @@
+"""The LMCache server of a node: whichever keeper comes first starts it, and all of them keep it alive."""
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workers import metrics
+from workers.command import FLEET_MARK, Command
+from workers.leased import RECORD, LeasedProcess, Record
+from workers.ports import free_port
+
+log = logging.getLogger("conserve.workers.lmcache")
+
+HOST = "127.0.0.1"
+LEASE_S = 20.0
+GRACE_S = 3.0
+LOOK_EVERY_S = 1.0
+
+
+class LmcacheServer:
+    def __init__(self, directory: Path, gib: float, chunk_tokens: int, mark: str) -> None:
+        self._directory, self._gib, self._chunk_tokens, self._mark = directory, gib, chunk_tokens, mark
+        text = f"{gib} {chunk_tokens} {mark}"
+        self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    async def keep(self) -> None:
+        """Until cancelled; the server ends a lease after its last keeper did."""
+        while True:
+            try:
+                await asyncio.to_thread(self.ensure)
+            except OSError as error:
+                log.warning("LMCache cannot be started: %s", error)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def address(self, limit_s: float) -> str:
+        """host:port of the server once it answers; empty when it does not within the limit."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + limit_s
+        while clock() < end:
+            record = Record.read(self._directory / RECORD)
+            if record is not None and await asyncio.to_thread(_answers, record.ports[1]):
+                return f"{HOST}:{record.ports[0]}"
+            await asyncio.sleep(0.3)
+        return ""
+
+    def ensure(self) -> None:
+        """It runs, and goes on for a lease."""
+        with self._alone():
+            before = Record.read(self._directory / RECORD)
+            process = LeasedProcess.adopt(self._directory, self._fingerprint, GRACE_S)
+            if process is not None:
+                return  # adopting renews its lease
+            _shared_memory(self._fingerprint).unlink(missing_ok=True)  # a killed server leaves it behind
+            # Where it was before: engines that lost it find it again.
+            known = before is not None and before.fingerprint == self._fingerprint
+            ports = before.ports if before is not None and known else (free_port(HOST), free_port(HOST))
+            process = LeasedProcess.start(
+                self._directory,
+                self._command(*ports),
+                fingerprint=self._fingerprint,
+                epoch=0,
+                ports=ports,
+                lease_s=LEASE_S,
+                grace_s=GRACE_S,
+            )
+            metrics.TIER_STARTS.inc()
+            log.info("LMCache started, pid %d, port %d", process.record.pid, ports[0])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _command(self, port: int, http_port: int) -> Command:
+        argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server"]
+        argv += ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
+        argv += ["--l1-size-gb", str(self._gib), "--eviction-policy", "LRU"]
+        argv += ["--chunk-size", str(self._chunk_tokens), "--supported-transfer-mode", "engine_driven"]
+        argv += ["--shm-name", _shm_name(self._fingerprint), "--disable-observability"]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        env |= {FLEET_MARK: self._mark, "DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
+        return Command(tuple(argv), env)
+
+
+def _shared_memory(name: str) -> Path:
+    """Where LMCache 0.5.6 puts what `--shm-name` names."""
+    return Path("/dev/shm") / f"lmcache_l1_pool_{_shm_name(name)}"
+
+
+def _shm_name(fingerprint: str) -> str:
+    return f"conserve-{fingerprint}"
+
+
+def _answers(http_port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{http_port}/healthcheck", timeout=1):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,57 @@
+"""Metrics of keepers."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+ENGINE_UP = Gauge("conserve_engine_up", "1 while the engine serves, by its keeper's own check.", ["engine"])
+ENGINE_STARTS = Counter(
+    "conserve_engine_starts_total",
+    "Starts of the engine by outcome: served, failed, or adopted (it was running already).",
+    ["engine", "outcome"],
+)
+ENGINE_LOST = Counter(
+    "conserve_engine_lost_total",
+    "Times a serving engine was lost, by cause: exited, or unhealthy (it missed its health checks).",
+    ["engine", "cause"],
+)
+ENGINE_START_SECONDS = Histogram(
+    "conserve_engine_start_seconds",
+    "From starting an engine to its first answer.",
+    ["engine"],
+    buckets=(5, 10, 20, 40, 60, 90, 120, 180, 300, 600, 900),
+)
+HEALTH_MISSES = Counter(
+    "conserve_engine_health_misses_total", "Health checks of a serving engine that failed.", ["engine"]
+)
+WITHOUT_TIER = Counter(
+    "conserve_engine_without_tier_total",
+    "Starts of an engine whose shared tier did not answer: it serves, but a lost decoder's KV is lost.",
+    ["engine"],
+)
+TIER_STARTS = Counter(
+    "conserve_shared_tier_starts_total", "Times this keeper started its node's LMCache server."
+)
+ENERGY_JOULES = Counter(
+    "conserve_energy_joules_total",
+    "Energy of the engine's GPUs by NVML's counter, by the engine's role (prefill, decode, mixed).",
+    ["engine", "role"],
+)
+POWER_WATTS = Gauge("conserve_power_watts", "What the engine's GPUs draw now.", ["engine"])
+POWER_LIMIT_WATTS = Gauge(
+    "conserve_power_limit_watts", "Power limit of the engine's GPUs, summed.", ["engine"]
+)
+POWER_NOT_DONE = Counter(
+    "conserve_power_caps_not_done_total",
+    "Power caps that could not be set (no permission, no GPU, out of range); the engine serves without.",
+    ["engine"],
+)
+
+
+def from_zero(engine: str) -> None:
+    """Shown before the first of its kind: otherwise Prometheus does not see that one as an increase."""
+    for outcome in ("served", "failed", "adopted"):
+        ENGINE_STARTS.labels(engine, outcome)
+    for cause in ("exited", "unhealthy"):
+        ENGINE_LOST.labels(engine, cause)
+    HEALTH_MISSES.labels(engine)
+    POWER_NOT_DONE.labels(engine)
+    ENGINE_UP.labels(engine)

@@ -1,0 +1,1 @@
+"""Power limits and energy of the accelerators an engine runs on."""

@@ -1,0 +1,113 @@
+"""GPUs as far as power goes, through nvidia-ml-py, in watts and joules."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+
+class PowerError(Exception):
+    """Something about power could not be done; says what, and what to do."""
+
+
+class NoGpus(PowerError):
+    """There is no NVIDIA driver here, or it has no GPU of that name."""
+
+
+class NotPermitted(PowerError):
+    """Setting a limit needs root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    uuid: str
+    index: int
+    name: str
+    limit_w: float
+    least_w: float
+    most_w: float
+    default_w: float
+
+
+class Gpus:
+    """The GPUs of this machine while the context is open."""
+
+    def __init__(self) -> None:
+        import pynvml  # only where there may be GPUs: no other process should load it
+
+        self._nvml = pynvml
+
+    def __enter__(self) -> "Gpus":
+        with self._said("opening NVML"):
+            self._nvml.nvmlInit()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._said("closing NVML"):
+            self._nvml.nvmlShutdown()
+
+    def all(self) -> list[Gpu]:
+        with self._said("counting GPUs"):
+            return [
+                self._read(self._nvml.nvmlDeviceGetHandleByIndex(at))
+                for at in range(self._nvml.nvmlDeviceGetCount())
+            ]
+
+    def find(self, name: str) -> Gpu:
+        """By NVML's index or by UUID, as `CUDA_VISIBLE_DEVICES` has them. Only a UUID is never ambiguous:
+        CUDA counts in another order unless CUDA_DEVICE_ORDER is PCI_BUS_ID."""
+        with self._said(f"GPU {name}"):
+            if name.isdigit():
+                if int(name) >= self._nvml.nvmlDeviceGetCount():
+                    raise NoGpus(f"GPU {name}: this machine has {self._nvml.nvmlDeviceGetCount()}")
+                return self._read(self._nvml.nvmlDeviceGetHandleByIndex(int(name)))
+            return self._read(self._handle(name))
+
+    def set_limit(self, uuid: str, watts: float) -> None:
+        with self._said(f"setting {uuid} to {watts:g} W"):
+            self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle(uuid), round(watts * 1000.0))
+
+    def joules(self, uuid: str) -> float:
+        """Energy since the driver was loaded."""
+        with self._said(f"energy of {uuid}"):
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle(uuid))) / 1000.0
+
+    def watts(self, uuid: str) -> float:
+        with self._said(f"power of {uuid}"):
+            return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle(uuid))) / 1000.0
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """NVML's errors as ours, with what was being done."""
+        nvml = self._nvml
+        try:
+            yield
+        except nvml.NVMLError as error:
+            if error.value == nvml.NVML_ERROR_NO_PERMISSION:
+                raise NotPermitted(f"{what}: not permitted; setting power limits needs root") from error
+            if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+                raise NoGpus(f"{what}: there is no NVIDIA driver on this machine ({error})") from error
+            if error.value == nvml.NVML_ERROR_NOT_FOUND:
+                raise NoGpus(f"{what}: no such GPU") from error
+            raise PowerError(f"{what}: {error}") from error
+
+    def _handle(self, uuid: str) -> object:
+        return self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+
+    def _read(self, handle: object) -> Gpu:
+        least, most = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+        return Gpu(
+            uuid=_text(self._nvml.nvmlDeviceGetUUID(handle)),
+            index=int(self._nvml.nvmlDeviceGetIndex(handle)),
+            name=_text(self._nvml.nvmlDeviceGetName(handle)),
+            limit_w=self._nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000.0,
+            least_w=least / 1000.0,
+            most_w=most / 1000.0,
+            default_w=self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000.0,
+        )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
