@@ -1,6 +1,7 @@
 """Engines as rows of numpy columns, so that a choice among a thousand of them is a few array operations."""
 
-from heapq import heappop, heappush
+import re
+from bisect import bisect_left
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,21 +10,21 @@ Column = NDArray[np.float64]
 
 
 class EngineTable:
-    """Rows are taken lowest first, so that equal histories give equal ties.
+    """Rows are in the order of the engines' names, so that a tie goes to the first by name: whoever reads a
+    receipt can tell why, and a directory that learns of the engines in another order decides the same.
 
-    A row without an engine holds each column's filler, which must be a value that no choice picks.
+    A row without an engine (they are all at the end) holds each column's filler, which must be a value that no
+    choice picks.
     """
 
     def __init__(self, **fillers: float) -> None:
         self._fillers = fillers
-        self._columns: dict[str, Column] = {name: np.empty(0) for name in fillers}
-        self._rows: dict[str, int] = {}
+        self._columns: dict[str, Column] = {name: np.full(8, filler) for name, filler in fillers.items()}
         self._names: list[str] = []
-        self._unused: list[int] = []
-        self._grow(8)
+        self._rows: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._names)
 
     def __contains__(self, engine: str) -> bool:
         return engine in self._rows
@@ -38,29 +39,34 @@ class EngineTable:
         return self._names[row]
 
     def engines(self) -> tuple[str, ...]:
-        return tuple(self._rows)
+        return tuple(self._names)
 
     def add(self, engine: str, **values: float) -> int:
-        if not self._unused:
-            self._grow(len(self._names))
-        row = heappop(self._unused)
-        self._rows[engine] = row
-        self._names[row] = engine
-        for column, value in values.items():
-            self._columns[column][row] = value
+        row, used = bisect_left(self._names, _in_order(engine), key=_in_order), len(self._names)
+        for column, filler in self._fillers.items():
+            cells = self._columns[column]
+            if used == len(cells):
+                cells = self._columns[column] = np.concatenate([cells, np.full(used, filler)])
+            cells[row + 1 : used + 1] = cells[row:used]
+            cells[row] = values.get(column, filler)
+        self._names.insert(row, engine)
+        self._number_from(row)
         return row
 
     def remove(self, engine: str) -> None:
-        row = self._rows.pop(engine)
-        self._names[row] = ""
+        row, used = self._rows.pop(engine), len(self._names)
         for column, filler in self._fillers.items():
-            self._columns[column][row] = filler
-        heappush(self._unused, row)
+            cells = self._columns[column]
+            cells[row : used - 1] = cells[row + 1 : used]
+            cells[used - 1] = filler
+        del self._names[row]
+        self._number_from(row)
 
-    def _grow(self, more: int) -> None:
-        old = len(self._names)
-        self._names += [""] * more
-        for column, filler in self._fillers.items():
-            self._columns[column] = np.concatenate([self._columns[column], np.full(more, filler)])
-        for row in range(old, old + more):
-            heappush(self._unused, row)
+    def _number_from(self, row: int) -> None:
+        for later in range(row, len(self._names)):
+            self._rows[self._names[later]] = later
+
+
+def _in_order(engine: str) -> list[tuple[int, str]]:
+    """decode-2 before decode-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", engine)]

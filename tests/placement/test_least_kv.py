@@ -86,7 +86,9 @@ class Pool(RuleBasedStateMachine):
         if preferred in roomy:
             assert answer.decoder == preferred and receipt.why is Why.PREFERRED
         else:
-            assert receipt.chosen.kv_in_use == min(roomy.values())
+            least = min(roomy.values())
+            assert receipt.chosen.kv_in_use == least
+            assert answer.decoder == min(name for name, kv in roomy.items() if kv == least), "a tie, by name"
         others = sorted(kv for name, kv in roomy.items() if name != answer.decoder)
         assert [option.kv_in_use for option in receipt.runners_up] == others[:3]
         assert (receipt.considered, receipt.without_room) == (len(self.limit), len(self.limit) - len(roomy))
