@@ -6,6 +6,13 @@ FLEET := configs/laptop.yaml
 PROTOS := workers/control/control.proto router/directory/directory.proto
 FAST := not engine and not fleet and not slow
 
+# $(call tests,which,how): what fails is run once more, alone and on fleets of its own, since every test shares
+# the machine with engines. What failed the first time stays in the output; what fails twice fails.
+define tests
+$(PY) -m pytest $(1) $(2) || { [ $$? -eq 1 ] && echo "FAILED ONCE (above); once more, alone:" && \
+	$(PY) -m pytest $(1) --last-failed --last-failed-no-failures none; }
+endef
+
 .PHONY: up down test check fast lint types install lock clients proto schema clean
 
 up: install
@@ -17,7 +24,7 @@ down: install
 test: install
 	@deploy/setup/packages.sh
 	@$(MAKE) --no-print-directory lint types fast
-	@$(PY) -m pytest -m "not ($(FAST))"
+	@$(call tests,-m "not ($(FAST))")
 
 check: install lint types fast
 
@@ -29,7 +36,7 @@ types:
 
 # These wait more than they compute: two at a time take half as long.
 fast:
-	@$(PY) -m pytest -q -n 2 --dist loadfile -m "$(FAST)"
+	@$(call tests,-m "$(FAST)",-q -n 2 --dist loadfile)
 
 # All agent frameworks' tool loops on the fleet of the tests; `make test` has those of the extra `dev`.
 # They pin much: they have an environment of their own.

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import httptools
 import uvloop
 
+API_KEY = "sk-bench"  # LiteLLM's proxy does not start without one
 TOKEN = re.compile(rb'"content":\s*"t(\d+)"')
 
 
@@ -161,10 +162,10 @@ def request_of(load: Load, conversation: str) -> bytes:
     ).encode()
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-        b"authorization: Bearer sk-bench\r\n"
+        b"authorization: Bearer %b\r\n"
         b"x-session-id: conversation-%b\r\nx-smg-routing-key: conversation-%b\r\n"
         b"accept: */*\r\nuser-agent: benchmark\r\ncontent-length: %d\r\n\r\n%b"
-        % (conversation.encode(), conversation.encode(), len(body), body)
+        % (API_KEY.encode(), conversation.encode(), conversation.encode(), len(body), body)
     )
 
 
