@@ -45,6 +45,10 @@ COUNTERS: Mapping[str, CounterSpec] = MappingProxyType(
         "corrupt_blocks": CounterSpec(
             "conserve_kv_corrupt_host_blocks", "Host blocks that failed their check; they are computed again."
         ),
+        "failed_copies": CounterSpec(
+            "conserve_kv_failed_copies",
+            "Blocks whose copy to or from host memory raised; the engine's log has it. 0 is right.",
+        ),
         "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no room in host memory."),
         "left_host": CounterSpec(
             "conserve_kv_left_host", "Conversations whose host memory was given to others."

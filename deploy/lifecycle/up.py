@@ -166,6 +166,6 @@ def _reachable(host: str) -> str:
 def _down_on_failure(home: FleetHome) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too: what has started would go on without us
         bring_down(home)
         raise

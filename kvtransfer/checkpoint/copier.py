@@ -1,7 +1,7 @@
 """The thread that copies blocks in the background. Loads go before stores: a turn waits for them.
 
-Whatever goes wrong with a copy is logged and reported as a copy that ended badly: a request waits for it, and
-blocks are held for it.
+Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
+a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
 """
 
 import logging
@@ -65,33 +65,38 @@ class Copier:
                 self._store(copies)
 
     def _store(self, copies: list[Copy]) -> None:
-        sealed = False
+        failed: list[Copy] = []
         try:
             self._memory.put(copies, self._mover.from_device([copy.block for copy in copies]))
-            sealed = True
         except Exception:
             logger.exception("%d blocks could not be copied to the host", len(copies))
+            failed = copies
         with self._work:
             self._report.stored.update(copy.slot for copy in copies)
-            if not sealed:
-                self._report.corrupt.update(copy.slot for copy in copies)
+            self._report.failed.update(copy.slot for copy in failed)
 
     def _load(self, load: Load) -> None:
-        arrived: set[Copy] = set()
-        try:
-            for at in range(0, len(load.copies), BOUNCE_BLOCKS):
-                good, pieces = self._memory.take(load.copies[at : at + BOUNCE_BLOCKS])
+        failed: list[Copy] = []
+        corrupt: list[Copy] = []
+        for at in range(0, len(load.copies), BOUNCE_BLOCKS):
+            copies = load.copies[at : at + BOUNCE_BLOCKS]
+            try:
+                good, pieces = self._memory.take(copies)
                 if good:
                     self._mover.to_device(pieces, [copy.block for copy in good])
-                arrived.update(good)
-        except Exception:
-            logger.exception("request %s: blocks could not be copied from the host", load.request_id)
-        bad = [copy for copy in load.copies if copy not in arrived]
-        if bad:
+            except Exception:
+                logger.exception(
+                    "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)
+                )
+                failed += copies
+            else:
+                corrupt += set(copies).difference(good)
+        if corrupt:
             logger.error(
-                "request %s: %d blocks on the host are not what they were", load.request_id, len(bad)
+                "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)
             )
         with self._work:
             self._ended.requests.add(load.request_id)
-            self._ended.failed_blocks.update(copy.block for copy in bad)
-            self._report.corrupt.update(copy.slot for copy in bad)
+            self._ended.failed_blocks.update(copy.block for copy in failed + corrupt)
+            self._report.failed.update(copy.slot for copy in failed)
+            self._report.corrupt.update(copy.slot for copy in corrupt)

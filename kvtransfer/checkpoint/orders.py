@@ -34,9 +34,12 @@ class CheckpointOrder:
 class CheckpointReport:
     stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
     corrupt: set[int] = field(default_factory=set)  # slots that did not hold what they should
+    failed: set[int] = field(default_factory=set)  # slots whose copy raised
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.corrupt)
+        return bool(self.stored or self.corrupt or self.failed)
 
     def merge(self, other: "CheckpointReport") -> "CheckpointReport":
-        return CheckpointReport(self.stored + other.stored, self.corrupt | other.corrupt)
+        return CheckpointReport(
+            self.stored + other.stored, self.corrupt | other.corrupt, self.failed | other.failed
+        )

@@ -128,9 +128,13 @@ class CheckpointScheduler(SchedulerHalf):
                 self._counts["restores"] += 1
             if outcome.report is not None:
                 self._end_stores(outcome.report.stored)
-                for slot in outcome.report.corrupt - {NOWHERE}:
-                    self._residence.host.drop_slot(slot)
-                    self._counts["corrupt_blocks"] += 1
+                self._drop("corrupt_blocks", outcome.report.corrupt)
+                self._drop("failed_copies", outcome.report.failed)
+
+    def _drop(self, cause: str, slots: set[int]) -> None:
+        for slot in slots - {NOWHERE}:
+            self._residence.host.drop_slot(slot)
+            self._counts[cause] += 1
 
     def _end_stores(self, stored: Counter[int]) -> None:
         for slot, ranks in stored.items():

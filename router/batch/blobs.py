@@ -1,21 +1,45 @@
 """The bytes of files: in a local folder or behind any fsspec URL."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Self
 
 import fsspec
 
 CHUNK_BYTES = 1 << 20
 
 
-class Writer(Protocol):
-    written: int
+class Writer(ABC):
+    """Leaving its `with` discards what is not committed."""
 
-    def write(self, data: bytes) -> None: ...
-    def commit(self) -> None: ...
+    written = 0
+    committed = False
+
+    def write(self, data: bytes) -> None:
+        self._write(data)
+        self.written += len(data)
+
+    def commit(self) -> None:
+        self._commit()
+        self.committed = True
+
+    @abstractmethod
     def discard(self) -> None: ...
+
+    @abstractmethod
+    def _write(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def _commit(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if not self.committed:
+            self.discard()
 
 
 class Blobs:
@@ -46,18 +70,16 @@ class Blobs:
         return f"{self._root}/{blob}"
 
 
-class _LocalWriter:
+class _LocalWriter(Writer):
     def __init__(self, path: str) -> None:
         self._path = path
         self._partial = f"{path}.part"
         self._file = open(self._partial, "wb")  # noqa: SIM115  closed by commit or discard
-        self.written = 0
 
-    def write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         self._file.write(data)
-        self.written += len(data)
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -74,20 +96,18 @@ class _LocalWriter:
             os.unlink(self._partial)
 
 
-class _RemoteWriter:
+class _RemoteWriter(Writer):
     """Object stores keep an object when its upload is closed: that is the commit."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
         self._path = path
         self._file = fs.open(path, "wb")
-        self.written = 0
 
-    def write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         self._file.write(data)
-        self.written += len(data)
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         self._file.close()
 
     def discard(self) -> None:

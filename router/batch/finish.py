@@ -33,32 +33,24 @@ class Finisher:
     def finish(self, batch: BatchRecord, worker: str) -> None:
         """Safe to cut off and to repeat: files keep their names and appear with the last state."""
         assert batch.outcome is not None
-        output = self._file_of(batch, "output")
-        error = self._file_of(batch, "error")
-        writers = {output: self._blobs.create(output), error: self._blobs.create(error)}
-        counts = {output: 0, error: 0}
-        try:
+        output, error = _file_of(batch, "output"), _file_of(batch, "error")
+        good = failed = 0
+        with self._blobs.create(output) as good_lines, self._blobs.create(error) as failed_lines:
             if batch.in_progress_at is not None:  # else it ended before its lines were accepted
                 for outcome in self._store.requests.outcomes(batch.seq):
-                    to = output if outcome.status == 200 else error
-                    writers[to].write(result_line(outcome, batch.outcome))
-                    counts[to] += 1
-        except BaseException:
-            for writer in writers.values():
-                writer.discard()
-            raise
-        files = {name: self._close(batch, name, writers[name], counts[name]) for name in (output, error)}
-        now = self._clock()
-        if self._store.batches.finish(
-            batch, worker, files[output], files[error], counts[output], counts[error], now
-        ):
+                    line = result_line(outcome, batch.outcome)
+                    if outcome.status == 200:
+                        good_lines.write(line)
+                        good += 1
+                    else:
+                        failed_lines.write(line)
+                        failed += 1
+            output_file = self._kept(batch, output, "output", good_lines)
+            error_file = self._kept(batch, error, "error", failed_lines)
+        if self._store.batches.finish(batch, worker, output_file, error_file, good, failed, self._clock()):
             BATCHES_ENDED.labels(batch.outcome).inc()
             log.info(
-                "batch finished batch=%s outcome=%s good=%d failed=%d",
-                batch.id,
-                batch.outcome,
-                counts[output],
-                counts[error],
+                "batch finished batch=%s outcome=%s good=%d failed=%d", batch.id, batch.outcome, good, failed
             )
         self.clean_up(batch, worker)
 
@@ -66,22 +58,20 @@ class Finisher:
         self._store.requests.clear(batch.seq)
         self._store.batches.release(batch.seq, worker)
 
-    def _close(self, batch: BatchRecord, name: str, writer: Writer, lines: int) -> FileRecord | None:
-        if not lines:
-            writer.discard()
+    def _kept(self, batch: BatchRecord, name: str, kind: str, writer: Writer) -> FileRecord | None:
+        if not writer.written:
             return None
         writer.commit()
         now = int(self._clock())
-        kind = "output" if name == self._file_of(batch, "output") else "error"
         expires = now + batch.output_ttl_s if batch.output_ttl_s else None
         return FileRecord(
             name, 0, batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output", writer.written, now, expires
         )
 
-    @staticmethod
-    def _file_of(batch: BatchRecord, kind: str) -> str:
-        """Derived from the batch, so that a second try overwrites the first; not guessable without its id."""
-        return f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
+
+def _file_of(batch: BatchRecord, kind: str) -> str:
+    """Derived from the batch, so that a second try overwrites the first; not guessable without its id."""
+    return f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
 
 
 def result_line(outcome: Outcome, ended: BatchStatus) -> bytes:

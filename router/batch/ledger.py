@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED
+from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, STEP_ERRORS
 from router.batch.records import Result
 from router.batch.store.requests import PutBack
 from router.batch.store.store import Store
@@ -45,21 +45,20 @@ class Ledger:
             try:
                 await self.flush()
             except SQLAlchemyError as error:
+                STEP_ERRORS.labels("store").inc()
                 log.warning(
                     "results not written, trying again wait_s=%.0f error=%s", _RETRY_S, type(error).__name__
                 )
                 await asyncio.sleep(_RETRY_S)
 
     async def flush(self) -> None:
-        self._work.clear()
+        """Nothing is dropped before it is durable."""
         results, put_backs = self._results[:], self._put_backs[:]
-        try:
-            await self._in_thread(lambda: self._write(results, put_backs))
-        except BaseException:
-            self._work.set()  # nothing is dropped before it is durable
-            raise
+        await self._in_thread(lambda: self._write(results, put_backs))
         del self._results[: len(results)]
         del self._put_backs[: len(put_backs)]
+        if not self._results and not self._put_backs:
+            self._work.clear()
 
     def _write(self, results: list[Result], put_backs: list[PutBack]) -> None:
         if results:

@@ -5,7 +5,9 @@ be cut off anywhere: the next one, here or at another gateway, starts from what 
 """
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from sqlalchemy.sql.elements import ColumnElement
@@ -41,6 +43,8 @@ class Steward:
         self._cancel_grace_s = cancel_grace_s
         self._clock = clock
         self._swept = float("-inf")
+        self._failed: deque[int] = deque()  # batches whose work failed here, still in our name
+        self._handing_back = threading.Lock()
 
     def take_in(self) -> bool:
         """Validate one batch; True when there may be more."""
@@ -57,15 +61,23 @@ class Steward:
         return self._work(ENDS, self._end)
 
     def _work(self, which: ColumnElement[bool], work: Callable[[BatchRecord], None]) -> bool:
+        self._hand_back()
         batch = self._store.batches.take_up(self._worker, which)
         if batch is None:
             return False
         try:
             work(batch)
-        except BaseException:
-            self._store.batches.hand_back(batch.seq, self._worker)
+        except Exception:  # the dispatcher logs and counts it
+            self._failed.append(batch.seq)
             raise
         return True
+
+    def _hand_back(self) -> None:
+        """Not where the work failed: what failed it may be the store that is to be told."""
+        with self._handing_back:
+            while self._failed:
+                self._store.batches.hand_back(self._failed[0], self._worker)
+                self._failed.popleft()
 
     def _end(self, batch: BatchRecord) -> None:
         if batch.status in LIVE:

@@ -12,6 +12,6 @@ def test_ranks_that_released_a_transfer_are_counted() -> None:
 
 
 def test_a_slot_is_corrupt_when_it_is_on_any_rank() -> None:
-    merged = CheckpointReport(Counter({1: 1}), {5}).merge(CheckpointReport(Counter({1: 1, 2: 1})))
+    merged = CheckpointReport(Counter({1: 1}), {5}).merge(CheckpointReport(Counter({1: 1, 2: 1}), set(), {6}))
     assert merged.stored == {1: 2, 2: 1}
-    assert merged.corrupt == {5}
+    assert merged.corrupt == {5} and merged.failed == {6}

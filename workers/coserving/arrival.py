@@ -7,6 +7,7 @@ patch an arrival is seen only when the iteration is over, which is what a safepo
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,11 +49,11 @@ class ArrivalWatch:
         self._row_of = row_of
         self._clock = clock
         self.in_flight: InFlight | None = None  # set and cleared by the scheduler
-        self.signals = 0
+        self.counts: Counter[str] = Counter()
 
-    def take_signals(self) -> int:
-        signals, self.signals = self.signals, 0
-        return signals
+    def take_counts(self) -> Counter[str]:
+        counts, self.counts = self.counts, Counter()
+        return counts
 
     def on_arrival(self, request: Any) -> None:
         """In the receiving thread. Reads what the scheduler published; writes the flag only."""
@@ -78,7 +79,7 @@ class ArrivalWatch:
         if self.policy.interrupts(row, queued, batch, self._model()):
             self._flag.raise_for(running.epoch)
             running.raised = True
-            self.signals += 1
+            self.counts["coserving_signals"] += 1
 
 
 _watch: ArrivalWatch | None = None
@@ -100,6 +101,7 @@ def install(watch: ArrivalWatch) -> None:
                 _watch.on_arrival(result[0])
             except Exception:
                 # The request must reach the scheduler whatever becomes of the decision to hurry for it.
+                _watch.counts["coserving_unjudged"] += 1
                 logger.exception("arrival not judged request=%s", result[0].request_id)
         return result
 

@@ -33,6 +33,11 @@ COUNTERS: Mapping[str, CounterSpec] = MappingProxyType(
         "coserving_signals": CounterSpec(
             "conserve_coserving_signals", "Arrivals for which the running iteration was to be aborted."
         ),
+        "coserving_unjudged": CounterSpec(
+            "conserve_coserving_unjudged_arrivals",
+            "Arrivals that waited for the running iteration because judging them failed; the log has it. "
+            "0 is right.",
+        ),
         "coserving_aborts": CounterSpec(
             "conserve_coserving_aborts", "Iterations left at a safepoint and rolled back."
         ),

@@ -245,7 +245,7 @@ class CoServingScheduler(Scheduler):
         count(step, half.counts, seconds, late)
         observe(step, half.observations, seconds, self._flag.abort_wait_s())
         if self._watch is not None:
-            half.counts["coserving_signals"] += self._watch.take_signals()
+            half.counts.update(self._watch.take_counts())
 
     def _record(self, step: Step, now: float, seconds: float, late: int) -> IterationRecord:
         batch, work = step.batch, step.batch.work

@@ -59,7 +59,7 @@ class FilesApi:
             )
             filename, purpose, ttl_s = self._checked(form)
             await asyncio.to_thread(writer.commit)
-        except BaseException:
+        except BaseException:  # a client that left too: no name leads to what came of it
             await asyncio.shield(asyncio.to_thread(writer.discard))
             raise
         now = int(self._clock())

@@ -114,6 +114,8 @@ def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
     host.store(Copy(2, slot=1, generation=2))
     assert host.load(Copy(6, slot=0, generation=1)).failed_blocks == {6}
     assert host.load(Copy(7, slot=0, generation=1)).failed_blocks == {7}
+    report = host.copier.take_report()
+    assert report.failed == {0} and not report.corrupt
 
 
 def test_contents_of_another_generation_are_not_copied(host: Host) -> None:

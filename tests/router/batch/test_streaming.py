@@ -54,6 +54,20 @@ def test_blobs_are_whole_after_commit_and_gone_after_discard(tmp_path: Path, sch
         list(blobs.chunks("a"))
 
 
+@pytest.mark.parametrize("scheme", ["folder", "memory"])
+def test_a_blob_stays_when_it_was_committed_and_only_then(tmp_path: Path, scheme: str) -> None:
+    blobs = Blobs(str(tmp_path / "b") if scheme == "folder" else f"memory://{tmp_path.name}")
+    with pytest.raises(KeyError), blobs.create("a") as kept, blobs.create("b") as gone:
+        for writer in (kept, gone):
+            writer.write(b"x")
+        kept.commit()
+        raise KeyError
+    assert b"".join(blobs.chunks("a")) == b"x"
+    with pytest.raises(FileNotFoundError):
+        blobs.part("b", 0, 1)
+    assert scheme == "memory" or [path.name for path in (tmp_path / "b").iterdir()] == ["a"]
+
+
 async def form(lines: int, pad: int) -> AsyncIterator[bytes]:
     """A multipart upload that is never in memory as a whole."""
     yield b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'

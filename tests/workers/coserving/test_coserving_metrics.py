@@ -21,7 +21,7 @@ def counted(online: int, offline: int, aborted: bool) -> Any:
     engine: Any = SimpleNamespace(
         _flag=SimpleNamespace(abort_wait_s=lambda: 0.004),
         connector=SimpleNamespace(scheduler_half=lambda part: half),
-        _watch=SimpleNamespace(take_signals=lambda: 1),
+        _watch=SimpleNamespace(take_counts=lambda: Counter(coserving_signals=1, coserving_unjudged=1)),
     )
     batch = RunningBatch(BatchWork(40), BatchWork(10), offline, online, 0.1, 0.0, None)
     step = Step(0.0, batch, 7, (), 30, 1, 50, 5, aborted, 4)
