@@ -21,7 +21,8 @@ import aiohttp
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from traces.replay.client import Answer, ChatClient, Message, ReplayError, first_model
+from traces.errors import ReplayError
+from traces.replay.client import Answer, ChatClient, Message, first_model
 from traces.replay.options import ReplayOptions
 from traces.replay.words import text
 

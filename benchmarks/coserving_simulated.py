@@ -31,7 +31,8 @@ OPT_30B = EngineShape(blocks=2_400, layers=48, max_tokens=2048)
 def poisson_like(
     rate: float, cv: float, seconds: float, seed: int, make: Callable[[int, float], Job]
 ) -> list[Job]:
-    jobs, now = [], 0.0
+    jobs: list[Job] = []
+    now = 0.0
     for index, gap in enumerate(gamma_gaps(rate, cv, seed)):
         now += gap
         if now >= seconds:

@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def measure(repeats: int) -> dict[str, float]:
         known = chain.of_body(SEED, {"messages": body["messages"][:-2]})
         table.record(known.end, name)
         whole = chain.of_body(SEED, body)
-        figures[f"parse_{name}_us"] = microseconds(lambda raw=raw: orjson.loads(raw), repeats)
-        figures[f"chain_{name}_us"] = microseconds(lambda body=body: chain.of_body(SEED, body), repeats)
-        figures[f"find_{name}_us"] = microseconds(lambda whole=whole: table.find(whole), repeats)
+        figures[f"parse_{name}_us"] = microseconds(partial(orjson.loads, raw), repeats)
+        figures[f"chain_{name}_us"] = microseconds(partial(chain.of_body, SEED, body), repeats)
+        figures[f"find_{name}_us"] = microseconds(partial(table.find, whole), repeats)
     return figures
 
 
