@@ -20,7 +20,7 @@ from tests.fleet.talk import client, get, metric, opening, text_turn
 from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
 from workers.ports import free_port
 
-pytest.importorskip("lmcache")
+pytest.importorskip("lmcache", reason="no LMCache: pip install --no-deps -r requirements/lmcache.txt")
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch is not installed: make install")
 
 from kvtransfer.checkpoint.copier import Copier  # noqa: E402
 from kvtransfer.checkpoint.movers import HostMover  # noqa: E402

@@ -19,7 +19,7 @@ from tests.kvtransfer.engine.script import said
 from workers.leased import LeasedProcess, Record
 from workers.lmcache_server import LmcacheServer
 
-pytest.importorskip("lmcache")
+pytest.importorskip("lmcache", reason="no LMCache: pip install --no-deps -r requirements/lmcache.txt")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

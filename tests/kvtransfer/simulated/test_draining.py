@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 import torch
 

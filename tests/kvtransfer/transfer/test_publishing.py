@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch is not installed: make install")
 
 from kvtransfer.transfer.errors import TransferRefused  # noqa: E402
 from kvtransfer.transfer.exports import Exports  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed (extra: cpu or cuda)")
+pytest.importorskip("torch", reason="torch is not installed: make install")
 
 import threading
 

@@ -35,7 +35,7 @@ def either_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def _store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/batch.db"
-    pytest.importorskip("psycopg", reason="psycopg is not installed (extra: postgres)")
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install -e .[postgres]")
     server: str | postgres.Absent = request.getfixturevalue("postgres_server")
     if isinstance(server, postgres.Absent):
         pytest.skip(str(server))

@@ -38,18 +38,21 @@ def private_server() -> Iterator[str]:
             stderr=subprocess.DEVNULL,
             timeout=120,
         )
-        server = subprocess.Popen(
-            [bin_dir / "postgres", "-D", data, "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"],
-            user=user,
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        log = folder / "log"
+        options = ["-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                [bin_dir / "postgres", "-D", data, *options],
+                user=user,
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         until = time.monotonic() + _START_S
         ready = [bin_dir / "pg_isready", "-q", "-h", folder]
         while subprocess.run(ready, check=False, timeout=30).returncode != 0:
             if server.poll() is not None or time.monotonic() > until:
-                raise Absent("PostgreSQL did not start")
+                raise Absent(f"PostgreSQL does not start here: {log.read_text()[-300:]}")
             time.sleep(0.05)
         yield str(folder)
     finally:
@@ -66,7 +69,7 @@ def _binaries() -> Path:
     for candidate in candidates:
         if (candidate / "initdb").exists() and (candidate / "postgres").exists():
             return candidate
-    raise Absent("PostgreSQL's initdb and postgres are not installed (Debian package postgresql)")
+    raise Absent("PostgreSQL is not installed (Debian package postgresql): deploy/setup/packages.sh")
 
 
 def _unprivileged() -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.metrics import COUNTERS as CONNECTOR_COUNTERS
 from placement.latency import BatchWork

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from tests.workers.coserving.books import Bookkeeping
 from workers.coserving import vllm_contact as contact

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from workers.coserving import vllm_contact as contact
 
