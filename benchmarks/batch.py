@@ -244,7 +244,7 @@ def main() -> None:
     if not given.quick:
         each = given.requests // given.rounds
         load = Load(
-            given.agents, 6, 800, 150, 32, 1.0, (60, 240, 960), 32, each, given.agents_seconds, 900.0,
+            given.agents, 6, 800, 150, 32, 1.0, (40, 160, 480), 32, each, given.agents_seconds, 900.0,
             given.rounds,
         )  # fmt: skip
     found = figures(asyncio.run(measure(given.url, given.api_key, load, given.seed)))

@@ -184,6 +184,7 @@ def restored(lengths: dict[str, Any]) -> dict[str, Any]:
         "restore_vs_recompute_8k": next(r["restore_vs_recompute"] for r in rows if r["tokens"] == 8192),
         "break_even_tokens": min(faster, default=None),
         "tbt_change_beside_restores": lengths["beside"]["tbt_change"],
+        "tbt_change_while_copying": lengths["beside"]["tbt_change_while_copying"],
         "restore": lengths,
     }
 

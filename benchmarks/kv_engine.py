@@ -85,6 +85,7 @@ async def kv_engine(shape: Shape, connector: ConnectorConfig | None) -> AsyncIte
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as the fleet's engines
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),  # the engine's other threads need one
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         }

@@ -28,8 +28,8 @@ from benchmarks.relay.client import Load
 from benchmarks.relay.subjects import Subject
 
 SLOW_ONES_TURNS = 3
-"""Repetitions for subjects that cannot take the whole load; the others need more, since they differ by less than
-the machine's noise."""
+"""Repetitions for subjects that cannot take the whole load. The others differ by less than the machine's
+noise: they need more."""
 
 
 @dataclass(frozen=True)

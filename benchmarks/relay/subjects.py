@@ -195,16 +195,8 @@ def peers(folder: Path, engine_port: int, work: Path, *, slow_ones: bool) -> lis
         settings = work / "litellm.yaml"
         settings.write_text(LITELLM.format(engine=engine_port))
         command = [str(litellm), "--config", str(settings), "--host", "127.0.0.1", "--port", str(port)]
-        environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": API_KEY, "PYTHONPATH": ""}
-        found.append(
-            Subject(
-                "litellm",
-                command,
-                port,
-                environment,
-                share=1 / 16,
-                start_limit_s=60,
-                ready_path="/health/liveliness",  # its /health asks the model
-            )
-        )
+        environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": API_KEY}
+        environment["PYTHONPATH"] = ""
+        ready = "/health/liveliness"  # its /health asks the model
+        found.append(Subject("litellm", command, port, environment, 1 / 16, 60, ready))
     return found
