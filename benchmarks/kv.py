@@ -110,7 +110,7 @@ async def release_all(engine: KvEngine, feed_path: Path, result: Result) -> int:
             await engine.ask([5, 6, 7], 2)
         faults = await feed.check()
         async for state in feed.states():
-            if state.running + state.waiting == 0:
+            if state.running + state.waiting + state.offline_running + state.offline_waiting == 0:
                 held = state.live_tokens + state.parked_tokens + state.host_used_tokens
                 return len(faults) + held // Shape.block_tokens
     return -1
