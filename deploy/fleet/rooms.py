@@ -22,7 +22,7 @@ from router.config import GatewayConfig, Handover, Model, Slo, Tracing
 from router.directory.capacity import CapacitySettings
 from router.directory.server import DirectorySettings
 from router.directory.table import TableSettings
-from router.http import ServerLimits
+from router.http import ServerLimits, UpstreamLimits
 from workers.command import FLEET_MARK
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
@@ -251,6 +251,9 @@ def gateway_config(fleet: Fleet, home: FleetHome, name: str, directory: str, sec
             head_timeout_s=limits.request_timeout,
             body_timeout_s=limits.request_timeout,
             write_stall_s=limits.idle_timeout,
+        ),
+        upstream=UpstreamLimits(
+            first_byte_timeout_s=limits.first_token_timeout, chunk_timeout_s=limits.idle_timeout
         ),
     )
 

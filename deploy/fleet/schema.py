@@ -117,6 +117,7 @@ class GatewayLimits(Block):
     request_timeout: Duration = 30.0
     """Time a client has to send its request."""
     first_token_timeout: Duration = 600.0
+    """Longest wait for an engine's first byte. Without streaming it comes after the last token."""
     idle_timeout: Duration = 120.0
     """Longest silence of an engine within a stream, or of a client that does not read."""
 

@@ -91,6 +91,16 @@ def test_the_gateway_is_told_how_kv_is_handed_over() -> None:
     assert laptop.reuse_port and nodes.reuse_port
 
 
+def test_the_gateways_limits_reach_both_of_its_sides() -> None:
+    text = (
+        "policy: collocated\ntiers: [{name: all, role: mixed, replicas: 1}]\n"
+        "gateway: {limits: {first_token_timeout: 7s, idle_timeout: 5s, request_timeout: 3s}}\n"
+    )
+    config = gateway_config(parse_fleet(text, "f.yaml"), HOME, "g", "d:1", "s")
+    assert (config.upstream.first_byte_timeout_s, config.upstream.chunk_timeout_s) == (7, 5)
+    assert (config.limits.write_stall_s, config.limits.head_timeout_s) == (5, 3)
+
+
 def test_policy_and_times_reach_who_decides_by_them() -> None:
     baseline = parse_fleet(
         "policy: collocated\n"
