@@ -6,9 +6,13 @@ curve turns what can be read into what has to be known: when a prefiller will be
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import isfinite
 
 import numpy as np
+
+from placement.latency import BatchWork, LatencyModel
+
+PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens, at which a curve is fitted
 
 
 class CurveError(ValueError):
@@ -33,33 +37,21 @@ class PrefillCurve:
     def seconds(self, tokens: float) -> float:
         return self.a + tokens * (self.b + tokens * self.c)
 
-    def seconds_after(self, context: float, tokens: float) -> float:
-        """Cost of `tokens` more behind `context` tokens whose KV is already there."""
-        return self.a + tokens * (self.b + self.c * (2 * context + tokens))
 
-    def tokens_in(self, seconds: float) -> float:
-        """The longest prompt that is prefilled within `seconds`: the inverse."""
-        left = seconds - self.a
-        if left <= 0:
-            return 0.0
-        if self.c == 0:
-            return left / self.b
-        # The textbook root (-b + sqrt(b² + 4c·left)) / 2c cancels badly for small c; this form does not.
-        return 2 * left / (self.b + sqrt(self.b * self.b + 4 * self.c * left))
-
-    def tokens_per_second(self, tokens: float) -> float:
-        """Sustained input rate when all prompts have this length."""
-        return tokens / self.seconds(tokens)
+def curve_of(model: LatencyModel, chunk_tokens: int) -> PrefillCurve:
+    """Of an engine that prefills in chunks of at most `chunk_tokens`."""
+    return fit([(tokens, prompt_seconds(model, chunk_tokens, tokens)) for tokens in PROMPTS])
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    curve: PrefillCurve
-    median_error: float  # relative
-    worst_error: float  # relative
+def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: int = 0) -> float:
+    """A prompt alone on an idle engine, chunk by chunk."""
+    return sum(
+        model.seconds(BatchWork().plus(min(chunk_tokens, prompt - context), context))
+        for context in range(cached, prompt, chunk_tokens)
+    )
 
 
-def fit(samples: Sequence[tuple[float, float]]) -> Fit:
+def fit(samples: Sequence[tuple[float, float]]) -> PrefillCurve:
     """Fit (tokens, seconds) pairs by relative error, with coefficients that cannot be negative.
 
     Relative, because an absolute fit would let a 100k-token sample decide what a 500-token prompt costs.
@@ -74,6 +66,4 @@ def fit(samples: Sequence[tuple[float, float]]) -> Fit:
     scale = rows.max(axis=0)  # columns differ by ten orders of magnitude
     coefficients, _ = nnls(rows / scale, np.ones_like(tokens))
     a, b, c = (float(x) for x in coefficients / scale)
-    curve = PrefillCurve(a, b, c)
-    errors = np.abs(curve.a + tokens * (curve.b + tokens * curve.c) - seconds) / seconds
-    return Fit(curve, float(np.median(errors)), float(errors.max()))
+    return PrefillCurve(a, b, c)

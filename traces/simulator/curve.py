@@ -1,24 +1,12 @@
-"""The prefill curve that a profile implies: what `conserve profile` would measure on such an engine."""
+"""What a prompt costs a simulated prefiller."""
 
-from math import ceil
-
-from placement.curve import PrefillCurve, fit
-from placement.latency import BatchWork
+from placement.curve import PrefillCurve, curve_of, prompt_seconds
 from traces.simulator.profile import EngineProfile
-
-PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 def prefill_seconds(profile: EngineProfile, prompt: int, cached: int = 0) -> float:
-    """A prompt alone on an idle engine, chunk by chunk."""
-    model, chunk = profile.latency, profile.chunk_tokens
-    seconds, context = 0.0, cached
-    for _ in range(ceil((prompt - cached) / chunk)):
-        tokens = min(chunk, prompt - context)
-        seconds += model.seconds(BatchWork().plus(tokens, context))
-        context += tokens
-    return seconds
+    return prompt_seconds(profile.latency, profile.chunk_tokens, prompt, cached)
 
 
 def prefill_curve(profile: EngineProfile) -> PrefillCurve:
-    return fit([(tokens, prefill_seconds(profile, tokens)) for tokens in PROMPTS]).curve
+    return curve_of(profile.latency, profile.chunk_tokens)

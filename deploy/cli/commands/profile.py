@@ -14,6 +14,7 @@ from deploy.fleet.schema import SMALL_MODEL, Fleet, Tier
 from deploy.home import PROFILES, conserve_home
 from deploy.model.make import make_model
 from deploy.model.shape import ModelShape
+from placement.curve import curve_of
 from placement.latency import Sample
 from placement.profiles import Profile, ProfileKey, ProfileStore
 
@@ -42,10 +43,10 @@ def profile(
     if chosen is None:
         names = ", ".join(one.name for one in fleet.tiers)
         raise typer.BadParameter(f"no tier is called {tier!r}; {file} has {names}", param_hint="TIER")
-    key, found, samples = asyncio.run(_measure(fleet, chosen, repeats))
+    key, found, samples, chunk = asyncio.run(_measure(fleet, chosen, repeats))
     path = out or store_path()
     ProfileStore(path).save(key, found)
-    _show(key, found)
+    _show(key, found, chunk)
     console.print(f"stored in {path}")
     if picture:
         from workers.coserving.profile import plot  # matplotlib: no other command should wait for it
@@ -54,7 +55,7 @@ def profile(
         console.print(f"drawn in {picture}")
 
 
-async def _measure(fleet: Fleet, tier: Tier, repeats: int) -> tuple[ProfileKey, Profile, list[Sample]]:
+async def _measure(fleet: Fleet, tier: Tier, repeats: int) -> tuple[ProfileKey, Profile, list[Sample], int]:
     from workers.coserving import profile as profiling
     from workers.coserving.config import CoServingConfig
     from workers.coserving.standalone import EngineShape, coserving_engine
@@ -79,7 +80,7 @@ async def _measure(fleet: Fleet, tier: Tier, repeats: int) -> tuple[ProfileKey, 
         samples = await profiling.measure(engine, grid)
         key = key_of(engine.llm.model_config.model)
         layers = engine.llm.model_config.hf_text_config.num_hidden_layers
-    return key, profiling.profile_of(samples, layers, time.time()), samples
+    return key, profiling.profile_of(samples, layers, time.time()), samples, max_tokens
 
 
 def _threads(fleet: Fleet) -> dict[str, str]:
@@ -97,7 +98,7 @@ def _model(fleet: Fleet) -> Any:
     return out
 
 
-def _show(key: ProfileKey, found: Profile) -> None:
+def _show(key: ProfileKey, found: Profile, chunk_tokens: int) -> None:
     from workers.coserving.profile import safepoint_every
 
     table = Table(title=f"{key}")
@@ -116,4 +117,9 @@ def _show(key: ProfileKey, found: Profile) -> None:
     console.print(
         f"a layer takes up to {found.layer_seconds * 1e3:.2f} ms; a safepoint every "
         f"{safepoint_every(found.layer_seconds, CHECK_SECONDS, 1 << 10)} layers costs at most 0.5 %"
+    )
+    curve = curve_of(model, chunk_tokens)
+    console.print(
+        "in the fleet file, if the tier prefills: "
+        f"prefill_curve: {{a: {curve.a:.3g}, b: {curve.b:.3g}, c: {curve.c:.3g}}}"
     )
