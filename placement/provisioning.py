@@ -7,7 +7,7 @@ R is the rate of conversations, R* = T_p / L_in the one that fills the prefiller
 larger of the two bounds needs, so that the prefillers, whose load can be read off the prompts, fill first.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import floor
 
@@ -97,8 +97,3 @@ def prefillers_for(means: Means, capacity: Capacity, rate: float, load: float = 
     """The fewest prefillers that carry `rate` at no more than `load` of what fills them."""
     one = provision(means, capacity)
     return floor(rate / (one.saturating_rate * load)) + 1
-
-
-def with_parking(means: Means, active_s: float) -> Means:
-    """The same conversations when only `active_s` of their life is spent on the accelerator."""
-    return replace(means, resident_s=active_s)

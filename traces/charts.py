@@ -77,18 +77,6 @@ def lines(
     _finish(axes, title, x, y, legend=len(series) > 1)
 
 
-def bars(
-    axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float]], title: str, unit: str
-) -> None:
-    """Groups of bars: one group a name, one bar a series."""
-    width = 0.8 / max(1, len(series))
-    for index, (label, values) in enumerate(series.items()):
-        at = np.arange(len(names)) + (index - (len(series) - 1) / 2.0) * width
-        axes.bar(at, values, width=width, color=COLOURS[index % len(COLOURS)], label=label)
-    axes.set_xticks(np.arange(len(names)), names)
-    _finish(axes, title, "", unit, legend=len(series) > 1)
-
-
 def _finish(axes: Any, title: str, x: str, y: str, legend: bool) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x)

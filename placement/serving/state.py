@@ -76,7 +76,6 @@ class Filling:
     admit_waiting: bool = True  # whether offline rows that hold no memory may start
     skipped: frozenset[str] = frozenset()  # online rows left out of this iteration
     offline_tokens: int = 0
-    denied: int = 0
 
     def room(self) -> int:
         """Offline tokens that would still fit: those of a row without context, by the model."""
@@ -89,14 +88,12 @@ class Filling:
             return self._take_online(row, want)
         want = min(want, self.tokens_left)
         if want <= 0 or self.rows_left == 0 or not (row.running or self.admit_waiting):
-            self.denied += 1
             return 0
         tokens = want
         if self.target_s is not None:
             tokens = self.model.max_tokens(self.work, row.computed, want, self.target_s)
             tokens = max(tokens, min(want, self.floor(row)))
         if tokens == 0:
-            self.denied += 1
             return 0
         self.work = self.work.plus(tokens, row.computed)
         self.tokens_left -= tokens

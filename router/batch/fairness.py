@@ -23,9 +23,3 @@ class FairShare:
         """Also negative, when an estimate turns out too high."""
         if owner in self._served:
             self._served[owner] += tokens
-
-
-def jain_index(shares: Collection[float]) -> float:
-    """1 when all shares are equal, 1/n when one has everything."""
-    squares = sum(share * share for share in shares)
-    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0

@@ -3,7 +3,6 @@
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class BatchStatus(StrEnum):
@@ -151,7 +150,3 @@ class Backlog:
 
 def new_id(kind: str) -> str:
     return f"{kind}{secrets.token_hex(16)}"
-
-
-def error_body(code: str, message: str) -> dict[str, Any]:
-    return {"code": code, "message": message}

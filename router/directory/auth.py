@@ -13,6 +13,11 @@ def metadata(secret: str) -> tuple[tuple[str, str], ...]:
     return ((_KEY, secret),)
 
 
+def saying(secret: str) -> list[Any]:
+    """Interceptors that add the secret to a client's calls."""
+    return [_SayOnce(secret), _SayToStream(secret)] if secret else []
+
+
 class RequireSecret(grpc.aio.ServerInterceptor):
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -31,3 +36,21 @@ class RequireSecret(grpc.aio.ServerInterceptor):
 
 async def _refuse(request: object, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the fleet's secret is missing or wrong")
+
+
+class _Saying:
+    def __init__(self, secret: str) -> None:
+        self._metadata = metadata(secret)
+
+    def _details(self, details: Any) -> Any:
+        return details._replace(metadata=grpc.aio.Metadata(*self._metadata))
+
+
+class _SayOnce(_Saying, grpc.aio.UnaryUnaryClientInterceptor):
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._details(client_call_details), request)
+
+
+class _SayToStream(_Saying, grpc.aio.UnaryStreamClientInterceptor):
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._details(client_call_details), request)

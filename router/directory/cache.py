@@ -16,7 +16,6 @@ class Known:
     key: str
     engine: str
     epoch: int
-    began_at: float
     turns: int = 0  # finished here
     prompt_bytes: int = 0  # of its newest request
     completion_tokens: int = 0  # of its newest finished turn

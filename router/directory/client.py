@@ -70,8 +70,7 @@ class DirectoryClient:
         self.connected = False
         self._clock = clock
         self._turns = itertools.count(1)
-        self._metadata = auth.metadata(secret) if secret else ()
-        self._channel = grpc.aio.insecure_channel(address, _CHANNEL, interceptors=_with(self._metadata))
+        self._channel = grpc.aio.insecure_channel(address, _CHANNEL, interceptors=auth.saying(secret))
         self._stub: Any = rpc.DirectoryStub(self._channel)  # type: ignore[no-untyped-call]
         self._asker = Asker(self._stub)
         self._reporter = Reporter(self._stub, self.gateway, self._unknown)
@@ -111,7 +110,7 @@ class DirectoryClient:
             return outcome, None
         known = self.cache.get(ask.key)
         if known is None:
-            known = Known(ask.key, outcome.engine, outcome.epoch, self._clock())
+            known = Known(ask.key, outcome.engine, outcome.epoch)
             self.cache.put(known)
         known.engine, known.epoch = outcome.engine, outcome.epoch
         known.context_tokens = known.context_tokens or outcome.context_tokens
@@ -289,25 +288,3 @@ def _found(digest: bytes, size: int, reply: pb.IdentifyReply) -> tuple[Found, Ca
     running = {holder.conversation for holder in reply.holders if holder.running}
     holders = tuple(Holder(holder.conversation, holder.tip) for holder in reply.holders)
     return Found(digest, size, holders), running.__contains__
-
-
-def _with(metadata: tuple[tuple[str, str], ...]) -> list[Any]:
-    return [_Secret(metadata), _SecretStream(metadata)] if metadata else []
-
-
-class _Adding:
-    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._metadata = metadata
-
-    def _details(self, details: Any) -> Any:
-        return details._replace(metadata=grpc.aio.Metadata(*self._metadata))
-
-
-class _Secret(_Adding, grpc.aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._details(client_call_details), request)
-
-
-class _SecretStream(_Adding, grpc.aio.UnaryStreamClientInterceptor):
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._details(client_call_details), request)

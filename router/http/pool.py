@@ -21,7 +21,6 @@ class PoolStats:
 
     connections: int = 0
     connected: int = 0
-    reused: int = 0
     stale_retries: int = 0
     connect_failures: int = 0
     acquire_timeouts: int = 0
@@ -61,14 +60,12 @@ class UpstreamPool:
             if fresh:
                 connection.abort()  # as old as the one that was dead
             elif not connection.closed:
-                self.stats.reused += 1
                 return connection
         if places.open < self.limits.max_connections:
             places.open += 1
             return await self._connect(places, endpoint)
         while (handed := await self._wait(places, endpoint)) is not None:
             if not handed.closed:
-                self.stats.reused += 1
                 return handed
         return await self._connect(places, endpoint)
 

@@ -13,7 +13,6 @@ from placement.provisioning import (
     ProvisioningError,
     prefillers_for,
     provision,
-    with_parking,
 )
 
 PAPER = Capacity(prefill_tokens_per_s=25_000, decode_tokens_per_s=1_000, decoder_kv_tokens=300_000)
@@ -50,7 +49,7 @@ def test_both_inequalities_hold_and_one_decoder_less_would_not_more_than_satisfy
 
 @given(means, st.floats(0.01, 1))
 def test_parking_never_needs_more_decoders(mean: Means, share: float) -> None:
-    parked = with_parking(mean, mean.resident_s * share)
+    parked = replace(mean, resident_s=mean.resident_s * share)
     assert provision(parked, PAPER).decoders <= provision(mean, PAPER).decoders
 
 

@@ -20,7 +20,7 @@ def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
 
 def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
     return Known(
-        "k", "d0", 1, 0.0, prompt_bytes=prompt_bytes, completion_tokens=completion, context_tokens=context
+        "k", "d0", 1, prompt_bytes=prompt_bytes, completion_tokens=completion, context_tokens=context
     )
 
 

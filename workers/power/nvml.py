@@ -26,7 +26,6 @@ class Gpu:
     limit_w: float
     least_w: float
     most_w: float
-    default_w: float
 
 
 class Gpus:
@@ -105,7 +104,6 @@ class Gpus:
             limit_w=self._nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000.0,
             least_w=least / 1000.0,
             most_w=most / 1000.0,
-            default_w=self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000.0,
         )
 
 

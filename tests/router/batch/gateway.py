@@ -2,13 +2,14 @@
 
 import argparse
 import asyncio
+import hashlib
 from collections.abc import Collection
 from dataclasses import replace
 
 from openai import AsyncOpenAI
+from starlette.requests import Request as AppRequest
 
 from placement.engines import EngineInfo, EngineState, Role
-from router.batch.api.app import owner_by_bearer
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.flex_turns import FlexTurns, is_flex
 from router.batch.service import BatchService
@@ -26,6 +27,14 @@ FAST = DispatchSettings(
     request_timeout_s=20.0,
     max_tries=3,
 )
+
+
+def owner_by_bearer(request: AppRequest) -> str:
+    """The caller's name space, from its API key. Without one all callers share a name space."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return (
+        hashlib.sha256(key.encode()).hexdigest()[:32] if scheme.lower() == "bearer" and key else "anonymous"
+    )
 
 
 def engine_info(name: str, http: str, epoch: int = 1, role: Role = Role.DECODE) -> EngineInfo:

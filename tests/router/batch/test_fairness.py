@@ -1,12 +1,12 @@
 """Ten keys with very different batches: none starves."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from router.batch.fairness import jain_index
 from tests.router.batch.fake_engine import FakeEngine
 from tests.router.batch.gateway import FAST, Gateway, StaticFleet
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, submit
@@ -46,3 +46,9 @@ async def test_ten_keys_of_very_different_sizes(sqlite_url: str, tmp_path: Path)
     assert finished == list(SIZES[:6])
     assert index > 0.98
     assert max(large) <= 2 * SIZES[5]  # nobody had more than about what the finished key had
+
+
+def jain_index(shares: Collection[float]) -> float:
+    """1 when all shares are equal, 1/n when one has everything."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0

@@ -5,10 +5,8 @@ class Link:
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
-        self.bytes_sent = 0.0
 
     def send(self, size: float, now: float) -> float:
         """When the last byte of `size` has arrived."""
         self._free_at = max(self._free_at, now) + size / self._bytes_per_s
-        self.bytes_sent += size
         return self._free_at
