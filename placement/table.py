@@ -13,8 +13,8 @@ class EngineTable:
     """Rows are in the order of the engines' names, so that a tie goes to the first by name: whoever reads a
     receipt can tell why, and a directory that learns of the engines in another order decides the same.
 
-    A row without an engine (they are all at the end) holds each column's filler, which must be a value that no
-    choice picks.
+    A row without an engine (they are all at the end) holds each column's filler, which must be a value that
+    no choice picks.
     """
 
     def __init__(self, **fillers: float) -> None:
