@@ -35,6 +35,11 @@ CONVERSATIONS_ENDED = Counter(
     ["cause"],
 )
 PLACES_WAITING = Gauge("conserve_places_waiting", "First turns that wait in the directory for room.")
+ENGINES_AWAITED = Gauge(
+    "conserve_engines_awaited",
+    "Engines that were up before the directory restarted and have not reported since. New conversations wait "
+    "for them, for a bounded time.",
+)
 PREFILL_LOAD = Gauge(
     "conserve_prefill_load",
     "Seconds of prompts, by the tiers' curves, that arrive a second and prefiller; 1 is saturation.",
@@ -93,7 +98,8 @@ REDISAGGREGATIONS = Counter(
 FALLBACKS = Counter(
     "conserve_fallbacks_total",
     "Things done in a worse way than planned: prefill_failed (the decoder computes the prompt), decoder_lost "
-    "(bound again), identify_failed (taken as new), report_dropped, stale_binding.",
+    "(bound again), identify_failed (taken as new), report_dropped, stale_binding; in the directory "
+    "engines_missing (it restarted, and placed without engines that did not report in time).",
     ["kind"],
 )
 DIRECTORY_UP = Gauge(

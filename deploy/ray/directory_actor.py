@@ -54,9 +54,10 @@ class DirectoryActor:
 
     async def _follow_keepers(self, server: DirectoryServer) -> None:
         """A watch for each keeper that Ray knows, and for engines that outlive theirs. While Ray does not
-        answer, all stay as they are."""
-        watches: dict[str, EngineWatch] = {}
-        tasks: dict[str, asyncio.Task[None]] = {}
+        answer, all stay as they are. The engines of the journal are looked for at once, where they were."""
+        was_up = [view.info for view in server.table.fleet.views()]
+        watches = {info.engine: self._watch(info.engine, server, info) for info in was_up}
+        tasks = {engine: asyncio.create_task(watch.run()) for engine, watch in watches.items()}
         asking: asyncio.Task[list[str] | None] | None = None
         while True:
             asking = asking or asyncio.create_task(asyncio.to_thread(_engines))
@@ -77,9 +78,9 @@ class DirectoryActor:
                     self._handles.pop(engine, None)
             await asyncio.sleep(FIND_EVERY_S)
 
-    def _watch(self, engine: str, server: DirectoryServer) -> EngineWatch:
+    def _watch(self, engine: str, server: DirectoryServer, known: EngineInfo | None = None) -> EngineWatch:
         lease_s = self._fleet.engine.lease
-        return EngineWatch(engine, server, self._keeper_address, self._secret, lease_s)
+        return EngineWatch(engine, server, self._keeper_address, self._secret, lease_s, known=known)
 
     async def _keeper_address(self, engine: str) -> str:
         """From the keeper itself: its handle, once found, also answers while Ray's head is away."""

@@ -36,17 +36,19 @@ class EngineWatch:
         secret: str,
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
+        known: EngineInfo | None = None,
     ) -> None:
+        """`known`: the listener takes that engine to be up, from before it restarted."""
         self._engine, self._listener, self._address_of = engine, listener, address_of
         self._secret, self._lease_s, self._clock = secret, lease_s, clock
-        self._up: EngineInfo | None = None
-        self._last_address = ""
-        self._ask_ray = True
+        self._up = known
+        self._last_address = known.control if known is not None else ""
+        self._ask_ray = not self._last_address
         self._heard = clock()
 
     @property
     def up(self) -> bool:
-        """Whether the listener was last told that the engine is up."""
+        """Whether the listener takes the engine to be up."""
         return self._up is not None
 
     async def run(self) -> None:
@@ -74,6 +76,8 @@ class EngineWatch:
             return  # it does not listen yet
         async with ControlClient(address, self._secret) as client:
             async for change in client.watch():
+                if change.status is not None and change.status.engine != self._engine:
+                    raise ControlError(f"at {address} is now the keeper of {change.status.engine}")
                 self._heard, self._last_address = self._clock(), address
                 self._tell(change)
 

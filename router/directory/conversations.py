@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
+from placement.bindings import Binding
+
 MAX_NOTES = 8
 MAX_OVER = 10_000
 
@@ -29,6 +31,24 @@ class Conversation:
     def context_tokens(self) -> int:
         """What its decoder holds after its newest finished turn."""
         return self.prompt_tokens + self.completion_tokens
+
+    def described(self, binding: Binding | None) -> dict[str, Any]:
+        """As the API shows it."""
+        return {
+            "key": self.key,
+            "state": "running" if self.running else "idle" if binding else "unbound",
+            "parent": self.parent,
+            "created_at": self.created_at,
+            "used_at": self.used_at,
+            "decoder": binding.engine if binding else None,
+            "epoch": binding.epoch if binding else None,
+            "turns": self.turns,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "output_tokens": self.output_tokens,
+            "transfers": self.transfers,
+            "placements": self.notes,
+        }
 
     def note(self, note: dict[str, Any]) -> None:
         self.notes.append(note)

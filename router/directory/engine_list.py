@@ -70,6 +70,8 @@ class EngineList:
                 self._loads.pop(gone, None)
                 _forget(gone)
         for message in pushed.engines:
+            if not message.seq and self.alive(message.engine, message.epoch):
+                continue  # it has not reported to a directory that restarted: what was known of it holds
             self._infos[message.engine] = messages.engine_info(message)
             self._loads[message.engine] = EngineLoad(
                 messages.engine_state(message), message.suspect, message.conversations, message.kv_in_use

@@ -14,17 +14,34 @@ class EngineView:
 
 
 class Fleet:
-    """Keeps the placer's engines. A suspect takes no conversation until it reports again."""
+    """Keeps the placer's engines. A suspect takes no conversation until it reports again; one that is known
+    from before a restart, until it reports at all."""
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
         self._infos: dict[str, EngineInfo] = {}
         self._states: dict[str, EngineState] = {}
         self._suspects: set[str] = set()
+        self._recalled: set[str] = set()  # of the suspects: known from the journal, silent since
+        self._patient = True
         self.version = 0  # grows when an engine comes, goes, drains or is suspected
 
     def __contains__(self, engine: str) -> bool:
         return engine in self._infos
+
+    @property
+    def recalled(self) -> tuple[str, ...]:
+        """Up before the restart, and silent since."""
+        return tuple(sorted(self._recalled))
+
+    @property
+    def awaits_some(self) -> bool:
+        """New conversations wait for the recalled: of those that have reported, the one with the least KV in
+        use need not be the fleet's."""
+        return self._patient and bool(self._recalled)
+
+    def await_no_longer(self) -> None:
+        self._patient = False
 
     def info(self, engine: str) -> EngineInfo | None:
         return self._infos.get(engine)
@@ -43,12 +60,24 @@ class Fleet:
         state = self._states.get(engine)
         return state is not None and state.draining
 
-    def up(self, info: EngineInfo) -> None:
-        self._placer.engine_up(info)
+    def recall(self, info: EngineInfo) -> None:
+        """It was up when the journal was written. What it holds is not known."""
         self._infos[info.engine] = info
-        self._states.pop(info.engine, None)
-        self._suspects.discard(info.engine)
-        self.version += 1
+        self._suspects.add(info.engine)
+        self._recalled.add(info.engine)
+
+    def up(self, info: EngineInfo) -> bool:
+        """False when that epoch is known: another keeper announces an engine that holds what it held."""
+        known = self._infos.get(info.engine)
+        goes_on = known is not None and known.epoch == info.epoch
+        if not goes_on:
+            self._placer.engine_up(info)
+            self._states.pop(info.engine, None)
+            self._trust(info.engine)
+        if known != info:
+            self._infos[info.engine] = info
+            self.version += 1
+        return not goes_on
 
     def observe(self, state: EngineState, now: float) -> bool:
         """Take in a report; False when it is of another epoch, out of order, or of an unknown engine."""
@@ -56,7 +85,7 @@ class Fleet:
         if info is None or info.epoch != state.epoch:
             return False
         if state.engine in self._suspects:
-            self._suspects.discard(state.engine)
+            self._trust(state.engine)
             self._placer.engine_up(info)
             self.version += 1
         if not self._placer.observe(state, now):
@@ -71,15 +100,22 @@ class Fleet:
         if info is not None:
             self._placer.engine_down(engine)
             self._states.pop(engine, None)
-            self._suspects.discard(engine)
+            self._trust(engine)
             self.version += 1
         return info
 
     def suspect(self, engine: str, epoch: int) -> bool:
         info = self._infos.get(engine)
-        if info is None or info.epoch != epoch or engine in self._suspects:
+        if info is None or info.epoch != epoch:
+            return False
+        if engine in self._suspects:
+            self._recalled.discard(engine)  # nobody need wait for what does not answer
             return False
         self._placer.engine_down(engine)
         self._suspects.add(engine)
         self.version += 1
         return True
+
+    def _trust(self, engine: str) -> None:
+        self._suspects.discard(engine)
+        self._recalled.discard(engine)

@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from placement.bindings import Binding
+from placement.engines import EngineInfo, Role
 from router.directory.conversations import Conversation
 from router.identity.chain import End
 
@@ -46,6 +47,14 @@ def unbound(key: str) -> bytes:
     return orjson.dumps({"k": "unbound", "key": key})
 
 
+def engine(info: EngineInfo) -> bytes:
+    return orjson.dumps({"k": "engine", "i": asdict(info)})
+
+
+def engine_gone(name: str) -> bytes:
+    return orjson.dumps({"k": "engine_gone", "engine": name})
+
+
 def read(payload: bytes) -> dict[str, Any]:
     record: dict[str, Any] = orjson.loads(payload)
     return record
@@ -53,6 +62,10 @@ def read(payload: bytes) -> dict[str, Any]:
 
 def read_node(fields: list[Any]) -> End:
     return End(bytes.fromhex(fields[0]), fields[1], bytes.fromhex(fields[2]))
+
+
+def read_engine(fields: dict[str, Any]) -> EngineInfo:
+    return EngineInfo(**{**fields, "role": Role(fields["role"])})
 
 
 def _node(node: End) -> list[Any]:

@@ -37,7 +37,8 @@ Release = Callable[[EngineInfo, str], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class DirectorySettings:
     table: TableSettings = field(default_factory=TableSettings)
-    settle_s: float = 20.0  # after a start: how long engines with bindings may take to announce themselves
+    return_s: float = 10.0  # after a start: how long new conversations wait for engines of the journal
+    settle_s: float = 20.0  # and bindings for an engine that the journal does not name
     gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
     release_timeout_s: float = 5.0
     compact_bytes: int = 8 << 20
@@ -85,8 +86,10 @@ class DirectoryServer:
         """Replay the journal and serve; returns the port."""
         self.table.replay(self._journal.open())
         self._started_at = self.clock()
-        self.settled = not len(self.table.conversations)
-        log.info("journal replayed conversations=%d", len(self.table.conversations))
+        self.settled = not self.table.absent()
+        self._show_awaited()
+        counts = len(self.table.conversations), len(self.table.fleet.recalled)
+        log.info("journal replayed conversations=%d engines=%d", *counts)
         interceptors = [RequireSecret(self._secret)] if self._secret else []
         options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
         self._server = grpc.aio.server(interceptors=interceptors, options=options)
@@ -113,13 +116,10 @@ class DirectoryServer:
     # Told by deploy
 
     def engine_up(self, info: EngineInfo) -> None:
-        """A new engine, or a new epoch of one; said again after the directory restarted."""
-        known = self.table.fleet.info(info.engine)
-        if known == info:
-            return
-        self.table.conversations.engine_gone(info.engine)  # what its last epoch held
-        self.table.engine_up(info)
-        log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
+        """A new engine, or a new epoch of one; said again after its keeper or the directory restarted."""
+        if self.table.engine_up(info):
+            self.table.conversations.engine_gone(info.engine)  # what its last epoch held
+            log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
         self.changed()
 
     def engine_state(self, state: EngineState) -> bool:
@@ -170,6 +170,7 @@ class DirectoryServer:
         if effects.ended and self.table.waiting:
             self.serve_soon()
         if self.table.fleet.version != self._pushed_version:
+            self._show_awaited()
             self._push_engines()
 
     def serve_soon(self) -> None:
@@ -217,6 +218,8 @@ class DirectoryServer:
         while True:
             await asyncio.sleep(self.settings.tick_s)
             now = self.clock()
+            if self.table.fleet.awaits_some and now - self._started_at >= self.settings.return_s:
+                self._await_no_longer()
             if not self.settled and now - self._started_at >= self.settings.settle_s:
                 self.settled = True
                 self.table.void_absent()
@@ -227,6 +230,19 @@ class DirectoryServer:
                 self._push_engines()
             self.changed()
             self._compact_when_large()
+
+    def _show_awaited(self) -> None:
+        metrics.ENGINES_AWAITED.set(len(self.table.fleet.recalled))
+
+    def _await_no_longer(self) -> None:
+        metrics.FALLBACKS.labels("engines_missing").inc()
+        log.warning(
+            "placing without engines that were up before the restart engines=%s waited_s=%.0f",
+            ",".join(self.table.fleet.recalled),
+            self.settings.return_s,
+        )
+        self.table.fleet.await_no_longer()
+        self.serve_soon()
 
     def _push_engines(self) -> None:
         self._pushed_version = self.table.fleet.version

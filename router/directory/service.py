@@ -106,6 +106,8 @@ class DirectoryService(rpc.DirectoryServicer):
         return pb.LanesReply(json=orjson.dumps({"now": now, "lanes": lanes, "slo": slo}))
 
     async def Capacity(self, request: pb.CapacityRequest, context: Any) -> pb.CapacityReply:
+        if self._table.fleet.awaits_some:  # nobody should add or end engines by what a part of them holds
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "engines have not reported since the restart")
         return messages.capacity_reply(*self._server.capacity.now())
 
     async def Engines(self, request: pb.EnginesRequest, context: Any) -> pb.EnginesReply:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.admission import Refusal, RefusalReason
+from placement.admission import Refusal
 from placement.bindings import Binding, Bindings, StaleEpoch
 from placement.engines import EngineInfo, EngineState
 from placement.placer import FirstTurn, LaterTurn, Placement, Placer
 from router.directory import records
 from router.directory.conversations import Conversation, Conversations
 from router.directory.fleet import Fleet
-from router.directory.waiting import Ask, Placed, Waiter, Waiting
+from router.directory.waiting import BEHIND, LEFT, RESTARTED, Ask, Placed, Waiter, Waiting
 from router.identity.chain import End
 from router.identity.nodes import NodeTable
 
@@ -59,13 +59,13 @@ class Table:
     ) -> Placed | Refusal | Waiter:
         """An answer, or a waiter whose `settle` is called with it later."""
         if self.conversations.is_over(ask.gateway, ask.turn):
-            return _LEFT
+            return LEFT
         if ask.lost is not None:
             self._lost(ask, *ask.lost, now)
         if not ask.again and (ask.uncached_tokens is not None or self._bindings.look_up(ask.key) is None):
             self._placer.arrived(ask.prompt_tokens, now)
         queued = len(self._waiting) > 0 and self._bindings.look_up(ask.key) is None
-        outcome: Placed | Refusal = _BEHIND if queued else self._attempt(ask, now)
+        outcome: Placed | Refusal = BEHIND if queued else self._attempt(ask, now)
         if isinstance(outcome, Placed) or outcome.retry_after_s <= 0 or ask.wait_s <= 0:
             return outcome
         if self._waiting.full:
@@ -119,7 +119,7 @@ class Table:
         the turn came to nothing; a conversation of which nothing came ends."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
-            waiter.settle(_LEFT)
+            waiter.settle(LEFT)
         conversation = self.conversations.get(key)
         self.conversations.turn_ended(conversation, gateway, turn)
         if conversation is None:
@@ -146,7 +146,7 @@ class Table:
         self._placer.release(key, now)
         self.nodes.forget(key)
         last = {"state": "ended", "cause": cause, "ended_at": now}
-        self.conversations.remember_ended(key, self._describe(conversation, binding) | last)
+        self.conversations.remember_ended(key, conversation.described(binding) | last)
         if binding is not None:
             self._effects.releases.append((binding.engine, key))
         self._effects.ended.append((key, cause))
@@ -166,9 +166,13 @@ class Table:
 
     # Engines
 
-    def engine_up(self, info: EngineInfo) -> None:
-        self.fleet.up(info)
+    def engine_up(self, info: EngineInfo) -> bool:
+        """False when it only goes on: its keeper or this directory restarted."""
+        if self.fleet.info(info.engine) != info:
+            self._effects.records.append(records.engine(info))
+        new = self.fleet.up(info)
         self._void(info.engine, info.epoch - 1)
+        return new
 
     def engine_state(self, state: EngineState, now: float) -> bool:
         return self.fleet.observe(state, now)
@@ -177,13 +181,17 @@ class Table:
         """Its epoch is over. (A keeper that is out of reach is no reason to say so: its engine may live.)"""
         info = self.fleet.down(engine)
         if info is not None:
+            self._effects.records.append(records.engine_gone(engine))
             self._void(engine, info.epoch)
+
+    def absent(self) -> list[Binding]:
+        """Bindings on engines that the journal does not name."""
+        return [binding for binding in self._bindings if binding.engine not in self.fleet]
 
     def void_absent(self) -> None:
         """After a restart, when every engine has had time to announce itself: those that did not are gone."""
-        for binding in self._bindings:
-            if binding.engine not in self.fleet:
-                self._void(binding.engine, binding.epoch)
+        for binding in self.absent():
+            self._void(binding.engine, binding.epoch)
 
     # Reading
 
@@ -209,21 +217,29 @@ class Table:
         conversation = self.conversations.get(key)
         if conversation is None:
             return self.conversations.ended(key)
-        return self._describe(conversation, self._bindings.look_up(key))
+        return conversation.described(self._bindings.look_up(key))
 
     def page(self, prefix: str, after: str | None, limit: int) -> list[dict[str, Any]]:
         found = self.conversations.page(prefix, after, limit)
-        return [self._describe(one, self._bindings.look_up(one.key)) for one in found]
+        return [one.described(self._bindings.look_up(one.key)) for one in found]
 
     # Restart
 
     def replay(self, payloads: Iterable[bytes]) -> None:
         for payload in payloads:
-            self._replay(records.read(payload))
+            match records.read(payload):
+                case {"k": "engine", "i": info}:
+                    self.fleet.recall(records.read_engine(info))
+                case {"k": "engine_gone", "engine": name}:
+                    self.fleet.down(name)
+                case record:
+                    self._replay(record)
         self._effects = Effects()
 
     def snapshot(self) -> Iterator[bytes]:
         """Records from which `replay` makes this table again; lazily, against the state at each step."""
+        for view in self.fleet.views():
+            yield records.engine(view.info)
         for conversation in self.conversations:
             if self.conversations.get(conversation.key) is conversation:
                 yield records.put(conversation, self._bindings.look_up(conversation.key))
@@ -237,6 +253,8 @@ class Table:
             binding = None
         if binding is not None and not self._leaves(binding, ask):
             return self._place_later(ask, binding, now)
+        if self.fleet.awaits_some:
+            return RESTARTED if binding is None else self._place_later(ask, binding, now)
         parent = self._bindings.look_up(ask.parent) if ask.parent else None
         preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
         before = self.conversations.get(ask.key)
@@ -347,23 +365,6 @@ class Table:
         self._effects.releases.append((binding.engine, binding.key))
         self._effects.records.append(records.unbound(binding.key))
 
-    def _describe(self, conversation: Conversation, binding: Binding | None) -> dict[str, Any]:
-        return {
-            "key": conversation.key,
-            "state": "running" if conversation.running else "idle" if binding else "unbound",
-            "parent": conversation.parent,
-            "created_at": conversation.created_at,
-            "used_at": conversation.used_at,
-            "decoder": binding.engine if binding else None,
-            "epoch": binding.epoch if binding else None,
-            "turns": conversation.turns,
-            "prompt_tokens": conversation.prompt_tokens,
-            "completion_tokens": conversation.completion_tokens,
-            "output_tokens": conversation.output_tokens,
-            "transfers": conversation.transfers,
-            "placements": conversation.notes,
-        }
-
     def _replay(self, record: dict[str, Any]) -> None:
         kind = record["k"]
         if kind == "put":
@@ -393,7 +394,3 @@ class Table:
                 setattr(conversation_or_none, name, record[name])
         elif kind == "unbound":
             self._bindings.end(key)
-
-
-_LEFT = Refusal(RefusalReason.NO_ROOM, "whoever asked has left", 0.0)
-_BEHIND = Refusal(RefusalReason.NO_ROOM, "conversations that came earlier still wait for room", 1.0)

@@ -4,8 +4,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from placement.admission import Refusal
+from placement.admission import Refusal, RefusalReason
 from router.identity.chain import End
+
+LEFT = Refusal(RefusalReason.NO_ROOM, "whoever asked has left", 0.0)
+BEHIND = Refusal(RefusalReason.NO_ROOM, "conversations that came earlier still wait for room", 1.0)
+RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,7 +11,7 @@ from deploy.ray.engine_watch import EngineWatch
 from placement.engines import EngineInfo, EngineState
 from tests.workers.test_board import INFO, STATE
 from tests.workers.test_control_service import SECRET, Feed
-from workers.board import Board
+from workers.board import Board, Phase
 from workers.control.server import ControlServer
 
 
@@ -116,3 +117,65 @@ async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: Rig)
     assert await again.start("127.0.0.1", int(where.rsplit(":", 1)[1])) == where
     await rig.hears(("state", 5), ("up", 5), ("state", 5))
     await again.stop()
+
+
+@asynccontextmanager
+async def remembered(rig: Rig, control: str) -> AsyncIterator[None]:
+    """A watch of a directory that restarted: from its journal it knows epoch 5, and its keeper's address."""
+    known = replace(INFO, epoch=5, control=control)
+    watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now, known)
+    assert watch.up
+    task = asyncio.create_task(watch.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def quiet() -> Rig:
+    """Nobody follows yet, and Ray does not know the keeper."""
+    return Rig()
+
+
+async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: Rig) -> None:
+    server = await quiet.keeper(board(5))
+    control, quiet.address = quiet.address, ""
+    async with remembered(quiet, control):
+        await quiet.hears(("up", 5), ("state", 5))
+    assert quiet.asked == 0
+    await server.stop()
+
+
+async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: Rig) -> None:
+    starting = Board("decode-0")
+    starting.tell(Phase.STARTING, epoch=6)
+    server = await quiet.keeper(starting)
+    async with remembered(quiet, quiet.address):
+        await quiet.hears(("down", 0))
+        starting.engine_up(replace(INFO, epoch=6))
+        await quiet.hears(("down", 0), ("up", 6))
+    await server.stop()
+
+
+async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(quiet: Rig) -> None:
+    async with remembered(quiet, "127.0.0.1:9"):
+        await until(lambda: quiet.asked > 0, quiet.asked)
+        assert quiet.told.events == []
+        quiet.now = 31.0
+        await quiet.hears(("down", 0))
+
+
+async def test_the_keeper_of_another_engine_is_not_followed(quiet: Rig) -> None:
+    """An address that a keeper gave up may be another's now."""
+    other = Board("decode-1")
+    other.engine_up(replace(INFO, engine="decode-1", epoch=7))
+    wrong = await quiet.keeper(other)
+    control = quiet.address
+    right = await quiet.keeper(board(5))
+    async with remembered(quiet, control):
+        await quiet.hears(("up", 5), ("state", 5))
+    assert quiet.told.events == [("up", 5), ("state", 5)]
+    await wrong.stop()
+    await right.stop()

@@ -192,6 +192,7 @@ def test_the_gateway_before_is_told_when_another_serves_a_conversation() -> None
 def test_only_the_call_whose_answer_was_lost_is_placed_anew_after_a_restart() -> None:
     """Another turn of the conversation must find its binding, even if no end of a turn reached the disk."""
     made = table()
+    made.effects()  # of its engines, which announce themselves again
     end = chain.of_text(SEED, b"prompt").end
     first = place(made, ask("c", end=end))
     journal = made.effects().records

@@ -1,0 +1,218 @@
+"""A restarted directory decides nothing by the part of its fleet that has reported first."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from placement.admission import Refusal, RefusalReason
+from placement.engines import EngineInfo, Role
+from router.directory.client import DirectoryClient
+from router.directory.server import DirectoryServer, DirectorySettings
+from router.directory.table import Table, TableSettings
+from router.directory.waiting import Ask, Placed, Waiter
+from tests.router.directory.test_table import ask, nobody, place, table
+from tests.support.engines import info, placer, state
+
+Outcome = Placed | Refusal
+
+
+def restarted(before: Table, compacted: bool = False) -> Table:
+    after = Table(TableSettings(), placer())
+    after.replay(before.snapshot() if compacted else before.effects().records)
+    return after
+
+
+def wait(made: Table, asked: Ask, now: float = 0.0) -> list[Outcome]:
+    got: list[Outcome] = []
+    assert isinstance(made.place(asked, now, got.append), Waiter)
+    return got
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded(compacted: bool) -> None:
+    after = restarted(table(), compacted)
+    got = wait(after, ask("new", wait_s=30.0))
+    for report in (state("d0", 7, live=5000), state("p0", 3)):
+        assert after.engine_state(report, 1.0)
+        after.serve_waiting(1.0)
+        assert got == []
+    assert after.engine_state(state("d1", 5, live=200), 2.0)
+    after.serve_waiting(2.0)
+    assert isinstance(got[0], Placed)
+    assert (got[0].engine, got[0].prefiller) == ("d1", "p0")
+
+
+def test_an_announcement_without_a_report_is_not_enough() -> None:
+    """A keeper that restarted as well announces the engine before it hears from it what it holds."""
+    after = restarted(table(decoders=1))
+    for engine in (info("p0", Role.PREFILL), info("d0")):
+        assert not after.engine_up(engine)
+    got = wait(after, ask("new", wait_s=30.0))
+    after.engine_state(state("p0", 3), 1.0)
+    after.engine_state(state("d0", 3), 1.0)
+    after.serve_waiting(1.0)
+    assert isinstance(got[0], Placed)
+
+
+def test_what_no_engine_so_far_could_hold_is_not_refused_for_good() -> None:
+    before = table(decoders=1)
+    before.engine_up(info("large", kv_tokens=100_000))
+    after = restarted(before)
+    after.engine_state(state("d0", 1), 0.0)
+    got = wait(after, ask("huge", 50_000, wait_s=30.0))
+    after.engine_state(state("p0", 1), 0.0)
+    after.engine_state(state("large", 1), 0.0)
+    after.serve_waiting(1.0)
+    assert isinstance(got[0], Placed)
+
+
+def test_a_bound_conversation_finds_its_decoder_at_once() -> None:
+    before = table()
+    bound = place(before, ask("c"))
+    after = restarted(before)
+    again = place(after, ask("c"))
+    assert (again.engine, again.epoch, again.known) == (bound.engine, bound.epoch, True)
+
+
+def test_nobody_waits_for_an_engine_that_went_or_does_not_answer() -> None:
+    before = table(decoders=3)
+    bound = place(before, ask("c"))
+    before.engine_down("d2")
+    after = restarted(before)
+    assert after.fleet.recalled == ("d0", "d1", "p0")
+    after.engine_down("d1")
+    after.engine_state(state("p0", 1), 0.0)
+    assert bound.engine == "d0"
+    got = wait(after, ask("c", lost=("d0", 1), wait_s=30.0))  # its gateway could not reach it
+    assert not after.fleet.awaits_some
+    after.engine_up(info("d0", epoch=2))
+    after.serve_waiting(1.0)
+    assert isinstance(got[0], Placed)
+    assert got[0].epoch == 2
+
+
+def test_waiting_for_engines_ends_with_the_asks_own_time() -> None:
+    after = restarted(table())
+    got = wait(after, ask("new", wait_s=5.0))
+    after.serve_waiting(5.0)
+    assert isinstance(got[0], Refusal)
+    assert (got[0].reason, got[0].retry_after_s) == (RefusalReason.NO_DECODER, 1.0)
+    assert "since a restart" in got[0].message
+
+
+def test_another_keeper_of_the_same_engine_changes_nothing_but_the_address() -> None:
+    made = table()
+    place(made, ask("c", 3000))
+    made.engine_state(state("d0", 1, live=6000, confirmed=("c",)), 0.0)
+    moved = EngineInfo("d0", "decode", Role.DECODE, 1, "127.0.0.1:1", "", "127.0.0.1:9", 10_000, 16, 32_768)
+    assert not made.engine_up(moved)
+    assert made.fleet.info("d0") == moved
+    assert made.kv_in_use("d0") == 6000
+    assert place(made, ask("new")).engine == "d1"
+
+
+async def release(engine: EngineInfo, key: str) -> None:
+    pass
+
+
+@asynccontextmanager
+async def directory(folder: Path, **changes: float) -> AsyncIterator[tuple[DirectoryServer, str]]:
+    made = DirectoryServer(DirectorySettings(**changes), placer(), folder / "journal", release)  # type: ignore[arg-type]
+    address = f"127.0.0.1:{await made.start('127.0.0.1', 0)}"
+    try:
+        yield made, address
+    finally:
+        await made.stop(0.1)
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def fallbacks() -> float:
+    return REGISTRY.get_sample_value("conserve_fallbacks_total", {"kind": "engines_missing"}) or 0.0
+
+
+async def test_waiting_is_bounded_said_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with directory(tmp_path) as (first, _):
+        for engine in (info("p0", Role.PREFILL), info("d0"), info("d1")):
+            first.engine_up(engine)
+    before = fallbacks()
+    async with directory(tmp_path, return_s=0.3) as (second, _):
+        assert REGISTRY.get_sample_value("conserve_engines_awaited") == 3.0
+        second.engine_state(state("d1", 1, live=4000))
+        got: list[Outcome] = []
+        second.table.place(ask("new", wait_s=30.0), second.clock(), got.append)
+        await until(lambda: got)
+        assert isinstance(got[0], Placed)
+        assert (got[0].engine, got[0].prefiller) == ("d1", None)
+        assert fallbacks() == before + 1
+        assert "placing without engines that were up before the restart engines=d0,p0" in caplog.text
+        second.engine_state(state("d0", 1))  # late, and welcome
+        assert place(second.table, ask("later")).engine == "d0"
+
+
+async def test_a_burst_after_a_restart_is_spread_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """Engines report late, one by one, while conversations come."""
+    engines = (info("d1"), info("p0", Role.PREFILL), info("d0"))
+    async with directory(tmp_path) as (first, _):
+        for engine in engines:
+            first.engine_up(engine)
+    async with directory(tmp_path, return_s=600.0) as (second, address):
+        client = DirectoryClient(address, "g")
+        await client.start()
+        try:
+            asks = [Ask(f"s:{n}", "", 1000, 600.0, turn=client.next_turn()) for n in range(4)]
+            placing = [asyncio.create_task(client.place(one)) for one in asks]
+            await until(lambda: second.table.waiting == 4)
+            for engine in engines:
+                assert not any(one.done() for one in placing)
+                second.engine_up(engine)
+                second.engine_state(state(engine.engine, 1))
+                await asyncio.sleep(0.1)  # long enough for placements that should wait to be made
+            outcomes = [outcome for outcome, _ in await asyncio.gather(*placing)]
+        finally:
+            await client.stop()
+    assert all(isinstance(one, Placed) and one.prefiller == "p0" for one in outcomes)
+    assert sorted(one.engine for one in outcomes if isinstance(one, Placed)) == ["d0", "d0", "d1", "d1"]
+
+
+async def test_gateways_keep_what_they_knew_and_new_ones_learn_where_engines_are(tmp_path: Path) -> None:
+    async with directory(tmp_path) as (first, address):
+        old = DirectoryClient(address, "old")
+        await old.start()
+        first.engine_up(info("d0"))
+        first.engine_state(state("d0", 5, live=3000))
+        await until(lambda: old.engines.state("d0") and old.engines.load("d0").state.seq)
+        port = int(address.rsplit(":", 1)[1])
+    second = DirectoryServer(DirectorySettings(), placer(), tmp_path / "journal", release)
+    await second.start("127.0.0.1", port)
+    new = DirectoryClient(address, "new")
+    await new.start()
+    try:
+        await until(lambda: len(second.watchers) == 2 and old.connected and new.connected)
+        await until(lambda: len(new.engines))
+        assert [one.engine for one in old.engines.usable()] == ["d0"]
+        assert old.engines.load("d0").state.live_tokens == 3000
+        assert new.engines.alive("d0", 1)  # turns of conversations that are bound there
+        assert new.engines.usable() == []  # but nobody has seen it alive
+        second.engine_state(state("d0", 6, live=3100))
+        await until(lambda: new.engines.usable() and old.engines.load("d0").state.live_tokens == 3100)
+        second.engine_down("d0")
+        await until(lambda: not len(new.engines) and not len(old.engines))
+    finally:
+        await old.stop()
+        await new.stop()
+        await second.stop(0.1)
+
+
+def test_asks_that_do_not_wait_are_told_to_come_back() -> None:
+    outcome = restarted(table()).place(ask("new"), 0.0, nobody)
+    assert isinstance(outcome, Refusal)
+    assert outcome.retry_after_s == 1.0
