@@ -9,6 +9,7 @@ from typing import Protocol
 from ray.exceptions import RayError
 
 from placement.engines import EngineInfo, EngineState
+from placement.placer import MissingCurve
 from workers.board import Change
 from workers.control.client import ControlClient, ControlError
 
@@ -56,7 +57,7 @@ class EngineWatch:
         while True:
             try:
                 await self._follow()
-            except (ControlError, RayError, TimeoutError, ValueError) as error:
+            except (ControlError, MissingCurve, RayError, TimeoutError, ValueError) as error:
                 if str(error) != told:
                     told = str(error)
                     log.warning("keeper not followed engine=%s reason=%r", self._engine, told or repr(error))

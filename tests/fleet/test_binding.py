@@ -31,7 +31,7 @@ def test_each_goes_to_the_least_loaded_decoder_and_moves_once(laptop_fleet: Runn
     def listed() -> list[dict[str, Any]]:
         return list(get(fleet.url, "/v1/conversations?limit=200", "thirty")["data"])
 
-    fleet.until(lambda: {one["turns"] for one in listed()} == {2}, 20, "the reports of the last turns")
+    fleet.until(lambda: {one["turns"] for one in listed()} == {2}, 60, "the reports of the last turns")
     found = listed()
     assert len(found) == CONVERSATIONS
     assert [one["transfers"] for one in found] == [1] * CONVERSATIONS

@@ -40,7 +40,7 @@ def test_six_turns_with_tools_are_one_conversation_on_one_decoder(laptop_fleet: 
 
     cities = [json.loads(arguments)["city"] for turn in turns for arguments in turn.arguments]
     assert len(cities) == 5 and set(cities) <= {"Paris", "Rome"}
-    fleet.until(lambda: the_only_conversation(fleet, "six-turns")["turns"] == 6, 10, "six finished turns")
+    fleet.until(lambda: the_only_conversation(fleet, "six-turns")["turns"] == 6, 60, "six finished turns")
     found = the_only_conversation(fleet, "six-turns")
     assert found["transfers"] == 1
     (placement,) = found["placements"]
@@ -85,7 +85,7 @@ def test_the_responses_api_continues_by_response_id(laptop_fleet: RunningFleet) 
         model=fleet.model, input="And its bridges?", previous_response_id=first.id, max_output_tokens=16
     )
     assert second.previous_response_id == first.id
-    fleet.until(lambda: the_only_conversation(fleet, "responses")["turns"] == 2, 10, "two finished turns")
+    fleet.until(lambda: the_only_conversation(fleet, "responses")["turns"] == 2, 60, "two finished turns")
     assert the_only_conversation(fleet, "responses")["transfers"] == 1
 
 
@@ -96,7 +96,7 @@ def test_completions_go_on_from_their_text(laptop_fleet: RunningFleet) -> None:
     for _ in range(3):
         answer = sdk.completions.create(model=fleet.model, prompt=prompt, max_tokens=12, temperature=0)
         prompt += answer.choices[0].text + " And then it went on. "
-    fleet.until(lambda: the_only_conversation(fleet, "completions")["turns"] == 3, 10, "three finished turns")
+    fleet.until(lambda: the_only_conversation(fleet, "completions")["turns"] == 3, 60, "three finished turns")
     assert the_only_conversation(fleet, "completions")["transfers"] == 1
 
 
@@ -104,9 +104,9 @@ def test_ending_a_conversation_gives_its_kv_back(laptop_fleet: RunningFleet) -> 
     fleet = laptop_fleet
     sdk, messages = client(fleet.url, "ending"), opening(seed=3, words=300)
     text_turn(sdk, fleet.model, messages)
-    fleet.until(lambda: the_only_conversation(fleet, "ending")["turns"] == 1, 10, "the turn's end")
+    fleet.until(lambda: the_only_conversation(fleet, "ending")["turns"] == 1, 60, "the turn's end")
     found = the_only_conversation(fleet, "ending")
-    fleet.until(lambda: kv_in_use(fleet, found["decoder"]) > 0, 10, "occupancy")
+    fleet.until(lambda: kv_in_use(fleet, found["decoder"]) > 0, 60, "occupancy")
     held = kv_in_use(fleet, found["decoder"])
     request = urllib.request.Request(
         f"{fleet.url}/v1/conversations/{found['id']}",
@@ -115,7 +115,7 @@ def test_ending_a_conversation_gives_its_kv_back(laptop_fleet: RunningFleet) -> 
     )
     with urllib.request.urlopen(request, timeout=20) as answer:
         assert json.load(answer)["deleted"] is True
-    fleet.until(lambda: kv_in_use(fleet, found["decoder"]) < held, 10, "occupancy to fall")
+    fleet.until(lambda: kv_in_use(fleet, found["decoder"]) < held, 60, "occupancy to fall")
     assert get(fleet.url, f"/v1/conversations/{found['id']}", "ending")["state"] == "ended"
 
 

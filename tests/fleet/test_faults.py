@@ -48,7 +48,7 @@ def conversation(fleet: RunningFleet, key: str) -> dict:
 
 
 def settled(fleet: RunningFleet, key: str, turns: int) -> dict:
-    fleet.until(lambda: conversation(fleet, key)["turns"] >= turns, 20, f"{turns} finished turns of {key}")
+    fleet.until(lambda: conversation(fleet, key)["turns"] >= turns, 60, f"{turns} finished turns of {key}")
     return conversation(fleet, key)
 
 
@@ -109,11 +109,11 @@ def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> 
     stream = Stream(fleet.url, fleet.model, messages, "gateway", 3000)
     stream.until_text(10)
     fleet.kill(gateways.pop())
-    stream.end(10)
+    stream.end(60)
     assert not stream.finished  # its connection is gone with the gateway, at once
     serving(fleet)
     # The directory waits a moment for a gateway's stream to come back before it takes its turns for lost.
-    fleet.until(lambda: conversation(fleet, "gateway")["state"] == "idle", 20, "the lost turn to be noticed")
+    fleet.until(lambda: conversation(fleet, "gateway")["state"] == "idle", 60, "the lost turn to be noticed")
     answer = text_turn(client(fleet.url, "gateway"), fleet.model, messages)
     after = settled(fleet, "gateway", before["turns"] + 1)
     assert (after["decoder"], after["epoch"], after["transfers"]) == (before["decoder"], before["epoch"], 1)

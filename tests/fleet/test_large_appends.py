@@ -23,7 +23,7 @@ def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:
         (one,) = get(fleet.url, "/v1/conversations", key)["data"]
         return one
 
-    fleet.until(lambda: found()["turns"] >= turns, 20, f"{turns} finished turns of {key}")
+    fleet.until(lambda: found()["turns"] >= turns, 60, f"{turns} finished turns of {key}")
     return found()
 
 
@@ -114,7 +114,7 @@ def test_a_parked_conversation_is_shown_as_parked_and_comes_back(laptop_fleet: R
         return asyncio.run(park())
 
     fleet.until(parked, 60, "its blocks to be on the host")
-    fleet.until(lambda: kv()["parked"] > before, 20, "the page to show it parked")
+    fleet.until(lambda: kv()["parked"] > before, 60, "the page to show it parked")
     decoder = Decoder(fleet, here)
     messages.append({"role": "user", "content": "Are you still there?"})
     second = text_turn(sdk, fleet.model, messages)

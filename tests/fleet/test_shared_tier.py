@@ -56,7 +56,7 @@ def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:
         (one,) = get(fleet.url, "/v1/conversations", key)["data"]
         return one
 
-    fleet.until(lambda: found()["turns"] >= turns, 20, f"{turns} finished turns of {key}")
+    fleet.until(lambda: found()["turns"] >= turns, 60, f"{turns} finished turns of {key}")
     return found()
 
 

@@ -1,19 +1,11 @@
 """A decoder that drains is left by its conversations turn by turn, and no turn fails for it."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
-
-
-async def until(true: Callable[[], object]) -> None:
-    for _ in range(3000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("waited too long")
+from tests.support.waiting import until
 
 
 async def drain(made: Fleet, engine: str, on: bool = True) -> None:

@@ -11,6 +11,7 @@ from placement.policies import PlacingPolicy
 from router.config import Slo
 from tests.support.fake_engine import Seen
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
+from tests.support.waiting import until
 
 
 async def test_a_conversation_is_transferred_once_and_stays_on_its_decoder(tmp_path: Path) -> None:
@@ -110,9 +111,11 @@ async def test_a_large_append_and_a_broken_prefix_go_through_the_prefiller_to_th
         messages += [assistant("ok"), user("small")]
         await ask(made.urls[0], messages, headers=headers)
         assert len(made.prefills()) == 1
+        await made.settle()  # before the end of a prefill is heard of, its prefiller counts as busy
         messages += [assistant("ok"), user("pasted file " * 400)]
         await ask(made.urls[0], messages, headers=headers)
         assert len(made.prefills()) == 2
+        await made.settle()
         compacted = [user("summary " * 400)]
         await ask(made.urls[0], compacted, headers=headers)
         assert len(made.prefills()) == 3
@@ -186,11 +189,11 @@ async def test_the_final_marker_and_delete_end_a_conversation_and_its_kv(tmp_pat
 async def test_idle_conversations_end_by_themselves(tmp_path: Path) -> None:
     async with fleet(tmp_path, ttl_s=0.4) as made:
         await ask(made.urls[0], [user("a" * 500)], headers={"x-conversation-id": "idle"})
-        await asyncio.sleep(0.8)
-        assert sum(engine.held.total() for engine in made.engines.values()) == 0
+        await until(lambda: not len(made.directory.table.conversations))
+        await until(lambda: not any(engine.held.total() for engine in made.engines.values()))
         _, told = await get(f"{made.urls[0]}/v1/conversations/idle")
         assert told["cause"] == "idle"
-        assert made.gateways[0].directory.cache.get(told["id"]) is None
+        await until(lambda: made.gateways[0].directory.cache.get(told["id"]) is None)
 
 
 async def test_the_baselines_are_the_same_life_with_another_policy(tmp_path: Path) -> None:

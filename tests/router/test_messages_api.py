@@ -92,7 +92,7 @@ async def test_a_killed_decoder_ends_the_stream_in_an_error_event(tmp_path: Path
         async with client(made) as claude:
             seen: list[str] = []
             with pytest.raises(anthropic.APIStatusError, match="engine"):
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(60.0):
                     async with claude.messages.stream(**{**asked(0), "max_tokens": 200}) as stream:
                         async for piece in stream.text_stream:
                             seen.append(piece)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from router.config import GatewayConfig, Model, dump
 from tests.support.fake_fleet import MODEL, Fleet, ask, assistant, fleet, get, user
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ async def gateway_process(folder: Path, config: GatewayConfig) -> AsyncIterator[
     )
     try:
         assert process.stderr is not None
-        while b"serving gateway=" not in (line := await asyncio.wait_for(process.stderr.readline(), 20.0)):
+        while b"serving gateway=" not in (line := await asyncio.wait_for(process.stderr.readline(), 60.0)):
             assert line, "the gateway ended"
         draining = asyncio.create_task(process.stderr.read())
         yield process
@@ -101,12 +102,6 @@ async def turns_on_pages(made: Fleet) -> float:
     return total
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 def running(made: Fleet) -> bool:
     return any(map(made.directory.table.running_at, keys(made)))
 
@@ -136,16 +131,13 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
             gateway_process(tmp_path, config("one")) as one,
             gateway_process(tmp_path, config("two")) as two,
         ):
-            for _ in range(100):
-                if len(made.directory.watchers) == 2:
-                    break
-                await asyncio.sleep(0.05)
+            await until(lambda: len(made.directory.watchers) == 2)
             # Every request comes over a connection of its own, and the system spreads those.
             ids = set()
             for number in range(6):
                 messages = [user(f"question {number}")]
                 first = await ask(url, messages)
-                await made.settle()
+                await until(lambda: not running(made))
                 second = await ask(url, [*messages, assistant("a"), user("b")])
                 assert first.conversation == second.conversation
                 ids.add(first.conversation)
@@ -167,11 +159,7 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
             whole = [answer for answer in answers if not isinstance(answer, BaseException)]
             assert all(answer.status == 200 for answer in whole)
             assert all(isinstance(a, aiohttp.ClientError) for a in answers if a not in whole)
-            for _ in range(40):
-                if len(made.directory.table.conversations) == before + len(whole):
-                    break
-                await asyncio.sleep(0.1)
-            assert len(made.directory.table.conversations) == before + len(whole)
+            await until(lambda: len(made.directory.table.conversations) == before + len(whole))
             await made.settle()
             held = sum(engine.held.total() for engine in made.engines.values())
             assert sum(made.directory.table.kv_in_use(name) for name in ("d0", "d1")) == held
@@ -179,10 +167,10 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
             for engine in made.engines.values():
                 engine.prefill_s = 0.5
             last = asyncio.create_task(ask(url, [user("while it leaves")], stream=True))
-            await asyncio.sleep(0.2)
+            await until(lambda: running(made))
             two.send_signal(signal.SIGTERM)
             answer = await last
             assert answer.body.endswith(b"data: [DONE]\n\n")
-            assert await asyncio.wait_for(two.wait(), 10.0) == 0
+            assert await asyncio.wait_for(two.wait(), 60.0) == 0
             with pytest.raises(aiohttp.ClientError):
                 await get(f"{url}/health")

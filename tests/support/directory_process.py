@@ -38,7 +38,7 @@ class DirectoryProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert self._process.stdout is not None
-        self.port = int(await asyncio.wait_for(self._process.stdout.readline(), 20.0))
+        self.port = int(await asyncio.wait_for(self._process.stdout.readline(), 60.0))
 
     async def kill(self) -> None:
         assert self._process is not None

@@ -18,6 +18,7 @@ from router.directory.table import TableSettings
 from router.gateway import Gateway
 from tests.support.engines import placer
 from tests.support.fake_engine import FakeEngine, Seen
+from tests.support.waiting import until
 
 MODEL = "small"
 REDISAGGREGATE_TOKENS = 2000
@@ -31,6 +32,7 @@ class Fleet:
     address: str
     gateways: list[Gateway] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
+    rounds: int = 0  # of the feed
 
     async def add_gateway(self, **changes: Any) -> str:
         config = GatewayConfig(
@@ -64,14 +66,30 @@ class Fleet:
         while True:
             for engine in tuple(self.engines.values()):
                 self.directory.engine_state(engine.state())
+            self.rounds += 1
             await asyncio.sleep(0.02)
 
     async def release(self, info: EngineInfo, key: str) -> None:
         self.engines[info.engine].release(key)
 
     async def settle(self) -> None:
-        """Until reports have arrived everywhere."""
-        await asyncio.sleep(0.15)
+        """Until reports have arrived everywhere. Some of it is counted in rounds of the feed and not in
+        seconds: on a busy machine those take as long as all else does."""
+        await until(lambda: not any(gateway.directory._reporter._pending for gateway in self.gateways))
+        rounds = self.rounds
+        await until(lambda: self.rounds >= rounds + 8)
+        reported = {name: one._seq for name, one in self.engines.items() if self._known(one)}
+        await until(
+            lambda: all(
+                (state := gateway.directory.engines.state(name)) and state.seq >= seq
+                for gateway in self.gateways
+                for name, seq in reported.items()
+            )
+        )
+
+    def _known(self, engine: FakeEngine) -> bool:
+        info = self.directory.table.fleet.info(engine.name)
+        return info is not None and info.epoch == engine.epoch
 
 
 @asynccontextmanager

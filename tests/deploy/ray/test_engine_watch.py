@@ -9,6 +9,7 @@ import pytest
 
 from deploy.ray.engine_watch import EngineWatch
 from placement.engines import EngineInfo, EngineState
+from placement.placer import MissingCurve
 from tests.workers.test_board import INFO, STATE
 from tests.workers.test_control_service import SECRET, Feed
 from workers.board import Board, Phase
@@ -20,8 +21,11 @@ class Told:
     """What a directory would have been told."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
+    curves: set[str] = field(default_factory=lambda: {INFO.tier})
 
     def engine_up(self, info: EngineInfo) -> None:
+        if info.tier not in self.curves:
+            raise MissingCurve(info.tier)
         self.events.append(("up", info.epoch))
 
     def engine_state(self, state: EngineState) -> None:
@@ -179,3 +183,13 @@ async def test_the_keeper_of_another_engine_is_not_followed(quiet: Rig) -> None:
     assert quiet.told.events == [("up", 5), ("state", 5)]
     await wrong.stop()
     await right.stop()
+
+
+async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: Rig) -> None:
+    """A changed fleet restarts its directory before it retires what the file does not name any more."""
+    rig.told.curves.clear()
+    server = await rig.keeper(board(5))
+    await until(lambda: rig.asked > 1, rig.told.events)
+    rig.told.curves.add(INFO.tier)
+    await rig.hears(("up", 5), ("state", 5))
+    await server.stop()

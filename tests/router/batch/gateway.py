@@ -95,7 +95,7 @@ class Gateway:
         await self._pool.close()
 
     def client(self, key: str = "sk-one") -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 async def _main() -> None:

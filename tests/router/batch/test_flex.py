@@ -58,7 +58,7 @@ async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, 
     async with sqlite_gateway.client() as client:
         window = sqlite_gateway.config.dispatch.blind_window
         leaving = [asyncio.create_task(ask(client, f"sleep=30 {i}")) for i in range(window + 4)]
-        await asyncio.wait_for(engine.asked.wait(), 5)
+        await asyncio.wait_for(engine.asked.wait(), 60)
         await asyncio.sleep(0.2)
         for task in leaving:
             task.cancel()

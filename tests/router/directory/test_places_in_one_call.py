@@ -1,7 +1,7 @@
 """Turns that begin together ask in one call: each gets its own answer, or leaves nothing behind."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from placement.admission import Refusal
 from router.directory.client import DirectoryClient
 from router.directory.waiting import Ask, Placed
 from tests.support.fake_fleet import Fleet, fleet
+from tests.support.waiting import until
 
 
 @asynccontextmanager
@@ -25,12 +26,6 @@ async def client(made: Fleet) -> AsyncIterator[DirectoryClient]:
 async def place(one: DirectoryClient, key: str, tokens: int = 10, wait_s: float = 0.0) -> Placed | Refusal:
     outcome, _ = await one.place(Ask(key, "", tokens, wait_s, turn=one.next_turn()))
     return outcome
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_each_of_a_burst_gets_its_own_answer(tmp_path: Path) -> None:

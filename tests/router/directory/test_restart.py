@@ -1,7 +1,7 @@
 """A restarted directory decides nothing by the part of its fleet that has reported first."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from router.directory.table import Table, TableSettings
 from router.directory.waiting import Ask, Placed, Waiter
 from tests.router.directory.test_table import ask, nobody, place, table
 from tests.support.engines import info, placer, state
+from tests.support.waiting import until
 
 Outcome = Placed | Refusal
 
@@ -127,12 +128,6 @@ async def directory(folder: Path, **changes: float) -> AsyncIterator[tuple[Direc
         yield made, address
     finally:
         await made.stop(0.1)
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def fallbacks() -> float:

@@ -12,6 +12,7 @@ import uvloop
 from router.errors import NotFound, TooManyRequests
 from router.http import Request, Responder
 from tests.router.http.client import HOST, Client
+from tests.support.waiting import let_the_loop_turn
 
 
 async def describe(request: Request, responder: Responder) -> None:
@@ -69,14 +70,20 @@ async def test_pipelined_requests_are_answered_in_order(serve: Any) -> None:
 
 
 async def test_a_flood_of_pipelined_requests_is_read_no_faster_than_answered(serve: Any) -> None:
-    server, port = await serve(describe)
+    answered = asyncio.Event()
+
+    async def held(request: Request, responder: Responder) -> None:
+        await answered.wait()
+        responder.respond(200, b"at last")
+
+    server, port = await serve(held)
     async with await Client.connect(port) as client:
         for _ in range(3000):
-            client.ask(b"/slow")
-            client.send(b"")
-        await asyncio.sleep(0.12)
+            client.ask()
+        await let_the_loop_turn()
         assert server.stats.requests <= 4
-        assert (await client.answer()).body == b"slow "
+        answered.set()
+        assert (await client.answer()).body == b"at last"
 
 
 async def test_a_bad_request_behind_a_good_one_waits_its_turn(serve: Any) -> None:

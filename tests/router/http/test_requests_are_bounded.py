@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from router.http import Request, Responder, ServerLimits
-from tests.router.http.client import HOST, Client
+from tests.router.http.client import HOST, Client, eventually
 
 LIMITS = ServerLimits(
     max_connections=8,
@@ -91,27 +92,27 @@ async def test_a_client_that_goes_on_sending_still_gets_the_refusal(serve: Any) 
 async def test_half_a_request_then_silence_is_a_408(serve: Any, part: bytes) -> None:
     begin = time.monotonic()
     assert await refusal(serve, part) == (408, "request_timeout")
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 8.0  # by the limits of this server, not by the usual ones
 
 
 async def test_a_head_that_drips_does_not_extend_its_time(serve: Any) -> None:
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
-        begin = time.monotonic()
         client.send(b"GET / HTTP/1.1\r\n")
         answer = asyncio.ensure_future(client.answer())
-        while not answer.done() and time.monotonic() - begin < 3:
-            client.send(b"a: b\r\n")
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while not answer.done():
+                client.send(b"a: b\r\n")
+                await asyncio.sleep(0.05)
         assert (await answer).status == 408
 
 
 async def test_a_body_that_keeps_coming_is_not_timed_out(serve: Any) -> None:
-    _, port = await serve(echo, LIMITS)
+    _, port = await serve(echo, replace(LIMITS, body_timeout_s=1.5))
     async with await Client.connect(port) as client:
         client.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 8\r\n\r\n")
         for _ in range(8):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.25)
             client.send(b"x")
         assert (await client.answer()).body == b"x" * 8
 
@@ -121,7 +122,7 @@ async def test_an_idle_connection_is_closed(serve: Any) -> None:
     async with await Client.connect(port) as fresh, await Client.connect(port) as used:
         used.ask()
         await used.answer()
-        assert await asyncio.gather(fresh.rest(2), used.rest(2)) == [b"", b""]
+        assert await asyncio.gather(fresh.rest(), used.rest()) == [b"", b""]
     assert server.stats.timeouts["idle"] == 2
 
 
@@ -149,7 +150,7 @@ async def test_more_connections_than_allowed_are_told_so(serve: Any) -> None:
         assert await client.rest() == b""
     for client in held:
         client.abort()
-    await asyncio.sleep(0.05)
+    await eventually(lambda: not server.stats.connections)
     async with await Client.connect(port) as client:
         client.ask()
         assert (await client.answer()).status == 200

@@ -1,0 +1,19 @@
+"""Waiting in tests: for a condition, with a limit that no busy machine reaches."""
+
+import asyncio
+from collections.abc import Callable
+
+LIMIT_S = 60.0
+
+
+async def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    async with asyncio.timeout(limit_s):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def let_the_loop_turn() -> None:
+    """What one end of a socket has written, the other end of it has read, when both are of this loop. One
+    long sleep is not enough: after a stall its timer comes before what the sockets have."""
+    for _ in range(25):
+        await asyncio.sleep(0.001)
