@@ -61,11 +61,16 @@ class KeeperActor:
 
     def end(self) -> bool:
         """End the engine and its tree; the keeper then does nothing more."""
+        self._background.call(self._withdraw(), 10.0)
         self._background.call(self._background.stop(), 10.0)
         (self._spec.directory / CONTROL_FILE).unlink(missing_ok=True)
         if self._keeper is not None:
             self._background.call(self._keeper.end(), 60.0)
         return True
+
+    async def _withdraw(self) -> None:
+        """While somebody hears it: or the directory would wait for the lease of an engine that is gone."""
+        self._board.engine_down()
 
     async def _work(self) -> None:
         feed = ConnectorFeed(self._spec.engine, self._spec.directory / FEED_SOCKET)

@@ -4,10 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from deploy.ray.background import Background
 from deploy.ray.engine_watch import EngineWatch
+from deploy.ray.keeper_actor import KeeperActor
 from placement.engines import EngineInfo, EngineState
 from placement.placer import MissingCurve
 from tests.workers.test_board import INFO, STATE
@@ -193,3 +197,21 @@ async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: Rig) -> None
     rig.told.curves.add(INFO.tier)
     await rig.hears(("up", 5), ("state", 5))
     await server.stop()
+
+
+async def test_a_keeper_that_ends_its_engine_says_so_first(rig: Rig, tmp_path: Path) -> None:
+    serving = board(5)
+
+    async def work() -> None:
+        server = await rig.keeper(serving)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.stop()
+
+    actor = KeeperActor.__new__(KeeperActor)  # without an engine
+    actor._board, actor._spec, actor._keeper = serving, SimpleNamespace(directory=tmp_path), None  # type: ignore[assignment]
+    actor._background = Background(work)
+    await rig.hears(("up", 5), ("state", 5))
+    assert await asyncio.to_thread(actor.end)
+    await rig.hears(("down", 0))
