@@ -48,7 +48,7 @@ FULL = Plan(
 )
 QUICK = Plan(
     LoadShape(conversations=12, lengths=1 / 64, turns=3, context=1500, arrivals_s=2.0, longest_wait_s=0.5),
-    RestorePlan((1024, 8192), beside=2048, decoded=200, host_kv_gib=HOST_KV_GIB),
+    RestorePlan((1024, 8192), beside=8192, decoded=200, host_kv_gib=HOST_KV_GIB),
     offline=False,
 )
 
