@@ -3,7 +3,6 @@
 On the fleet of all tests; what is changed stays changed and is nothing that another test depends on.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,9 +149,6 @@ def test_agents_talk_on_while_gateways_and_decoders_are_replaced(changing: Chang
         assert causes and causes <= {"moved", "rebound"}, causes
 
 
-@pytest.mark.skipif(
-    (os.cpu_count() or 1) < 4, reason="four streams and the start of a third decoder want four cores or more"
-)
 def test_replicas_follow_the_kv_in_use_up_and_down(changing: Changing) -> None:
     fleet = changing.fleet
 
