@@ -29,7 +29,7 @@ LOOPBACK = {"UCX_TLS": "tcp,self,sysv,posix,cma", "UCX_NET_DEVICES": "lo"}
 def fleet() -> Iterator[RunningFleet]:
     base = Path(tempfile.mkdtemp(prefix="conserve-"))
     content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
-    # NIXL's progress thread takes a core for each idle engine: on two cores a transfer may take half a minute.
+    # NIXL's progress thread takes a core for each idle engine: on two cores a transfer may take 40 s.
     content |= {"name": "nixl", "transfer": {"backend": "nixl", "lease": "10m"}}
     content["engine"]["env"] |= LOOPBACK
     content["tiers"][1]["replicas"] = 1
