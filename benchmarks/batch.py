@@ -22,12 +22,12 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from traces.errors import ReplayError
+from traces.replay.calibration import Calibration, calibrate
 from traces.replay.client import Answer, ChatClient, Message, first_model
-from traces.replay.options import ReplayOptions
+from traces.replay.options import ReplayOptions, ToolStyle
 from traces.replay.words import text
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
-_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def quantile(values: list[float], percent: int) -> float:
 
 
 class Agents:
-    def __init__(self, chat: ChatClient, load: Load, seed: int) -> None:
+    def __init__(self, chat: ChatClient, sizes: Calibration, load: Load, seed: int) -> None:
         self._chat = chat
+        self._sizes = sizes
         self._load = load
         self._random = random.Random(seed)
         self._numbers = iter(range(1 << 30))
@@ -97,7 +98,7 @@ class Agents:
     async def _agent(self, phase: Phase, until: asyncio.Event) -> None:
         while not until.is_set():
             name = f"bench-{self._random.getrandbits(48):x}-{next(self._numbers)}"
-            messages: list[Message] = [_user(name, self._load.first_prompt)]
+            messages = [self.says(name, self._load.first_prompt)]
             for turn in range(self._load.turns):
                 try:
                     answer = await self._chat.ask(messages, self._load.output, name)
@@ -106,10 +107,13 @@ class Agents:
                     break
                 self._note(phase, answer)
                 messages += [{"role": "assistant", "content": answer.text}]
-                messages += [_user(f"{name}/{turn}", self._load.append)]
+                messages += [self.says(f"{name}/{turn}", self._load.append)]
                 if until.is_set():
                     return
                 await asyncio.sleep(self._random.expovariate(1 / self._load.tool_s))
+
+    def says(self, stream: str, tokens: int) -> Message:
+        return {"role": "user", "content": text(stream, self._sizes.characters(tokens))}
 
     @staticmethod
     def _note(phase: Phase, answer: Answer) -> None:
@@ -120,8 +124,9 @@ class Agents:
 class Offline:
     """Two batches at a time: chat and completions."""
 
-    def __init__(self, api: AsyncOpenAI, model: str, load: Load, seed: int) -> None:
+    def __init__(self, api: AsyncOpenAI, model: str, sizes: Calibration, load: Load, seed: int) -> None:
         self._api = api
+        self._sizes = sizes
         self._model = model
         self._load = load
         self._random = random.Random(seed)
@@ -158,8 +163,8 @@ class Offline:
     def _line(self, endpoint: str, salt: str, number: int) -> dict[str, Any]:
         tokens = self._random.choice(self._load.offline_prompts)
         shared = tokens // 2 if number % 2 else 0  # half of the requests begin alike
-        prompt = text(f"shared {salt}", shared * _CHARACTERS_PER_TOKEN)
-        prompt += text(f"{salt} {number}", (tokens - shared) * _CHARACTERS_PER_TOKEN)
+        prompt = text(f"shared {salt}", self._sizes.characters(shared))
+        prompt += text(f"{salt} {number}", self._sizes.characters(tokens - shared))
         asked = (
             {"messages": [{"role": "user", "content": prompt}]} if "chat" in endpoint else {"prompt": prompt}
         )
@@ -184,8 +189,9 @@ async def measure(url: str, key: str, load: Load, seed: int) -> dict[str, Phase]
     ):
         model = await first_model(session, url)
         chat = ChatClient(session, ReplayOptions(url), model)
-        agents, offline = Agents(chat, load, seed), Offline(api, model, load, seed)
-        await chat.ask([_user("warm up", load.first_prompt)], load.output, f"bench-warm-{seed}")
+        sizes = await calibrate(session, url, chat, ToolStyle.TEXT)
+        agents, offline = Agents(chat, sizes, load, seed), Offline(api, model, sizes, load, seed)
+        await chat.ask([agents.says("warm up", load.first_prompt)], load.output, f"bench-warm-{seed}")
         order = list(phases)
         for number in range(load.rounds):
             for kind in order[number % 3 :] + order[: number % 3]:  # so that drift meets each kind alike
@@ -206,10 +212,6 @@ async def _one(kind: str, phase: Phase, agents: Agents, offline: Offline, load: 
         await offline.run(phase)
     over.set()
     await talking
-
-
-def _user(stream: str, tokens: int) -> Message:
-    return {"role": "user", "content": text(stream, tokens * _CHARACTERS_PER_TOKEN)}
 
 
 def figures(phases: dict[str, Phase]) -> dict[str, Any]:
@@ -244,7 +246,7 @@ def main() -> None:
     if not given.quick:
         each = given.requests // given.rounds
         load = Load(
-            given.agents, 6, 800, 150, 32, 1.0, (40, 160, 480), 32, each, given.agents_seconds, 900.0,
+            given.agents, 6, 800, 150, 32, 1.0, (60, 240, 480), 32, each, given.agents_seconds, 900.0,
             given.rounds,
         )  # fmt: skip
     found = figures(asyncio.run(measure(given.url, given.api_key, load, given.seed)))

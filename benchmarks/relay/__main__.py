@@ -63,8 +63,8 @@ def scenarios(quick: bool) -> list[Scenario]:
             Scenario(report.FIRST, Load(0, 64, seconds=1.0, fresh=True), 1, only=(report.GATEWAY,)),
         ]
     return [
-        Scenario(report.STEP, streams(256, 40, 2.0, in_step=True), 11, slow_ones=True),
-        Scenario(report.MANY, streams(1000, 40, 2.5, in_step=False), 5),
+        Scenario(report.STEP, streams(256, 40, 5.0, in_step=True), 5, slow_ones=True),
+        Scenario(report.MANY, streams(1000, 40, 4.0, in_step=False), 5),
         Scenario(report.FEW, streams(100, 20, 1.5, in_step=False), 5, slow_ones=True),
         Scenario(report.WHOLE, Load(0, 64, seconds=1.0), 5, slow_ones=True),
         Scenario(report.FIRST, Load(0, 64, seconds=1.5, fresh=True), 3, only=(report.GATEWAY,)),
