@@ -64,6 +64,6 @@ class RoundRobin(_Baseline):
         self._offline_turn = bool(offline) and (not online or not self._offline_turn)
         order = tuple(row.key for row in view.running)
         if self._offline_turn:
-            skipped = frozenset(row.key for row in online)
-            return Plan(order, (), Filling(model, BatchWork(), view.max_tokens, None, skipped=skipped))
+            left_out = {row.key: 0 for row in online}
+            return Plan(order, (), Filling(model, BatchWork(), view.max_tokens, None, caps=left_out))
         return Plan(order, (), Filling(model, BatchWork(), 0, None, admit_waiting=False))

@@ -30,12 +30,12 @@ class Bros:
         waiting = len(offline) + view.offline_waiting
         if places == 0:
             chosen, places = self._replace_least_urgent(chosen, waiting, view.now, model)
-        left_out = frozenset(row.key for row in online) - {row.key for row in chosen}
+        left_out = {row.key: 0 for row in online if row not in chosen}
         work = memory.online_work(chosen, view.max_tokens)
         target = residual * (1 - self._settings.margin) if residual is not None else None
         self._overrun = target is not None and model.seconds(work) > target
         filling = Filling(
-            model, work, view.max_tokens - work.new_tokens, target, rows_left=places, skipped=left_out,
+            model, work, view.max_tokens - work.new_tokens, target, rows_left=places, caps=left_out,
             admit_waiting=not taken,
         )  # fmt: skip
         order = [row.key for row in online if row.running] + [row.key for row in offline]

@@ -14,7 +14,7 @@ class ServingSettings:
 
     policy: str = "conserve"
     slo: Slo = field(default=DEFAULT_SLO)  # of requests that bring none
-    margin: float = 0.1  # of a target kept free, for what the model gets wrong
+    margin: float = 0.1  # of a target kept free for what the model gets wrong (conserve: until it knows)
     safepoints: bool = True  # off: arrivals never raise the flag
     chunk_tokens: int = 512  # sarathi: tokens an iteration is filled to
     offline_share: float = 0.0  # of an iteration's tokens that offline work gets at least; 0: none
@@ -25,7 +25,7 @@ class ServingSettings:
     batch_start: int = 8  # bros: requests of the first batch, and after a violation
     # Of its TTFT, what an arrival may use up before the running iteration is aborted for it. The paper has
     # all of it; but a prompt that waits makes those wait that arrive behind it.
-    ttft_share: float = 0.5
+    ttft_share: float = 0.25
     abort_gain_s: float = 0.005  # an iteration with less than this left is not worth aborting
 
 

@@ -1,6 +1,6 @@
 """What a policy inside an engine sees and answers: plain data, which the simulator builds as well."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from placement.latency import BatchWork, LatencyModel
@@ -39,6 +39,11 @@ class Row:
         """Tokens to compute before the next output token."""
         return max(self.tokens - self.computed, 1)
 
+    @property
+    def decoding(self) -> bool:
+        """Whether it has had its first token and lacks only the next."""
+        return self.running and self.last_token is not None and self.pending == 1
+
     def deadline(self) -> float:
         """When its next token is due."""
         if self.last_token is None:
@@ -74,7 +79,7 @@ class Filling:
     rows_left: int | None = None  # more offline rows than this do not join; None: no limit
     floor: Callable[[Row], int] = lambda row: 0  # tokens an offline row gets though the target says none
     admit_waiting: bool = True  # whether offline rows that hold no memory may start
-    skipped: frozenset[str] = frozenset()  # online rows left out of this iteration
+    caps: Mapping[str, int] = field(default_factory=dict)  # of online rows; others get all they want
     offline_tokens: int = 0
 
     def room(self) -> int:
@@ -103,8 +108,7 @@ class Filling:
         return tokens
 
     def _take_online(self, row: Row, want: int) -> int:
-        if row.key in self.skipped:
-            return 0
+        want = min(want, self.caps.get(row.key, want))
         if self.online_left is None:
             return want
         tokens = min(want, self.online_left)
@@ -131,15 +135,16 @@ class RunningBatch:
     online_rows: int
     seconds: float  # the model's estimate for all of it
     passed_s: float
-    tightest_tbt_s: float | None  # of the online rows in it
+    slack_s: float | None  # from its start until the first of its online rows' tokens is due; None: none are
 
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """An iteration that ended: what was promised for it and what it took."""
+    """An iteration that ended: what was expected of it and what it took."""
 
     now: float
     work: BatchWork
+    predicted_s: float
     seconds: float
     online_rows: int
     offline_rows: int

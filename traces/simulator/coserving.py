@@ -24,7 +24,7 @@ class EngineShape:
     checkpoint: bool = True  # a preempted offline request resumes from the host; else it computes again
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     key: str
     arrival: float
@@ -117,8 +117,8 @@ class CoServingEngine:
             offline_rows = sum(job.offline for job, _ in batch)
             self._policy.observe(
                 IterationDone(
-                    ended, work, ended - now, len(batch) - offline_rows, offline_rows, late,
-                    aborted_at is not None,
+                    ended, work, self._believed.seconds(work), ended - now, len(batch) - offline_rows,
+                    offline_rows, late, aborted_at is not None,
                 )
             )  # fmt: skip
             now = ended
@@ -205,7 +205,8 @@ class CoServingEngine:
             after = job.computed + tokens
             if not job.offline and after < job.tokens:
                 queued = queued.plus(job.tokens - after, after)
-        tightest = min((job.slo.tbt_s for job, _ in batch if not job.offline), default=None)
+        due = (self._row(job, True).deadline() for job, _ in batch if not job.offline)
+        slack = min((at - now for at in due), default=None)
         layer = seconds / self._shape.layers
         for job in coming:
             if job.arrival >= now + seconds:
@@ -214,7 +215,7 @@ class CoServingEngine:
             passed = job.arrival - now
             running = RunningBatch(
                 work, online_work, offline_rows, len(batch) - offline_rows, self._believed.seconds(work),
-                passed, tightest,
+                passed, slack,
             )  # fmt: skip
             if self._policy.interrupts(self._row(job, False), queued, running, self._believed):
                 left_at = now + math.ceil(passed / layer) * layer

@@ -74,7 +74,7 @@ class ArrivalWatch:
             batch.online_rows,
             batch.seconds,
             now - running.started,
-            batch.tightest_tbt_s,
+            batch.slack_s,
         )
         if self.policy.interrupts(row, queued, batch, self._model()):
             self._flag.raise_for(running.epoch)

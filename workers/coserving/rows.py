@@ -29,6 +29,13 @@ class Track:
     held: int = 0  # tokens it had computed when it was last preempted
     adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
 
+    @property
+    def deadline(self) -> float:
+        """When its next token is due."""
+        if self.last_token is None:
+            return self.arrival + self.slo.ttft_s
+        return self.last_token + self.slo.tbt_s
+
 
 def slo_of(arguments: Mapping[str, Any], default: Slo) -> Slo:
     """The promise a request brings (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), else the engine's."""
@@ -110,10 +117,6 @@ class Rows:
         if request.num_output_tokens <= track.outputs:
             return False
         track.outputs = request.num_output_tokens
-        since, promised = (
-            (track.arrival, track.slo.ttft_s)
-            if track.last_token is None
-            else (track.last_token, track.slo.tbt_s)
-        )
+        late = not track.offline and now > track.deadline
         track.last_token = now
-        return not track.offline and now - since > promised
+        return late

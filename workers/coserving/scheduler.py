@@ -173,7 +173,7 @@ class CoServingScheduler(Scheduler):
     def _note_step(self, output: Any, started: float, running_before: set[str], preempted: int) -> Step:
         epoch = contact.armed_epoch(output, SAFEPOINT) if self._flag is not None else 0
         work, online_work, online_rows, offline_rows = BatchWork(), BatchWork(), 0, 0
-        tightest: float | None = None
+        slack: float | None = None
         ledger: list[rollback.ScheduledRow] = []
         offline_tokens = again = 0
         for request, tokens in contact.iterate_scheduled(self, output):
@@ -186,8 +186,8 @@ class CoServingScheduler(Scheduler):
             else:
                 online_rows += 1
                 online_work = online_work.plus(tokens, context)
-                tbt = track.slo.tbt_s
-                tightest = tbt if tightest is None else min(tightest, tbt)
+                left = track.deadline - started
+                slack = left if slack is None else min(slack, left)
             admitted = request.request_id not in running_before
             if admitted:
                 track.adopted = contact.full_blocks(self, context)
@@ -196,7 +196,7 @@ class CoServingScheduler(Scheduler):
             if epoch:
                 ledger.append(contact.scheduled_row(self, request, tokens, track.adopted, admitted))
         seconds = self._latency.model.seconds(work)
-        batch = RunningBatch(work, online_work, offline_rows, online_rows, seconds, 0.0, tightest)
+        batch = RunningBatch(work, online_work, offline_rows, online_rows, seconds, 0.0, slack)
         return Step(started, batch, epoch, tuple(ledger), offline_tokens, preempted, self._budget, again)
 
     def _publish(self, step: Step) -> None:
@@ -233,8 +233,11 @@ class CoServingScheduler(Scheduler):
             self._latency.observe(step.batch.work, seconds)
         batch = step.batch
         self._policy.observe(
-            IterationDone(now, batch.work, seconds, batch.online_rows, batch.offline_rows, late, step.aborted)
-        )
+            IterationDone(
+                now, batch.work, batch.seconds, seconds, batch.online_rows, batch.offline_rows, late,
+                step.aborted,
+            )
+        )  # fmt: skip
         self._count(step, seconds, late)
         self._log.write(self._record(step, now, seconds, late))
 

@@ -6,13 +6,11 @@ import pytest
 
 from placement.latency import BatchWork
 from placement.serving import ServingSettings, make_policy
-from placement.serving.state import IterationDone, RunningBatch
-from tests.placement.serving.views import MODEL, arrived, fill, offline, online, view
+from placement.serving.state import RunningBatch
+from tests.placement.serving.views import MODEL, arrived
 
 WORK = BatchWork.of([(2000, 0)])
-LONG = RunningBatch(
-    WORK, BatchWork(), offline_rows=1, online_rows=0, seconds=0.8, passed_s=0.1, tightest_tbt_s=None
-)
+LONG = RunningBatch(WORK, BatchWork(), offline_rows=1, online_rows=0, seconds=0.8, passed_s=0.1, slack_s=None)
 NEW = arrived("new", 300)
 QUEUED = BatchWork.of([(300, 0)])
 
@@ -53,7 +51,7 @@ def test_an_iteration_that_is_nearly_done_is_left_alone() -> None:
 
 def test_online_rows_of_the_batch_are_not_made_to_pay_for_nothing() -> None:
     mixed = replace(
-        LONG, online_rows=4, online_work=BatchWork.of([(1, 500)] * 4), tightest_tbt_s=0.05, passed_s=0.02
+        LONG, online_rows=4, online_work=BatchWork.of([(1, 500)] * 4), slack_s=0.05, passed_s=0.02
     )
     assert raises(mixed)
     assert not raises(replace(mixed, passed_s=0.048)), "their token would come after its deadline"
@@ -67,19 +65,3 @@ def test_no_flag_without_safepoints() -> None:
 @pytest.mark.parametrize("policy", ["bros", "sarathi", "non_preemptive", "online_only"])
 def test_the_other_policies_preempt_between_iterations_only(policy: str) -> None:
     assert not raises(LONG, policy)
-
-
-def test_rows_set_back_by_an_abort_get_their_token_before_the_arrival() -> None:
-    policy = make_policy(ServingSettings())
-    state = view(online("a"), offline("off"), waiting=(NEW,))
-    assert fill(policy, state)["new"] == 300
-    policy.observe(IterationDone(10.0, WORK, 0.03, 1, 1, 0, aborted=True))
-    assert fill(policy, state) == {"a": 1, "off": 0, "new": 0}
-    policy.observe(IterationDone(10.0, WORK, 0.006, 1, 0, 0, aborted=False))
-    assert fill(policy, state)["new"] == 300
-
-
-def test_an_abort_without_online_rows_lets_the_arrival_in_at_once() -> None:
-    policy = make_policy(ServingSettings())
-    policy.observe(IterationDone(10.0, WORK, 0.03, 0, 1, 0, aborted=True))
-    assert fill(policy, view(offline("off"), waiting=(NEW,)))["new"] == 300

@@ -7,7 +7,7 @@ from tests.placement.serving.views import MODEL, fill, offline, online, view
 
 
 def done(late: int = 0) -> IterationDone:
-    return IterationDone(10.0, BatchWork(), 0.01, 1, 1, late, aborted=False)
+    return IterationDone(10.0, BatchWork(), 0.01, 0.01, 1, 1, late, aborted=False)
 
 
 def test_online_rows_are_ordered_by_time_to_their_deadline() -> None:

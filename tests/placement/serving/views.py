@@ -12,7 +12,7 @@ SLO = Slo(ttft_s=0.5, tbt_s=0.05)
 
 def online(key: str, tokens: int = 100, computed: int = 99, **more: object) -> Row:
     row = Row(
-        key, False, arrival=0.0, tokens=tokens, computed=computed, running=True, slo=SLO, last_token=9.9
+        key, False, arrival=0.0, tokens=tokens, computed=computed, running=True, slo=SLO, last_token=10.0
     )
     return replace(row, blocks=-(-computed // 16), **more)  # type: ignore[arg-type]
 

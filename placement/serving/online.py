@@ -1,0 +1,71 @@
+"""Tokens of online rows in an iteration: rows that decode, and prompts that wait for their first token."""
+
+from collections.abc import Mapping
+
+from placement.latency import BatchWork, LatencyModel
+from placement.serving import memory
+from placement.serving.policy import ServingSettings
+from placement.serving.state import Row
+
+Caps = Mapping[str, int]  # tokens of online rows at most, by key; of those not in it: all they want
+
+
+def due(row: Row, margin: float) -> float:
+    """When an iteration that has its next token should end."""
+    return row.deadline() - margin * row.slo.tbt_s
+
+
+def urgent_at(row: Row, settings: ServingSettings) -> float:
+    """When a prompt has used up what others may cost it of its TTFT."""
+    return row.arrival + settings.ttft_share * row.slo.ttft_s
+
+
+def share_out(
+    online: tuple[Row, ...], now: float, max_tokens: int, model: LatencyModel, settings: ServingSettings
+) -> tuple[BatchWork, Caps]:
+    """What online rows compute in this iteration.
+
+    Rows that decode cost each iteration of a prompt time, and beside offline work many decode at once. Those
+    that still meet their TBT sit out the iterations of an urgent prompt. When they cannot wait any longer
+    they have their token, and the prompt gets as much of that iteration as their deadline leaves: also right
+    after an abort, which has cost them time already.
+    """
+    decoding = [row for row in online if row.decoding]
+    prompts = [row for row in online if not row.decoding]
+    if not decoding or not prompts:
+        return memory.online_work(online, max_tokens), {}
+    work = memory.online_work(decoding, max_tokens)
+    tokens_s = model.seconds(work)
+    soonest = min(due(row, settings.margin) for row in decoding) - now
+    alone = memory.online_work(prompts, max_tokens)
+    alone_s = model.seconds(alone)
+    urgent = any(now + alone_s > urgent_at(row, settings) for row in prompts)
+    if urgent and alone_s + tokens_s <= soonest:
+        return alone, {row.key: 0 for row in decoding}
+    caps = {}
+    target = max(soonest, 2 * tokens_s)  # at least half is the prompt's, or it would never end
+    for row in prompts:
+        want = min(row.pending, max_tokens - work.new_tokens)
+        tokens = model.max_tokens(work, row.computed, want, target)
+        if tokens < want:  # by time; the engine knows better how far its budget goes with prefix hits
+            caps[row.key] = tokens
+        if tokens:
+            work = work.plus(tokens, row.computed)
+    return work, caps
+
+
+def tightest_target(online: tuple[Row, ...], now: float, settings: ServingSettings) -> float | None:
+    """How long an iteration may become by offline work: until a token is due, or a prompt urgent.
+
+    A prompt's last chunk is small, and would otherwise be filled up with offline work while others wait
+    behind it.
+    """
+    if not online:
+        return None
+    margin = settings.margin
+    targets = [
+        due(row, margin) - now if row.decoding
+        else min(row.slo.tbt_s, urgent_at(row, settings) - now) * (1 - margin)
+        for row in online
+    ]  # fmt: skip
+    return max(min(targets), 0.0)

@@ -1,0 +1,78 @@
+"""Online rows that decode beside an online prompt: they wait while their promise allows, and no longer."""
+
+from placement.latency import BatchWork
+from placement.serving import ServingSettings, make_policy
+from placement.serving.state import IterationDone, Slo
+from tests.placement.serving.views import MODEL, SLO, arrived, fill, offline, online, view
+
+URGENT = arrived("new", 300, at=9.8)  # 35 ms of a promise of 45 are its own
+LONG = arrived("new", 1500, at=9.8)
+
+
+def conserve(**settings: float) -> object:
+    return make_policy(ServingSettings(**settings))  # type: ignore[arg-type]
+
+
+def given(*rows: object, **more: object) -> dict[str, int]:
+    return fill(conserve(), view(*rows, **more))  # type: ignore[arg-type]
+
+
+def test_rows_with_time_sit_out_an_urgent_prompt_and_offline_work_does_too() -> None:
+    assert given(online("a"), offline("off"), waiting=(URGENT,)) == {"a": 0, "off": 0, "new": 300}
+
+
+def test_rows_do_not_wait_for_a_prompt_that_has_time() -> None:
+    tokens = given(online("a"), offline("off"), waiting=(arrived("new", 300),))
+    assert tokens["a"] == 1
+    assert tokens["new"] == 300
+    assert tokens["off"] > 0
+
+
+def test_rows_that_could_not_have_their_token_in_time_afterwards_do_not_wait() -> None:
+    assert given(online("a", last_token=9.99), waiting=(URGENT,))["a"] == 1
+    assert given(online("a"), online("b", last_token=9.99), waiting=(URGENT,))["a"] == 1, "they go together"
+    assert given(online("a"), waiting=(LONG,))["a"] == 1
+
+
+def test_the_prompt_has_what_the_rows_deadline_leaves() -> None:
+    fresh = given(online("a"), waiting=(LONG,))
+    set_back = given(online("a", last_token=9.98), waiting=(LONG,))
+    assert 0 < set_back["new"] < fresh["new"] < 1500
+    for tokens, left_s in ((fresh, 0.05), (set_back, 0.03)):
+        assert MODEL.seconds(BatchWork.of([(1, 99), (tokens["new"], 0)])) <= left_s
+
+
+def test_a_prompt_in_its_course_does_not_take_the_rows_tokens() -> None:
+    half = online("half", 3000, 1000, last_token=None, arrival=-5.0)
+    tokens = given(half, online("a", last_token=9.97), max_tokens=60)
+    assert tokens == {"a": 1, "half": 59}
+
+
+def test_rows_without_any_time_leave_a_prompt_half_of_the_iteration() -> None:
+    rows = [online(f"a{i}", 3000, 2999, last_token=9.0) for i in range(20)]
+    tokens = given(*rows, waiting=(LONG,))
+    assert all(tokens[row.key] == 1 for row in rows)
+    rows_s = MODEL.seconds(BatchWork.of([(1, 2999)] * 20))
+    assert MODEL.seconds(BatchWork.of([(1, 2999)] * 20 + [(tokens["new"], 0)])) > 1.9 * rows_s
+
+
+def test_rows_that_sat_out_leave_offline_work_less_of_the_next_iteration() -> None:
+    rested, waited = (given(online("a", last_token=at), offline("off"))["off"] for at in (10.0, 9.97))
+    assert 0 < waited < rested
+
+
+def test_a_prompt_without_rows_beside_it_has_the_whole_iteration() -> None:
+    assert given(waiting=(arrived("new", 3000, at=9.0),))["new"] == 2048
+
+
+def test_the_margin_is_what_iterations_take_beyond_their_prediction() -> None:
+    def offline_tokens_after(seconds: float) -> int:
+        policy = make_policy(ServingSettings(margin=0.1))
+        for _ in range(300):
+            policy.observe(IterationDone(10.0, BatchWork(), 0.04, seconds, 1, 1, 0, aborted=False))
+        return fill(policy, view(online("a", slo=Slo(SLO.ttft_s, 0.05)), offline("off")))["off"]
+
+    exact, configured, slow = (
+        offline_tokens_after(0.04), given(online("a"), offline("off"))["off"], offline_tokens_after(0.048),
+    )  # fmt: skip
+    assert slow < configured < exact
