@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from placement.serving.state import Slo
 from tests.workers.coserving.books import Bookkeeping, expected
