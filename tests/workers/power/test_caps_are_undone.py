@@ -5,7 +5,9 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.workers.power.machine import IGNORES_LIMIT, LOST, PERMISSION, Machine
@@ -168,6 +170,29 @@ def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: Mach
     process = keeper(machine)
     until([300.0, 200.0], machine)
     process.kill()
+    process.wait(10)
+    until([300.0, 300.0], machine)
+
+
+def heeds(pid: int, number: int) -> bool:
+    """It has begun, so far that it handles the signal."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(lines["SigCgt"], 16) >> (number - 1) & 1)
+
+
+def test_a_guard_that_is_told_to_end_with_its_keeper_has_no_grace(machine: Machine) -> None:
+    """As `conserve down` ends both."""
+    process = keeper(machine, grace=600.0)
+    until([300.0, 200.0], machine)
+    (guard,) = psutil.Process(process.pid).children()
+    end = time.monotonic() + 15.0
+    while not heeds(guard.pid, signal.SIGTERM):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    guard.terminate()
+    time.sleep(0.5)
+    assert machine.limits() == [300.0, 200.0], "the keeper lives and would set it again"
+    process.terminate()
     process.wait(10)
     until([300.0, 300.0], machine)
 
