@@ -54,18 +54,21 @@ class ConnectorMetrics(KVConnectorPromMetrics):
             )
             for key, spec in specs.items()
         }
-        for labels in per_engine_labelvalues.values():
-            for key, spec in specs.items():
-                for value in spec.values:
-                    self._counters[key].labels(*labels, value)
-                if not spec.label:
-                    self._counters[key].labels(*labels)
         self._histograms = {
             key: metric_types[Histogram](
                 name=spec.name, documentation=spec.help, buckets=spec.buckets, labelnames=labelnames
             )
             for key, spec in histograms.items()
         }
+        # Shown before the first of its kind: otherwise Prometheus does not see that one as an increase.
+        for labels in per_engine_labelvalues.values():
+            for key, spec in specs.items():
+                for value in spec.values:
+                    self._counters[key].labels(*labels, value)
+                if not spec.label:
+                    self._counters[key].labels(*labels)
+            for histogram in self._histograms.values():
+                histogram.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
