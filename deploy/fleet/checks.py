@@ -82,9 +82,11 @@ def _arguments(fleet: Fleet) -> Iterator[Problem]:
 
 def _power(fleet: Fleet) -> Iterator[Problem]:
     for index, tier in enumerate(fleet.tiers):
-        if tier.power_cap_w is not None and fleet.engine.device == "cpu":
+        takes_none = fleet.engine.device == "cpu" and "GPU" not in tier.resources
+        if tier.power_cap_w is not None and takes_none:
             yield Problem(
-                ("tiers", index, "power_cap_w"), "a power cap needs GPUs, but engine.device is 'cpu'"
+                ("tiers", index, "power_cap_w"),
+                "a power cap needs GPUs, but engine.device is 'cpu' and the tier's resources name none",
             )
 
 

@@ -106,10 +106,12 @@ def _worker_class(device: Device, coserves: bool) -> str | None:
 
 def power_settings(fleet: Fleet, engine: EngineName, home: FleetHome, gpus: tuple[str, ...]) -> PowerSettings:
     lease = fleet.engine.lease
+    # What a CPU engine sees without having asked for it is somebody else's.
+    its_own = fleet.engine.device == "cuda" or "GPU" in engine.tier.resources
     return PowerSettings(
         engine=engine.name,
         role=engine.tier.role.value,
-        gpus=gpus if fleet.engine.device == "cuda" else (),
+        gpus=gpus if its_own else (),
         cap_w=engine.tier.power_cap_w,
         record=home.root.parent.parent / POWER,
         grace_s=lease + 30.0,  # a keeper restarted within the lease adopts the engine and its cap

@@ -15,6 +15,7 @@ from deploy.fleet.rooms import (
     gateway_config,
     keeper_settings,
     placer_settings,
+    power_settings,
     prefill_curves,
     shared_tier,
 )
@@ -74,6 +75,20 @@ def test_only_decoders_of_a_coserving_fleet_coserve() -> None:
     assert (prefill["scheduler_class"], prefill["additional"]) == (None, None)
     assert str(decode["scheduler_class"]).startswith("workers.coserving.")
     assert "coserving" in json.loads(str(decode["additional"]))
+
+
+def gpus_of(wanted: Fleet) -> tuple[str, ...]:
+    return power_settings(wanted, next(engines(wanted)), HOME, ("3",)).gpus
+
+
+def test_an_engines_power_is_that_of_gpus_it_asked_for_not_of_any_it_can_see() -> None:
+    text = (CONFIGS / "co-serving.yaml").read_text()
+    with_gpu = text.replace("{decode_tier: 1}", "{decode_tier: 1, GPU: 1}\n    power_cap_w: 200")
+    assert gpus_of(parse_fleet(text, "f")) == ()
+    assert gpus_of(parse_fleet(with_gpu, "f")) == ("3",)
+    assert gpus_of(fleet("a40-paper")) == ("3",)
+    with pytest.raises(FleetFileError, match=r"a power cap needs GPUs, but engine\.device is 'cpu'"):
+        parse_fleet(with_gpu.replace(", GPU: 1", ""), "f")
 
 
 def test_the_gateways_file_is_read_back_the_same(tmp_path: Path) -> None:
