@@ -1,17 +1,12 @@
-"""What many tests share: one real fleet a session."""
+"""What many tests share: one real fleet a session, and the recorded life of another."""
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from deploy.fleet import load_fleet
-from deploy.home import FleetHome
-from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
-from workers.ports import free_port
+from tests.support.fleet import RunningFleet, fleet_up
+from tests.support.whole_life import Life, whole_life
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would all the processes that tests
 # start and end by it.
@@ -21,15 +16,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def laptop_fleet() -> Iterator[RunningFleet]:
     """configs/laptop.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more."""
-    base = Path(tempfile.mkdtemp(prefix="conserve-"))  # a short path: sockets lie below it
-    file = ROOT / "configs" / "laptop.yaml"
-    fleet = load_fleet(file)
-    port = free_port("127.0.0.1")
-    try:
-        answer = conserve(base, "up", str(file), "--detach", "--port", str(port), timeout_s=UP_LIMIT_S)
-        assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
-        home = FleetHome.of(fleet.name, str(base))
-        yield RunningFleet(f"http://127.0.0.1:{port}", fleet.model.name, fleet, home, base)
-    finally:
-        conserve(base, "down", fleet.name, timeout_s=120)
-        shutil.rmtree(base, ignore_errors=True)
+    with fleet_up("laptop") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """What was seen of a co-serving fleet on a machine with GPUs that are not there. A minute and a half."""
+    return whole_life(tmp_path_factory.mktemp("life"))

@@ -1,6 +1,5 @@
 """However a fleet ends (Ctrl-C, down, a start that fails, a killed terminal), no process of it is left."""
 
-import json
 import os
 import shutil
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from tests.support.fleet import ROOT, conserve, environment
-from tests.support.otlp_receiver import Receiver, otlp_receiver
+from tests.support.whole_life import CAP_W, CLIENTS_SPAN, CLIENTS_TRACE, Life
 from workers.ports import free_port
 
 pytestmark = pytest.mark.fleet
@@ -45,9 +43,9 @@ class Rig:
         self.home = FleetHome.of("one", str(base))
         self.running: subprocess.Popen[str] | None = None
 
-    def file(self, extra: str = "max-num-seqs: 4", more: str = "") -> Path:
+    def file(self, extra: str = "max-num-seqs: 4") -> Path:
         file = self.base / "one.yaml"
-        file.write_text(ONE_ENGINE.format(extra=extra, port=self.port) + more)
+        file.write_text(ONE_ENGINE.format(extra=extra, port=self.port))
         return file
 
     def up(self) -> "subprocess.Popen[str]":
@@ -83,12 +81,6 @@ def rig() -> Iterator[Rig]:
     shutil.rmtree(base, ignore_errors=True)
 
 
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with otlp_receiver() as received:
-        yield received
-
-
 def until(true: Callable[[], object], limit_s: float, what: str) -> None:
     deadline = time.monotonic() + limit_s
     while not true():
@@ -116,47 +108,37 @@ def test_ctrl_c_while_engines_start_leaves_nothing(rig: Rig) -> None:
     assert rig.processes() == []
 
 
-def ask_traced(port: int, receiver: Receiver) -> None:
-    """A turn of a client that traces: the gateway's spans, and vLLM's own below the leg that it served."""
-    body = {"model": "small", "prompt": "Hello", "max_tokens": 4, "stream": True}
-    client, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    headers = {"content-type": "application/json", "traceparent": f"00-{client}-{parent}-01"}
-    url = f"http://127.0.0.1:{port}/v1/completions"
-    with urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
-    ) as answer:
-        assert answer.read().endswith(b"data: [DONE]\n\n")
-    spans = receiver.until(lambda spans: {"turn", "llm_request"} <= {span.name for span in spans})
-    found = {span.name: span for span in spans}
-    assert set(found) == {"turn", "identify", "bind", "decode leg", "llm_request"}
-    assert {span.trace for span in spans} == {client} and found["turn"].parent == parent
-    assert found["llm_request"].parent == found["decode leg"].span
-    assert found["llm_request"].service == "conserve-mixed-0"
+@pytest.mark.timeout(900)
+def test_it_serves_as_it_says(life: Life) -> None:
+    assert life.answer["choices"][0]["message"]["content"]
+    assert life.models["data"][0]["id"] == "small"
+    assert [(name, one["phase"]) for name, one in life.engines.items()] == [("decode-0", "serving")]
+    assert "fleet 'one' is up as the file says; to end it: conserve down one" in life.up_again
 
 
 @pytest.mark.timeout(900)
-def test_it_serves_and_traces_and_down_leaves_nothing(rig: Rig, receiver: Receiver) -> None:
-    file = rig.file(more=f"observe: {{tracing: {{endpoint: '{receiver.endpoint}', sample: 0.0}}}}\n")
-    answer = conserve(rig.base, "up", str(file), "--detach", timeout_s=700)
-    assert answer.returncode == 0, answer.stderr
-    curl = next(line for line in answer.stdout.splitlines() if line.startswith("curl "))
-    said = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(said.stdout)["choices"][0]["message"]["content"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/v1/models", timeout=10) as models:
-        assert json.load(models)["data"][0]["id"] == "small"
+def test_it_traces_a_clients_turn_down_to_the_engine(life: Life) -> None:
+    """The gateway's spans, and vLLM's own below the leg that it served."""
+    found = {span.name: span for span in life.spans}
+    assert set(found) == {"turn", "identify", "bind", "decode leg", "llm_request"}
+    assert {span.trace for span in life.spans} == {CLIENTS_TRACE} and found["turn"].parent == CLIENTS_SPAN
+    assert found["llm_request"].parent == found["decode leg"].span
+    assert found["llm_request"].service == "conserve-decode-0"
 
-    ask_traced(rig.port, receiver)
 
-    again = conserve(rig.base, "up", str(file))
-    assert "fleet 'one' is up as the file says; to end it: conserve down one" in again.stdout
-    status = json.loads(conserve(rig.base, "status", "one", "--json").stdout)
-    assert [(engine["engine"], engine["phase"]) for engine in status["engines"]] == [("mixed-0", "serving")]
+@pytest.mark.timeout(900)
+def test_down_leaves_nothing(life: Life) -> None:
+    assert "processes ended" in life.down
+    assert life.left == []
+    assert not life.answers_still
 
-    down = conserve(rig.base, "down", "one", timeout_s=120)
-    assert "processes ended" in down.stdout
-    assert rig.processes() == []
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/health", timeout=2)
+
+@pytest.mark.timeout(900)
+def test_the_keeper_caps_its_gpu_while_the_fleet_is_up(life: Life) -> None:
+    """On GPUs that only the keeper sees: the engine, as ever in tests, is vLLM for CPUs."""
+    assert life.saw_gpus == {"keeper": True, "engine": False}
+    assert life.limits_w == [CAP_W, 300.0]
+    assert life.limits_after_w == [300.0, 300.0]
 
 
 @pytest.mark.timeout(900)

@@ -3,19 +3,13 @@
 A fleet of its own. Only where NIXL is installed: pip install --no-deps nixl nixl_cu12
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-from deploy.fleet import load_fleet
-from deploy.home import FleetHome
 from tests.fleet.talk import client, get, metric, opening, text_turn
-from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
-from workers.ports import free_port
+from tests.support.fleet import RunningFleet, fleet_up
 
 pytest.importorskip("nixl", reason="nixl is not installed: pip install --no-deps nixl nixl_cu12")
 
@@ -27,25 +21,14 @@ LOOPBACK = {"UCX_TLS": "tcp,self,sysv,posix,cma", "UCX_NET_DEVICES": "lo"}
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    base = Path(tempfile.mkdtemp(prefix="conserve-"))
-    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
-    # NIXL's progress thread takes a core for each idle engine: on two cores a transfer may take 40 s.
-    content |= {"name": "nixl", "transfer": {"backend": "nixl", "lease": "10m"}}
-    content["engine"]["env"] |= LOOPBACK
-    content["tiers"][1]["replicas"] = 1
-    file = base / "nixl.yaml"
-    file.write_text(yaml.safe_dump(content))
-    port = free_port("127.0.0.1")
-    try:
-        answer = conserve(base, "up", str(file), "--detach", "--port", str(port), timeout_s=UP_LIMIT_S)
-        assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
-        home = FleetHome.of("nixl", str(base))
-        yield RunningFleet(
-            f"http://127.0.0.1:{port}", content["model"]["served_name"], load_fleet(file), home, base
-        )
-    finally:
-        conserve(base, "down", "nixl", timeout_s=120)
-        shutil.rmtree(base, ignore_errors=True)
+    def edit(content: Any) -> None:
+        # NIXL's progress thread takes a core for each idle engine: on two cores a transfer may take 40 s.
+        content |= {"name": "nixl", "transfer": {"backend": "nixl", "lease": "10m"}}
+        content["engine"]["env"] |= LOOPBACK
+        content["tiers"][1]["replicas"] = 1
+
+    with fleet_up("laptop", edit) as fleet:
+        yield fleet
 
 
 def by_source(fleet: RunningFleet) -> dict[str, float]:

@@ -1,20 +1,14 @@
 """The laptop fleet on a Ray cluster of several nodes, each for one tier: a node is lost, and one joins."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-from deploy.fleet import load_fleet
-from deploy.home import FleetHome
 from tests.fleet.streams import Stream
 from tests.fleet.talk import client, get, opening, text_turn
-from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
+from tests.support.fleet import RunningFleet, fleet_up
 from tests.support.nodes import Nodes
-from workers.ports import free_port
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
@@ -39,24 +33,14 @@ def nodes() -> Iterator[Nodes]:
 def fleet(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFleet]:
     for name, value in nodes.environment.items():
         monkeypatch.setenv(name, value)
-    base = Path(tempfile.mkdtemp(prefix="conserve-"))
-    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
-    content["name"] = "nodes"
-    content["gateway"]["port"] = free_port("127.0.0.1")
-    content["engine"]["lease"] = "15s"
-    content["ray"] = {"address": nodes.address, "control_resources": {"control_node": 1}}
-    file = base / "nodes.yaml"
-    file.write_text(yaml.safe_dump(content))
-    try:
-        answer = conserve(base, "up", str(file), "--detach", timeout_s=UP_LIMIT_S)
-        assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
-        url = f"http://127.0.0.1:{content['gateway']['port']}"
-        home = FleetHome.of("nodes", str(base))
-        yield RunningFleet(url, "small", load_fleet(file), home, base)
-    finally:
-        down = conserve(base, "down", "nodes", timeout_s=200)
-        shutil.rmtree(base, ignore_errors=True)
-        assert down.returncode == 0, down.stderr
+
+    def edit(content: Any) -> None:
+        content["name"] = "nodes"
+        content["engine"]["lease"] = "15s"
+        content["ray"] = {"address": nodes.address, "control_resources": {"control_node": 1}}
+
+    with fleet_up("laptop", edit) as fleet:
+        yield fleet
 
 
 def told(fleet: RunningFleet, key: str) -> dict:

@@ -3,22 +3,15 @@
 A fleet of its own, with the shared tier. Only where LMCache is installed (requirements/lmcache.txt).
 """
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from deploy.fleet import load_fleet
-from deploy.home import FleetHome
 from tests.fleet.talk import client, get, metric, opening, text_turn
-from tests.support.fleet import ROOT, UP_LIMIT_S, RunningFleet, conserve
-from workers.ports import free_port
+from tests.support.fleet import RunningFleet, fleet_up
 
 pytest.importorskip("lmcache", reason="no LMCache: pip install --no-deps -r requirements/lmcache.txt")
 
@@ -30,25 +23,9 @@ SERVER = "lmcache.v1.multiprocess.http_server"
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    base = Path(tempfile.mkdtemp(prefix="conserve-"))
-    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
-    content |= {
-        "name": "shared",
-        "kv": {"host_kv_gib": 1, "kv_tiers": ["host", "lmcache"], "lmcache": {"gib": 1}},
-    }
-    file = base / "shared.yaml"
-    file.write_text(yaml.safe_dump(content))
-    port = free_port("127.0.0.1")
-    try:
-        answer = conserve(base, "up", str(file), "--detach", "--port", str(port), timeout_s=UP_LIMIT_S)
-        assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
-        home = FleetHome.of("shared", str(base))
-        yield RunningFleet(
-            f"http://127.0.0.1:{port}", content["model"]["served_name"], load_fleet(file), home, base
-        )
-    finally:
-        conserve(base, "down", "shared", timeout_s=120)
-        shutil.rmtree(base, ignore_errors=True)
+    kv = {"host_kv_gib": 1, "kv_tiers": ["host", "lmcache"], "lmcache": {"gib": 1}}
+    with fleet_up("laptop", lambda content: content.update(name="shared", kv=kv)) as fleet:
+        yield fleet
 
 
 def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:

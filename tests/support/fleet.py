@@ -2,21 +2,28 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.fleet import Fleet
+import yaml
+
+from deploy.fleet import Fleet, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
+from workers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-UP_LIMIT_S = 900
+UP_LIMIT_S, DOWN_LIMIT_S = 900, 200
+Edit = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class RunningFleet:
     fleet: Fleet
     home: FleetHome
     base: Path
+    file: Path
+    said: str  # by `conserve up`
 
     def cli(self, *arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
         return conserve(self.base, *arguments, timeout_s=timeout_s)
@@ -62,6 +71,27 @@ class RunningFleet:
         while not true():
             assert time.monotonic() < deadline, f"waited {limit_s:.0f} s for {what}"
             time.sleep(0.2)
+
+
+@contextmanager
+def fleet_up(shipped: str, edit: Edit = lambda content: None) -> Iterator[RunningFleet]:
+    """`configs/SHIPPED.yaml` as `edit` leaves its content, on a free port; at the end down and forgotten."""
+    base = Path(tempfile.mkdtemp(prefix="conserve-"))  # a short path: sockets lie below it
+    content = yaml.safe_load((ROOT / "configs" / f"{shipped}.yaml").read_text())
+    content["gateway"]["port"] = free_port("127.0.0.1")
+    edit(content)
+    file = base / "fleet.yaml"
+    file.write_text(yaml.safe_dump(content))
+    fleet = load_fleet(file)
+    try:
+        up = conserve(base, "up", str(file), "--detach", timeout_s=UP_LIMIT_S)
+        assert up.returncode == 0, f"{up.stdout}\n{up.stderr}"
+        url, home = f"http://127.0.0.1:{fleet.gateway.port}", FleetHome.of(fleet.name, str(base))
+        yield RunningFleet(url, fleet.model.name, fleet, home, base, file, up.stdout)
+    finally:
+        down = conserve(base, "down", fleet.name, timeout_s=DOWN_LIMIT_S)
+        shutil.rmtree(base, ignore_errors=True)
+        assert down.returncode == 0, down.stderr
 
 
 def conserve(base: Path, *arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":

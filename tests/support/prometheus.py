@@ -41,12 +41,12 @@ class Prometheus:
         return found
 
     def numbers(self, expression: str) -> list[float]:
-        """What the expression has given at any time since the start, without what is not a number."""
+        """What the expression has given at any time since the start, except by division by zero."""
         now = time.time()
         times = {"start": str(self.began), "end": str(now), "step": str(max(1.0, (now - self.began) / 200))}
         found = self.get("/api/v1/query_range", query=_filled(expression), **times)["result"]
         values = (float(value) for series in found for _, value in series["values"])
-        return [value for value in values if not math.isnan(value)]
+        return [value for value in values if math.isfinite(value)]
 
     def until(self, true: Callable[[], object], what: str) -> None:
         end = time.monotonic() + _LIMIT_S

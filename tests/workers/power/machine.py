@@ -4,12 +4,17 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LAYOUT = struct.Struct("96s8IQ")
+ENERGY = struct.Struct("Q")  # the last field
+DRAW_EVERY_S = 0.5
 FIELDS = (
     "limit_mw",
     "least_mw",
@@ -53,13 +58,15 @@ class Machine:
         return self.home / "power.json"
 
     @property
+    def variables(self) -> dict[str, str]:
+        """With these in its environment a process sees the GPUs."""
+        paths = os.pathsep.join(filter(None, (str(self.library), os.environ.get("LD_LIBRARY_PATH", ""))))
+        return {"LD_LIBRARY_PATH": paths, "STAND_IN_GPUS": str(self.state)}
+
+    @property
     def env(self) -> dict[str, str]:
-        here = {
-            "LD_LIBRARY_PATH": str(self.library),
-            "STAND_IN_GPUS": str(self.state),
-            "PYTHONPATH": str(ROOT),
-        }
-        return {**os.environ, **here, "CONSERVE_HOME": str(self.home)}
+        here = {"PYTHONPATH": str(ROOT), "CONSERVE_HOME": str(self.home)}
+        return {**os.environ, **self.variables, **here}
 
     def read(self, index: int, field: str) -> int:
         values = LAYOUT.unpack_from(self.state.read_bytes(), index * LAYOUT.size)
@@ -71,6 +78,27 @@ class Machine:
         with self.state.open("r+b") as file:  # the same file: a running process has it mapped
             file.seek(index * LAYOUT.size)
             file.write(LAYOUT.pack(*values))
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Meanwhile every GPU's energy counter grows by what its power says."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._draw, args=(stop,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _draw(self, stop: threading.Event) -> None:
+        with self.state.open("r+b", buffering=0) as file:
+            while not stop.wait(DRAW_EVERY_S):
+                for index in range(len(self.limits())):
+                    drawn = int(self.read(index, "power_mw") * DRAW_EVERY_S)
+                    # The counter alone: somebody may be setting the limit.
+                    file.seek((index + 1) * LAYOUT.size - ENERGY.size)
+                    file.write(ENERGY.pack(self.read(index, "energy_mj") + drawn))
 
     def limits(self) -> list[float]:
         count = self.state.stat().st_size // LAYOUT.size
