@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtransfer.config import ConfigError, ConnectorConfig
@@ -30,6 +31,7 @@ from kvtransfer.residence.residence import Residence
 from kvtransfer.selection import selected_parts
 from kvtransfer.sizes import host_slots
 from kvtransfer.vllm_stats import ConnectorMetrics, ConnectorStats
+from kvtransfer.waits import sleep_at_once
 
 
 @dataclass
@@ -64,6 +66,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{len(kv_cache_config.kv_cache_groups)}. Serve it without the connector."
             )
         die_with_parent()
+        if current_platform.is_cpu():
+            sleep_at_once()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
         slots = host_slots(config, vllm_config, kv_cache_config)
