@@ -31,7 +31,7 @@ from kvtransfer.residence.residence import Residence
 from kvtransfer.selection import selected_parts
 from kvtransfer.sizes import host_slots
 from kvtransfer.vllm_stats import ConnectorMetrics, ConnectorStats
-from kvtransfer.waits import sleep_at_once
+from kvtransfer.waits import nap
 
 
 @dataclass
@@ -67,7 +67,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             )
         die_with_parent()
         if current_platform.is_cpu():
-            sleep_at_once()
+            nap()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
         slots = host_slots(config, vllm_config, kv_cache_config)

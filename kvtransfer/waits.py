@@ -1,8 +1,8 @@
 """How an engine's processes wait for one another.
 
-vLLM's engine core and workers watch shared memory for a second after every message before they sleep. On a GPU host
-with cores to spare that saves a wake-up; where the model computes on the CPU, the core it burns is taken from the
-model, from the copier and from every other engine of the machine.
+vLLM's engine core and workers watch shared memory for a second after every message before they sleep. On a
+GPU host with cores to spare that saves a wake-up; where the model computes on the CPU, the core it burns is
+taken from the model, from the copier and from every other engine of the machine.
 """
 
 import functools
@@ -11,14 +11,14 @@ import time
 
 logger = logging.getLogger("conserve.kvtransfer.waits")
 
-# Notifications of a burst get lost (the socket holds one, and drops what comes before that is acknowledged), so
-# that a reader looks again after this long at the latest.
-NAP_MS = 2
-IN_USE_S = 1.0  # as long as vLLM would spin; after that it sleeps, and looks every five seconds
+IN_USE_S = 1.0  # as long as vLLM spins; after that it sleeps until it is notified
+SPIN_S = 2e-3  # the other side is about to answer, and a nap would take longer
+SHARE = 0.03  # of the wait so far a nap lasts: what a message lies there is short beside what it took to come
+LONGEST_S = 2e-3
 
 
-def sleep_at_once() -> None:
-    """In this process, from now on: also for queues that exist already."""
+def nap() -> None:
+    """In this process, from now on: also at queues that exist already."""
     try:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -31,9 +31,11 @@ def sleep_at_once() -> None:
 
     @functools.wraps(spinning)
     def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
-        self.busy_loop_s = 0.0
-        if time.monotonic() <= self.last_read + IN_USE_S:
-            timeout_ms = NAP_MS if timeout_ms is None else min(timeout_ms, NAP_MS)
-        spinning(self, timeout_ms)
+        waited = time.monotonic() - self.last_read
+        if SPIN_S < waited < IN_USE_S:
+            # Not vLLM's notification: one that comes before the last is acknowledged is lost.
+            time.sleep(min(SHARE * waited, LONGEST_S))
+        else:
+            spinning(self, timeout_ms)
 
     SpinCondition.wait = wait

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-from kvtransfer.waits import sleep_at_once
+from kvtransfer.waits import nap
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MessageQueue, MessageQueue]]:
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # as it was, afterwards
-    sleep_at_once()
+    nap()
     writer = MessageQueue(n_reader=1, n_local_reader=1)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     ready = threading.Thread(target=writer.wait_until_ready)
@@ -49,6 +49,6 @@ def test_messages_in_quick_succession_all_arrive(ends: tuple[MessageQueue, Messa
 
 
 def test_it_patches_once(ends: tuple[MessageQueue, MessageQueue]) -> None:
-    waits = SpinCondition.wait
-    sleep_at_once()
-    assert SpinCondition.wait is waits
+    patched = SpinCondition.wait
+    nap()
+    assert SpinCondition.wait is patched
