@@ -46,14 +46,16 @@ class Conserve:
         return Plan(online_then_offline(staying), tuple(row.key for row in taken), filling)
 
     def interrupts(self, arrival: Row, queued: BatchWork, batch: RunningBatch, model: LatencyModel) -> bool:
-        """Algorithm 1, and two cases it leaves out: nothing to gain, and online rows that would pay."""
+        """Algorithm 1, sooner than in the paper, unless there is little to gain or online rows would pay."""
         if not self._settings.safepoints or batch.offline_rows == 0:
             return False
         remaining = batch.seconds - batch.passed_s
         if remaining < self._settings.abort_gain_s:
             return False
-        own = model.seconds(batch.online_work + queued)
-        if remaining + own <= arrival.slo.ttft_s * self._settings.ttft_share:
+        waits = remaining + model.seconds(batch.online_work + queued)
+        if waits <= arrival.slo.ttft_s * self._settings.ttft_share:
+            return False
+        if waits <= arrival.slo.ttft_s and remaining < self._settings.abort_worth * batch.passed_s:
             return False
         if batch.slack_s is None:
             return True

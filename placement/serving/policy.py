@@ -26,6 +26,9 @@ class ServingSettings:
     # Of its TTFT, what an arrival may use up before the running iteration is aborted for it. The paper has
     # all of it; but a prompt that waits makes those wait that arrive behind it.
     ttft_share: float = 0.25
+    # Where it would meet its TTFT all the same: seconds that the abort gives the arrival for each second of
+    # the iteration that it throws away, at least.
+    abort_worth: float = 1.0
     abort_gain_s: float = 0.005  # an iteration with less than this left is not worth aborting
 
 

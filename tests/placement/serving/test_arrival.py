@@ -49,6 +49,17 @@ def test_an_iteration_that_is_nearly_done_is_left_alone() -> None:
     assert not raises(replace(LONG, seconds=0.8, passed_s=0.799), queued=BatchWork.of([(9000, 0)]))
 
 
+def test_much_work_is_not_thrown_away_for_a_little_sooner() -> None:
+    late_in_it = replace(LONG, seconds=0.4, passed_s=0.3)  # its TTFT of 0.5 s is kept either way
+    assert not raises(late_in_it)
+    assert raises(late_in_it, abort_worth=0.3)
+    assert raises(replace(late_in_it, passed_s=0.2)), "as much is won as is lost"
+
+
+def test_whatever_it_costs_where_the_promise_is_at_stake() -> None:
+    assert raises(replace(LONG, seconds=1.6, passed_s=1.1))
+
+
 def test_online_rows_of_the_batch_are_not_made_to_pay_for_nothing() -> None:
     mixed = replace(
         LONG, online_rows=4, online_work=BatchWork.of([(1, 500)] * 4), slack_s=0.05, passed_s=0.02
