@@ -15,10 +15,13 @@ class Conserve:
     def __init__(self, settings: ServingSettings) -> None:
         self._settings = settings
         self._arrivals = ArrivalRate()
-        self._margin = Margin(settings.margin)
+        self._margin = Margin(settings.margin, beyond=0.05)
+        # A prompt's iteration that takes longer than a promise does so without offline work too; and a prompt
+        # that is cut shorter for it makes those wait that arrive behind it.
+        self._prompt_margin = Margin(settings.margin, beyond=0.2)
 
     def plan(self, view: EngineView, model: LatencyModel) -> Plan:
-        settings = replace(self._settings, margin=self._margin.share)
+        settings = self._settings
         online = memory.online_rows(view)
         self._arrivals.see(view.now, view.online_waiting)
         taken = memory.victims(view, lambda row: (self._starving(row, view.now), *cost_of_losing(row)))
@@ -27,9 +30,10 @@ class Conserve:
         head_starves = view.offline_head is not None and self._starving(view.offline_head, view.now)
         share = max(int(settings.offline_share * view.max_tokens), len(starving) + head_starves)
         online_left = view.max_tokens - share
-        work, caps = share_out(online, view.now, online_left, model, settings)
+        for_prompts = replace(settings, margin=self._prompt_margin.share)
+        work, caps = share_out(online, view.now, online_left, model, for_prompts)
         tokens_left = view.max_tokens - work.new_tokens
-        target = tightest_target(online, view.now, settings)
+        target = tightest_target(online, view.now, replace(settings, margin=self._margin.share))
         if target is None:
             tokens_left = min(tokens_left, best_batch(model, self._loss_rate(), view.max_tokens))
         reserve = int(settings.online_reserve * view.total_blocks) if online or self._arrivals.rate else 0
@@ -67,7 +71,8 @@ class Conserve:
     def observe(self, done: IterationDone) -> None:
         self._arrivals.settle(done.now)
         if not done.aborted:
-            self._margin.see(done.predicted_s, done.seconds)
+            for margin in (self._margin, self._prompt_margin):
+                margin.see(done.predicted_s, done.seconds)
 
     def _starving(self, row: Row, now: float) -> bool:
         ageing = self._settings.ageing_s

@@ -6,9 +6,9 @@ from placement.serving.state import Row
 
 
 class Margin:
-    """Share of a target kept free: what iterations take beyond their prediction, but for one in fifty."""
+    """Share of a target kept free: what iterations take beyond their prediction, but for `beyond` of them."""
 
-    def __init__(self, start: float, step: float = 0.02, beyond: float = 0.02, most: float = 0.5) -> None:
+    def __init__(self, start: float, beyond: float, step: float = 0.02, most: float = 0.5) -> None:
         self.share = start
         self._step = step
         self._beyond = beyond

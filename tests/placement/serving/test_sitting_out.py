@@ -76,3 +76,15 @@ def test_the_margin_is_what_iterations_take_beyond_their_prediction() -> None:
         offline_tokens_after(0.04), given(online("a"), offline("off"))["off"], offline_tokens_after(0.048),
     )  # fmt: skip
     assert slow < configured < exact
+
+
+def test_what_is_late_now_and_then_costs_offline_tokens_but_no_prompt_s() -> None:
+    policy = make_policy(ServingSettings(margin=0.1))
+    for number in range(2_000):
+        seconds = 0.048 if number % 10 == 0 else 0.04
+        policy.observe(IterationDone(10.0, BatchWork(), 0.04, seconds, 1, 1, 0, aborted=False))
+    row = online("a")
+    prompt = fill(policy, view(row, waiting=(LONG,)))["new"]
+    beside = fill(policy, view(row, offline("off", 5000)))["off"]
+    assert MODEL.seconds(BatchWork.of([(1, 99), (prompt, 0)])) > 0.97 * SLO.tbt_s
+    assert MODEL.seconds(BatchWork.of([(1, 99), (beside, 0)])) < 0.88 * SLO.tbt_s
