@@ -71,14 +71,14 @@ class StreamObserver:
         "_called_tool",
         "_clock",
         "_event_end",
-        "_events",
         "_events_to_first",
         "_first_content_at",
         "_first_token_at",
-        "_last_at",
-        "_last_pieces",
         "_status",
         "_streamed",
+        "events",
+        "last_at",
+        "last_pieces",
         "on_first_token",
     )
 
@@ -92,54 +92,59 @@ class StreamObserver:
         """Called in the byte path with the time of the first token; must not block."""
         self._status = 0
         self._streamed = False
-        self._last_at = clock()
+        self.last_at = clock()
         self._first_token_at: float | None = None
         self._first_content_at: float | None = None
         self._called_tool = False
-        self._events = self._events_to_first = 0
+        self.events = self._events_to_first = 0
         self._event_end = b"\n\n"
         self._begin = b""
-        self._last_pieces: deque[bytes] = deque(maxlen=KEPT_PIECES)
+        self.last_pieces: deque[bytes] = deque(maxlen=KEPT_PIECES)
 
     @property
     def first_token_at(self) -> float | None:
         return self._first_token_at
 
+    @property
+    def settled(self) -> bool:
+        """Until the end only the number of events, the time of the last and the last pieces matter."""
+        return self._first_content_at is not None
+
     def start(self, status: int, content_type: bytes) -> None:
         self._status = status
         self._streamed = content_type.startswith(b"text/event-stream")
-        self._last_at = self._clock()
+        self.last_at = self._clock()
 
     def feed(self, data: bytes) -> None:
         """The next piece: of a stream whole events (``EventBoundary`` sees to that), else any bytes."""
         if not self._streamed:
             self._feed_whole_answer(data)
             return
-        if not self._events:
+        if not self.events:
             self._begin = data[:BEGIN_BYTES]
             if data.endswith(b"\r\n"):
                 self._event_end = b"\r\n\r\n"
-        self._last_at = self._clock()
-        self._last_pieces.append(data)
-        self._events += data.count(self._event_end)
+        self.last_at = self._clock()
+        self.last_pieces.append(data)
+        self.events += data.count(self._event_end)
         if self._first_content_at is None:
-            self._look_for_firsts(data, self._last_at)
+            self._look_for_firsts(data, self.last_at)
 
     def feed_chunk(self, framed: bytes) -> None:
         """One whole chunk of a stream, in its framing, that ends where an event does."""
         if self._first_content_at is None or framed.find(b"\n", BEHIND_SIZE_LINE) + 4 != len(framed):
             self.feed(framed[framed.find(b"\n") + 1 : -2])  # not simply one more event of one line
             return
-        self._last_at = self._clock()
-        self._last_pieces.append(framed)
-        self._events += 1
+        self.last_at = self._clock()
+        self.last_pieces.append(framed)
+        self.events += 1
 
     def _feed_whole_answer(self, data: bytes) -> None:
-        self._last_at = self._clock()
+        self.last_at = self._clock()
         if len(self._begin) < BEGIN_BYTES:
             self._begin += data[:BEGIN_BYTES]
-        tail = self._last_pieces.pop() + data if self._last_pieces else data
-        self._last_pieces.append(tail[-KEPT_BYTES:])
+        tail = self.last_pieces.pop() + data if self.last_pieces else data
+        self.last_pieces.append(tail[-KEPT_BYTES:])
 
     def _look_for_firsts(self, data: bytes, now: float) -> None:
         self._called_tool = self._called_tool or _has_tool_call(data)
@@ -152,23 +157,23 @@ class StreamObserver:
             or (b"reasoning" in data and _has_value(data, (DELTA,), STRING))
         ):
             self._first_token_at = now
-            self._events_to_first = self._events
+            self._events_to_first = self.events
             if self.on_first_token is not None:
                 self.on_first_token(now)
 
     def observation(self) -> Observation:
-        last = b"".join(self._last_pieces)
+        last = b"".join(self.last_pieces)
         tail = last[-KEPT_BYTES:]
         return Observation(
             status=self._status,
             streamed=self._streamed,
-            last_at=self._last_at,
+            last_at=self.last_at,
             first_token_at=self._first_token_at,
             first_content_at=self._first_content_at,
-            events=self._events,
-            gaps=self._events - self._events_to_first if self._first_token_at is not None else 0,
+            events=self.events,
+            gaps=self.events - self._events_to_first if self._first_token_at is not None else 0,
             called_tool=self._called_tool or _has_tool_call(last) or _has_tool_call(self._begin),
-            failed=self._streamed and b'"error"' in last and any(map(ERROR.search, self._last_pieces)),
+            failed=self._streamed and b'"error"' in last and any(map(ERROR.search, self.last_pieces)),
             response_id=read_id(self._begin),
             finish_reason=read_finish_reason(self._begin, tail),
             usage=read_usage(tail),

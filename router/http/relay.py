@@ -202,6 +202,8 @@ class _Passing(_Exchange):
         if self._observer is not None:
             self._observer.feed_chunk(framed)
         self._responder.write_chunk(framed, start)
+        if self._observer is not None and self._observer.settled and self.connection is not None:
+            self.connection.pump_to(self._responder, self._observer, len(framed))
 
     def on_end(self, tail: bytes) -> None:
         if self._held is not None:

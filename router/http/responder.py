@@ -175,6 +175,20 @@ class Responder:
         else:
             self.write(framed[start:-2])
 
+    def free_socket(self) -> int | None:
+        """The client's socket, if chunks may be written to it past the transport, where nothing waits."""
+        if not self._chunked or self._unsent or self.disconnected or self._transport.is_closing():
+            return None
+        if self._transport.get_write_buffer_size() or self._transport.get_extra_info("ssl_object"):
+            return None
+        descriptor: int = self._transport.get_extra_info("socket").fileno()
+        return descriptor
+
+    def write_rest(self, framed: bytes) -> None:
+        """What ``free_socket`` did not take, in its chunk framing."""
+        if not self.disconnected:
+            self._transport.write(framed)
+
     def finish(self, tail: bytes = b"") -> None:
         """The response is complete with ``tail``. The connection goes on to its next request."""
         if self.finished:

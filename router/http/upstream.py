@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from typing import NamedTuple, Protocol, Self, cast
 from urllib.parse import urlsplit
@@ -13,13 +14,15 @@ import httptools
 from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
 from router.http.limits import UpstreamLimits
 from router.http.message import RawHeaders, end_to_end
-from router.http.responder import BODILESS
+from router.http.observer import StreamObserver
+from router.http.pump import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump
+from router.http.responder import BODILESS, Responder
+
+log = logging.getLogger("conserve.router.http.upstream")
 
 # Ours to write (host, content-length), or met here already (expect).
 REPLACED = frozenset({b"host", b"content-length", b"expect"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# The size line of a read that is one chunk exactly, by the length of that read: an engine's events are short.
-SIZE_LINES = {len(line) + size + 2: line for size in range(1, 4096) for line in (b"%x\r\n" % size,)}
 QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
 EVENT_CHUNK_END = b"\n\n\r\n"
 
@@ -91,6 +94,9 @@ class ResponseSink(Protocol):
 
 
 class ConnectionOwner(Protocol):
+    @property
+    def pump(self) -> Pump: ...
+
     def connection_free(self, connection: UpstreamConnection) -> None:
         """Its response is complete and it can carry another request."""
 
@@ -117,6 +123,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._chunk_timeout_s = limits.chunk_timeout_s
         self._paused = False
         self._excess = False
+        self._passage: Passage | None = None
+        self._pumped_events = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -157,6 +165,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Back-pressure: the client does not keep up."""
+        self._leave_pump()
         if not self._paused and not self.closed:
             self._paused = True
             self._transport.pause_reading()
@@ -169,6 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Drop the exchange and the connection; the engine sees it at once. The sink hears nothing more."""
         self._sink = None
+        self._leave_pump()
         if not self.closed:
             self._transport.abort()
 
@@ -179,7 +189,7 @@ class UpstreamConnection(asyncio.Protocol):
     def check(self, now: float) -> None:
         if self._paused:
             self._heard = True
-        elif self._heard:
+        elif self._heard or self._heard_by_pump():
             self._heard = False
             self._deadline = now + self._chunk_timeout_s
             if self._streaming:
@@ -190,6 +200,12 @@ class UpstreamConnection(asyncio.Protocol):
                 return
             what = "stopped in its answer" if self.answered else "did not begin to answer in time"
             self._fail(EngineSilent(f"The engine {what}; try again."))
+
+    def _heard_by_pump(self) -> bool:
+        before = self._pumped_events
+        if self._passage is not None:
+            self._pumped_events = self._passage.observer.events
+        return self._pumped_events != before
 
     # Transport callbacks
 
@@ -204,8 +220,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._heard = self.answered = True
         if self._between_chunks:
-            line = SIZE_LINES.get(len(data))
-            if line is not None and data.startswith(line) and data.endswith(EVENT_CHUNK_END):
+            line = SIZE_LINES[len(data)] if len(data) <= LARGEST_EVENT else b"-"
+            if data.startswith(line) and data.endswith(EVENT_CHUNK_END):
                 # Exactly one chunk, as every token of a stream: it goes on as it came, past the parser, which
                 # stands between two chunks before and after it.
                 sink.on_chunk(data, len(line))
@@ -231,6 +247,43 @@ class UpstreamConnection(asyncio.Protocol):
                 self._acknowledge_late()
             self._deliver(sink)
 
+    # The pump: it reads for us while each read is one whole event
+
+    def pump_to(self, responder: Responder, observer: StreamObserver, event_bytes: int) -> None:
+        """Between two chunks: what comes next may go straight to the client."""
+        if self._passage is None and not self._paused and (client := responder.free_socket()) is not None:
+            self._transport.pause_reading()
+            self._passage = Passage(client, responder, observer, self, event_bytes)
+            self._owner.pump.take(self._socket.fileno(), self._passage)
+
+    def read_aside(self, data: bytes) -> None:
+        passage = self._passage
+        assert passage is not None
+        if data:
+            try:
+                self.data_received(data)
+            except Exception:
+                # As a transport would; the pump has other streams to serve.
+                log.exception("a stream could not be passed on engine=%s", self.endpoint)
+                self._leave_pump()
+                self._transport.abort()
+        goes_on = 0 < len(data) < LARGEST_READ and self._between_chunks
+        if self._passage is passage and not (goes_on and passage.responder.free_socket() is not None):
+            self._leave_pump()
+
+    def write_aside(self, rest: bytes) -> None:
+        passage = self._passage
+        assert passage is not None
+        self._leave_pump()
+        passage.responder.write_rest(rest)
+
+    def _leave_pump(self) -> None:
+        if self._passage is not None:
+            self._passage = None
+            self._owner.pump.drop(self._socket.fileno())
+            if not self._paused:
+                self._transport.resume_reading()
+
     def eof_received(self) -> bool:
         if self._until_close and self._sink is not None:
             self._excess = True
@@ -238,6 +291,7 @@ class UpstreamConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._leave_pump()
         self.closed = True
         self.gone.set_result(None)
         self._owner.connection_gone(self)
@@ -312,6 +366,7 @@ class UpstreamConnection(asyncio.Protocol):
         reusable = self._keep_alive and not self._excess and not self._until_close
         self._sink = None
         self._heard = False
+        self._leave_pump()
         if self._paused:
             self.resume()
         if reusable and not self.closed and not self._transport.is_closing():
@@ -322,6 +377,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _fail(self, error: UpstreamError) -> None:
         sink, self._sink = self._sink, None
+        self._leave_pump()
         self._transport.abort()
         if sink is not None:
             sink.on_failure(error)

@@ -228,7 +228,7 @@ def test_line_ends_with_carriage_returns_count_too() -> None:
 
 def test_little_is_kept_of_a_long_stream() -> None:
     observer = observed([chunk({"content": "word"})] * 5000)
-    assert sum(map(len, observer._last_pieces)) < 20_000
+    assert sum(map(len, observer.last_pieces)) < 20_000
 
 
 def test_the_first_token_is_told_at_once() -> None:

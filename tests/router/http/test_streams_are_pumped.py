@@ -1,0 +1,273 @@
+"""A stream that passes from socket to socket is as every other: order, back-pressure, ends, time-outs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from typing import Any
+
+import pytest
+
+from router.http import RelayEnd, UpstreamLimits
+from router.http.pump import Passage, Pump
+from router.http.upstream import UpstreamConnection
+from tests.router.http.client import Client, eventually
+from tests.router.http.engine import STREAM_HEAD, EngineConnection
+from tests.router.http.gateway import Gateway
+
+LAST = b'data: {"delta":{},"finish_reason":"stop"}\n\n'
+
+
+def token(text: str) -> bytes:
+    return b'data: {"delta":{"content":"%b"},"finish_reason":null}\n\n' % text.encode()
+
+
+def chunked(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@pytest.fixture
+def aside(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What did not simply pass through the pump."""
+    seen: list[bytes] = []
+    original = Passage.aside
+
+    def note(passage: Passage, engine: int, data: bytes) -> None:
+        seen.append(data)
+        original(passage, engine, data)
+
+    monkeypatch.setattr(Passage, "aside", note)
+    return seen
+
+
+async def test_tokens_pass_through_it_and_are_counted(
+    serve: Any, pool_of: Any, engine_of: Any, aside: list[bytes]
+) -> None:
+    tokens = [token(f"t{n}") for n in range(30)]
+    taken = asyncio.Semaphore(0)
+
+    async def script(engine: EngineConnection) -> None:
+        while True:
+            await engine.request()
+            await engine.write(STREAM_HEAD)
+            for each in tokens:
+                await engine.chunk(each)
+                await taken.acquire()
+            await engine.write(chunked(LAST) + b"0\r\n\r\n")
+
+    engine, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        for turn in range(2):
+            client.ask(b"/", b"{}")
+            await client.head()
+            for n, each in enumerate(tokens):
+                assert await client.chunk() == each
+                assert n == 0 or gateway.pool.pump.streams == 1
+                taken.release()
+            assert b"".join(await client.chunks()) == LAST
+            await eventually(lambda turn=turn: len(gateway.outcomes) > turn)
+            assert gateway.pool.pump.streams == 0
+            seen = gateway.observers[turn].observation()
+            assert (seen.events, seen.gaps, seen.finish_reason) == (31, 30, "stop")
+            assert seen.first_token_at is not None and seen.last_at > seen.first_token_at
+    assert len(engine.connections) == 1, "the connection was kept alive after it was pumped"
+    assert aside == [chunked(LAST) + b"0\r\n\r\n"] * 2, "no token took the long way"
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_however_the_bytes_arrive_the_client_gets_them(
+    serve: Any, pool_of: Any, engine_of: Any, seed: int
+) -> None:
+    dice = random.Random(seed)
+    events = [token("x" * dice.choice((1, 20, 300, 5000))) for _ in range(80)] + [LAST]
+
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(STREAM_HEAD)
+        whole = b"".join(map(chunked, events)) + b"0\r\n\r\n"
+        while whole:
+            cut = (
+                whole.find(b"\n\n\r\n") + 4
+                if dice.random() < 0.7
+                else dice.choice((1, 40, 400, 9000, 80_000))
+            )
+            await engine.write(whole[:cut])
+            whole = whole[cut:]
+            if dice.random() < 0.8:
+                await asyncio.sleep(0.001)
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        assert (await client.answer()).body == b"".join(events)
+        await eventually(lambda: gateway.outcomes)
+    assert gateway.outcomes[0].end is RelayEnd.COMPLETE
+    assert gateway.observers[0].observation().events == len(events)
+    assert gateway.pool.pump.streams == 0
+
+
+async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    count, written = 8000, 0
+
+    def block(number: int) -> bytes:
+        return token(f"{number:05}" + "x" * 3000)
+
+    async def script(engine: EngineConnection) -> None:
+        nonlocal written
+        await engine.request()
+        await engine.write(STREAM_HEAD)
+        for n in range(count):
+            await engine.chunk(block(n))
+            written += 1
+            if n < 20:
+                await asyncio.sleep(0.001)
+        await engine.write(b"0\r\n\r\n")
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port, receive_buffer=32 * 1024) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        await eventually(lambda: written > 20)
+        before = -1
+        while before != written:
+            before = written
+            await asyncio.sleep(0.3)
+        assert written < count, "the engine was stopped"
+        assert gateway.pool.pump.streams == 0
+        assert b"".join(await client.chunks()) == b"".join(map(block, range(count)))
+
+
+async def pumped_script(engine: EngineConnection) -> None:
+    await engine.request()
+    await engine.write(STREAM_HEAD)
+    for n in range(5):
+        await engine.chunk(token(str(n)))
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "inside an event", "garbage"])
+async def test_an_engine_that_dies_ends_in_an_error_event(
+    serve: Any, pool_of: Any, engine_of: Any, how: str
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await pumped_script(engine)
+        if how == "inside an event":
+            await engine.write(chunked(token("half"))[:30])
+        elif how == "garbage":
+            await engine.write(b"no chunk\r\n" + token("5"))
+            await engine.gone()
+        if how == "reset":
+            engine.reset()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        *whole, last = await client.chunks()
+    assert whole == [token(str(n)) for n in range(5)]
+    assert last.startswith(b'data: {"error":')
+    assert gateway.outcomes[0].end is RelayEnd.BROKEN
+    assert gateway.pool.pump.streams == 0
+
+
+async def test_a_client_that_leaves_aborts_the_engines_request(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    gone = asyncio.Event()
+
+    async def script(engine: EngineConnection) -> None:
+        await pumped_script(engine)
+        await engine.gone()
+        gone.set()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    server, port = await serve(gateway)
+    client = await Client.connect(port)
+    client.ask(b"/", b"{}")
+    await client.head()
+    for _ in range(5):
+        await client.chunk()
+    assert gateway.pool.pump.streams == 1
+    client.abort()
+    await eventually(gone.is_set)
+    await eventually(lambda: gateway.outcomes)
+    assert gateway.outcomes[0].end is RelayEnd.CLIENT_GONE
+    assert gateway.pool.pump.streams == 0
+    await eventually(lambda: gateway.pool.stats.connections == server.stats.connections == 0)
+
+
+async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await pumped_script(engine)
+        for n in range(5, 25):
+            await engine.chunk(token(str(n)))
+            await asyncio.sleep(0.1)
+        await engine.gone()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(UpstreamLimits(chunk_timeout_s=1.0)), endpoint)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        *whole, last = await client.chunks()
+    assert len(whole) == 25
+    assert b"engine_timeout" in last
+
+
+async def test_a_defect_met_by_one_stream_leaves_the_others(
+    serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = asyncio.Event()
+
+    async def script(engine: EngineConnection) -> None:
+        await pumped_script(engine)
+        await go_on.wait()
+        await engine.write(chunked(LAST) + b"0\r\n\r\n")
+
+    def fail_once(connection: UpstreamConnection, data: bytes) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a defect")
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint)
+    _, port = await serve(gateway)
+    clients = [await Client.connect(port) for _ in range(2)]
+    for client in clients:
+        client.ask(b"/", b"{}")
+        await client.head()
+        for _ in range(5):
+            await client.chunk()
+    assert gateway.pool.pump.streams == 2
+    monkeypatch.setattr(UpstreamConnection, "data_received", fail_once)
+    go_on.set()
+    ends = [b"".join(await client.chunks()) for client in clients]
+    assert LAST in ends
+    assert any(end.startswith(b'data: {"error":') for end in ends)
+    for client in clients:
+        client.abort()
+
+
+def test_descriptors_of_the_pump_are_closed() -> None:
+    async def open_and_close() -> None:
+        pump = Pump(asyncio.get_running_loop())
+        pump.close()
+        pump.close()
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(open_and_close())
+    assert len(os.listdir("/proc/self/fd")) == before
