@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
 from typing import Any
 
 import pytest
@@ -154,16 +155,38 @@ async def pumped_script(engine: EngineConnection) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("how", ["reset", "close", "inside an event", "garbage"])
+async def test_what_a_socket_takes_only_in_part_arrives_in_order(
+    serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, data[:7]))
+
+    async def script(engine: EngineConnection) -> None:
+        await pumped_script(engine)
+        await engine.write(b"0\r\n\r\n")
+
+    _, endpoint = await engine_of(script)
+    _, port = await serve(Gateway(pool_of(), endpoint))
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        assert (await client.answer()).body == b"".join(map(token, "01234"))
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "close at once", "inside an event", "garbage"])
 async def test_an_engine_that_dies_ends_in_an_error_event(
     serve: Any, pool_of: Any, engine_of: Any, how: str
 ) -> None:
     async def script(engine: EngineConnection) -> None:
         await pumped_script(engine)
-        if how == "inside an event":
+        if how == "close at once":
+            with socket.socket(fileno=os.dup(engine.writer.get_extra_info("socket").fileno())) as own:
+                own.send(chunked(token("5")))
+                own.shutdown(socket.SHUT_WR)
+            await engine.gone()
+        elif how == "inside an event":
             await engine.write(chunked(token("half"))[:30])
         elif how == "garbage":
-            await engine.write(b"no chunk\r\n" + token("5"))
+            await engine.write(b"zz\r\n" + token("5") + b"\r\n")
             await engine.gone()
         if how == "reset":
             engine.reset()
@@ -175,7 +198,7 @@ async def test_an_engine_that_dies_ends_in_an_error_event(
         client.ask(b"/", b"{}")
         await client.head()
         *whole, last = await client.chunks()
-    assert whole == [token(str(n)) for n in range(5)]
+    assert whole == [token(str(n)) for n in range(6 if how == "close at once" else 5)]
     assert last.startswith(b'data: {"error":')
     assert gateway.outcomes[0].end is RelayEnd.BROKEN
     assert gateway.pool.pump.streams == 0
