@@ -5,8 +5,9 @@
 One fake engine, one client that checks what it gets, and in turn between them: nothing, our relay alone, our
 whole gateway (identity, binding by a directory, relay, metrics), HAProxy, FastAPI with httpx, and the peers'
 routers found under ``--peers`` (or ``$CONSERVE_PEERS``; see requirements/peers.txt). Every subject gets each
-load in every repetition; figures are medians, ratios are of one run. Subjects run on one processor; engine,
-directory and client on the others. The named figures are the relay's, those with ``gateway_`` the gateway's.
+load in every repetition; figures are medians, ratios medians of the repetitions' own. Subjects run on one
+processor; engine, directory and client on the others. The named figures are the relay's, those with
+``gateway_`` the gateway's.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def scenarios(quick: bool) -> list[Scenario]:
             Scenario(report.FIRST, Load(0, 64, seconds=1.0, fresh=True), 1, only=(report.GATEWAY,)),
         ]
     return [
-        Scenario(report.STEP, streams(256, 40, 5.0, in_step=True), 5, slow_ones=True),
+        Scenario(report.STEP, streams(256, 40, 5.0, in_step=True), 7, slow_ones=True),
         Scenario(report.MANY, streams(1000, 40, 4.0, in_step=False), 5),
         Scenario(report.FEW, streams(100, 20, 1.5, in_step=False), 5, slow_ones=True),
         Scenario(report.WHOLE, Load(0, 64, seconds=1.0), 5, slow_ones=True),
@@ -129,7 +130,9 @@ def run(quick: bool, peers: Path | None) -> dict[str, dict[str, list[dict[str, A
                     started.remove(subject)
             for scenario in scenarios(quick):
                 for repetition in range(scenario.repetitions):
-                    for subject in started:
+                    # Each begins once, so that none is always measured just after the same other.
+                    first = repetition % len(started)
+                    for subject in started[first:] + started[:first]:
                         if scenario.takes(subject) and (subject.share == 1.0 or repetition < SLOW_ONES_TURNS):
                             outcome = measure(subject, scenario.load, others)
                             results[scenario.name][subject.name].append(outcome)
@@ -153,7 +156,7 @@ def main() -> None:
     _allow_many_sockets()
     results = run(arguments.quick, Path(arguments.peers) if arguments.peers else None)
     table = report.medians(results)
-    figures = report.named_figures(table)
+    figures = report.named_figures(results, table)
     print(report.render(table, figures))
     if arguments.json:
         arguments.json.write_text(json.dumps({**figures, "table": table, "runs": results}, indent=1) + "\n")

@@ -17,7 +17,8 @@ One fake engine that emits events in the shape of vLLM's, one client that checks
 and number of tokens, and one subject at a time between them, alone on its processor; engine, client and
 our directory have the other. Processor time is the scheduler's own count of the subject's threads,
 kernel work included: on loopback that is what delivers the packets, most of the cost of each subject.
-Figures are medians of the repetitions, for `late` and `errors` the worst one; ratios are of one run.
+Figures are medians of the repetitions, for `late` and `errors` the worst one. A ratio is the median of the
+repetitions' own ratios; beside several peers, the least favourable one.
 
 `conserve` is the relay alone, `conserve gateway` the whole gateway with identity, binding by a
 directory, relay, observer, metrics and a log line a turn. `fastapi+httpx` is the proxy that is usually

@@ -14,10 +14,14 @@ RUST_PEERS = ("sglang-router", "vllm-router")
 OURS = "conserve"
 GATEWAY = "conserve gateway"
 
+CPU = "cpu_ms_per_1k_tokens"
+
 Table = dict[str, dict[str, dict[str, float | None]]]
+Results = Mapping[str, Mapping[str, list[dict[str, Any]]]]
+"""By scenario and subject, one entry a repetition."""
 COLUMNS = (
     ("connections", "conns", 1.0),
-    ("cpu_ms_per_1k_tokens", "CPU ms/1k tok", 1.0),
+    (CPU, "CPU ms/1k tok", 1.0),
     ("first_token_p50_s", "first token ms", 1e3),
     ("delay_p50_s", "delay p50 ms", 1e3),
     ("delay_p99_s", "p99 ms", 1e3),
@@ -30,7 +34,7 @@ COLUMNS = (
 WORST = ("late_streams", "errors")
 
 
-def medians(results: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> Table:
+def medians(results: Results) -> Table:
     """One row a scenario and subject: medians over repetitions, for lateness and errors the worst."""
     table: Table = {}
     for scenario, by_subject in results.items():
@@ -44,46 +48,38 @@ def medians(results: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> Table:
     return table
 
 
-def named_figures(table: Table) -> dict[str, float | None]:
+def named_figures(results: Results, table: Table) -> dict[str, float | None]:
     def of(scenario: str, subject: str, key: str) -> float | None:
         return table.get(scenario, {}).get(subject, {}).get(key)
 
-    def ratio(mine: float | None, theirs: float | None) -> float | None:
-        return mine / theirs if mine is not None and theirs else None
+    def against(scenario: str, mine: str, theirs: str, key: str = CPU) -> float | None:
+        """The median of the repetitions' own ratios: a machine drifts more between them than within one."""
+        runs = results.get(scenario, {})
+        pairs = zip(runs.get(mine, ()), runs.get(theirs, ()), strict=False)
+        ratios = [own[key] / other[key] for own, other in pairs if own.get(key) and other.get(key)]
+        return statistics.median(ratios) if ratios else None
 
-    def best(scenario: str, key: str, pick: Any) -> float | None:
-        values = [value for peer in RUST_PEERS if (value := of(scenario, peer, key)) is not None]
-        return pick(values) if values else None
+    def against_rust(scenario: str, mine: str, pick: Any = max, key: str = CPU) -> float | None:
+        """Beside the peer that does best: the largest ratio of a cost, the smallest of a rate."""
+        found = [ratio for peer in RUST_PEERS if (ratio := against(scenario, mine, peer, key)) is not None]
+        return pick(found) if found else None
 
-    cpu = of(STEP, OURS, "cpu_ms_per_1k_tokens")
     first, direct = of(FEW, OURS, "first_token_p50_s"), of(FEW, "direct", "first_token_p50_s")
     return {
-        "cpu_ms_per_1k_tokens": cpu,
-        "cpu_vs_haproxy": ratio(cpu, of(STEP, "haproxy", "cpu_ms_per_1k_tokens")),
-        "cpu_vs_httpx_proxy": ratio(cpu, of(STEP, "fastapi+httpx", "cpu_ms_per_1k_tokens")),
-        "cpu_vs_best_peer": ratio(cpu, best(STEP, "cpu_ms_per_1k_tokens", min)),
-        "cpu_vs_best_peer_1000_streams": ratio(
-            of(MANY, OURS, "cpu_ms_per_1k_tokens"), best(MANY, "cpu_ms_per_1k_tokens", min)
-        ),
-        "cpu_vs_haproxy_1000_streams": ratio(
-            of(MANY, OURS, "cpu_ms_per_1k_tokens"), of(MANY, "haproxy", "cpu_ms_per_1k_tokens")
-        ),
+        "cpu_ms_per_1k_tokens": of(STEP, OURS, CPU),
+        "cpu_vs_haproxy": against(STEP, OURS, "haproxy"),
+        "cpu_vs_httpx_proxy": against(STEP, OURS, "fastapi+httpx"),
+        "cpu_vs_best_peer": against_rust(STEP, OURS),
+        "cpu_vs_best_peer_1000_streams": against_rust(MANY, OURS),
+        "cpu_vs_haproxy_1000_streams": against(MANY, OURS, "haproxy"),
         "requests_per_s": of(WHOLE, OURS, "requests_per_s"),
         "requests_per_core_s": of(WHOLE, OURS, "requests_per_core_s"),
-        "requests_per_core_vs_best_peer": ratio(
-            of(WHOLE, OURS, "requests_per_core_s"), best(WHOLE, "requests_per_core_s", max)
-        ),
+        "requests_per_core_vs_best_peer": against_rust(WHOLE, OURS, min, "requests_per_core_s"),
         "added_ttft_p50_ms": (first - direct) * 1e3 if first is not None and direct is not None else None,
         "late_streams": of(MANY, OURS, "late_streams"),
-        "gateway_cpu_vs_haproxy": ratio(
-            of(STEP, GATEWAY, "cpu_ms_per_1k_tokens"), of(STEP, "haproxy", "cpu_ms_per_1k_tokens")
-        ),
-        "gateway_cpu_vs_best_peer": ratio(
-            of(STEP, GATEWAY, "cpu_ms_per_1k_tokens"), best(STEP, "cpu_ms_per_1k_tokens", min)
-        ),
-        "gateway_cpu_vs_best_peer_1000_streams": ratio(
-            of(MANY, GATEWAY, "cpu_ms_per_1k_tokens"), best(MANY, "cpu_ms_per_1k_tokens", min)
-        ),
+        "gateway_cpu_vs_haproxy": against(STEP, GATEWAY, "haproxy"),
+        "gateway_cpu_vs_best_peer": against_rust(STEP, GATEWAY),
+        "gateway_cpu_vs_best_peer_1000_streams": against_rust(MANY, GATEWAY),
         "gateway_first_turns_per_core_s": of(FIRST, GATEWAY, "requests_per_core_s"),
         "gateway_requests_per_core_s": of(WHOLE, GATEWAY, "requests_per_core_s"),
         "gateway_late_streams": of(MANY, GATEWAY, "late_streams"),
