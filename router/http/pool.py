@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from router.errors import EngineBusy, EngineUnreachable
 from router.http.deadlines import Sweeper
 from router.http.limits import UpstreamLimits
-from router.http.pump import Pump
+from router.http.pump import pump_of
 from router.http.upstream import Endpoint, UpstreamConnection
 
 log = logging.getLogger("conserve.router.http.pool")
@@ -43,7 +43,7 @@ class UpstreamPool:
         self.loop = asyncio.get_running_loop()
         self._places: dict[Endpoint, _Places] = {}
         self._all: set[UpstreamConnection] = set()
-        self.pump = Pump(self.loop)
+        self.pump = pump_of(self.loop)
         bounds = self.limits
         self._sweeper = Sweeper(
             self.loop, min(bounds.first_byte_timeout_s, bounds.chunk_timeout_s, bounds.idle_timeout_s)
@@ -163,4 +163,5 @@ class UpstreamPool:
         if gone:
             await asyncio.wait(gone)
         self._sweeper.close()
-        self.pump.close()
+        if self.pump is not None:
+            self.pump.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import time
@@ -28,6 +29,9 @@ for _size in range(1, LARGEST_EVENT - 6):
     _line = b"%x\r\n" % _size
     SIZE_LINES[len(_line) + _size + 2] = _line
 BEHIND_SIZE_LINE = 5
+
+
+log = logging.getLogger("conserve.router.http.pump")
 
 
 class PassageOwner(Protocol):
@@ -133,3 +137,11 @@ class Pump:
                 sent = 0
             if sent != size:
                 passage.owner.write_aside(data[sent:])
+
+
+def pump_of(loop: asyncio.AbstractEventLoop) -> Pump | None:
+    """None where the system has no epoll: every token then goes through the transports."""
+    if hasattr(select, "epoll"):
+        return Pump(loop)
+    log.warning("no epoll on this system: a streamed token costs more")
+    return None

@@ -95,7 +95,7 @@ class ResponseSink(Protocol):
 
 class ConnectionOwner(Protocol):
     @property
-    def pump(self) -> Pump: ...
+    def pump(self) -> Pump | None: ...
 
     def connection_free(self, connection: UpstreamConnection) -> None:
         """Its response is complete and it can carry another request."""
@@ -251,10 +251,14 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pump_to(self, responder: Responder, observer: StreamObserver, event_bytes: int) -> None:
         """Between two chunks: what comes next may go straight to the client."""
-        if self._passage is None and not self._paused and (client := responder.free_socket()) is not None:
+        pump = self._owner.pump
+        if pump is None or self._passage is not None or self._paused:
+            return
+        client = responder.free_socket()
+        if client is not None:
             self._transport.pause_reading()
             self._passage = Passage(client, responder, observer, self, event_bytes)
-            self._owner.pump.take(self._socket.fileno(), self._passage)
+            pump.take(self._socket.fileno(), self._passage)
 
     def read_aside(self, data: bytes) -> None:
         passage = self._passage
@@ -278,9 +282,10 @@ class UpstreamConnection(asyncio.Protocol):
         passage.responder.write_rest(rest)
 
     def _leave_pump(self) -> None:
-        if self._passage is not None:
+        pump = self._owner.pump
+        if self._passage is not None and pump is not None:
             self._passage = None
-            self._owner.pump.drop(self._socket.fileno())
+            pump.drop(self._socket.fileno())
             if not self._paused:
                 self._transport.resume_reading()
 

@@ -37,9 +37,6 @@ class Wire:
     def is_closing(self) -> bool:
         return self.aborted
 
-    def get_write_buffer_size(self) -> int:
-        return 1  # never free, so that no stream is pumped: there is no socket
-
     def get_extra_info(self, name: str) -> None:
         return None
 
@@ -59,6 +56,8 @@ class Host:
 
 
 class Owner:
+    pump = None
+
     def connection_free(self, connection: UpstreamConnection) -> None: ...
 
     def connection_gone(self, connection: UpstreamConnection) -> None: ...
