@@ -185,6 +185,7 @@ def restored(lengths: dict[str, Any]) -> dict[str, Any]:
         "break_even_tokens": min(faster, default=None),
         "tbt_change_beside_restores": lengths["beside"]["tbt_change"],
         "tbt_change_while_copying": lengths["beside"]["tbt_change_while_copying"],
+        "tbt_change_by_copying": lengths["beside"]["tbt_change_by_copying"],
         "restore": lengths,
     }
 

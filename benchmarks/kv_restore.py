@@ -5,7 +5,7 @@ import itertools
 import random
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from benchmarks.kv_engine import KvEngine, Shape, counter, kv_engine
 from kvtransfer.config import ConnectorConfig
 
 RESTORES = 4  # beside a request that decodes
+ROUNDS = 4  # of these
 SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this
 
 
@@ -30,6 +31,19 @@ class Window:
 
     begin_s: float
     end_s: float
+
+
+@dataclass
+class Beside:
+    """Gaps between tokens of requests that decode, some touched by other turns."""
+
+    touched: list[float] = field(default_factory=list)
+    before_step: list[float] = field(default_factory=list)  # of the other turn: it arrives, its KV is copied
+    windows: list[Window] = field(default_factory=list)
+
+    def lost_s(self, alone: float) -> float:
+        """Of a request that decodes, for each other turn, until that turn's step."""
+        return sum(gap - alone for gap in self.before_step) / len(self.windows)
 
 
 async def restore_against_recompute(model: Path, plan: RestorePlan) -> dict[str, Any]:
@@ -84,34 +98,44 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
     """Time between tokens of one request: alone, while other turns hit the cache, while they are restored.
 
     The turn beside it computes a token or two in a step that both share, restored or not: a step over its
-    whole context. So what a restore costs is the difference to a turn whose KV is there, and, while the copy
-    goes on and before that step, the difference to nothing beside it.
+    whole context. Before that step its prompt arrives, which any prompt of its length costs, and, if it is
+    restored, its blocks are copied. So there are three figures: the gaps before that step against nothing
+    beside it, the same with the turns whose KV is there, and all gaps of the one against all of the other.
     """
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 250) for _ in range(length)] for _ in range(RESTORES)]
     for number, prompt in enumerate(prompts):
         await engine.ask(prompt, 1, f"beside{number}")
-    await leave_accelerator(engine)
-    alone = await engine.ask([7] * 64, decoded)
-    restored, restores = await decode_beside(engine, prompts, decoded)
-    hit, hits = await decode_beside(engine, prompts, decoded)  # the same again: now they are there
-    tbt_alone = statistics.mean(gaps(alone.arrivals))
-    tbt_restored = mean_inside(restored.arrivals, restores)
-    tbt_hit = mean_inside(hit.arrivals, hits)
-    tbt_copying = mean_inside(restored.arrivals, [before_its_step(w) for w in restores], ending=True)
+    alone: list[float] = []
+    restores, hits = Beside(), Beside()
+    for _ in range(ROUNDS):
+        await leave_accelerator(engine)
+        alone += gaps((await engine.ask([7] * 64, decoded)).arrivals)
+        await decode_beside(engine, prompts, decoded, restores)
+        await decode_beside(engine, prompts, decoded, hits)  # the same again: now they are there
+    tbt_alone = statistics.mean(alone)
+    tbt_copying, tbt_arriving = statistics.mean(restores.before_step), statistics.mean(hits.before_step)
+    lost, lost_to_arrivals = restores.lost_s(tbt_alone), hits.lost_s(tbt_alone)
+    gaps_each = len(restores.before_step) / len(restores.windows)
     return {
         "tokens": length,
+        "turns": len(restores.windows),
         "tbt_alone_s": tbt_alone,
-        "tbt_beside_restores_s": tbt_restored,
-        "tbt_beside_hits_s": tbt_hit,
+        "tbt_beside_restores_s": statistics.mean(restores.touched),
+        "tbt_beside_hits_s": statistics.mean(hits.touched),
         "tbt_while_copying_s": tbt_copying,
-        "restore_s": statistics.median(w.end_s - w.begin_s for w in restores),
-        "tbt_change": tbt_restored / tbt_hit - 1,
+        "tbt_while_hits_arrive_s": tbt_arriving,
+        "restore_s": statistics.median(w.end_s - w.begin_s for w in restores.windows),
+        "hit_s": statistics.median(w.end_s - w.begin_s for w in hits.windows),
+        "lost_a_restore_s": lost,
+        "lost_a_hit_s": lost_to_arrivals,
+        "tbt_change": statistics.mean(restores.touched) / statistics.mean(hits.touched) - 1,
         "tbt_change_while_copying": tbt_copying / tbt_alone - 1,
+        "tbt_change_by_copying": (lost - lost_to_arrivals) / (gaps_each * tbt_alone),
     }
 
 
-async def decode_beside(engine: KvEngine, prompts: list[list[int]], decoded: int) -> tuple[Any, list[Window]]:
+async def decode_beside(engine: KvEngine, prompts: list[list[int]], decoded: int, found: Beside) -> None:
     clock = asyncio.get_running_loop().time
     began = clock()
     decoding = asyncio.create_task(engine.ask([8] * 64, decoded))
@@ -122,20 +146,21 @@ async def decode_beside(engine: KvEngine, prompts: list[list[int]], decoded: int
         await engine.ask(prompt, 1, f"beside{number}")
         windows.append(Window(at, clock() - began))
         await asyncio.sleep(0.03)
-    answer = await decoding
-    complete = [window for window in windows if window.end_s < answer.arrivals[-1]]
+    arrivals = (await decoding).arrivals
+    complete = [window for window in windows if window.end_s < arrivals[-1]]
     assert complete, "the request beside them ended too early"
-    return answer, complete
+    found.windows += complete
+    found.touched += inside(arrivals, complete)
+    found.before_step += inside(arrivals, [before_its_step(w) for w in complete], ending=True)
 
 
-def mean_inside(arrivals: list[float], windows: list[Window], ending: bool = False) -> float:
-    """Of the gaps between tokens that overlap a window, or end in it."""
-    inside = [
+def inside(arrivals: list[float], windows: list[Window], ending: bool = False) -> list[float]:
+    """The gaps between tokens that overlap a window, or end in it."""
+    return [
         after - before
         for before, after in itertools.pairwise(arrivals)
         if any((after if ending else before) < w.end_s and after > w.begin_s for w in windows)
     ]
-    return statistics.mean(inside)
 
 
 def before_its_step(window: Window) -> Window:

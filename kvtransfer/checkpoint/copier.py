@@ -1,19 +1,28 @@
 """The thread that copies blocks in the background. Loads go before stores: a turn waits for them.
 
+While the model computes on the same cores, it rests after each piece: requests that decode lose little, and
+a turn that waits still has its KV long before it could be computed. Otherwise it does not rest.
+
 Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
 a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
 """
 
 import logging
+import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 
-from kvtransfer.checkpoint.movers import BOUNCE_BLOCKS, Mover
-from kvtransfer.checkpoint.orders import CheckpointReport, Copy, Load
+from kvtransfer.checkpoint.movers import Mover
+from kvtransfer.checkpoint.orders import CheckpointOrder, CheckpointReport, Copy, Load
+from kvtransfer.checkpoint.pace import Pace
 from kvtransfer.checkpoint.slots import HostSlots
 from kvtransfer.parts import LoadsEnded
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
+
+SHARE_BESIDE_STEPS = 0.05  # of a core
+NICE = 10
 
 
 class Copier:
@@ -23,18 +32,23 @@ class Copier:
         self._loads: deque[Load] = deque()
         self._stores: deque[list[Copy]] = deque()
         self._work = threading.Condition()
+        self._pace = Pace(SHARE_BESIDE_STEPS)
+        self._beside_steps = False
         self._closed = False
         self._report = CheckpointReport()
         self._ended = LoadsEnded()
         threading.Thread(target=self._run, name="kv-copier", daemon=True).start()
 
-    def submit(self, stores: list[Copy], loads: list[Load]) -> None:
+    def submit(self, order: CheckpointOrder) -> None:
         with self._work:
-            self._loads.extend(loads)
-            self._stores.extend(
-                stores[at : at + BOUNCE_BLOCKS] for at in range(0, len(stores), BOUNCE_BLOCKS)
-            )
+            self._loads.extend(order.loads)
+            self._stores.extend(self._pieces(order.stores))
+            self._beside_steps = order.beside_step and self._mover.takes_cores
             self._work.notify()
+
+    def _pieces(self, copies: list[Copy]) -> Iterator[list[Copy]]:
+        size = len(self._mover.bounce)
+        return (copies[at : at + size] for at in range(0, len(copies), size))
 
     def take_report(self) -> CheckpointReport:
         with self._work:
@@ -52,9 +66,13 @@ class Copier:
             self._work.notify()
 
     def _run(self) -> None:
+        if self._mover.takes_cores:
+            _come_after_the_model()
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._loads or self._stores or self._closed)
+            self._rest()
+            with self._work:
                 if self._closed:
                     return
                 load = self._loads.popleft() if self._loads else None
@@ -64,13 +82,19 @@ class Copier:
             else:
                 self._store(copies)
 
+    def _rest(self) -> None:
+        with self._work:
+            self._work.wait_for(lambda: self._closed or not self._beside_steps, max(0.0, self._pace.left_s()))
+
     def _store(self, copies: list[Copy]) -> None:
         failed: list[Copy] = []
+        self._pace.begin()
         try:
             self._memory.put(copies, self._mover.from_device([copy.block for copy in copies]))
         except Exception:
             logger.exception("%d blocks could not be copied to the host", len(copies))
             failed = copies
+        self._pace.end()
         with self._work:
             self._report.stored.update(copy.slot for copy in copies)
             self._report.failed.update(copy.slot for copy in failed)
@@ -78,12 +102,13 @@ class Copier:
     def _load(self, load: Load) -> None:
         failed: list[Copy] = []
         corrupt: list[Copy] = []
-        for at in range(0, len(load.copies), BOUNCE_BLOCKS):
-            copies = load.copies[at : at + BOUNCE_BLOCKS]
+        for copies in self._pieces(load.copies):
+            self._rest()
+            self._pace.begin()
             try:
-                good, pieces = self._memory.take(copies)
+                good = self._memory.take(copies, self._mover.bounce)
                 if good:
-                    self._mover.to_device(pieces, [copy.block for copy in good])
+                    self._mover.to_device([copy.block for copy in good])
             except Exception:
                 logger.exception(
                     "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)
@@ -91,6 +116,7 @@ class Copier:
                 failed += copies
             else:
                 corrupt += set(copies).difference(good)
+            self._pace.end()
         if corrupt:
             logger.error(
                 "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)
@@ -100,3 +126,10 @@ class Copier:
             self._ended.failed_blocks.update(copy.block for copy in failed + corrupt)
             self._report.failed.update(copy.slot for copy in failed)
             self._report.corrupt.update(copy.slot for copy in corrupt)
+
+
+def _come_after_the_model() -> None:
+    """This thread gets a core when one is left, a small share when none is, and never interrupts another."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, NICE)
+    os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

@@ -1,72 +1,115 @@
-"""How the bytes of blocks leave the accelerator, and return to it."""
+"""How the bytes of blocks leave the accelerator, and return to it.
 
-from collections.abc import Sequence
+A *piece* is some blocks in host memory: a row a block, in it its bytes of each layer, one after the other.
+The copier's thread shares Python's lock with the model's: it makes few calls for many bytes, which let go of
+the lock meanwhile. NumPy's do, and they start no threads, as torch's do.
+"""
+
+import itertools
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-BOUNCE_BLOCKS = 64
+Piece = npt.NDArray[np.uint8]
+
+HOST_PIECE_BYTES = 4 << 20  # stays in the caches between its two copies
+CUDA_PIECE_BYTES = 32 << 20  # a millisecond on the bus, so that starting one is little beside it
 
 
 class Mover(Protocol):
-    """Called from the copier's thread only. A *piece* is a copy of blocks of one layer, in host memory."""
+    """Called from the copier's thread only."""
 
-    def from_device(self, blocks: list[int]) -> list[torch.Tensor]:
-        """Pieces by layer; good until the next call."""
+    bounce: Piece  # as many blocks as are moved at once
+    takes_cores: bool  # what moves bytes is what the model computes with
 
-    def to_device(self, pieces: Sequence[torch.Tensor], blocks: list[int]) -> None:
-        """Returns when the bytes are there."""
+    def from_device(self, blocks: list[int]) -> Piece:
+        """In the first rows of `bounce`: good until the next call."""
+
+    def to_device(self, blocks: list[int]) -> None:
+        """From the first rows of `bounce`. Returns when the bytes are there."""
 
 
 class HostMover:
     """KV in host memory already (CPU build)."""
 
+    takes_cores = True
+
     def __init__(self, device: list[torch.Tensor]) -> None:
-        self._device = device
+        self._layers = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
+        self._places = places(device)
+        self.bounce = np.empty(bounce_shape(device, HOST_PIECE_BYTES), dtype=np.uint8)
 
-    def from_device(self, blocks: list[int]) -> list[torch.Tensor]:
-        source = torch.tensor(blocks)
-        return [layer.index_select(0, source) for layer in self._device]
+    def from_device(self, blocks: list[int]) -> Piece:
+        piece: Piece = self.bounce[: len(blocks)]
+        for layer, place in zip(self._layers, self._places, strict=True):
+            piece[:, place] = layer[blocks]
+        return piece
 
-    def to_device(self, pieces: Sequence[torch.Tensor], blocks: list[int]) -> None:
-        target = torch.tensor(blocks)
-        for layer, piece in zip(self._device, pieces, strict=True):
-            layer.index_copy_(0, target, piece)
+    def to_device(self, blocks: list[int]) -> None:
+        piece = self.bounce[: len(blocks)]
+        target = np.array(blocks)
+        for layer, place in zip(self._layers, self._places, strict=True):
+            layer[target] = piece[:, place]
 
 
 class CudaMover:
-    """A side stream gathers blocks on the device and copies them to pinned memory in one piece a layer.
+    """A side stream gathers blocks on the device and copies them to pinned memory in one piece.
 
     Written against the V1 runner. What only a GPU can show: that the copies overlap the model's kernels, and
     the time a gather takes. Order: the blocks of a store were confirmed by a step whose results are back, and
     those of a load belong to a request that does not run yet, so neither races the compute stream.
     """
 
+    takes_cores = False
+
     def __init__(self, device: list[torch.Tensor]) -> None:
         self._device = device
         self._stream = torch.cuda.Stream()
-        self._bounce = [
-            torch.empty((BOUNCE_BLOCKS, *layer.shape[1:]), dtype=layer.dtype, pin_memory=True)
-            for layer in device
-        ]
+        shape = bounce_shape(device, CUDA_PIECE_BYTES)
+        self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        self._gathered = torch.empty(shape, dtype=torch.uint8, device=device[0].device)
+        self._places = places(device)
+        self.bounce: Piece = self._pinned.numpy()
 
-    def from_device(self, blocks: list[int]) -> list[torch.Tensor]:
-        pieces = [bounce[: len(blocks)] for bounce in self._bounce]
+    def from_device(self, blocks: list[int]) -> Piece:
+        gathered = self._gathered[: len(blocks)]
         with torch.cuda.stream(self._stream):
-            for layer, piece in zip(self._device, pieces, strict=True):
-                source = torch.tensor(blocks, device=layer.device)
-                piece.copy_(layer.index_select(0, source), non_blocking=True)
+            source = torch.tensor(blocks, device=gathered.device)
+            for layer, place in zip(self._device, self._places, strict=True):
+                _as_blocks(gathered[:, place], layer).copy_(layer.index_select(0, source))
+            self._pinned[: len(blocks)].copy_(gathered, non_blocking=True)
         self._stream.synchronize()
-        return pieces
+        return self.bounce[: len(blocks)]
 
-    def to_device(self, pieces: Sequence[torch.Tensor], blocks: list[int]) -> None:
+    def to_device(self, blocks: list[int]) -> None:
+        gathered = self._gathered[: len(blocks)]
         with torch.cuda.stream(self._stream):
-            for layer, bounce, piece in zip(self._device, self._bounce, pieces, strict=True):
-                pinned = bounce[: len(blocks)]
-                pinned.copy_(piece)
-                target = torch.tensor(blocks, device=layer.device)
-                layer.index_copy_(0, target, pinned.to(layer.device, non_blocking=True))
+            gathered.copy_(self._pinned[: len(blocks)], non_blocking=True)
+            target = torch.tensor(blocks, device=gathered.device)
+            for layer, place in zip(self._device, self._places, strict=True):
+                layer.index_copy_(0, target, _as_blocks(gathered[:, place], layer))
         self._stream.synchronize()
+
+
+def _as_blocks(rows: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+    return rows.view(layer.dtype).view(-1, *layer.shape[1:])
+
+
+def places(device: list[torch.Tensor]) -> list[slice]:
+    """Of each layer in a row."""
+    ends = list(itertools.accumulate(layer[0].nbytes for layer in device))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def bounce_shape(device: list[torch.Tensor], nbytes: int) -> tuple[int, int]:
+    block = block_bytes(device)
+    return max(1, nbytes // block), block
+
+
+def block_bytes(device: list[torch.Tensor]) -> int:
+    return sum(layer[0].nbytes for layer in device)
 
 
 def mover_for(device: list[torch.Tensor]) -> Mover:

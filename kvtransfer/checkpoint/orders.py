@@ -25,6 +25,7 @@ class Load:
 class CheckpointOrder:
     stores: list[Copy] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    beside_step: bool = False  # the model computes meanwhile
 
     def __bool__(self) -> bool:
         return bool(self.stores or self.loads)

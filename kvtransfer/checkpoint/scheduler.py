@@ -83,7 +83,8 @@ class CheckpointScheduler(SchedulerHalf):
                 if owned and request_id not in admitted:
                     self._store(*owned, None)
         order, self._next = self._next, CheckpointOrder()
-        return order or None
+        order.beside_step = bool(scheduler_output.num_scheduled_tokens)
+        return order if order or self._loading or self._copying else None
 
     def on_finished(self, request: Any, block_ids: list[int]) -> None:
         owned = self._owned.pop(request.request_id, None)

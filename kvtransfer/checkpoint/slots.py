@@ -1,10 +1,9 @@
-"""Host memory for blocks: one row a slot and layer, with what must be in it."""
+"""Host memory for blocks: one row a slot, with what must be in it."""
 
-from collections.abc import Sequence
-
-import torch
+import numpy as np
 import xxhash
 
+from kvtransfer.checkpoint.movers import Piece
 from kvtransfer.checkpoint.orders import Copy
 
 
@@ -15,43 +14,33 @@ class HostSlots:
     goes back: whenever a row changes in between, it is found.
     """
 
-    def __init__(self, device: list[torch.Tensor], slots: int) -> None:
-        self.rows = [torch.empty((slots, *layer.shape[1:]), dtype=layer.dtype) for layer in device]
+    def __init__(self, slots: int, block_bytes: int) -> None:
+        self.rows: Piece = np.empty((slots, block_bytes), dtype=np.uint8)
         self._contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
 
-    def put(self, copies: list[Copy], pieces: Sequence[torch.Tensor]) -> None:
-        digests = _digests(pieces)
-        target = torch.tensor([copy.slot for copy in copies])
-        for row, piece in zip(self.rows, pieces, strict=True):
-            row.index_copy_(0, target, piece)
+    def put(self, copies: list[Copy], piece: Piece) -> None:
+        digests = _digests(piece)
+        self.rows[[copy.slot for copy in copies]] = piece
         for copy, digest in zip(copies, digests, strict=True):
             self._contents[copy.slot] = copy.generation, digest
 
-    def take(self, copies: list[Copy]) -> tuple[list[Copy], list[torch.Tensor]]:
-        """Those whose slots hold what they should, and their bytes by layer."""
+    def take(self, copies: list[Copy], bounce: Piece) -> list[Copy]:
+        """Those whose slots hold what they should; the first rows of `bounce` get their bytes."""
         known = [c for c in copies if self._contents.get(c.slot, (None, 0))[0] == c.generation]
-        pieces = self._gather([copy.slot for copy in known])
-        digests = _digests(pieces)
+        if not known:
+            return []
+        piece = self._gather(known, bounce)
+        digests = _digests(piece)
         good = [n for n, copy in enumerate(known) if self._contents[copy.slot][1] == digests[n]]
         if len(good) < len(known):
-            pieces = [piece.index_select(0, torch.tensor(good, dtype=torch.long)) for piece in pieces]
-        return [known[n] for n in good], pieces
+            piece[: len(good)] = piece[good]
+        return [known[n] for n in good]
 
-    def _gather(self, slots: list[int]) -> list[torch.Tensor]:
-        source = torch.tensor(slots, dtype=torch.long)
-        return [row.index_select(0, source) for row in self.rows]
+    def _gather(self, copies: list[Copy], bounce: Piece) -> Piece:
+        slots = [copy.slot for copy in copies]
+        return np.take(self.rows, slots, axis=0, out=bounce[: len(slots)], mode="clip")
 
 
-def _digests(pieces: Sequence[torch.Tensor]) -> list[int]:
-    """One for each block, over all layers."""
-    count = len(pieces[0])
-    if not count:
-        return []
-    layers = [piece.view(count, -1).view(torch.uint8).numpy() for piece in pieces]
-    digests = []
-    for block in range(count):
-        digest = xxhash.xxh3_64()
-        for layer in layers:
-            digest.update(layer[block].data)
-        digests.append(digest.intdigest())
-    return digests
+def _digests(piece: Piece) -> list[int]:
+    """One for each block."""
+    return [xxhash.xxh3_64_intdigest(block.data) for block in piece]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtransfer.checkpoint.copier import Copier
-from kvtransfer.checkpoint.movers import mover_for
+from kvtransfer.checkpoint.movers import block_bytes, mover_for
 from kvtransfer.checkpoint.orders import CheckpointOrder, CheckpointReport
 from kvtransfer.checkpoint.slots import HostSlots
 from kvtransfer.parts import EngineContext, LoadsEnded, WorkerHalf
@@ -20,11 +20,11 @@ class CheckpointWorker(WorkerHalf):
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         device = [by_block_first(tensor, self._blocks) for tensor in kv_caches.values()]
-        self._copier = Copier(HostSlots(device, self._slots), mover_for(device))
+        self._copier = Copier(HostSlots(self._slots, block_bytes(device)), mover_for(device))
 
     def before_step(self, order: CheckpointOrder | None) -> None:
         if order is not None:
-            self._copier.submit(order.stores, order.loads)
+            self._copier.submit(order)
 
     def loads_ended(self) -> LoadsEnded:
         return self._copier.take_ended()

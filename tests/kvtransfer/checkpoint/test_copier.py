@@ -1,15 +1,17 @@
 """Blocks come back from the host as they went, or not at all."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make install")
 
 from kvtransfer.checkpoint.copier import Copier  # noqa: E402
-from kvtransfer.checkpoint.movers import HostMover  # noqa: E402
-from kvtransfer.checkpoint.orders import Copy, Load  # noqa: E402
+from kvtransfer.checkpoint.movers import HostMover, Piece, block_bytes  # noqa: E402
+from kvtransfer.checkpoint.orders import CheckpointOrder, Copy, Load  # noqa: E402
 from kvtransfer.checkpoint.slots import HostSlots  # noqa: E402
 from kvtransfer.parts import LoadsEnded  # noqa: E402
 
@@ -21,21 +23,21 @@ class Host:
         torch.manual_seed(0)
         self.kv = {f"layer{n}": torch.randn(BLOCKS, 2, 4, 8) for n in range(3)}
         self.device = list(self.kv.values())
-        self.memory = HostSlots(self.device, SLOTS)
+        self.memory = HostSlots(SLOTS, block_bytes(self.device))
         self.copier = Copier(self.memory, HostMover(self.device))
 
     def block(self, number: int) -> list[object]:
         return [tensor[number].clone() for tensor in self.kv.values()]
 
     def store(self, *copies: Copy) -> None:
-        self.copier.submit(list(copies), [])
+        self.copier.submit(CheckpointOrder(stores=list(copies)))
         stored: set[int] = set()
         while not {copy.slot for copy in copies} <= stored:
             stored |= set(self.copier.take_report().stored)
             time.sleep(0.001)
 
     def load(self, *copies: Copy) -> LoadsEnded:
-        self.copier.submit([], [Load("r", list(copies))])
+        self.copier.submit(CheckpointOrder(loads=[Load("r", list(copies))]))
         limit = time.monotonic() + 5
         while time.monotonic() < limit:
             if (ended := self.copier.take_ended()).requests:
@@ -66,7 +68,7 @@ def test_a_block_returns_as_it_was_to_another_place(host: Host) -> None:
 
 def test_a_byte_flipped_on_the_host_is_found_and_not_copied(host: Host) -> None:
     host.store(Copy(1, slot=0, generation=1), Copy(2, slot=1, generation=2))
-    host.memory.rows[2][1].view(-1).view(torch.uint8)[17] ^= 1
+    host.memory.rows[1][700] ^= 1
     untouched = host.block(7)
     ended = host.load(Copy(6, slot=0, generation=1), Copy(7, slot=1, generation=2))
     assert ended.requests == {"r"} and ended.failed_blocks == {7}
@@ -75,23 +77,23 @@ def test_a_byte_flipped_on_the_host_is_found_and_not_copied(host: Host) -> None:
 
 
 def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
-    rows = host.memory.rows[1]
+    rows = host.memory.rows
 
-    class FlippedOnArrival(type(rows)):  # type: ignore[misc]
-        def index_copy_(self, *copy: object) -> None:
-            rows.index_copy_(*copy)
-            rows[3].view(-1).view(torch.uint8)[5] ^= 1
+    class FlippedOnArrival(np.ndarray):  # type: ignore[type-arg]
+        def __setitem__(self, *copy: Any) -> None:
+            rows.__setitem__(*copy)
+            rows[3][300] ^= 1
 
-    host.memory.rows[1] = rows.as_subclass(FlippedOnArrival)
+    host.memory.rows = rows.view(FlippedOnArrival)
     host.store(Copy(2, slot=3, generation=1))
     assert host.load(Copy(7, slot=3, generation=1)).failed_blocks == {7}
 
 
 def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> None:
     class FlippedBeforeCopy(HostMover):
-        def to_device(self, pieces: Sequence[torch.Tensor], blocks: list[int]) -> None:
-            host.memory.rows[1][3].view(-1).view(torch.uint8)[5] ^= 1
-            super().to_device(pieces, blocks)
+        def to_device(self, blocks: list[int]) -> None:
+            host.memory.rows[3][300] ^= 1
+            super().to_device(blocks)
 
     host.store(Copy(2, slot=3, generation=1))
     host.copier.close()
@@ -102,10 +104,10 @@ def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> Non
 
 def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
     class Failing(HostMover):
-        def from_device(self, blocks: list[int]) -> list[torch.Tensor]:
+        def from_device(self, blocks: list[int]) -> Piece:
             raise IndexError(blocks)
 
-        def to_device(self, pieces: Sequence[torch.Tensor], blocks: list[int]) -> None:
+        def to_device(self, blocks: list[int]) -> None:
             raise MemoryError
 
     host.store(Copy(1, slot=0, generation=1))
@@ -132,19 +134,77 @@ def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> No
     done: list[str] = []
 
     class RecordingMover(HostMover):
-        def from_device(self, blocks: list[int]) -> list[torch.Tensor]:
+        def from_device(self, blocks: list[int]) -> Piece:
             done.append("store")
             return super().from_device(blocks)
 
-        def to_device(self, pieces: Sequence[torch.Tensor], blocks: list[int]) -> None:
+        def to_device(self, blocks: list[int]) -> None:
             done.append("load")
 
     host.store(Copy(1, slot=0, generation=1))
     host.copier.close()
-    host.copier = Copier(host.memory, RecordingMover(host.device))
+    mover = RecordingMover(host.device)
+    mover.bounce = mover.bounce[:64]
+    host.copier = Copier(host.memory, mover)
     many = [Copy(n % BLOCKS, slot=1 + n % 6, generation=n) for n in range(200)]
-    host.copier.submit(many, [Load("r", [Copy(6, slot=0, generation=1)])])
+    host.copier.submit(CheckpointOrder(many, [Load("r", [Copy(6, slot=0, generation=1)])]))
     limit = time.monotonic() + 5
     while len(done) < 5 and time.monotonic() < limit:
         time.sleep(0.001)
     assert done == ["load", "store", "store", "store", "store"]
+
+
+def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
+    """Two blocks are on the host; the rest between pieces is longer than any test. Returns what is moved."""
+    moved: list[list[int]] = []
+
+    class OneBlockAtOnce(HostMover):
+        def to_device(self, blocks: list[int]) -> None:
+            moved.append(blocks)
+            super().to_device(blocks)
+
+    host.store(Copy(1, slot=0, generation=1), Copy(2, slot=1, generation=1))
+    host.copier.close()
+    mover = OneBlockAtOnce(host.device)
+    mover.bounce, mover.takes_cores = mover.bounce[:1], takes_cores
+    host.copier = Copier(host.memory, mover)
+    return moved
+
+
+def load_beside_a_step(host: Host) -> None:
+    load = Load("r", [Copy(6, slot=0, generation=1), Copy(7, slot=1, generation=1)])
+    host.copier.submit(CheckpointOrder(loads=[load], beside_step=True))
+
+
+def ends(host: Host, seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if host.copier.take_ended().requests:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+@pytest.fixture
+def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.checkpoint.copier.SHARE_BESIDE_STEPS", 1e-9)
+
+
+def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(host: Host, hours_of_rest: None) -> None:
+    moved = in_two_pieces(host, takes_cores=True)
+    load_beside_a_step(host)
+    assert not ends(host, 0.2) and moved in ([], [[6]])
+
+
+def test_the_rest_ends_with_the_steps(host: Host, hours_of_rest: None) -> None:
+    moved = in_two_pieces(host, takes_cores=True)
+    load_beside_a_step(host)
+    assert not ends(host, 0.2)
+    host.copier.submit(CheckpointOrder(beside_step=False))
+    assert ends(host, 5) and moved == [[6], [7]]
+
+
+def test_a_mover_that_takes_no_cores_does_not_rest(host: Host, hours_of_rest: None) -> None:
+    in_two_pieces(host, takes_cores=False)
+    load_beside_a_step(host)
+    assert ends(host, 5)

@@ -194,3 +194,14 @@ def test_a_full_host_is_counted_and_stores_what_fits() -> None:
     assert engine.step(request, computed=128) == [10, 11, 12]
     counts: dict[str, Any] = dict(engine.half.take_counts())
     assert counts["host_full"] == 1
+
+
+def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:
+    engine = Engine()
+    request = engine.arrive(Request("r", hashes(8)))
+    engine.step(request, computed=16)
+    running, empty = engine.half.order(scheduled("r")), engine.half.order(scheduled())
+    assert running is not None and running.beside_step and not running.stores
+    assert empty is not None and not empty.beside_step
+    engine.copied(*engine.half._copying)
+    assert engine.half.order(scheduled("r")) is None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from kvtransfer.checkpoint.slots import HostSlots
 from kvtransfer.parts import EngineContext, Part, SchedulerHalf, WorkerHalf
@@ -30,7 +30,7 @@ class SabotageWorker(WorkerHalf):
     def before_step(self, order: Any | None) -> None:
         if self._request.exists() and self._memory is not None:
             for slot in self._memory._contents:
-                self._memory.rows[0][slot].view(-1).view(torch.uint8)[11] ^= 1
+                self._memory.rows[slot][11] ^= 1
             self._request.unlink()
 
 
@@ -77,9 +77,10 @@ class BlindWorker(WorkerHalf):
         (self._memory,) = [thing for thing in gc.get_objects() if isinstance(thing, HostSlots)]
         self._memory.take = self._take_unchecked  # type: ignore[method-assign]
 
-    def _take_unchecked(self, copies: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-        pieces = self._memory._gather([copy.slot for copy in copies])
-        return copies, [piece.roll(1, dims=1) for piece in pieces]
+    def _take_unchecked(self, copies: list[Any], bounce: Any) -> list[Any]:
+        piece = self._memory._gather(copies, bounce)
+        piece[:] = np.roll(piece, 4, axis=1)
+        return copies
 
 
 class BlindPart(Part):

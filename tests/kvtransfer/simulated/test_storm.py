@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-import torch
 
 from kvtransfer.checkpoint.copier import Copier
 from kvtransfer.config import ConnectorConfig
@@ -144,7 +143,7 @@ class Storm:
         memory = copier_of(self.decoder)._memory
         if memory._contents:
             slot = self.rng.choice(sorted(memory._contents))
-            row = memory.rows[1][slot].view(-1).view(torch.uint8)
+            row = memory.rows[slot]
             row[self.rng.randrange(len(row))] ^= 1
 
     def reset(self) -> None:

@@ -1,0 +1,32 @@
+"""A rest is in proportion to processor time, not to time that passes."""
+
+import time
+
+from kvtransfer.checkpoint.pace import Pace
+
+
+def test_computing_is_followed_by_a_rest() -> None:
+    pace = Pace(1e-4)
+    pace.begin()
+    began = time.thread_time()
+    while time.thread_time() < began + 0.01:
+        pass
+    pace.end()
+    assert 50 < pace.left_s() < 1000  # 100 s, less what a busy machine takes meanwhile
+
+
+def test_waiting_is_not() -> None:
+    pace = Pace(0.1)
+    pace.begin()
+    time.sleep(0.5)
+    pace.end()
+    assert pace.left_s() < 1
+
+
+def test_the_whole_core_needs_no_rest() -> None:
+    pace = Pace(1.0)
+    assert pace.left_s() <= 0
+    pace.begin()
+    sum(range(10_000))
+    pace.end()
+    assert pace.left_s() <= 0
