@@ -43,12 +43,12 @@ class Plan:
 
 FULL = Plan(
     LoadShape(),
-    RestorePlan((1024, 2048, 4096, 8192, 16384, 32000), beside=8192, decoded=250, host_kv_gib=HOST_KV_GIB),
+    RestorePlan((1024, 2048, 4096, 8192, 16384, 32000), beside=8192, decoded=400, host_kv_gib=HOST_KV_GIB),
     offline=True,
 )
 QUICK = Plan(
     LoadShape(conversations=12, lengths=1 / 64, turns=3, context=1500, arrivals_s=2.0, longest_wait_s=0.5),
-    RestorePlan((1024, 8192), beside=8192, decoded=200, host_kv_gib=HOST_KV_GIB),
+    RestorePlan((1024, 8192), beside=8192, decoded=400, host_kv_gib=HOST_KV_GIB),
     offline=False,
 )
 
@@ -183,9 +183,9 @@ def restored(lengths: dict[str, Any]) -> dict[str, Any]:
     return {
         "restore_vs_recompute_8k": next(r["restore_vs_recompute"] for r in rows if r["tokens"] == 8192),
         "break_even_tokens": min(faster, default=None),
-        "tbt_change_beside_restores": lengths["beside"]["tbt_change"],
         "tbt_change_while_copying": lengths["beside"]["tbt_change_while_copying"],
         "tbt_change_by_copying": lengths["beside"]["tbt_change_by_copying"],
+        "tbt_change_while_hits_arrive": lengths["beside"]["tbt_change_while_hits_arrive"],
         "restore": lengths,
     }
 

@@ -41,14 +41,15 @@ class Beside:
     before_step: list[float] = field(default_factory=list)  # of the other turn: it arrives, its KV is copied
     windows: list[Window] = field(default_factory=list)
 
-    def lost_s(self, alone: float) -> float:
-        """Of a request that decodes, for each other turn, until that turn's step."""
-        return sum(gap - alone for gap in self.before_step) / len(self.windows)
+    def lost_s(self, some: list[float], alone: float) -> float:
+        """By a request that decodes, for each other turn."""
+        return sum(gap - alone for gap in some) / len(self.windows)
 
 
 async def restore_against_recompute(model: Path, plan: RestorePlan) -> dict[str, Any]:
     longest = max(plan.lengths)
-    shape = Shape(model, blocks=(longest + plan.beside) // Shape.block_tokens + 300, context=longest + 512)
+    tokens = max(longest, RESTORES * plan.beside)  # all that are hit again must be there at once
+    shape = Shape(model, blocks=tokens // Shape.block_tokens + 300, context=longest + 512)
     with tempfile.TemporaryDirectory() as folder:
         config = ConnectorConfig(transfer=False, host_kv_gib=plan.host_kv_gib, feed=f"{folder}/engine.sock")
         async with kv_engine(shape, config) as engine:
@@ -99,8 +100,8 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
 
     The turn beside it computes a token or two in a step that both share, restored or not: a step over its
     whole context. Before that step its prompt arrives, which any prompt of its length costs, and, if it is
-    restored, its blocks are copied. So there are three figures: the gaps before that step against nothing
-    beside it, the same with the turns whose KV is there, and all gaps of the one against all of the other.
+    restored, its blocks are copied. So the gaps before that step are measured against nothing beside it, and
+    what a turn takes from the other in all against what a turn takes whose KV is there.
     """
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 250) for _ in range(length)] for _ in range(RESTORES)]
@@ -112,26 +113,27 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
         await leave_accelerator(engine)
         alone += gaps((await engine.ask([7] * 64, decoded)).arrivals)
         await decode_beside(engine, prompts, decoded, restores)
+        before = await restored_blocks(engine)
         await decode_beside(engine, prompts, decoded, hits)  # the same again: now they are there
+        assert await restored_blocks(engine) == before, "what should be hit was restored"
     tbt_alone = statistics.mean(alone)
     tbt_copying, tbt_arriving = statistics.mean(restores.before_step), statistics.mean(hits.before_step)
-    lost, lost_to_arrivals = restores.lost_s(tbt_alone), hits.lost_s(tbt_alone)
+    lost_to_copy = restores.lost_s(restores.before_step, tbt_alone) - hits.lost_s(hits.before_step, tbt_alone)
     gaps_each = len(restores.before_step) / len(restores.windows)
     return {
         "tokens": length,
         "turns": len(restores.windows),
         "tbt_alone_s": tbt_alone,
-        "tbt_beside_restores_s": statistics.mean(restores.touched),
-        "tbt_beside_hits_s": statistics.mean(hits.touched),
         "tbt_while_copying_s": tbt_copying,
         "tbt_while_hits_arrive_s": tbt_arriving,
         "restore_s": statistics.median(w.end_s - w.begin_s for w in restores.windows),
         "hit_s": statistics.median(w.end_s - w.begin_s for w in hits.windows),
-        "lost_a_restore_s": lost,
-        "lost_a_hit_s": lost_to_arrivals,
-        "tbt_change": statistics.mean(restores.touched) / statistics.mean(hits.touched) - 1,
+        "lost_a_restore_s": restores.lost_s(restores.touched, tbt_alone),
+        "lost_a_hit_s": hits.lost_s(hits.touched, tbt_alone),
+        "lost_to_copy_s": lost_to_copy,
         "tbt_change_while_copying": tbt_copying / tbt_alone - 1,
-        "tbt_change_by_copying": (lost - lost_to_arrivals) / (gaps_each * tbt_alone),
+        "tbt_change_while_hits_arrive": tbt_arriving / tbt_alone - 1,
+        "tbt_change_by_copying": lost_to_copy / (gaps_each * tbt_alone),
     }
 
 

@@ -5,7 +5,7 @@ only moved, by public methods of vLLM's block pool, towards the young end of its
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -88,6 +88,8 @@ class KeepScheduler(SchedulerHalf):
         free = self._pool.get_num_free_blocks()
         if free - len(kept) >= self._window:
             return
+        if not in_danger(self._free_queue(), self._rank_of, self._window, above=Rank.PARKED):
+            return  # most steps on a full accelerator: the count below is a pass over all that is kept
         kept_free = sum(1 for block in map(self._block_of, kept) if block is not None and block.ref_cnt == 0)
         self._residence.relieve(self._window - (free - kept_free))
 
@@ -96,14 +98,16 @@ class KeepScheduler(SchedulerHalf):
         changed = self._residence.conversations.changed
         if changed == self._ordered_at:
             return
-        queue = self._pool.free_block_queue.iter_blocks_after(None)
-        if not in_danger(queue, self._rank_of, self._window):
+        if not in_danger(self._free_queue(), self._rank_of, self._window):
             return
         order = young_end(self._residence.conversations, self._block_of)
         self._pool.touch(order)
         self._pool.free_blocks(order)
         self._ordered_at = changed
         self._residence.counts["reordered_blocks"] += len(order)
+
+    def _free_queue(self) -> Iterator[Any]:
+        return iter(self._pool.free_block_queue.iter_blocks_after(None))
 
     def _rank_of(self, block: Any) -> Rank:
         if block.block_hash is None:

@@ -27,6 +27,7 @@ class CheckpointScheduler(SchedulerHalf):
         self._manager: Any = None
         self._pool: Any = None
         self._next = CheckpointOrder()
+        self._told_beside_step = False  # what the copier was told last
         self._owned: dict[str, tuple[Any, Conversation]] = {}  # by request
         self._looked_at: dict[str, int] = {}  # request -> blocks of its chain that are taken care of
         self._copying: dict[int, Any] = {}  # slot -> block with a reference of ours, until it is copied
@@ -84,7 +85,13 @@ class CheckpointScheduler(SchedulerHalf):
                     self._store(*owned, None)
         order, self._next = self._next, CheckpointOrder()
         order.beside_step = bool(scheduler_output.num_scheduled_tokens)
-        return order if order or self._loading or self._copying else None
+        if not order and (order.beside_step == self._told_beside_step or not self._copies_go_on()):
+            return None
+        self._told_beside_step = order.beside_step
+        return order
+
+    def _copies_go_on(self) -> bool:
+        return bool(self._loading or self._copying)
 
     def on_finished(self, request: Any, block_ids: list[int]) -> None:
         owned = self._owned.pop(request.request_id, None)

@@ -23,9 +23,11 @@ class FreeBlock(Protocol):
 B = TypeVar("B", bound=FreeBlock)
 
 
-def in_danger(queue: Iterable[B], rank_of: Callable[[B], Rank], window: int) -> bool:
-    """Whether one of the next `window` blocks to be taken is somebody's."""
-    return any(rank_of(block) is not Rank.NOTHING for block in islice(queue, window))
+def in_danger(
+    queue: Iterable[B], rank_of: Callable[[B], Rank], window: int, above: Rank = Rank.NOTHING
+) -> bool:
+    """Whether one of the next `window` blocks to be taken is somebody's, of a rank above this."""
+    return any(rank_of(block) > above for block in islice(queue, window))
 
 
 def young_end(conversations: Iterable[Conversation], block_of: Callable[[bytes], B | None]) -> list[B]:

@@ -70,7 +70,7 @@ def test_a_byte_flipped_on_the_host_is_found_and_not_copied(host: Host) -> None:
     host.store(Copy(1, slot=0, generation=1), Copy(2, slot=1, generation=2))
     host.memory.rows[1][700] ^= 1
     untouched = host.block(7)
-    ended = host.load(Copy(6, slot=0, generation=1), Copy(7, slot=1, generation=2))
+    ended = host.load(Copy(7, slot=1, generation=2), Copy(6, slot=0, generation=1))
     assert ended.requests == {"r"} and ended.failed_blocks == {7}
     assert host.copier.take_report().corrupt == {1}
     assert same(host.block(7), untouched) and same(host.block(6), host.block(1))

@@ -199,9 +199,9 @@ def test_a_full_host_is_counted_and_stores_what_fits() -> None:
 def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:
     engine = Engine()
     request = engine.arrive(Request("r", hashes(8)))
-    engine.step(request, computed=16)
-    running, empty = engine.half.order(scheduled("r")), engine.half.order(scheduled())
-    assert running is not None and running.beside_step and not running.stores
-    assert empty is not None and not empty.beside_step
+    request.num_computed_tokens = 16
+    engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:1])
+    told = [engine.half.order(scheduled(*running)) for running in (["r"], ["r"], [], [], ["r"])]
+    assert [None if order is None else order.beside_step for order in told] == [True, None, False, None, True]
     engine.copied(*engine.half._copying)
-    assert engine.half.order(scheduled("r")) is None
+    assert engine.half.order(scheduled()) is None

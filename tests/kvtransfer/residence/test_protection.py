@@ -48,3 +48,4 @@ def test_only_the_blocks_the_next_step_can_take_count_as_danger() -> None:
 
     assert not in_danger(queue, rank_of, window=2)
     assert in_danger(queue, rank_of, window=3)
+    assert not in_danger(queue, rank_of, window=3, above=Rank.KEPT)
