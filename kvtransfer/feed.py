@@ -102,6 +102,8 @@ class FeedServer:
                 await writer.drain()
         except (ConnectionError, ValueError) as error:  # ValueError: a line above the limit
             logger.warning("feed connection ended: %s", error)
+        except asyncio.CancelledError:
+            pass  # the engine ends: nobody awaits this task, and asyncio would log it as an error
         finally:
             self._keepers.discard(writer)
             writer.close()

@@ -165,6 +165,7 @@ def main() -> None:
         report.plot(table, plot)
     if arguments.page:
         figure = arguments.page.parent / "figures" / f"{arguments.page.stem}.svg"
+        figure.parent.mkdir(exist_ok=True)
         report.plot(table, figure)
         plotted = figure.relative_to(arguments.page.parent)
         arguments.page.write_text(page.written(table, figures, str(plotted), quick=arguments.quick))

@@ -1,7 +1,8 @@
 """The thread that copies blocks in the background. Loads go before stores: a turn waits for them.
 
 While the model computes on the same cores, it rests after each piece: requests that decode lose little, and
-a turn that waits still has its KV long before it could be computed. Otherwise it does not rest.
+a turn that waits still has its KV long before it could be computed. The longer copies wait, the less it
+rests: until a block is on the host its place on the accelerator is nobody's. Beside no step it does not rest.
 
 Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
 a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
@@ -10,6 +11,7 @@ a request waits for it, and blocks are held for it. So nothing that a copy raise
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -21,7 +23,8 @@ from kvtransfer.parts import LoadsEnded
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
-SHARE_BESIDE_STEPS = 0.05  # of a core
+SHARE_BESIDE_STEPS = 0.05  # of a core, when nothing has waited long
+PATIENCE_S = 0.25
 NICE = 10
 
 
@@ -29,10 +32,10 @@ class Copier:
     def __init__(self, memory: HostSlots, mover: Mover) -> None:
         self._memory = memory
         self._mover = mover
-        self._loads: deque[Load] = deque()
-        self._stores: deque[list[Copy]] = deque()
+        self._loads: deque[tuple[float, Load]] = deque()  # with the time they were asked for
+        self._stores: deque[tuple[float, list[Copy]]] = deque()
         self._work = threading.Condition()
-        self._pace = Pace(SHARE_BESIDE_STEPS)
+        self._pace = Pace(SHARE_BESIDE_STEPS, PATIENCE_S)
         self._beside_steps = False
         self._closed = False
         self._report = CheckpointReport()
@@ -40,9 +43,10 @@ class Copier:
         threading.Thread(target=self._run, name="kv-copier", daemon=True).start()
 
     def submit(self, order: CheckpointOrder) -> None:
+        now = time.monotonic()
         with self._work:
-            self._loads.extend(order.loads)
-            self._stores.extend(self._pieces(order.stores))
+            self._loads.extend((now, load) for load in order.loads)
+            self._stores.extend((now, copies) for copies in self._pieces(order.stores))
             self._beside_steps = order.beside_step and self._mover.takes_cores
             self._work.notify()
 
@@ -75,18 +79,23 @@ class Copier:
             with self._work:
                 if self._closed:
                     return
-                load = self._loads.popleft() if self._loads else None
-                copies = self._stores.popleft() if load is None else []
-            if load is not None:
-                self._load(load)
+                asked_for, work = (self._loads or self._stores).popleft()
+            if isinstance(work, Load):
+                self._load(work, asked_for)
             else:
-                self._store(copies)
+                self._store(work, asked_for)
 
     def _rest(self) -> None:
         with self._work:
             self._work.wait_for(lambda: self._closed or not self._beside_steps, max(0.0, self._pace.left_s()))
 
-    def _store(self, copies: list[Copy]) -> None:
+    def _waited_s(self, asked_for: float) -> float:
+        """The oldest work that is not done: the one at hand, or a store that loads went before."""
+        with self._work:
+            oldest = self._stores[0][0] if self._stores else asked_for
+        return time.monotonic() - min(oldest, asked_for)
+
+    def _store(self, copies: list[Copy], asked_for: float) -> None:
         failed: list[Copy] = []
         self._pace.begin()
         try:
@@ -94,12 +103,12 @@ class Copier:
         except Exception:
             logger.exception("%d blocks could not be copied to the host", len(copies))
             failed = copies
-        self._pace.end()
+        self._pace.end(self._waited_s(asked_for))
         with self._work:
             self._report.stored.update(copy.slot for copy in copies)
             self._report.failed.update(copy.slot for copy in failed)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, asked_for: float) -> None:
         failed: list[Copy] = []
         corrupt: list[Copy] = []
         for copies in self._pieces(load.copies):
@@ -116,7 +125,7 @@ class Copier:
                 failed += copies
             else:
                 corrupt += set(copies).difference(good)
-            self._pace.end()
+            self._pace.end(self._waited_s(asked_for))
         if corrupt:
             logger.error(
                 "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)

@@ -65,17 +65,16 @@ class Headers:
         return iter(self.raw)
 
 
-def end_to_end(headers: Iterable[tuple[bytes, bytes]], besides: frozenset[bytes] = frozenset()) -> RawHeaders:
-    """``headers`` without the ones that belong to one connection (RFC 9110, 7.6.1), and those ``besides``."""
+def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes] = HOP_BY_HOP) -> RawHeaders:
+    """``headers`` without the ones that belong to one connection (RFC 9110, 7.6.1), or are ``dropped``."""
     kept: RawHeaders = []
     named: set[bytes] = set()
-    for field, value in headers:
-        name = field.lower()
-        if name not in HOP_BY_HOP:
-            if name not in besides:
-                kept.append((field, value))
+    for pair in headers:
+        name = pair[0].lower()
+        if name not in dropped:
+            kept.append(pair)
         elif name == b"connection":
-            named |= {token.strip().lower() for token in value.split(b",")}
+            named |= {token.strip().lower() for token in pair[1].split(b",")}
     # `close` and `keep-alive` are options, not fields; anything else named there must not travel on.
     named -= {b"close", b"keep-alive", b""}
     return [pair for pair in kept if pair[0].lower() not in named] if named else kept

@@ -49,20 +49,25 @@ class UpstreamPool:
             self.loop, min(bounds.first_byte_timeout_s, bounds.chunk_timeout_s, bounds.idle_timeout_s)
         )
 
-    async def acquire(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection:
-        """An idle connection, a new one, or the next to come free; the most recently used first.
+    def idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
+        """The most recently used of those that wait for work.
 
-        ``fresh`` connects anew: for a repeat after a kept-alive connection was found dead.
+        ``fresh`` drops them all: for a repeat after a kept-alive connection was found dead.
         """
         places = self._places.get(endpoint)
-        if places is None:
-            places = self._places[endpoint] = _Places()
-        while places.idle:
+        while places is not None and places.idle:
             connection = places.idle.pop()
             if fresh:
                 connection.abort()  # as old as the one that was dead
             elif not connection.closed:
                 return connection
+        return None
+
+    async def acquire(self, endpoint: Endpoint) -> UpstreamConnection:
+        """Where none is idle: a new connection, or the next to come free."""
+        places = self._places.get(endpoint)
+        if places is None:
+            places = self._places[endpoint] = _Places()
         if places.open < self.limits.max_connections:
             places.open += 1
             return await self._connect(places, endpoint)

@@ -99,6 +99,10 @@ class _Exchange(ResponseSink):
         if not self.ended.done():
             self.ended.set_result(outcome)
 
+    def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        self.on_head(status, headers)
+        self.on_end(body)
+
     def on_failure(self, error: UpstreamError) -> None:
         self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
 
@@ -110,7 +114,7 @@ async def _exchange(
     try:
         while True:
             try:
-                connection = await pool.acquire(endpoint, fresh=fresh)
+                connection = pool.idle(endpoint, fresh=fresh) or await pool.acquire(endpoint)
             except UpstreamError as error:
                 exchange.on_failure(error)
                 return await exchange.ended
@@ -204,6 +208,17 @@ class _Passing(_Exchange):
         self._responder.write_chunk(framed, start)
         if self._observer is not None and self._observer.settled and self.connection is not None:
             self.connection.pump_to(self._responder, self._observer, len(framed))
+
+    def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        if status in self._hold:
+            super().on_whole(status, headers, body)
+            return
+        if self._observer is not None:
+            self._observer.start(status, _content_type(headers))
+            if body:
+                self._observer.feed(body)
+        self.end(RelayOutcome(RelayEnd.COMPLETE, status))
+        self._responder.answer(status, end_to_end(headers), body)
 
     def on_end(self, tail: bytes) -> None:
         if self._held is not None:

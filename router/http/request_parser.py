@@ -50,6 +50,7 @@ class RequestParser:
 
     def __init__(self, limits: ServerLimits, events: ParserEvents) -> None:
         self._limits = limits
+        self._max_headers, self._max_head_bytes = limits.max_headers, limits.max_head_bytes
         self._events = events
         self._llhttp = httptools.HttpRequestParser(self)
         self._refusal: ApiError | None = None
@@ -134,13 +135,11 @@ class RequestParser:
             raise self._refuse(UriTooLong(f"The URL is longer than {self._limits.max_url_bytes} bytes."))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._replaying:
-            return
-        self._head_bytes += len(name) + len(value) + 4
         if self._head is not None:
-            return  # a trailer: nothing here needs one
+            return  # a trailer, or a replay: nothing here needs one
+        self._head_bytes += len(name) + len(value) + 4
         self._headers.append((name, value.rstrip(b" \t")))
-        if len(self._headers) > self._limits.max_headers or self._head_bytes > self._limits.max_head_bytes:
+        if len(self._headers) > self._max_headers or self._head_bytes > self._max_head_bytes:
             raise self._headers_too_large()
 
     def on_headers_complete(self) -> None:

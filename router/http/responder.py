@@ -122,6 +122,15 @@ class Responder:
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Send the head. A Content-Length in ``headers`` sets the framing; without one it is chunked."""
+        self._unsent = self._head(status, headers)
+        self._host.loop.call_soon(self._send_head)
+
+    def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """``start`` and ``finish`` in one write."""
+        self._unsent = self._head(status, headers)
+        self.finish(body)
+
+    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         if self.started:
             raise RuntimeError("the response has already started")
         self.started = True
@@ -150,8 +159,7 @@ class Responder:
         if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
             self._host.abort()
             raise ValueError("a response header contains a line break")
-        self._unsent = head + b"\r\n"
-        self._host.loop.call_soon(self._send_head)
+        return head + b"\r\n"
 
     def _send_head(self) -> None:
         """The head goes out with what follows it at once; alone only when nothing does."""
@@ -223,12 +231,11 @@ class Responder:
         return data
 
     def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """A whole response at once."""
+        """A whole response of our own."""
         head = [*headers, (b"date", formatdate(usegmt=True).encode())]
         if status not in BODILESS:
             head.append((b"content-length", b"%d" % len(body)))
-        self.start(status, head)
-        self.finish(body)
+        self.answer(status, head, body)
 
     def refuse(self, error: ApiError) -> None:
         """Answer with ``error`` in the shape of the API that was called. Only before ``start``."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from functools import lru_cache
 from typing import NamedTuple, Protocol, Self, cast
 from urllib.parse import urlsplit
 
@@ -13,18 +14,19 @@ import httptools
 
 from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
 from router.http.limits import UpstreamLimits
-from router.http.message import RawHeaders, end_to_end
+from router.http.message import HOP_BY_HOP, RawHeaders, end_to_end
 from router.http.observer import StreamObserver
 from router.http.pump import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump
 from router.http.responder import BODILESS, Responder
 
 log = logging.getLogger("conserve.router.http.upstream")
 
-# Ours to write (host, content-length), or met here already (expect).
-REPLACED = frozenset({b"host", b"content-length", b"expect"})
+# Besides the hop-by-hop ones: ours to write (host, content-length), or met here already (expect).
+NOT_PASSED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
 EVENT_CHUNK_END = b"\n\n\r\n"
+CHEAPLY_COPIED = 64 * 1024
 
 
 class Endpoint(NamedTuple):
@@ -32,6 +34,7 @@ class Endpoint(NamedTuple):
     port: int
 
     @classmethod
+    @lru_cache(4096)
     def parse(cls, url: str) -> Self:
         """From ``http://host:port`` (a path is ignored)."""
         parts = urlsplit(url)
@@ -65,10 +68,9 @@ class UpstreamRequest(NamedTuple):
     def may_repeat(self) -> bool:
         return self.method in SAFE_METHODS if self.repeatable is None else self.repeatable
 
-    def head(self, endpoint: Endpoint) -> bytes:
-        start = (self.method.encode(), self.target, str(endpoint).encode())
-        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % start]
-        lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, REPLACED)]
+    def head(self, host: bytes) -> bytes:
+        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method.encode(), self.target, host)]
+        lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_PASSED)]
         if self.body or self.method not in SAFE_METHODS:
             lines.append(b"content-length: %d\r\n" % len(self.body))
         lines.append(b"\r\n")
@@ -90,6 +92,9 @@ class ResponseSink(Protocol):
 
     def on_end(self, tail: bytes) -> None: ...
 
+    def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        """Head and end at once: the response came in one piece."""
+
     def on_failure(self, error: UpstreamError) -> None: ...
 
 
@@ -109,6 +114,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, endpoint: Endpoint, owner: ConnectionOwner, limits: UpstreamLimits) -> None:
         self.endpoint = endpoint
+        self._host = str(endpoint).encode()
         self.exchanges = 0
         """Requests sent on it, this one included."""
         self.closed = False
@@ -151,7 +157,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._chunk_timeout_s = request.chunk_timeout_s or self._limits.chunk_timeout_s
         self._deadline = self._loop.time() + first_byte
         # One system call: uvloop writes at once, so that two writes would be two packets.
-        self._transport.writelines((request.head(self.endpoint), request.body))
+        head, body = request.head(self._host), request.body
+        if len(body) <= CHEAPLY_COPIED:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
 
     def _acknowledge_late(self) -> None:
         """Acknowledge every second token instead of each: a quarter less of the packets that we send.
@@ -363,11 +373,6 @@ class UpstreamConnection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _finish(self, sink: ResponseSink) -> None:
-        if self._head_due:
-            self._head_due = False
-            sink.on_head(self._status, self._headers)
-            if self._sink is not sink:
-                return  # the sink gave up on reading the head
         reusable = self._keep_alive and not self._excess and not self._until_close
         self._sink = None
         self._heard = False
@@ -378,7 +383,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._owner.connection_free(self)
         else:
             self._transport.abort()
-        sink.on_end(self._take_pieces())
+        if self._head_due:
+            sink.on_whole(self._status, self._headers, self._take_pieces())
+        else:
+            sink.on_end(self._take_pieces())
 
     def _fail(self, error: UpstreamError) -> None:
         sink, self._sink = self._sink, None

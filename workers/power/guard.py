@@ -31,6 +31,7 @@ class Told(Exception):
 def main(path: Path, holder: str, grace_s: float) -> int:
     signal.signal(signal.SIGTERM, _told)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # held back since before it could be met
         _until_keeper_is_gone()
         if _somebody_else_answers(path, holder, grace_s):
             return 0

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -158,7 +159,10 @@ class EnginePower:
 
 
 def _start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes]:
-    """A process of its own session: it must outlive a keeper that is killed with its group."""
+    """A process of its own session: it must outlive a keeper that is killed with its group.
+
+    Told to end before it listens, it hears of it when it does.
+    """
     command = [
         sys.executable,
         "-m",
@@ -167,4 +171,8 @@ def _start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes
         holder,
         str(settings.grace_s),
     ]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # of this thread; children inherit it
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,27 +6,40 @@ from kvtransfer.checkpoint.pace import Pace
 
 
 def test_computing_is_followed_by_a_rest() -> None:
-    pace = Pace(1e-4)
+    pace = Pace(1e-4, 1.0)
     pace.begin()
     began = time.thread_time()
     while time.thread_time() < began + 0.01:
         pass
-    pace.end()
+    pace.end(0.0)
     assert 50 < pace.left_s() < 1000  # 100 s, less what a busy machine takes meanwhile
 
 
+def test_work_that_waits_makes_the_rest_shorter() -> None:
+    pace = Pace(1e-4, patience_s=0.25)
+    pace.begin()
+    began = time.thread_time()
+    while time.thread_time() < began + 0.01:
+        pass
+    pace.end(waited_s=25.0)  # a hundred times its patience
+    assert 0.5 < pace.left_s() < 10  # 1 s, less what a busy machine takes meanwhile
+    pace.begin()
+    pace.end(waited_s=3600.0)
+    assert pace.left_s() <= 0
+
+
 def test_waiting_is_not() -> None:
-    pace = Pace(0.1)
+    pace = Pace(0.1, 1.0)
     pace.begin()
     time.sleep(0.5)
-    pace.end()
+    pace.end(0.0)
     assert pace.left_s() < 1
 
 
 def test_the_whole_core_needs_no_rest() -> None:
-    pace = Pace(1.0)
+    pace = Pace(1.0, 1.0)
     assert pace.left_s() <= 0
     pace.begin()
     sum(range(10_000))
-    pace.end()
+    pace.end(0.0)
     assert pace.left_s() <= 0

@@ -10,6 +10,7 @@ import uvloop
 
 from router.http import Endpoint, Handler, Server, ServerLimits, UpstreamLimits, UpstreamPool
 from tests.router.http.engine import Script, ScriptedEngine
+from tests.router.http.gateway import Gateway
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ async def pool_of() -> AsyncIterator[Callable[..., UpstreamPool]]:
 
 
 EngineOf = Callable[[Script], Awaitable[tuple[ScriptedEngine, Endpoint]]]
+Before = Callable[..., Awaitable[tuple[Gateway, int]]]
 
 
 @pytest.fixture
@@ -64,3 +66,16 @@ async def engine_of() -> AsyncIterator[EngineOf]:
     yield start
     for engine in engines:
         await engine.stop()
+
+
+@pytest.fixture
+async def before(serve: Serve, pool_of: Callable[..., UpstreamPool], engine_of: EngineOf) -> Before:
+    """``gateway, port = await before(script, limits)``: all goes to an engine of that script."""
+
+    async def start(script: Script, limits: UpstreamLimits | None = None) -> tuple[Gateway, int]:
+        _, endpoint = await engine_of(script)
+        gateway = Gateway(pool_of(limits), endpoint)
+        _, port = await serve(gateway)
+        return gateway, port
+
+    return start

@@ -103,9 +103,7 @@ async def test_a_handler_may_watch_for_the_clients_leaving(serve: Any) -> None:
     await eventually(left.is_set)
 
 
-async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) -> None:
     block, blocks = b"data: " + b"x" * 65_530 + b"\n\n", 400
     written = 0
 
@@ -118,9 +116,7 @@ async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(
             written += 1
         await engine.write(b"0\r\n\r\n")
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port, receive_buffer=32 * 1024) as client:
         client.ask(b"/", b"{}")
         await client.head()

@@ -16,9 +16,7 @@ from tests.router.http.gateway import Gateway
 from tests.support.waiting import let_the_loop_turn
 
 
-async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(STREAM_HEAD)
@@ -27,9 +25,7 @@ async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(
         await let_the_loop_turn()
         engine.reset()
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         await client.head()
@@ -43,18 +39,14 @@ async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(
     assert isinstance(outcome.error, EngineLost)
 
 
-async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(STREAM_HEAD)
         await engine.event(b"1")
         await engine.gone()
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(UpstreamLimits(chunk_timeout_s=0.2)), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script, UpstreamLimits(chunk_timeout_s=0.2))
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         await client.head()
@@ -64,16 +56,14 @@ async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(
     assert isinstance(gateway.outcomes[0].error, EngineSilent)
 
 
-async def test_a_counted_answer_that_breaks_is_cut(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_counted_answer_that_breaks_is_cut(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
         await let_the_loop_turn()
         engine.reset()
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
@@ -92,15 +82,13 @@ async def test_a_counted_answer_that_breaks_is_cut(serve: Any, pool_of: Any, eng
     ],
 )
 async def test_a_failure_before_the_answer_leaves_the_choice_to_the_caller(
-    serve: Any, pool_of: Any, engine_of: Any, written: bytes, error: type[Exception]
+    before: Any, written: bytes, error: type[Exception]
 ) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(written)
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         got = await client.answer()
@@ -121,14 +109,12 @@ async def test_an_engine_that_is_not_there_is_unreachable(serve: Any, pool_of: A
     assert gateway.pool.stats.connections == 0
 
 
-async def test_a_silent_engine_is_a_504(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_silent_engine_is_a_504(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.gone()
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(UpstreamLimits(first_byte_timeout_s=0.2)), endpoint)
-    _, port = await serve(gateway)
+    _, port = await before(script, UpstreamLimits(first_byte_timeout_s=0.2))
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         got = await client.answer()

@@ -67,7 +67,7 @@ async def test_head_and_first_events_arrive_in_order(
     assert len(engine.connections) == 1
 
 
-async def test_a_head_without_body_yet_is_passed_at_once(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_head_without_body_yet_is_passed_at_once(before: Any) -> None:
     go_on = asyncio.Event()
 
     async def script(engine: EngineConnection) -> None:
@@ -77,8 +77,7 @@ async def test_a_head_without_body_yet_is_passed_at_once(serve: Any, pool_of: An
         await engine.event(b"1")
         await engine.write(b"0\r\n\r\n")
 
-    _, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         assert (await client.head())[0] == 200
@@ -86,7 +85,7 @@ async def test_a_head_without_body_yet_is_passed_at_once(serve: Any, pool_of: An
         assert await client.chunks() == [b"data: 1\n\n"]
 
 
-async def test_events_cut_anywhere_reach_the_client_whole(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_events_cut_anywhere_reach_the_client_whole(before: Any) -> None:
     text = b"".join(b'data: {"n": %d}\n\n' % n for n in range(20))
 
     async def script(engine: EngineConnection) -> None:
@@ -97,8 +96,7 @@ async def test_events_cut_anywhere_reach_the_client_whole(serve: Any, pool_of: A
             await asyncio.sleep(0)
         await engine.write(b"0\r\n\r\n")
 
-    _, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         await client.head()
@@ -107,16 +105,12 @@ async def test_events_cut_anywhere_reach_the_client_whole(serve: Any, pool_of: A
     assert all(chunk.endswith(b"\n\n") for chunk in chunks)
 
 
-async def test_an_answer_that_ends_with_its_connection_is_reframed(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_an_answer_that_ends_with_its_connection_is_reframed(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask()
         got = await client.answer()
@@ -124,13 +118,12 @@ async def test_an_answer_that_ends_with_its_connection_is_reframed(
     assert gateway.pool.stats.connections == 0
 
 
-async def test_interim_answers_stay_here(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_interim_answers_stay_here(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + answer(b"final"))
 
-    _, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask()
         got = await client.answer()
@@ -138,13 +131,12 @@ async def test_interim_answers_stay_here(serve: Any, pool_of: Any, engine_of: An
         assert "link" not in got.headers
 
 
-async def test_head_requests_pass(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_head_requests_pass(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
 
-    _, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await before(script)
     async with await Client.connect(port) as client:
         client.send(b"HEAD / HTTP/1.1\r\nhost: a\r\n\r\n")
         assert (await client.answer(head_only=True)).headers["content-length"] == "5"

@@ -79,9 +79,7 @@ async def test_tokens_pass_through_it_and_are_counted(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_however_the_bytes_arrive_the_client_gets_them(
-    serve: Any, pool_of: Any, engine_of: Any, seed: int
-) -> None:
+async def test_however_the_bytes_arrive_the_client_gets_them(before: Any, seed: int) -> None:
     dice = random.Random(seed)
     events = [token("x" * dice.choice((1, 20, 300, 5000))) for _ in range(80)] + [LAST]
 
@@ -100,9 +98,7 @@ async def test_however_the_bytes_arrive_the_client_gets_them(
             if dice.random() < 0.8:
                 await asyncio.sleep(0.001)
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         assert (await client.answer()).body == b"".join(events)
@@ -112,9 +108,7 @@ async def test_however_the_bytes_arrive_the_client_gets_them(
     assert gateway.pool.pump.streams == 0
 
 
-async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) -> None:
     count, written = 8000, 0
 
     def block(number: int) -> bytes:
@@ -131,9 +125,7 @@ async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(
                 await asyncio.sleep(0.001)
         await engine.write(b"0\r\n\r\n")
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port, receive_buffer=32 * 1024) as client:
         client.ask(b"/", b"{}")
         await client.head()
@@ -156,7 +148,7 @@ async def pumped_script(engine: EngineConnection) -> None:
 
 
 async def test_what_a_socket_takes_only_in_part_arrives_in_order(
-    serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+    before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, data[:7]))
@@ -165,17 +157,14 @@ async def test_what_a_socket_takes_only_in_part_arrives_in_order(
         await pumped_script(engine)
         await engine.write(b"0\r\n\r\n")
 
-    _, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         assert (await client.answer()).body == b"".join(map(token, "01234"))
 
 
 @pytest.mark.parametrize("how", ["reset", "close", "close at once", "inside an event", "garbage"])
-async def test_an_engine_that_dies_ends_in_an_error_event(
-    serve: Any, pool_of: Any, engine_of: Any, how: str
-) -> None:
+async def test_an_engine_that_dies_ends_in_an_error_event(before: Any, how: str) -> None:
     async def script(engine: EngineConnection) -> None:
         await pumped_script(engine)
         if how == "close at once":
@@ -191,9 +180,7 @@ async def test_an_engine_that_dies_ends_in_an_error_event(
         if how == "reset":
             engine.reset()
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         await client.head()
@@ -231,9 +218,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     await eventually(lambda: gateway.pool.stats.connections == server.stats.connections == 0)
 
 
-async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await pumped_script(engine)
         for n in range(5, 25):
@@ -241,9 +226,7 @@ async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(
             await asyncio.sleep(0.1)
         await engine.gone()
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(UpstreamLimits(chunk_timeout_s=1.0)), endpoint)
-    _, port = await serve(gateway)
+    _, port = await before(script, UpstreamLimits(chunk_timeout_s=1.0))
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         await client.head()
@@ -253,7 +236,7 @@ async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(
 
 
 async def test_a_defect_met_by_one_stream_leaves_the_others(
-    serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+    before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = asyncio.Event()
 
@@ -266,9 +249,7 @@ async def test_a_defect_met_by_one_stream_leaves_the_others(
         monkeypatch.undo()
         raise RuntimeError("a defect")
 
-    _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
-    _, port = await serve(gateway)
+    gateway, port = await before(script)
     clients = [await Client.connect(port) for _ in range(2)]
     for client in clients:
         client.ask(b"/", b"{}")
