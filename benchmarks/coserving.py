@@ -2,9 +2,10 @@
 
     python -m benchmarks.coserving [--model DIR] [--quick] [--json FILE] [--plot FILE]
 
-The engine is profiled first, as the paper does. The promises (SLO) are what online work gets when it is
-alone: the P99 of `online_only` under the same load, measured in the same run. Figures are ratios within one
-run, means over the loads.
+The engine is profiled first, as the paper does, and its capacity measured: requests a second when it has
+nothing but a batch. Online loads are shares of that, so that they mean the same on another machine. The
+promises (SLO) are what online work gets when it is alone: the P99 of `online_only` under the same load,
+measured in the same run. Figures are ratios within one run, means over the loads.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def attained(outcome: Outcome, got: Experienced, scale: float) -> float:
 def row_of(outcome: Outcome, name: str) -> dict[str, Any]:
     got, records = outcome.by_policy[name], outcome.iterations[name]
     return {
-        "policy": name, "rate": outcome.load.rate, "cv": outcome.load.cv,
+        "policy": name, "share": outcome.load.share, "rate": outcome.load.rate, "cv": outcome.load.cv,
         "online_requests": len(got.ttft),
         "ttft_p50_s": quantile(got.ttft, 0.5), "ttft_p99_s": quantile(got.ttft, 0.99),
         "tbt_p50_s": quantile(got.tbt, 0.5), "tbt_p99_s": quantile(got.tbt, 0.99),
@@ -116,18 +117,18 @@ def show(rows: list[dict[str, Any]]) -> None:
 
     table = Table(title="co-serving")
     for column in (
-        "policy", "rate", "cv", "TTFT p50/p99 s", "TBT p50/p99 ms", "offline tok/s", "attained ×1/×1.5",
+        "policy", "load", "req/s", "cv", "TTFT p50/p99 s", "TBT p50/p99 ms", "offline tok/s", "attained ×1/×1.5",
         "aborts", "preempted",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for r in rows:
         table.add_row(
-            r["policy"], f"{r['rate']:g}", f"{r['cv']:g}", f"{r['ttft_p50_s']:.2f} / {r['ttft_p99_s']:.2f}",
+            r["policy"], f"{r['share']:g}", f"{r['rate']:.2f}", f"{r['cv']:g}", f"{r['ttft_p50_s']:.2f} / {r['ttft_p99_s']:.2f}",
             f"{r['tbt_p50_s'] * 1e3:.0f} / {r['tbt_p99_s'] * 1e3:.0f}", f"{r['offline_tokens_per_s']:.0f}",
             f"{r['attainment_at_1']:.2f} / {r['attainment_at_1.5']:.2f}", str(r["aborts"]),
             str(r["preemptions"]),
         )  # fmt: skip
-    Console(width=150).print(table)
+    Console(width=160).print(table)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -144,30 +145,33 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     )
     for axis, (key, label) in zip(axes, panels, strict=True):
         for name in dict.fromkeys(row["policy"] for row in rows):
-            mine = sorted((r["rate"], r[key]) for r in rows if r["policy"] == name and r["cv"] == 1.0)
+            mine = sorted((r["share"], r[key]) for r in rows if r["policy"] == name and r["cv"] == 1.0)
             if mine:
                 axis.plot(*zip(*mine, strict=True), marker="o", label=name)
-        axis.set(xlabel="online requests/s (CV 1)", ylabel=label)
+        axis.set(xlabel="online load, share of capacity (CV 1)", ylabel=label)
         axis.set_ylim(bottom=0)
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def loads(rates: list[float], cvs: list[float], seconds: float) -> list[Load]:
-    """All rates at CV 1, and the middle rate at the other CVs."""
-    middle = rates[len(rates) // 2]
-    at_one = [Load(rate, 1.0, seconds) for rate in rates if 1.0 in cvs]
-    return at_one + [Load(middle, cv, seconds) for cv in cvs if cv != 1.0]
+def loads(capacity: float, shares: list[float], cvs: list[float], seconds: float) -> list[Load]:
+    """All shares of the capacity at CV 1, and the middle one at the other CVs."""
+    middle = shares[len(shares) // 2]
+    at_one = [(share, 1.0) for share in shares if 1.0 in cvs]
+    mixed = at_one + [(middle, cv) for cv in cvs if cv != 1.0]
+    return [Load(share * capacity, cv, seconds, share) for share, cv in mixed]
 
 
 async def run(arguments: argparse.Namespace, after_load: Callable[[list[Outcome], Profile], None]) -> None:
-    many = [Load(2.0, 1.0, 2.5)]
-    if not arguments.quick:
-        many = loads(arguments.rates, arguments.cvs, arguments.seconds)
     repeats = 1 if arguments.quick else 5
     async with bench(arguments.model, repeats, arguments.blocks, arguments.host_kv_gib) as engine:
         outcomes: list[Outcome] = []
+        capacity = await engine.capacity(2.5 if arguments.quick else 10.0)
+        print(f"capacity: {capacity:.2f} requests/s", flush=True)
+        many = [Load(0.4 * capacity, 1.0, 2.5, 0.4)]
+        if not arguments.quick:
+            many = loads(capacity, arguments.loads, arguments.cvs, arguments.seconds)
         for load in many:
             turns = 1 if arguments.quick else arguments.turns
             outcomes.append(await engine.compare(load, tuple(arguments.policies), turns))
@@ -195,7 +199,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one load, one turn: within 45 seconds")
     parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 3.0])
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.2, 0.4, 0.6], help="online work, in shares of capacity"
+    )
     parser.add_argument("--cvs", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--blocks", type=int, default=448, help="of KV, 32 tokens each")

@@ -15,6 +15,7 @@ class Load:
     rate: float  # online requests a second
     cv: float  # coefficient of variation of the gaps between them
     seconds: float
+    share: float = 0.0  # the rate, of what the engine can do
     # An eighth of the paper's lengths (4,096 in, 256 out), as is the most an iteration takes (256 of 2,048).
     online_prompt: int = 512
     online_output: int = 32

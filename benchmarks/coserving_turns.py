@@ -57,6 +57,12 @@ class Bench:
         into.offline_tokens += sum(r.offline_tokens - r.again_tokens for r in records if not r.aborted)
         return records
 
+    async def capacity(self, seconds: float) -> float:
+        """Requests a second, of the loads' lengths, when there is nothing but a batch of them."""
+        load, got = Load(1e-6, 1.0, seconds), Experienced()
+        await self.turn("non_preemptive", load, 0, LOOSE, got)
+        return got.throughput / (load.offline_prompt + load.offline_output)
+
     async def compare(self, load: Load, policies: tuple[str, ...], turns: int) -> Outcome:
         """Each turn every policy meets the same arrivals. The baseline begins: its P99 so far is the promise.
 

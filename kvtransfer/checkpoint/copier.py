@@ -2,7 +2,8 @@
 
 While the model computes on the same cores, it rests after each piece: requests that decode lose little, and
 a turn that waits still has its KV long before it could be computed. The longer copies wait, the less it
-rests: until a block is on the host its place on the accelerator is nobody's. Beside no step it does not rest.
+rests: until a block is on the host its place on the accelerator is nobody's. Beside no step it does not rest: an
+engine with nothing to do takes none, and nothing tells it so.
 
 Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
 a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
@@ -25,6 +26,7 @@ logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
 SHARE_BESIDE_STEPS = 0.05  # of a core, when nothing has waited long
 PATIENCE_S = 0.25
+BETWEEN_STEPS_S = 0.05  # without a step for longer, the engine is idle
 NICE = 10
 
 
@@ -36,7 +38,9 @@ class Copier:
         self._stores: deque[tuple[float, list[Copy]]] = deque()
         self._work = threading.Condition()
         self._pace = Pace(SHARE_BESIDE_STEPS, PATIENCE_S)
-        self._beside_steps = False
+        self._beside_steps = False  # of those that compute
+        self._in_step = False
+        self._step_ended_at = 0.0
         self._closed = False
         self._report = CheckpointReport()
         self._ended = LoadsEnded()
@@ -49,6 +53,12 @@ class Copier:
             self._stores.extend((now, copies) for copies in self._pieces(order.stores))
             self._beside_steps = order.beside_step and self._mover.takes_cores
             self._work.notify()
+
+    def step_began(self) -> None:
+        self._in_step = True
+
+    def step_ended(self) -> None:
+        self._in_step, self._step_ended_at = False, time.monotonic()
 
     def _pieces(self, copies: list[Copy]) -> Iterator[list[Copy]]:
         size = len(self._mover.bounce)
@@ -87,7 +97,12 @@ class Copier:
 
     def _rest(self) -> None:
         with self._work:
-            self._work.wait_for(lambda: self._closed or not self._beside_steps, max(0.0, self._pace.left_s()))
+            while self._steps_go_on() and not self._closed and (left := self._pace.left_s()) > 0:
+                self._work.wait(min(left, BETWEEN_STEPS_S))
+
+    def _steps_go_on(self) -> bool:
+        recently = self._in_step or time.monotonic() - self._step_ended_at < BETWEEN_STEPS_S
+        return self._beside_steps and recently
 
     def _waited_s(self, asked_for: float) -> float:
         """The oldest work that is not done: the one at hand, or a store that loads went before."""

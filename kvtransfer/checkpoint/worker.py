@@ -23,8 +23,12 @@ class CheckpointWorker(WorkerHalf):
         self._copier = Copier(HostSlots(self._slots, block_bytes(device)), mover_for(device))
 
     def before_step(self, order: CheckpointOrder | None) -> None:
+        self._copier.step_began()
         if order is not None:
             self._copier.submit(order)
+
+    def after_step(self) -> None:
+        self._copier.step_ended()
 
     def loads_ended(self) -> LoadsEnded:
         return self._copier.take_ended()

@@ -32,7 +32,7 @@ WORD = re.compile(rb'\s*:\s*"(\w+)"')
 OBJECT = re.compile(rb"\s*:\s*\{")
 ERROR = re.compile(rb'(?:\A|\n)data: *\{ *"(?:error" *: *\{|type" *: *"error")')
 TOOL_USE = re.compile(rb'"type" *: *"tool_use"')
-ID = re.compile(rb'"id"\s*:\s*"((?:[^"\\]|\\.)*)"')
+ID = re.compile(rb'"id"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
 
 
 class Usage(NamedTuple):
@@ -164,6 +164,7 @@ class StreamObserver:
     def observation(self) -> Observation:
         last = b"".join(self.last_pieces)
         tail = last[-KEPT_BYTES:]
+        begin = self._begin if self._streamed or len(self._begin) < len(last) else b""  # not twice the same
         return Observation(
             status=self._status,
             streamed=self._streamed,
@@ -172,7 +173,7 @@ class StreamObserver:
             first_content_at=self._first_content_at,
             events=self.events,
             gaps=self.events - self._events_to_first if self._first_token_at is not None else 0,
-            called_tool=self._called_tool or _has_tool_call(last) or _has_tool_call(self._begin),
+            called_tool=self._called_tool or _has_tool_call(last) or _has_tool_call(begin),
             failed=self._streamed and b'"error"' in last and any(map(ERROR.search, self.last_pieces)),
             response_id=read_id(self._begin),
             finish_reason=read_finish_reason(self._begin, tail),
@@ -198,6 +199,8 @@ def _has_content(text: bytes) -> bool:
 
 
 def _has_tool_call(text: bytes) -> bool:
+    if b"tool_" not in text and b"function_call" not in text:
+        return False
     return (
         _has_value(text, (b'"tool_calls"',), OBJECTS)
         or b'"function_call"' in text

@@ -173,6 +173,7 @@ def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
 
 def load_beside_a_step(host: Host) -> None:
     load = Load("r", [Copy(6, slot=0, generation=1), Copy(7, slot=1, generation=1)])
+    host.copier.step_began()
     host.copier.submit(CheckpointOrder(loads=[load], beside_step=True))
 
 
@@ -201,6 +202,15 @@ def test_the_rest_ends_with_the_steps(host: Host, hours_of_rest: None) -> None:
     load_beside_a_step(host)
     assert not ends(host, 0.2)
     host.copier.submit(CheckpointOrder(beside_step=False))
+    assert ends(host, 5) and moved == [[6], [7]]
+
+
+def test_the_rest_ends_when_no_step_comes_any_more(host: Host, hours_of_rest: None) -> None:
+    """An engine that has nothing to do takes no step in which it could be told."""
+    moved = in_two_pieces(host, takes_cores=True)
+    load_beside_a_step(host)
+    assert not ends(host, 0.2)
+    host.copier.step_ended()
     assert ends(host, 5) and moved == [[6], [7]]
 
 
