@@ -117,13 +117,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
     table = Table(title="co-serving")
     for column in (
-        "policy", "load", "req/s", "cv", "TTFT p50/p99 s", "TBT p50/p99 ms", "offline tok/s", "attained ×1/×1.5",
-        "aborts", "preempted",
+        "policy", "load", "req/s", "cv", "TTFT p50/p99 s", "TBT p50/p99 ms", "offline tok/s",
+        "attained ×1/×1.5", "aborts", "preempted",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for r in rows:
         table.add_row(
-            r["policy"], f"{r['share']:g}", f"{r['rate']:.2f}", f"{r['cv']:g}", f"{r['ttft_p50_s']:.2f} / {r['ttft_p99_s']:.2f}",
+            r["policy"], f"{r['share']:g}", f"{r['rate']:.2f}", f"{r['cv']:g}",
+            f"{r['ttft_p50_s']:.2f} / {r['ttft_p99_s']:.2f}",
             f"{r['tbt_p50_s'] * 1e3:.0f} / {r['tbt_p99_s'] * 1e3:.0f}", f"{r['offline_tokens_per_s']:.0f}",
             f"{r['attainment_at_1']:.2f} / {r['attainment_at_1.5']:.2f}", str(r["aborts"]),
             str(r["preemptions"]),

@@ -2,8 +2,8 @@
 
 While the model computes on the same cores, it rests after each piece: requests that decode lose little, and
 a turn that waits still has its KV long before it could be computed. The longer copies wait, the less it
-rests: until a block is on the host its place on the accelerator is nobody's. Beside no step it does not rest: an
-engine with nothing to do takes none, and nothing tells it so.
+rests: until a block is on the host its place on the accelerator is nobody's. Beside no step it does not rest:
+an engine with nothing to do takes none, and nothing tells it so.
 
 Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
 a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
