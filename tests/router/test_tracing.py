@@ -4,14 +4,20 @@ import asyncio
 import random
 import string
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from router.config import Tracing
+from router.metrics import TRACES_DROPPED
+from router.tracing.sender import MOST_WAITING, Sender
+from router.tracing.turn import Parent, TurnTrace
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
+from tests.support.waiting import until
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -30,6 +36,10 @@ async def spans_after(made: Fleet, received: Receiver) -> list[Received]:
         await gateway.stop(1.0)
     made.gateways.clear()
     return received.spans
+
+
+def dropped() -> dict[str, float]:
+    return {cause: TRACES_DROPPED.labels(cause)._value.get() for cause in ("queue_full", "not_taken")}
 
 
 def by_name(spans: list[Received]) -> dict[str, Received]:
@@ -147,9 +157,59 @@ async def send_raw(url: str, traceparent: str) -> bytes:
     return answer.split(b" ", 2)[1]
 
 
-async def test_without_a_receiver_turns_are_served(tmp_path: Path) -> None:
+async def test_without_a_receiver_turns_are_served_and_their_traces_counted(tmp_path: Path) -> None:
+    before = dropped()["not_taken"]
     async with fleet(tmp_path, tracing=Tracing("http://127.0.0.1:9", sample=1.0)) as made:
         assert (await ask(made.urls[0], [user("a")])).status == 200
+    assert dropped()["not_taken"] == before + 1
+
+
+async def test_a_receiver_that_is_busy_for_a_moment_gets_every_span(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret,x-team=a%20b")
+    receiver.refusals = [503]
+    before = dropped()
+    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+        await ask(made.urls[0], [user("a")])
+        spans = await asyncio.to_thread(receiver.until, lambda spans: len(spans) > 0)
+    assert "turn" in {span.name for span in spans}
+    assert len(receiver.headers) == 2 and not receiver.refusals
+    assert {headers["x-key"] for headers in receiver.headers} == {"secret"}
+    assert {headers["x-team"] for headers in receiver.headers} == {"a b"}
+    assert dropped() == before
+
+
+async def test_what_a_receiver_refuses_is_counted_and_said_once(
+    tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.refusals = [400, 400]
+    before = dropped()
+    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+        for served in (1, 2):
+            assert (await ask(made.urls[0], [user("a" * served)])).status == 200
+            await until(lambda served=served: dropped()["not_taken"] == before["not_taken"] + served)
+        assert receiver.spans == []
+        await ask(made.urls[0], [user("after")])
+        await asyncio.to_thread(receiver.until, lambda spans: len(spans) > 0)
+    assert len([line for line in caplog.messages if "traces of turns are dropped" in line]) == 1
+
+
+def test_a_full_queue_drops_turns_and_not_memory(receiver: Receiver) -> None:
+    going, before = threading.Event(), dropped()["queue_full"]
+
+    def encode(turns: list[TurnTrace]) -> bytes:
+        going.wait(30)
+        return b""
+
+    sender = Sender(receiver.endpoint, encode, {})
+    turn = TurnTrace(Parent(1), time.monotonic, 0, 0.0, sender.add)
+    for _ in range(MOST_WAITING + 7):
+        sender.add(turn)
+    assert dropped()["queue_full"] == before + 7
+    going.set()
+    sender.close(30)
+    assert len(receiver.headers) == MOST_WAITING // 256
 
 
 async def test_off_the_libraries_are_not_even_loaded(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class Received:
 class Receiver:
     endpoint: str
     spans: list[Received] = field(default_factory=list)
+    refusals: list[int] = field(default_factory=list)  # statuses of the next answers
+    headers: list[dict[str, str]] = field(default_factory=list)  # of every request
 
     def until(self, enough: Callable[[list[Received]], bool]) -> list[Received]:
         """Blocks: spans come in groups, seconds after they ended."""
@@ -54,6 +56,12 @@ def otlp_receiver() -> Iterator[Receiver]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
+            received.headers.append({name.lower(): value for name, value in self.headers.items()})
+            if received.refusals:
+                self.send_response(received.refusals.pop(0))
+                self.send_header("content-length", "0")
+                self.end_headers()
+                return
             received.spans.extend(_read(ExportTraceServiceRequest.FromString(body)))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
