@@ -25,25 +25,17 @@ def share_out(
 ) -> tuple[BatchWork, Caps]:
     """What online rows compute in this iteration.
 
-    Rows that decode cost each iteration of a prompt time, and beside offline work many decode at once. Those
-    that still meet their TBT sit out the iterations of an urgent prompt. When they cannot wait any longer
-    they have their token, and the prompt gets as much of that iteration as their deadline leaves: also right
-    after an abort, which has cost them time already.
+    Rows that decode have their token, and prompts as much of the iteration as the soonest deadline leaves:
+    also right after an abort, which has cost that deadline time already.
     """
     decoding = [row for row in online if row.decoding]
     prompts = [row for row in online if not row.decoding]
     if not decoding or not prompts:
         return memory.online_work(online, max_tokens), {}
     work = memory.online_work(decoding, max_tokens)
-    tokens_s = model.seconds(work)
     soonest = min(due(row, settings.margin) for row in decoding) - now
-    alone = memory.online_work(prompts, max_tokens)
-    alone_s = model.seconds(alone)
-    urgent = any(now + alone_s > urgent_at(row, settings) for row in prompts)
-    if urgent and alone_s + tokens_s <= soonest:
-        return alone, {row.key: 0 for row in decoding}
+    target = max(soonest, 2 * model.seconds(work))  # at least half is the prompts', or they would never end
     caps = {}
-    target = max(soonest, 2 * tokens_s)  # at least half is the prompt's, or it would never end
     for row in prompts:
         want = min(row.pending, max_tokens - work.new_tokens)
         tokens = model.max_tokens(work, row.computed, want, target)

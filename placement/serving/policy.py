@@ -25,10 +25,10 @@ class ServingSettings:
     batch_start: int = 8  # bros: requests of the first batch, and after a violation
     # Of its TTFT, what an arrival may use up before the running iteration is aborted for it. The paper has
     # all of it; but a prompt that waits makes those wait that arrive behind it.
-    ttft_share: float = 0.25
+    ttft_share: float = 0.35
     # Where it would meet its TTFT all the same: seconds that the abort gives the arrival for each second of
     # the iteration that it throws away, at least.
-    abort_worth: float = 1.0
+    abort_worth: float = 0.5
     abort_gain_s: float = 0.005  # an iteration with less than this left is not worth aborting
 
 

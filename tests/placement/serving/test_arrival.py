@@ -52,7 +52,7 @@ def test_an_iteration_that_is_nearly_done_is_left_alone() -> None:
 def test_much_work_is_not_thrown_away_for_a_little_sooner() -> None:
     late_in_it = replace(LONG, seconds=0.4, passed_s=0.3)  # its TTFT of 0.5 s is kept either way
     assert not raises(late_in_it)
-    assert raises(late_in_it, abort_worth=0.3)
+    assert raises(late_in_it, ttft_share=0.25, abort_worth=0.3)
     assert raises(replace(late_in_it, passed_s=0.2)), "as much is won as is lost"
 
 

@@ -1,4 +1,4 @@
-"""Online rows that decode beside an online prompt: they wait while their promise allows, and no longer."""
+"""Online rows that decode beside an online prompt: they have their token, the prompt what time that leaves."""
 
 from placement.latency import BatchWork
 from placement.serving import ServingSettings, make_policy
@@ -17,21 +17,15 @@ def given(*rows: object, **more: object) -> dict[str, int]:
     return fill(conserve(), view(*rows, **more))  # type: ignore[arg-type]
 
 
-def test_rows_with_time_sit_out_an_urgent_prompt_and_offline_work_does_too() -> None:
-    assert given(online("a"), offline("off"), waiting=(URGENT,)) == {"a": 0, "off": 0, "new": 300}
+def test_beside_an_urgent_prompt_rows_have_their_token_and_offline_work_has_none() -> None:
+    assert given(online("a"), offline("off"), waiting=(URGENT,)) == {"a": 1, "off": 0, "new": 300}
 
 
-def test_rows_do_not_wait_for_a_prompt_that_has_time() -> None:
+def test_offline_work_joins_a_prompt_that_has_time() -> None:
     tokens = given(online("a"), offline("off"), waiting=(arrived("new", 300),))
     assert tokens["a"] == 1
     assert tokens["new"] == 300
     assert tokens["off"] > 0
-
-
-def test_rows_that_could_not_have_their_token_in_time_afterwards_do_not_wait() -> None:
-    assert given(online("a", last_token=9.99), waiting=(URGENT,))["a"] == 1
-    assert given(online("a"), online("b", last_token=9.99), waiting=(URGENT,))["a"] == 1, "they go together"
-    assert given(online("a"), waiting=(LONG,))["a"] == 1
 
 
 def test_the_prompt_has_what_the_rows_deadline_leaves() -> None:
@@ -56,7 +50,7 @@ def test_rows_without_any_time_leave_a_prompt_half_of_the_iteration() -> None:
     assert MODEL.seconds(BatchWork.of([(1, 2999)] * 20 + [(tokens["new"], 0)])) > 1.9 * rows_s
 
 
-def test_rows_that_sat_out_leave_offline_work_less_of_the_next_iteration() -> None:
+def test_rows_that_wait_longer_leave_offline_work_less_of_the_iteration() -> None:
     rested, waited = (given(online("a", last_token=at), offline("off"))["off"] for at in (10.0, 9.97))
     assert 0 < waited < rested
 
