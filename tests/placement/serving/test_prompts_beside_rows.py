@@ -1,4 +1,4 @@
-"""Online rows that decode beside an online prompt: they have their token, the prompt what time that leaves."""
+"""Rows that decode beside an online prompt: they have their token, the prompt what time that leaves."""
 
 from placement.latency import BatchWork
 from placement.serving import ServingSettings, make_policy
