@@ -1,5 +1,6 @@
 """The gateway's HTTP: a server, connections to engines, and the relay between them (see README.md)."""
 
+from router.http.exchange import Endpoint, UpstreamRequest
 from router.http.heap import settle_heap
 from router.http.limits import ServerLimits, UpstreamLimits
 from router.http.message import Handler, Headers, RawHeaders, Request, end_to_end
@@ -8,7 +9,6 @@ from router.http.pool import UpstreamPool
 from router.http.relay import RelayEnd, RelayOutcome, UpstreamResponse, fetch, relay
 from router.http.responder import Responder
 from router.http.server import Server
-from router.http.upstream import Endpoint, UpstreamRequest
 
 __all__ = [
     "Endpoint",

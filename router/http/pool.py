@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from router.errors import EngineBusy, EngineUnreachable
 from router.http.deadlines import Sweeper
+from router.http.exchange import Endpoint
 from router.http.limits import UpstreamLimits
 from router.http.pump import pump_of
-from router.http.upstream import Endpoint, UpstreamConnection
+from router.http.upstream import UpstreamConnection
 
 log = logging.getLogger("conserve.router.http.pool")
 

@@ -12,12 +12,13 @@ import logging
 from typing import NamedTuple
 
 from router.errors import EngineGarbled, EngineLost, UpstreamError
+from router.http.exchange import Endpoint, ResponseSink, UpstreamRequest
 from router.http.message import Headers, RawHeaders, end_to_end
 from router.http.observer import StreamObserver
 from router.http.pool import UpstreamPool
 from router.http.responder import Responder
 from router.http.sse import EventBoundary
-from router.http.upstream import Endpoint, ResponseSink, UpstreamConnection, UpstreamRequest
+from router.http.upstream import UpstreamConnection
 
 log = logging.getLogger("conserve.router.http.relay")
 

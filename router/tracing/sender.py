@@ -1,4 +1,4 @@
-"""A thread that sends what turns noted, every second, over one connection.
+"""A thread that sends what turns noted, every second or when there is much, over one connection.
 
 Turns never wait for it: its queue has a limit, and what a slow or missing receiver does not take is dropped,
 counted and said once for each time it begins.
@@ -42,7 +42,7 @@ class Sender:
         self._headers = {"content-type": "application/x-protobuf", **headers}
         self._encode = encode
         self._waiting: deque[TurnTrace] = deque()
-        self._some, self._ending = threading.Event(), threading.Event()
+        self._some, self._many, self._ending = threading.Event(), threading.Event(), threading.Event()
         self._dropping = False
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
@@ -54,18 +54,22 @@ class Sender:
         self._waiting.append(turn)
         if not self._some.is_set():
             self._some.set()
+        if len(self._waiting) == _MOST_AT_ONCE:
+            self._many.set()
 
     def close(self, wait_s: float) -> None:
         """What waits is sent, for `wait_s` at most."""
-        self._ending.set()
-        self._some.set()
+        for reason in (self._ending, self._many, self._some):
+            reason.set()
         self._thread.join(wait_s)
 
     def _run(self) -> None:
         while not self._ending.is_set():
             self._some.wait()
-            self._ending.wait(_EVERY_S)  # more turns end meanwhile: one message for all of them
+            self._many.wait(_EVERY_S)  # more turns end meanwhile: one message for all of them
             self._some.clear()
+            if not self._ending.is_set():
+                self._many.clear()
             while self._waiting:
                 count = min(len(self._waiting), _MOST_AT_ONCE)
                 self._send([self._waiting.popleft() for _ in range(count)])
