@@ -176,7 +176,7 @@ def main() -> None:
         middle, spread = statistics.median(ratios), f"{min(ratios):.3f}–{max(ratios):.3f}"
         of_turn = statistics.median(found.turns[name])
         print(f"{name:24} {statistics.median(values):9.2f} µs  {middle:7.3f}  {spread}  {of_turn:9.1f} µs")
-    print(f"streams of {load.tokens} tokens, {load.connections} at once; turns of answers that are no streams")
+    print(f"streams of {load.tokens} tokens, {load.connections} at once; turns: answers that are no streams")
     price, by_price = named["traced_turn_us"], named["all_traced_cpu_ratio_by_price"]
     print(f"tracing costs {price:.0f} µs a turn: of such streams {by_price:.3f} if all are; target 1.03")
     if arguments.json:
