@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from placement.latency import LatencyModel, SelfCorrecting
+from placement.correcting import SelfCorrecting
+from placement.latency import LatencyModel
 from placement.serving import ServingSettings, make_policy
 from placement.serving.state import Slo
 from workers.coserving.scheduler import CoServingScheduler

@@ -12,9 +12,8 @@ bookkeeping). They are zero in a model that was not measured.
 """
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -197,57 +196,3 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
         for name, errors in regions.items()
         if errors
     )
-
-
-def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float = 1.25) -> list[Sample]:
-    """Without those that took much longer than their like: something else had the machine meanwhile.
-
-    An engine that became slower as a whole keeps all its samples: they are compared with their median.
-    """
-    slowness = [sample.seconds / max(model.seconds(sample.work), 1e-9) for sample in samples]
-    limit = float(np.median(slowness)) * allowed
-    return [sample for sample, slow in zip(samples, slowness, strict=True) if slow <= limit]
-
-
-@dataclass
-class SelfCorrecting:
-    """A model that follows the iterations it is shown.
-
-    A few recent samples are kept for every size of batch (powers of two of new tokens), so a long stretch of
-    decoding does not make it forget what a prefill costs. What it may change is bounded: between `1/bound`
-    and `bound` times the base model, term by term, and the base is also the prior of every fit.
-    """
-
-    base: LatencyModel
-    bound: float = 20.0
-    per_bucket: int = 24
-    every: int = 32
-    prior_weight: float = 1e-3
-    model: LatencyModel = field(init=False)
-    observed: int = field(init=False, default=0)
-    _buckets: dict[int, deque[Sample]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.model = self.base
-
-    def observe(self, work: BatchWork, seconds: float) -> None:
-        if work.new_tokens <= 0 or seconds <= 0:
-            return
-        bucket = self._buckets.setdefault(work.new_tokens.bit_length(), deque(maxlen=self.per_bucket))
-        bucket.append(Sample(work, seconds))
-        self.observed += 1
-        if self.observed % self.every == 0:
-            self.refit()
-
-    def refit(self) -> None:
-        samples = [sample for bucket in self._buckets.values() for sample in bucket]
-        if not samples:
-            return
-        fitted = fit(samples, self.base, self.prior_weight)
-        fitted = fit(undisturbed(fitted, samples), self.base, self.prior_weight)
-        self.model = LatencyModel(
-            *(
-                min(max(new, old / self.bound), old * self.bound)
-                for new, old in zip(astuple(fitted), astuple(self.base), strict=True)
-            )
-        )

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.latency import (
-    CONSERVATIVE,
     BatchWork,
     LatencyModel,
     Sample,
-    SelfCorrecting,
     error_by_region,
     fit,
 )
@@ -101,53 +99,6 @@ def test_a_term_that_the_prior_does_not_have_stays_out() -> None:
     paper = LatencyModel(per_token=2e-4, per_attended=4e-8, per_context=3e-7, constant=8e-3)
     found = fit(measured(300, noise=0.02), paper)
     assert (found.per_before, found.per_row) == (0, 0)
-
-
-def test_an_engine_without_a_profile_learns_its_own_speed() -> None:
-    learning = SelfCorrecting(CONSERVATIVE)
-    for sample in measured(320, noise=0.05):
-        learning.observe(sample.work, sample.seconds)
-    after = error_by_region(learning.model, measured(200, noise=0.0, seed=9))[0]
-    before = error_by_region(CONSERVATIVE, measured(200, noise=0.0, seed=9))[0]
-    assert before.median > 0.5
-    assert after.median < 0.1
-
-
-def test_a_long_stretch_of_decoding_does_not_make_it_forget_prefills() -> None:
-    learning = SelfCorrecting(CONSERVATIVE)
-    for sample in measured(320, noise=0.02):
-        learning.observe(sample.work, sample.seconds)
-    decode = BatchWork.of([(1, 500)] * 4)
-    for _ in range(2000):
-        learning.observe(decode, TRUE.seconds(decode))
-    prefill = BatchWork.of([(2048, 0)])
-    assert learning.model.seconds(prefill) == pytest.approx(TRUE.seconds(prefill), rel=0.15)
-
-
-def test_iterations_that_something_else_disturbed_teach_nothing() -> None:
-    learning = SelfCorrecting(TRUE)
-    rng = random.Random(5)
-    for sample in measured(640, noise=0.02):
-        disturbance = rng.choice((1.0, 1.0, 1.0, 2.5))
-        learning.observe(sample.work, sample.seconds * disturbance)
-    after = error_by_region(learning.model, measured(200, noise=0.0, seed=9))[0]
-    assert after.p90 < 0.05
-
-
-def test_an_engine_that_became_slower_is_followed() -> None:
-    learning = SelfCorrecting(TRUE)
-    for sample in measured(640, noise=0.02):
-        learning.observe(sample.work, 2 * sample.seconds)
-    decode = BatchWork.of([(1, 500)] * 4)
-    assert learning.model.seconds(decode) == pytest.approx(2 * TRUE.seconds(decode), rel=0.05)
-
-
-def test_corrections_are_bounded() -> None:
-    learning = SelfCorrecting(TRUE, bound=3.0)
-    for _ in range(200):
-        learning.observe(BatchWork.of([(64, 0)]), 60.0)
-    for now, base in zip(astuple(learning.model), astuple(TRUE), strict=True):
-        assert base / 3 * 0.999 <= now <= base * 3 * 1.001
 
 
 def test_a_model_with_a_negative_coefficient_cannot_be_made() -> None:

@@ -11,7 +11,8 @@ import scipy.optimize  # noqa: F401  what the first correction of the model need
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvtransfer.config import ConnectorConfig
-from placement.latency import BatchWork, SelfCorrecting
+from placement.correcting import SelfCorrecting
+from placement.latency import BatchWork
 from placement.serving import make_policy
 from placement.serving.state import EngineView, Filling, IterationDone, Row, RunningBatch
 from workers.coserving import arrival, flag, rollback
