@@ -196,20 +196,23 @@ async def test_what_a_receiver_refuses_is_counted_and_said_once(
 
 
 def test_a_full_queue_drops_turns_and_not_memory(receiver: Receiver) -> None:
-    going, before = threading.Event(), dropped()["queue_full"]
+    begun, going, before = threading.Event(), threading.Event(), dropped()["queue_full"]
 
     def encode(turns: list[TurnTrace]) -> bytes:
+        begun.set()
         going.wait(30)
         return b""
 
     sender = Sender(receiver.endpoint, encode, {})
     turn = TurnTrace(Parent(1), time.monotonic, 0, 0.0, sender.add)
+    sender.add(turn)
+    assert begun.wait(30)
     for _ in range(MOST_WAITING + 7):
         sender.add(turn)
     assert dropped()["queue_full"] == before + 7
     going.set()
     sender.close(30)
-    assert len(receiver.headers) == MOST_WAITING // 256
+    assert len(receiver.headers) == 1 + MOST_WAITING // 256
 
 
 async def test_off_the_libraries_are_not_even_loaded(tmp_path: Path) -> None:
