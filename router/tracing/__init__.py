@@ -4,7 +4,7 @@ A client's `traceparent` decides whether its turn is sampled; without one a shar
 turn's engines get a `traceparent` that names their leg's span; any other turn passes with its headers as they
 came. Nothing is done a token. What a turn's moments are is written down while it runs, and made into messages
 by the thread that sends them, for many turns at once: OpenTelemetry's own spans, encoder and exporter take
-eight times the CPU (docs/operate.md), which is why only its messages and its reader of headers are used.
+five times the CPU (docs/operate.md), which is why only its messages and its reader of headers are used.
 """
 
 from router.tracing.tracer import Tracer
