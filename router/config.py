@@ -3,6 +3,7 @@
 from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
@@ -46,7 +47,12 @@ class Tracing:
     sample: float = 0.05  # share of the turns whose client did not decide it
 
     def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(self.endpoint)
+            right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is none
+            right = False
+        if not right:
             raise ValueError(f"endpoint: {self.endpoint!r} is not http://host:port of an OTLP receiver")
         if not 0 <= self.sample <= 1:
             raise ValueError(f"sample: expected a share between 0 and 1, not {self.sample}")

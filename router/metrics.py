@@ -98,7 +98,7 @@ REDISAGGREGATIONS = Counter(
 TRACES_DROPPED = Counter(
     "conserve_traces_dropped_total",
     "Traced turns whose spans were dropped, by cause: queue_full, not_taken (the OTLP receiver did not "
-    "answer, or refused), not_encoded.",
+    "answer, or refused), not_sent (a fault that the log has the traceback of).",
     ["cause"],
 )
 FALLBACKS = Counter(
@@ -193,7 +193,7 @@ from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", 
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_room", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
-from_zero(TRACES_DROPPED, "queue_full", "not_taken", "not_encoded")
+from_zero(TRACES_DROPPED, "queue_full", "not_taken", "not_sent")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 

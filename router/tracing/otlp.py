@@ -51,7 +51,7 @@ def _add(scope: ScopeSpans, turn: TurnTrace) -> None:
         outer = notes is turn.turn
         span = scope.spans.add(
             trace_id=trace,
-            span_id=of_turn if outer else notes.id.to_bytes(8, "big"),
+            span_id=notes.id.to_bytes(8, "big"),
             parent_span_id=before if outer else of_turn,
             trace_state=parent.state,
             flags=_ELSEWHERE if outer and before else _HERE,
@@ -61,7 +61,7 @@ def _add(scope: ScopeSpans, turn: TurnTrace) -> None:
             end_time_unix_nano=offset + int((notes.ended_at or notes.began_at) * 1e9),
         )
         _add_attributes(span, notes.attributes)
-        _add_events(span, notes, offset)
+        _add_outcome(span, notes, offset)
 
 
 def _add_attributes(span: Span, attributes: Mapping[str, Value]) -> None:
@@ -74,7 +74,7 @@ def _add_attributes(span: Span, attributes: Mapping[str, Value]) -> None:
             pair.value.string_value = value
 
 
-def _add_events(span: Span, notes: SpanNotes, offset: int) -> None:
+def _add_outcome(span: Span, notes: SpanNotes, offset: int) -> None:
     if notes.first_token_at is not None:
         span.events.add(name="first token", time_unix_nano=offset + int(notes.first_token_at * 1e9))
     if notes.wrong is not None:

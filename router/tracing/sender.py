@@ -77,20 +77,24 @@ class Sender:
 
     def _send(self, turns: list[TurnTrace]) -> None:
         try:
-            body = self._encode(turns)
-        except Exception:  # a fault of ours must not end the thread
-            log.exception("spans could not be encoded turns=%d", len(turns))
-            self._dropped("not_encoded", len(turns), "see the traceback")
+            wrong = self._try(self._encode(turns))
+        except Exception:  # a fault of ours, or a header that cannot be sent: the thread goes on
+            log.exception("spans could not be sent turns=%d", len(turns))
+            self._connection.close()
+            self._dropped("not_sent", len(turns), "see the traceback")
             return
+        if wrong is None:
+            self._dropping = False
+        else:
+            self._dropped("not_taken", len(turns), wrong.why)
+
+    def _try(self, body: bytes) -> _Wrong | None:
         wrong = self._post(body)
         for pause_s in _PAUSES_S:
             if wrong is None or not wrong.again or self._ending.wait(pause_s):
                 break
             wrong = self._post(body)
-        if wrong is None:
-            self._dropping = False
-        else:
-            self._dropped("not_taken", len(turns), wrong.why)
+        return wrong
 
     def _post(self, body: bytes) -> _Wrong | None:
         try:

@@ -39,7 +39,8 @@ async def spans_after(made: Fleet, received: Receiver) -> list[Received]:
 
 
 def dropped() -> dict[str, float]:
-    return {cause: TRACES_DROPPED.labels(cause)._value.get() for cause in ("queue_full", "not_taken")}
+    causes = ("queue_full", "not_taken", "not_sent")
+    return {cause: TRACES_DROPPED.labels(cause)._value.get() for cause in causes}
 
 
 def by_name(spans: list[Received]) -> dict[str, Received]:
@@ -193,6 +194,36 @@ async def test_what_a_receiver_refuses_is_counted_and_said_once(
         await ask(made.urls[0], [user("after")])
         await asyncio.to_thread(receiver.until, lambda spans: len(spans) > 0)
     assert len([line for line in caplog.messages if "traces of turns are dropped" in line]) == 1
+
+
+async def test_what_cannot_be_sent_does_not_end_the_sending(receiver: Receiver) -> None:
+    before, encoded = dropped()["not_sent"], []
+
+    def encode(turns: list[TurnTrace]) -> bytes:
+        encoded.append(len(turns))
+        if len(encoded) == 1:
+            raise TypeError("a fault")
+        return b""
+
+    sender = Sender(receiver.endpoint, encode, {})
+    turn = TurnTrace(Parent(1), time.monotonic, 0, 0.0, sender.add)
+    sender.add(turn)
+    await until(lambda: dropped()["not_sent"] == before + 1)
+    sender.add(turn)
+    await until(lambda: len(receiver.headers) == 1)
+    sender.close(30)
+
+    unsendable = Sender(receiver.endpoint, lambda turns: b"", {"x-key": "two\nlines"})
+    for served in (2, 3):
+        unsendable.add(turn)
+        await until(lambda served=served: dropped()["not_sent"] == before + served)
+    unsendable.close(30)
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "http://collector:port", "http://c:99999"])
+def test_an_endpoint_that_is_none_is_refused_with_what_is_wanted(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="http://host:port"):
+        Tracing(endpoint)
 
 
 def test_a_full_queue_drops_turns_and_not_memory(receiver: Receiver) -> None:
