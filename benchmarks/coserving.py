@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coserving_load import Experienced, Load, quantile
-from benchmarks.coserving_turns import LAYERS, Outcome, bench
+from benchmarks.coserving_load import Experienced, Lengths, Load, quantile
+from benchmarks.coserving_turns import BLOCK, LAYERS, Outcome, bench
 from placement.profiles import Profile
 from workers.coserving.flag import Flag
 from workers.coserving.iterations import IterationRecord
@@ -156,25 +156,33 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def loads(capacity: float, shares: list[float], cvs: list[float], seconds: float) -> list[Load]:
-    """All shares of the capacity at CV 1, and the middle one at the other CVs."""
+def loads(
+    capacity: float, shares: list[float], cvs: list[float], requests: int, lengths: Lengths
+) -> list[Load]:
+    """All shares of the capacity at CV 1, and the middle one at the other CVs.
+
+    A turn is as long as its number of requests takes to arrive: a P99 of few is their worst.
+    """
     middle = shares[len(shares) // 2]
     at_one = [(share, 1.0) for share in shares if 1.0 in cvs]
     mixed = at_one + [(middle, cv) for cv in cvs if cv != 1.0]
-    return [Load(share * capacity, cv, seconds, share) for share, cv in mixed]
+    return [Load(share * capacity, cv, requests / (share * capacity), lengths, share) for share, cv in mixed]
 
 
 async def run(arguments: argparse.Namespace, after_load: Callable[[list[Outcome], Profile], None]) -> None:
-    repeats = 1 if arguments.quick else 5
-    async with bench(arguments.model, repeats, arguments.blocks, arguments.host_kv_gib) as engine:
+    quick = arguments.quick
+    lengths = Lengths.part_of_paper(16 if quick else arguments.part)
+    blocks = arguments.blocks or 112 * lengths.iteration // BLOCK
+    async with bench(arguments.model, lengths, 1 if quick else 5, blocks, arguments.host_kv_gib) as engine:
         outcomes: list[Outcome] = []
-        capacity = await engine.capacity(2.5 if arguments.quick else 10.0)
+        capacity = await engine.capacity(2.5 if quick else 20.0)
         print(f"capacity: {capacity:.2f} requests/s", flush=True)
-        many = [Load(0.4 * capacity, 1.0, 2.5, 0.4)]
-        if not arguments.quick:
-            many = loads(capacity, arguments.loads, arguments.cvs, arguments.seconds)
+        if quick:
+            many, turns = loads(capacity, [0.4], [1.0], 4, lengths), 1
+        else:
+            many = loads(capacity, arguments.loads, arguments.cvs, arguments.requests, lengths)
+            turns = arguments.turns
         for load in many:
-            turns = 1 if arguments.quick else arguments.turns
             outcomes.append(await engine.compare(load, tuple(arguments.policies), turns))
             after_load(outcomes, engine.profile)
 
@@ -199,13 +207,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=f"of {LAYERS} layers; without it one is made")
     parser.add_argument("--quick", action="store_true", help="one load, one turn: within 45 seconds")
     parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--requests", type=int, default=20, help="online requests of a turn, about")
+    parser.add_argument(
+        "--part", type=int, default=4, help="of the paper's lengths (4,096 in, 256 out): 4 is a quarter"
+    )
     parser.add_argument(
         "--loads", type=float, nargs="+", default=[0.2, 0.4, 0.6], help="online work, in shares of capacity"
     )
     parser.add_argument("--cvs", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--blocks", type=int, default=448, help="of KV, 32 tokens each")
+    parser.add_argument("--blocks", type=int, help="of KV, 32 tokens each; without it 112 iterations fit")
     parser.add_argument("--host-kv-gib", type=float, default=0.0, help="checkpoint offline KV on the host")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -11,17 +11,34 @@ from workers.coserving.standalone import CoServingEngine
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of requests and iterations, in tokens."""
+
+    prompt: int
+    output: int
+    iteration: int  # the most that one computes
+
+    @staticmethod
+    def part_of_paper(part: int) -> "Lengths":
+        """The paper has 4,096 in, 256 out and 2,048 an iteration, on a GPU: a part of each, alike."""
+        return Lengths(4096 // part, 256 // part, 2048 // part)
+
+    @property
+    def at_once(self) -> int:
+        """So many offline requests that every iteration is full of them, and one waits.
+
+        While one decodes, as many others have their prompts computed as fit that many iterations.
+        """
+        return self.output * self.iteration // self.prompt + 4
+
+
+@dataclass(frozen=True)
 class Load:
     rate: float  # online requests a second
     cv: float  # coefficient of variation of the gaps between them
     seconds: float
+    lengths: Lengths  # of online and offline requests alike
     share: float = 0.0  # the rate, of what the engine can do
-    # An eighth of the paper's lengths (4,096 in, 256 out), as is the most an iteration takes (256 of 2,048).
-    online_prompt: int = 512
-    online_output: int = 32
-    offline_prompt: int = 512
-    offline_output: int = 32
-    offline_at_once: int = 12
 
 
 @dataclass
@@ -82,7 +99,7 @@ class Turn:
         until = self.until = started + load.seconds
         offline = [
             asyncio.create_task(self._offline_stream())
-            for _ in range(load.offline_at_once if self._with_offline else 0)
+            for _ in range(load.lengths.at_once if self._with_offline else 0)
         ]
         online: list[asyncio.Task[None]] = []
         for gap in gamma_gaps(load.rate, load.cv, self._seed):
@@ -99,13 +116,10 @@ class Turn:
         await asyncio.wait_for(asyncio.gather(*online), 120)
         await self._engine.empty()
 
-    def _prompt(self, length: int) -> list[int]:
-        return [self._rng.randint(32, 120) for _ in range(length)]
-
     async def _online(self, into: Experienced) -> None:
         asked = last = time.monotonic()
         ttft, gaps = 0.0, []
-        async for _ in self._stream(self._load.online_prompt, self._load.online_output, 0):
+        async for _ in self._stream(0):
             now = time.monotonic()
             if ttft:
                 gaps.append(now - last)
@@ -118,17 +132,21 @@ class Turn:
     async def _offline_stream(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
-                async for _ in self._stream(self._load.offline_prompt, self._load.offline_output, 1):
+                async for _ in self._stream(1):
                     pass
 
-    def _stream(self, prompt: int, output: int, priority: int):  # type: ignore[no-untyped-def]
+    def _stream(self, priority: int):  # type: ignore[no-untyped-def]
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        lengths = self._load.lengths
         return self._engine.llm.generate(
-            {"prompt_token_ids": self._prompt(prompt)},
+            {"prompt_token_ids": [self._rng.randint(32, 120) for _ in range(lengths.prompt)]},
             SamplingParams(
-                temperature=0.0, max_tokens=output, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+                temperature=0.0,
+                max_tokens=lengths.output,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
             ),
             f"{self._seed}-{priority}-{next(self._ids)}-{time.monotonic_ns()}",
             priority=priority,

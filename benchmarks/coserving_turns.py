@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import coserving_switch as switch
-from benchmarks.coserving_load import Experienced, Load, Turn, quantile
+from benchmarks.coserving_load import Experienced, Lengths, Load, Turn, quantile
 from deploy.model.make import make_model
 from deploy.model.shape import ModelShape
 from placement.latency import CONSERVATIVE, LatencyModel
@@ -21,7 +21,6 @@ from workers.coserving.profile import Grid, measure, profile_of
 from workers.coserving.standalone import CoServingEngine, EngineShape, coserving_engine
 
 LAYERS = 24
-MAX_TOKENS = 256
 MAX_CONTEXT = 2048
 BLOCK = 32
 BASELINE = "online_only"
@@ -40,6 +39,7 @@ class Outcome:
 class Bench:
     engine: CoServingEngine
     profile: Profile
+    lengths: Lengths
     _chosen: Path
 
     @property
@@ -49,7 +49,7 @@ class Bench:
     async def turn(
         self, name: str, load: Load, seed: int, slo: Slo, into: Experienced
     ) -> list[IterationRecord]:
-        switch.choose(self._chosen, settings_of(name, slo), self.model)
+        switch.choose(self._chosen, settings_of(name, slo, self.lengths), self.model)
         before = len(self.engine.iterations())
         turn = Turn(self.engine, load, seed, with_offline=not name.startswith(BASELINE))
         await turn.run(into)
@@ -59,9 +59,9 @@ class Bench:
 
     async def capacity(self, seconds: float) -> float:
         """Requests a second, of the loads' lengths, when there is nothing but a batch of them."""
-        load, got = Load(1e-6, 1.0, seconds), Experienced()
+        load, got = Load(1e-6, 1.0, seconds, self.lengths), Experienced()
         await self.turn("non_preemptive", load, 0, LOOSE, got)
-        return got.throughput / (load.offline_prompt + load.offline_output)
+        return got.throughput / (self.lengths.prompt + self.lengths.output)
 
     async def compare(self, load: Load, policies: tuple[str, ...], turns: int) -> Outcome:
         """Each turn every policy meets the same arrivals. The baseline begins: its P99 so far is the promise.
@@ -80,9 +80,9 @@ class Bench:
         return outcome
 
 
-def settings_of(name: str, slo: Slo) -> ServingSettings:
+def settings_of(name: str, slo: Slo, lengths: Lengths) -> ServingSettings:
     policy, _, without = name.partition(" without ")
-    return ServingSettings(policy, slo, safepoints=without != "safepoints", chunk_tokens=MAX_TOKENS)
+    return ServingSettings(policy, slo, safepoints=without != "safepoints", chunk_tokens=lengths.iteration)
 
 
 def threads() -> dict[str, str]:
@@ -93,7 +93,7 @@ def threads() -> dict[str, str]:
 
 @asynccontextmanager
 async def bench(
-    model: Path | None, repeats: int, blocks: int = 448, host_kv_gib: float = 0.0
+    model: Path | None, lengths: Lengths, repeats: int, blocks: int, host_kv_gib: float = 0.0
 ) -> AsyncIterator[Bench]:
     """An engine that was just profiled. Without a model one of 24 layers is made."""
     with tempfile.TemporaryDirectory() as folder:
@@ -103,10 +103,10 @@ async def bench(
         chosen = Path(folder) / "policy.json"
         switch.choose(chosen, ServingSettings("non_preemptive"), CONSERVATIVE)
         shape = EngineShape(
-            model, blocks=blocks, max_tokens=MAX_TOKENS, max_running=32, max_context=MAX_CONTEXT,
+            model, blocks=blocks, max_tokens=lengths.iteration, max_running=64, max_context=MAX_CONTEXT,
             block_tokens=BLOCK, scheduler=switch.SCHEDULER, parts=(SAFEPOINT_PART,),
             host_kv_gib=host_kv_gib, environment={switch.VARIABLE: str(chosen), **threads()},
         )  # fmt: skip
         async with coserving_engine(shape, CoServingConfig()) as engine:
-            samples = await measure(engine, Grid(MAX_TOKENS, MAX_CONTEXT, 16, BLOCK, repeats))
-            yield Bench(engine, profile_of(samples, LAYERS, 0.0), chosen)
+            samples = await measure(engine, Grid(lengths.iteration, MAX_CONTEXT, 32, BLOCK, repeats))
+            yield Bench(engine, profile_of(samples, LAYERS, 0.0), lengths, chosen)

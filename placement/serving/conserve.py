@@ -33,7 +33,7 @@ class Conserve:
         for_prompts = replace(settings, margin=self._prompt_margin.share)
         work, caps = share_out(online, view.now, online_left, model, for_prompts)
         tokens_left = view.max_tokens - work.new_tokens
-        target = tightest_target(online, view.now, replace(settings, margin=self._margin.share))
+        target = tightest_target(online, view.now, model, replace(settings, margin=self._margin.share))
         if target is None:
             tokens_left = min(tokens_left, best_batch(model, self._loss_rate(), view.max_tokens))
         reserve = int(settings.online_reserve * view.total_blocks) if online or self._arrivals.rate else 0

@@ -46,7 +46,9 @@ def share_out(
     return work, caps
 
 
-def tightest_target(online: tuple[Row, ...], now: float, settings: ServingSettings) -> float | None:
+def tightest_target(
+    online: tuple[Row, ...], now: float, model: LatencyModel, settings: ServingSettings
+) -> float | None:
     """How long an iteration may become by offline work: until a token is due, or a prompt urgent.
 
     A prompt's last chunk is small, and would otherwise be filled up with offline work while others wait
@@ -60,4 +62,21 @@ def tightest_target(online: tuple[Row, ...], now: float, settings: ServingSettin
         else min(row.slo.tbt_s, urgent_at(row, settings) - now) * (1 - margin)
         for row in online
     ]  # fmt: skip
+    decoding = [row for row in online if row.decoding]
+    if decoding:
+        targets.append(worth_stretching(decoding, model))
     return max(min(targets), 0.0)
+
+
+def worth_stretching(decoding: list[Row], model: LatencyModel) -> float:
+    """How long rows that decode are best kept in an iteration, where their promise would allow more.
+
+    Long iterations pay the constant less often; but the longer a token takes, the more online requests decode
+    at once, and the prompts that come meanwhile are computed beside all of them. So when these rows cost more
+    than the constant, offline work has that much less of what the promise leaves.
+    """
+    work = BatchWork.of((1, row.computed) for row in decoding)
+    alone, constant = model.seconds(work), model.seconds(BatchWork())
+    rows = alone - constant
+    left = max(min(row.slo.tbt_s for row in decoding) - alone, 0.0)
+    return alone + left * (constant / rows if rows > constant else 1.0)
