@@ -1,0 +1,52 @@
+"""How long offline work makes an iteration beside online rows that decode."""
+
+import pytest
+
+from placement.latency import BatchWork, LatencyModel
+from placement.serving.online import worth_stretching
+from placement.serving.state import Slo
+from tests.placement.serving.views import online
+
+MODEL = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.010, per_row=0.001)
+PROMISE_S = 0.1
+
+
+def rows(count: int, slo: Slo = Slo(1.0, PROMISE_S)) -> list[object]:  # noqa: B008
+    return [online(f"a{number}", 1000, 999, slo=slo) for number in range(count)]  # 2 ms each
+
+
+def stretched(count: int) -> float:
+    return worth_stretching(rows(count), MODEL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_rows_that_cost_no_more_than_the_constant_have_the_whole_promise(count: int) -> None:
+    assert stretched(count) == pytest.approx(PROMISE_S)
+
+
+def test_rows_that_cost_twice_the_constant_leave_offline_work_half_of_what_the_promise_leaves() -> None:
+    alone = 0.010 + 10 * 0.002
+    assert stretched(10) == pytest.approx(alone + (PROMISE_S - alone) / 2)
+
+
+def test_more_rows_never_have_longer_iterations_until_they_fill_them_themselves() -> None:
+    lengths = [stretched(count) for count in range(1, 46)]
+    shortest = lengths.index(min(lengths))
+    assert lengths[: shortest + 1] == sorted(lengths[: shortest + 1], reverse=True)
+    assert all(MODEL.seconds(BatchWork.of([(1, 999)] * n)) <= stretched(n) for n in range(1, 60))
+
+
+def test_some_of_the_promise_is_offline_work_s_however_long_the_contexts_are() -> None:
+    long = [online(f"a{number}", 5000, 4999, slo=Slo(1.0, PROMISE_S)) for number in range(10)]  # 6 ms each
+    assert worth_stretching(long, MODEL) == pytest.approx(0.07 + (PROMISE_S - 0.07) / 4)
+    free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
+    assert worth_stretching(long, free) == pytest.approx(0.05 + (PROMISE_S - 0.05) / 4)
+
+
+def test_the_strictest_promise_counts() -> None:
+    mixed = [*rows(2), online("strict", 1000, 999, slo=Slo(1.0, 0.05))]
+    assert worth_stretching(mixed, MODEL) == pytest.approx(0.05)  # type: ignore[arg-type]
+
+
+def test_a_promise_that_rows_break_by_themselves_leaves_nothing() -> None:
+    assert stretched(100) == pytest.approx(0.010 + 100 * 0.002)
