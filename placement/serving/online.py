@@ -75,8 +75,8 @@ def worth_stretching(decoding: list[Row], model: LatencyModel) -> float:
 
     Long iterations pay the constant less often; but the longer a token takes, the more online requests decode
     at once, and the prompts that come meanwhile are computed beside all of them. So when these rows cost more
-    than the constant, offline work has that much less of what the promise leaves; yet some, or it would starve
-    beside long conversations, or by a profile in which the constant is nothing.
+    than the constant, offline work has that much less of what the promise leaves. Yet it has some, or it
+    would starve beside long conversations, or by a profile in which the constant is nothing.
     """
     work = BatchWork.of((1, row.computed) for row in decoding)
     alone, constant = model.seconds(work), model.seconds(BatchWork())
