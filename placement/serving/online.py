@@ -7,6 +7,7 @@ from placement.serving import memory
 from placement.serving.policy import ServingSettings
 from placement.serving.state import Row
 
+ROWS_PER_CONSTANT = 2.0
 LEAST_STRETCH = 0.25
 
 Caps = Mapping[str, int]  # tokens of online rows at most, by key; of those not in it: all they want
@@ -75,11 +76,11 @@ def worth_stretching(decoding: list[Row], model: LatencyModel) -> float:
 
     Long iterations pay the constant less often; but the longer a token takes, the more online requests decode
     at once, and the prompts that come meanwhile are computed beside all of them. So when these rows cost more
-    than the constant, offline work has that much less of what the promise leaves. Yet it has some, or it
+    than twice the constant, offline work has that much less of what the promise leaves. It keeps some, or it
     would starve beside long conversations, or by a profile in which the constant is nothing.
     """
     work = BatchWork.of((1, row.computed) for row in decoding)
     alone, constant = model.seconds(work), model.seconds(BatchWork())
-    rows = alone - constant
+    rows, worth = alone - constant, ROWS_PER_CONSTANT * constant
     left = max(min(row.slo.tbt_s for row in decoding) - alone, 0.0)
-    return alone + left * (max(constant / rows, LEAST_STRETCH) if rows > constant else 1.0)
+    return alone + left * (max(worth / rows, LEAST_STRETCH) if rows > worth else 1.0)
