@@ -7,7 +7,6 @@ from placement.serving import memory
 from placement.serving.policy import ServingSettings
 from placement.serving.state import Row
 
-ROWS_PER_CONSTANT = 2.0
 LEAST_STRETCH = 0.25
 
 Caps = Mapping[str, int]  # tokens of online rows at most, by key; of those not in it: all they want
@@ -67,20 +66,20 @@ def tightest_target(
     ]  # fmt: skip
     decoding = [row for row in online if row.decoding]
     if decoding:
-        targets.append(worth_stretching(decoding, model))
+        targets.append(worth_stretching(decoding, model, settings.rows_per_constant))
     return max(min(targets), 0.0)
 
 
-def worth_stretching(decoding: list[Row], model: LatencyModel) -> float:
+def worth_stretching(decoding: list[Row], model: LatencyModel, rows_per_constant: float) -> float:
     """How long rows that decode are best kept in an iteration, where their promise would allow more.
 
     Long iterations pay the constant less often; but the longer a token takes, the more online requests decode
     at once, and the prompts that come meanwhile are computed beside all of them. So when these rows cost more
-    than twice the constant, offline work has that much less of what the promise leaves. It keeps some, or it
-    would starve beside long conversations, or by a profile in which the constant is nothing.
+    than some times the constant, offline work has that much less of what the promise leaves. It keeps a
+    quarter, or it would starve beside long conversations, or by a profile in which the constant is nothing.
     """
     work = BatchWork.of((1, row.computed) for row in decoding)
     alone, constant = model.seconds(work), model.seconds(BatchWork())
-    rows, worth = alone - constant, ROWS_PER_CONSTANT * constant
+    rows, worth = alone - constant, rows_per_constant * constant
     left = max(min(row.slo.tbt_s for row in decoding) - alone, 0.0)
     return alone + left * (max(worth / rows, LEAST_STRETCH) if rows > worth else 1.0)

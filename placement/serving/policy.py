@@ -30,6 +30,9 @@ class ServingSettings:
     # the iteration that it throws away, at least.
     abort_worth: float = 0.5
     abort_gain_s: float = 0.005  # an iteration with less than this left is not worth aborting
+    # Rows that decode may cost this many times an iteration's constant before offline work has less of what
+    # their promise leaves; infinity: it always has all of it.
+    rows_per_constant: float = 2.0
 
 
 class ServingPolicy(Protocol):

@@ -1,5 +1,7 @@
 """How long offline work makes an iteration beside online rows that decode."""
 
+import math
+
 import pytest
 
 from placement.latency import BatchWork, LatencyModel
@@ -16,7 +18,7 @@ def rows(count: int, slo: Slo = Slo(1.0, PROMISE_S)) -> list[object]:  # noqa: B
 
 
 def stretched(count: int) -> float:
-    return worth_stretching(rows(count), MODEL)  # type: ignore[arg-type]
+    return worth_stretching(rows(count), MODEL, 2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 5, 10])
@@ -38,15 +40,19 @@ def test_more_rows_never_have_longer_iterations_until_they_fill_them_themselves(
 
 def test_some_of_the_promise_is_offline_work_s_however_long_the_contexts_are() -> None:
     long = [online(f"a{number}", 9000, 8999, slo=Slo(1.0, 0.2)) for number in range(10)]  # 10 ms each
-    assert worth_stretching(long, MODEL) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
+    assert worth_stretching(long, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
     free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
-    assert worth_stretching(long, free) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
+    assert worth_stretching(long, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
 
 
 def test_the_strictest_promise_counts() -> None:
     mixed = [*rows(2), online("strict", 1000, 999, slo=Slo(1.0, 0.05))]
-    assert worth_stretching(mixed, MODEL) == pytest.approx(0.05)  # type: ignore[arg-type]
+    assert worth_stretching(mixed, MODEL, 2.0) == pytest.approx(0.05)  # type: ignore[arg-type]
 
 
 def test_a_promise_that_rows_break_by_themselves_leaves_nothing() -> None:
     assert stretched(100) == pytest.approx(0.010 + 100 * 0.002)
+
+
+def test_an_operator_may_have_the_whole_promise_always() -> None:
+    assert worth_stretching(rows(30), MODEL, math.inf) == pytest.approx(PROMISE_S)  # type: ignore[arg-type]
