@@ -2,10 +2,11 @@
 
     python -m benchmarks.coserving_settings [--long] [--samples N] [--set NAME=VALUE[,NAME=VALUE]]...
 
-The engine is that of the benchmark on two CPU cores: its profile, and iterations that take a little more, some
-much more, as they do there. A sample is what a run of the benchmark sees: three turns of 20 online requests
-a load, each from an empty engine; with `--long`, one turn of 400. A run's P99 is the worst of its 54 requests,
-so it says little of a setting: this repeats it. Every `--set` is a contender; the first has nothing set.
+The engine is that of the benchmark on two CPU cores: its profile, and iterations that take a little
+more, some much more, as they do there. A sample is what a run of the benchmark sees: three turns of 20
+online requests a load, each from an empty engine; with `--long`, one turn of 400. A P99 of 54 requests
+is their worst, so one run says little of a setting: this repeats it. Every `--set` is a contender; the
+first has nothing set.
 """
 
 import argparse
