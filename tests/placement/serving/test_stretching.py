@@ -1,15 +1,18 @@
 """How long offline work makes an iteration beside online rows that decode."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from placement.latency import BatchWork, LatencyModel
+from placement.serving import ServingSettings, make_policy
 from placement.serving.online import worth_stretching
 from placement.serving.state import Slo
-from tests.placement.serving.views import online
+from tests.placement.serving.views import fill, offline, online, view
 
 MODEL = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.010, per_row=0.001)
+MODEL_BY_TOKEN = replace(MODEL, per_token=1e-4)
 PROMISE_S = 0.1
 
 
@@ -56,3 +59,11 @@ def test_a_promise_that_rows_break_by_themselves_leaves_nothing() -> None:
 
 def test_an_operator_may_have_the_whole_promise_always() -> None:
     assert worth_stretching(rows(30), MODEL, math.inf) == pytest.approx(PROMISE_S)  # type: ignore[arg-type]
+
+
+def test_offline_work_has_less_of_an_iteration_beside_many_rows() -> None:
+    def offline_tokens(rows_per_constant: float) -> int:
+        policy = make_policy(ServingSettings(rows_per_constant=rows_per_constant))
+        return fill(policy, view(*rows(20), offline("off")), MODEL_BY_TOKEN)["off"]  # type: ignore[arg-type]
+
+    assert 0 < offline_tokens(1.0) < offline_tokens(2.0) < offline_tokens(math.inf)
