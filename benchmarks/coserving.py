@@ -205,7 +205,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help=f"of {LAYERS} layers; without it one is made")
-    parser.add_argument("--quick", action="store_true", help="one load, one turn, a sixteenth of the lengths: about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="one load, one turn, a sixteenth of the lengths: about a minute"
+    )
     parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
     parser.add_argument("--requests", type=int, default=20, help="online requests of a turn, about")
     parser.add_argument(
