@@ -211,7 +211,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
     parser.add_argument("--requests", type=int, default=20, help="online requests of a turn, about")
     parser.add_argument(
-        "--part", type=int, default=4, help="of the paper's lengths (4,096 in, 256 out): 4 is a quarter"
+        "--part",
+        type=int,
+        default=4,
+        choices=(4, 8, 16),
+        help="of the paper's lengths (4,096 in, 256 out): 4 is a quarter",
     )
     parser.add_argument(
         "--loads", type=float, nargs="+", default=[0.2, 0.4, 0.6], help="online work, in shares of capacity"

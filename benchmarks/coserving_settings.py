@@ -13,7 +13,7 @@ import argparse
 import itertools
 import random
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from benchmarks.coserving_load import Lengths, gamma_gaps, quantile
@@ -142,9 +142,14 @@ class Comparison:
         return f"{name:<40} {figures}   {within:.2f}   {cells}"
 
 
-def parsed(text: str) -> dict[str, Any]:
-    pairs = (pair.split("=", 1) for pair in text.split(",") if pair)
-    return {name: float(value) for name, value in pairs}
+def parsed(text: str) -> ServingSettings:
+    try:
+        pairs = (pair.split("=", 1) for pair in text.split(",") if pair)
+        values: dict[str, Any] = {name: float(value) for name, value in pairs}
+        return replace(ServingSettings(), **values)
+    except (TypeError, ValueError) as wrong:
+        known = ", ".join(field.name for field in fields(ServingSettings) if field.type in ("float", float))
+        raise argparse.ArgumentTypeError(f"{text!r}: {wrong}; NAME is one of {known}") from None
 
 
 def main() -> None:
@@ -153,14 +158,16 @@ def main() -> None:
     )
     parser.add_argument("--long", action="store_true", help="turns of 400 requests: the load's steady state")
     parser.add_argument("--samples", type=int, default=12, help="runs of the benchmark to compute")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE[,NAME=VALUE]")
+    parser.add_argument(
+        "--set", type=lambda text: (text, parsed(text)), action="append", default=[],
+        metavar="NAME=VALUE[,NAME=VALUE]",
+    )  # fmt: skip
     arguments = parser.parse_args()
     comparison = Comparison(arguments.samples, arguments.long)
     print("TTFT P99 and TBT P99 against online_only, offline tokens against non_preemptive: means over the")
     print("loads ± deviation of a run; share of runs within 1.10, 1.10 and 0.90; the loads one by one")
-    for text in ["", *arguments.set]:
-        settings = replace(ServingSettings(), **parsed(text))
-        print(comparison.row(text or "as it is", settings), flush=True)
+    for name, settings in [("as it is", ServingSettings()), *arguments.set]:
+        print(comparison.row(name, settings), flush=True)
 
 
 if __name__ == "__main__":
