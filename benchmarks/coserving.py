@@ -4,8 +4,8 @@
 
 The engine is profiled first, as the paper does, and its capacity measured: requests a second when it has
 nothing but a batch. Online loads are shares of that, so that they mean the same on another machine. The
-promises (SLO) are what online work gets when it is alone: the P99 of `online_only` under the same load,
-measured in the same run. Figures are ratios within one run, means over the loads.
+promises (SLO) are what online work gets when it is alone: the P99 of `online_only` under the same arrivals,
+from turns of its own and those among the others'. Figures are ratios within one run, means over the loads.
 """
 
 import argparse
