@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ def loads(
     return [Load(share * capacity, cv, requests / (share * capacity), lengths, share) for share, cv in mixed]
 
 
-async def run(arguments: argparse.Namespace, after_load: Callable[[list[Outcome], Profile], None]) -> None:
+async def run(
+    arguments: argparse.Namespace, after_load: Callable[[list[Outcome], Profile, float], None]
+) -> None:
     quick = arguments.quick
     lengths = Lengths.part_of_paper(16 if quick else arguments.part)
     blocks = arguments.blocks or 112 * lengths.iteration // BLOCK
@@ -184,10 +187,10 @@ async def run(arguments: argparse.Namespace, after_load: Callable[[list[Outcome]
             turns = arguments.turns
         for load in many:
             outcomes.append(await engine.compare(load, tuple(arguments.policies), turns))
-            after_load(outcomes, engine.profile)
+            after_load(outcomes, engine.profile, capacity)
 
 
-def report(arguments: argparse.Namespace, outcomes: list[Outcome], profile: Profile) -> None:
+def report(arguments: argparse.Namespace, outcomes: list[Outcome], profile: Profile, capacity: float) -> None:
     """After every load anew: a run that is cut off has said what it saw."""
     rows = [row_of(outcome, name) for outcome in outcomes for name in outcome.by_policy]
     show(rows)
@@ -195,7 +198,8 @@ def report(arguments: argparse.Namespace, outcomes: list[Outcome], profile: Prof
     for name, value in named.items():
         print(f"{name}: {value:.4g}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({**named, "rows": rows}, indent=1))
+        engine = {"capacity": capacity, "latency": asdict(profile.model)}
+        arguments.json.write_text(json.dumps({**named, "engine": engine, "rows": rows}, indent=1))
     if arguments.plot:
         plot(rows, arguments.plot)
 

@@ -1,19 +1,21 @@
 """Settings of `conserve` compared on a computed clock, under the loads of `benchmarks.coserving`.
 
-    python -m benchmarks.coserving_settings [--long] [--samples N] [--set NAME=VALUE[,NAME=VALUE]]...
+    python -m benchmarks.coserving_settings [--like FILE] [--long] [--samples N] [--set NAME=VALUE]...
 
-The engine is that of the benchmark on two CPU cores: its profile, and iterations that take a little
-more, some much more, as they do there. A sample is what a run of the benchmark sees: three turns of 20
-online requests a load, each from an empty engine; with `--long`, one turn of 400. A P99 of 54 requests
-is their worst, so one run says little of a setting: this repeats it. Every `--set` is a contender; the
-first has nothing set.
+The engine has the profile and the capacity of the benchmark's run in FILE (its `--json`), or else those of
+a run on two CPU cores; iterations take a little more, some much more, as they do there. A sample is what a
+run of the benchmark sees: three turns of 20 online requests a load, each from an empty engine; with
+`--long`, one turn of 400. A P99 of 54 requests is their worst, so one run says little of a setting: this
+repeats it. Every `--set` (NAME=VALUE[,NAME=VALUE]) is a contender; the first has nothing set.
 """
 
 import argparse
 import itertools
+import json
 import random
 import statistics
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.coserving_load import Lengths, gamma_gaps, quantile
@@ -22,21 +24,30 @@ from placement.serving import ServingSettings, make_policy
 from placement.serving.state import Slo
 from traces.simulator.coserving import CoServingEngine, EngineShape, Job
 
+
+@dataclass(frozen=True)
+class Engine:
+    capacity: float  # requests a second, as the benchmark measures it
+    latency: LatencyModel
+
+
 # 24 layers, hidden 256, float32, one core of an Intel Xeon: `benchmarks.coserving` of November 2026.
-PROFILE = LatencyModel(
-    per_token=3.34e-4,
-    per_attended=1.63e-7,
-    per_context=2.74e-6,
-    constant=2.04e-2,
-    per_before=8.1e-8,
-    per_row=2.7e-4,
+TWO_CORES = Engine(
+    1.45,
+    LatencyModel(
+        per_token=3.34e-4,
+        per_attended=1.63e-7,
+        per_context=2.74e-6,
+        constant=2.04e-2,
+        per_before=8.1e-8,
+        per_row=2.7e-4,
+    ),
 )
 LENGTHS = Lengths.part_of_paper(4)
-ENGINE = EngineShape(
+SHAPE = EngineShape(
     blocks=112 * LENGTHS.iteration // 32, block_tokens=32, max_tokens=LENGTHS.iteration, max_running=64,
     checkpoint=False,
 )  # fmt: skip
-CAPACITY = 1.45  # requests a second, as the benchmark measures it
 LOADS = ((0.2, 1.0), (0.4, 1.0), (0.6, 1.0), (0.4, 0.5), (0.4, 2.0))
 BARS = (1.10, 1.10, 0.90)
 
@@ -44,12 +55,13 @@ BARS = (1.10, 1.10, 0.90)
 class SharedMachine:
     """Iterations take up to a tenth longer than the profile says, and one in seventy a quarter."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, latency: LatencyModel, seed: int) -> None:
+        self._latency = latency
         self._rng = random.Random(seed)
 
     def seconds(self, work: BatchWork) -> float:
         spike = self._rng.random() < 0.015
-        return PROFILE.seconds(work) * (1.25 if spike else 1 + abs(self._rng.gauss(0, 0.04))) + 0.001
+        return self._latency.seconds(work) * (1.25 if spike else 1 + abs(self._rng.gauss(0, 0.04))) + 0.001
 
 
 @dataclass(frozen=True)
@@ -67,11 +79,14 @@ class Seen:
     offline_tokens_per_s: float
 
 
-def turn(settings: ServingSettings, sample: Sample, seed: int) -> tuple[list[Job], int, float]:
+def turn(
+    engine: Engine, settings: ServingSettings, sample: Sample, seed: int
+) -> tuple[list[Job], int, float]:
     """Online requests that had a token, offline tokens, seconds."""
-    rate = sample.share * CAPACITY
+    rate = sample.share * engine.capacity
     until = sample.requests / rate
-    engine = CoServingEngine(make_policy(settings), ENGINE, SharedMachine(seed), PROFILE)  # type: ignore[arg-type]
+    machine = SharedMachine(engine.latency, seed)
+    serving = CoServingEngine(make_policy(settings), SHAPE, machine, engine.latency)  # type: ignore[arg-type]
     given = itertools.count()
     times = itertools.accumulate(gamma_gaps(rate, sample.cv, seed))
     online = [
@@ -88,12 +103,12 @@ def turn(settings: ServingSettings, sample: Sample, seed: int) -> tuple[list[Job
         waiting.append(job)
         return job
 
-    served = engine.run(online, until, offline)
+    served = serving.run(online, until, offline)
     return [job for job in online if job.tokens_at], served.offline_tokens, served.seconds
 
 
-def see(settings: ServingSettings, sample: Sample) -> Seen:
-    turns = [turn(settings, sample, seed) for seed in sample.seeds]
+def see(engine: Engine, settings: ServingSettings, sample: Sample) -> Seen:
+    turns = [turn(engine, settings, sample, seed) for seed in sample.seeds]
     jobs = [job for online, _, _ in turns for job in online]
     gaps = [b - a for job in jobs for a, b in itertools.pairwise(job.tokens_at)]
     return Seen(
@@ -104,7 +119,8 @@ def see(settings: ServingSettings, sample: Sample) -> Seen:
 
 
 class Comparison:
-    def __init__(self, samples: int, long: bool) -> None:
+    def __init__(self, engine: Engine, samples: int, long: bool) -> None:
+        self._engine = engine
         self._alone: dict[Sample, Seen] = {}
         self._most: dict[Sample, Seen] = {}
         self._runs: list[list[Sample]] = []
@@ -112,13 +128,13 @@ class Comparison:
             seeds, requests = ((number,), 400) if long else (tuple(range(3 * number, 3 * number + 3)), 20)
             self._runs.append([Sample(share, cv, seeds, requests) for share, cv in LOADS])
         for sample in itertools.chain.from_iterable(self._runs):
-            alone = self._alone[sample] = see(ServingSettings("online_only"), sample)
+            alone = self._alone[sample] = see(engine, ServingSettings("online_only"), sample)
             filled = ServingSettings("non_preemptive", Slo(alone.ttft_p99_s, alone.tbt_p99_s))
-            self._most[sample] = see(filled, sample)
+            self._most[sample] = see(engine, filled, sample)
 
     def ratios(self, settings: ServingSettings, sample: Sample) -> tuple[float, float, float]:
         alone, most = self._alone[sample], self._most[sample]
-        got = see(replace(settings, slo=Slo(alone.ttft_p99_s, alone.tbt_p99_s)), sample)
+        got = see(self._engine, replace(settings, slo=Slo(alone.ttft_p99_s, alone.tbt_p99_s)), sample)
         return (
             got.ttft_p99_s / alone.ttft_p99_s,
             got.tbt_p99_s / alone.tbt_p99_s,
@@ -152,9 +168,22 @@ def parsed(text: str) -> ServingSettings:
         raise argparse.ArgumentTypeError(f"{text!r}: {wrong}; NAME is one of {known}") from None
 
 
+def recorded(path: str) -> Engine:
+    try:
+        engine = json.loads(Path(path).read_text())["engine"]
+        return Engine(float(engine["capacity"]), LatencyModel(**engine["latency"]))
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        raise argparse.ArgumentTypeError(
+            f"{path} is not what `python -m benchmarks.coserving --json {path}` writes: {wrong!r}"
+        ) from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--like", type=recorded, default=TWO_CORES, metavar="FILE", help="a run of benchmarks.coserving"
     )
     parser.add_argument("--long", action="store_true", help="turns of 400 requests: the load's steady state")
     parser.add_argument("--samples", type=int, default=12, help="runs of the benchmark to compute")
@@ -163,7 +192,7 @@ def main() -> None:
         metavar="NAME=VALUE[,NAME=VALUE]",
     )  # fmt: skip
     arguments = parser.parse_args()
-    comparison = Comparison(arguments.samples, arguments.long)
+    comparison = Comparison(arguments.like, arguments.samples, arguments.long)
     print("TTFT P99 and TBT P99 against online_only, offline tokens against non_preemptive: means over the")
     print("loads ± deviation of a run; share of runs within 1.10, 1.10 and 0.90; the loads one by one")
     for name, settings in [("as it is", ServingSettings()), *arguments.set]:
