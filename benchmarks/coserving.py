@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.coserving_load import Experienced, Lengths, Load, quantile
 from benchmarks.coserving_turns import BLOCK, LAYERS, Outcome, bench
+from placement.latency import LatencyModel
 from placement.profiles import Profile
 from workers.coserving.flag import Flag
 from workers.coserving.iterations import IterationRecord
@@ -61,6 +62,17 @@ def live_error(records: list[IterationRecord]) -> dict[str, float]:
     return {"model_error_p50": quantile(off, 0.5), "model_error_p90": quantile(off, 0.9)}
 
 
+def pace(outcome: Outcome, name: str, model: LatencyModel) -> float:
+    """How slow the machine was in this policy's turns: what an iteration took of what the profile says.
+
+    Of iterations at least half full, which every policy has. A shared machine changes it between turns by as
+    much as policies differ: ratios of a run mean what they say where this is alike.
+    """
+    half = outcome.load.lengths.iteration / 2
+    long = [r for r in outcome.iterations[name] if not r.aborted and r.new_tokens >= half]
+    return quantile([r.seconds / model.seconds(r.work) for r in long], 0.5)
+
+
 def profiled(profile: Profile) -> dict[str, float]:
     overall = profile.errors[0]
     return {"profile_error_p50": overall.median, "profile_error_p90": overall.p90}
@@ -70,7 +82,7 @@ def attained(outcome: Outcome, got: Experienced, scale: float) -> float:
     return got.attainment(outcome.slo.ttft_s * scale, outcome.slo.tbt_s * scale)
 
 
-def row_of(outcome: Outcome, name: str) -> dict[str, Any]:
+def row_of(outcome: Outcome, name: str, model: LatencyModel) -> dict[str, Any]:
     got, records = outcome.by_policy[name], outcome.iterations[name]
     return {
         "policy": name, "share": outcome.load.share, "rate": outcome.load.rate, "cv": outcome.load.cv,
@@ -80,6 +92,7 @@ def row_of(outcome: Outcome, name: str) -> dict[str, Any]:
         "offline_tokens_per_s": got.throughput,
         "aborts": sum(r.aborted for r in records), "preemptions": sum(r.preempted for r in records),
         "slo_ttft_s": outcome.slo.ttft_s, "slo_tbt_s": outcome.slo.tbt_s, "seconds": got.seconds,
+        "pace": pace(outcome, name, model),
         **live_error(records),
         **{f"attainment_at_{scale:g}": attained(outcome, got, scale) for scale in SCALES},
     }  # fmt: skip
@@ -119,7 +132,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="co-serving")
     for column in (
         "policy", "load", "req/s", "cv", "TTFT p50/p99 s", "TBT p50/p99 ms", "offline tok/s",
-        "attained ×1/×1.5", "aborts", "preempted",
+        "attained ×1/×1.5", "aborts", "preempted", "pace",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for r in rows:
@@ -128,7 +141,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{r['ttft_p50_s']:.2f} / {r['ttft_p99_s']:.2f}",
             f"{r['tbt_p50_s'] * 1e3:.0f} / {r['tbt_p99_s'] * 1e3:.0f}", f"{r['offline_tokens_per_s']:.0f}",
             f"{r['attainment_at_1']:.2f} / {r['attainment_at_1.5']:.2f}", str(r["aborts"]),
-            str(r["preemptions"]),
+            str(r["preemptions"]), f"{r['pace']:.2f}",
         )  # fmt: skip
     Console(width=160).print(table)
 
@@ -192,7 +205,7 @@ async def run(
 
 def report(arguments: argparse.Namespace, outcomes: list[Outcome], profile: Profile, capacity: float) -> None:
     """After every load anew: a run that is cut off has said what it saw."""
-    rows = [row_of(outcome, name) for outcome in outcomes for name in outcome.by_policy]
+    rows = [row_of(outcome, name, profile.model) for outcome in outcomes for name in outcome.by_policy]
     show(rows)
     named = {**figures(outcomes), **profiled(profile)}
     for name, value in named.items():
