@@ -105,6 +105,7 @@ FLEET = Dashboard(
                 ("engines", "sum(conserve_engine_connections)"),
             ),
         ),
+        Panel("Traces dropped", "short", (("{{cause}}", rate("conserve_traces_dropped_total", "cause")),)),
     ),
 )
 

@@ -1,10 +1,12 @@
 """Tokens of online rows in an iteration: rows that decode, and prompts that wait for their first token."""
 
+import math
 from collections.abc import Mapping
 
 from placement.latency import BatchWork, LatencyModel
 from placement.serving import memory
 from placement.serving.policy import ServingSettings
+from placement.serving.prompts import PromptQueue
 from placement.serving.state import Row
 
 LEAST_STRETCH = 0.25
@@ -32,19 +34,27 @@ def share_out(
     """
     decoding = [row for row in online if row.decoding]
     prompts = [row for row in online if not row.decoding]
-    if not decoding or not prompts:
-        return memory.online_work(online, max_tokens), {}
-    work = memory.online_work(decoding, max_tokens)
-    soonest = min(due(row, settings.margin) for row in decoding) - now
-    target = max(soonest, 2 * model.seconds(work))  # at least half is the prompts', or they would never end
-    caps = {}
-    for row in prompts:
+    rows = work = memory.online_work(decoding, max_tokens)
+    target = math.inf
+    if decoding:
+        soonest = min(due(row, settings.margin) for row in decoding) - now
+        target = max(soonest, 2 * model.seconds(rows))  # half is the prompts', or they would never end
+    caps: dict[str, int] = {}
+    ending: list[Row] = []
+    for index, row in enumerate(prompts):
         want = min(row.pending, max_tokens - work.new_tokens)
-        tokens = model.max_tokens(work, row.computed, want, target)
+        tokens = want if target == math.inf else model.max_tokens(work, row.computed, want, target)
+        if tokens and ending:
+            queue = PromptQueue(rows, max_tokens, model)
+            if queue.better_wait(prompts[index:], tokens, ending, work, now):
+                caps.update((other.key, 0) for other in prompts[index:])
+                break
         if tokens < want:  # by time; the engine knows better how far its budget goes with prefix hits
             caps[row.key] = tokens
         if tokens:
             work = work.plus(tokens, row.computed)
+            if tokens == row.pending:
+                ending.append(row)
     return work, caps
 
 
