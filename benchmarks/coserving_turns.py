@@ -30,7 +30,7 @@ LOOSE = Slo(60.0, 10.0)
 @dataclass
 class Outcome:
     load: Load
-    slo: Slo  # promised: the P99 of online work when it is alone
+    slo: Slo  # promised: the P99 of online work alone, in turns before
     by_policy: dict[str, Experienced]
     iterations: dict[str, list[IterationRecord]]
 
@@ -64,28 +64,23 @@ class Bench:
         return got.throughput / (self.lengths.prompt + self.lengths.output)
 
     async def compare(self, load: Load, policies: tuple[str, ...], turns: int) -> Outcome:
-        """Each turn every policy meets the same arrivals. The promise is the P99 of the baseline so far.
+        """Each turn every policy meets the same arrivals; the promise is from turns of the baseline before.
 
-        It begins with turns of its own: the first one's alone would hold the others to a P99 of few requests
-        that is not the one they are compared with. Who of the others comes next changes, so that drift of the
-        machine meets them alike.
+        Those turns decide nothing else: a policy is compared with as many requests of the baseline as it has
+        itself, since a P99 of twice as many is another order statistic. The policies go forwards, then
+        backwards, so that a drift of the machine meets all alike and neighbours stay neighbours.
         """
-        others = tuple(name for name in policies if name != BASELINE)
-        outcome = Outcome(load, LOOSE, {name: Experienced() for name in (BASELINE, *others)}, {})
+        names = (BASELINE, *(name for name in policies if name != BASELINE))
+        alone = Experienced()
         for number in range(turns):
-            await self._take_turn(outcome, BASELINE, number)
+            await self.turn(BASELINE, load, number, LOOSE, alone)
+        slo = Slo(quantile(alone.ttft, 0.99), quantile(alone.tbt, 0.99))
+        outcome = Outcome(load, slo, {name: Experienced() for name in names}, {name: [] for name in names})
         for number in range(turns):
-            start = number % len(others)
-            for name in (BASELINE, *others[start:], *others[:start]):
-                await self._take_turn(outcome, name, number)
+            for name in names if number % 2 == 0 else names[::-1]:
+                records = await self.turn(name, load, number, slo, outcome.by_policy[name])
+                outcome.iterations[name] += records
         return outcome
-
-    async def _take_turn(self, outcome: Outcome, name: str, number: int) -> None:
-        into = outcome.by_policy[name]
-        records = await self.turn(name, outcome.load, number, outcome.slo, into)
-        outcome.iterations.setdefault(name, []).extend(records)
-        if name == BASELINE:
-            outcome.slo = Slo(quantile(into.ttft, 0.99), quantile(into.tbt, 0.99))
 
 
 def settings_of(name: str, slo: Slo, lengths: Lengths) -> ServingSettings:
