@@ -5,8 +5,9 @@
 One fake engine, one client that checks what it gets, and in turn between them: nothing, our relay alone, our
 whole gateway (identity, binding by a directory, relay, metrics), HAProxy, FastAPI with httpx, and the peers'
 routers found under ``--peers`` (or ``$CONSERVE_PEERS``; see requirements/peers.txt). Every subject gets each
-load in every repetition; figures are medians, ratios medians of the repetitions' own. Subjects run on one
-processor; engine, directory and client on the others. The named figures are the relay's, those with
+load in every repetition (Ray Serve, whose processes work while they idle, after the others); figures are
+medians, ratios medians of the repetitions' own. Subjects run on one processor; engine, directory and client
+on the others. The named figures are the relay's, those with
 ``gateway_`` the gateway's.
 """
 
@@ -27,6 +28,8 @@ from typing import Any
 from benchmarks.relay import page, report, subjects
 from benchmarks.relay.client import Load
 from benchmarks.relay.subjects import Subject
+
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
 
 SLOW_ONES_TURNS = 3
 """Repetitions for subjects that cannot take the whole load. The others differ by less than the machine's
@@ -96,50 +99,66 @@ def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[s
     return result
 
 
-def run(quick: bool, peers: Path | None) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def run(quick: bool, peers: Path | None) -> Runs:
     """Results by scenario and subject, one entry a repetition."""
     processors = sorted(os.sched_getaffinity(0))
     under_test, others = {processors[-1]}, set(processors[:-1]) or {processors[-1]}
-    results: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    started: list[Subject] = []
-    helpers: list[Subject] = []
+    results: Runs = defaultdict(lambda: defaultdict(list))
+    all_of_them: list[Subject] = []
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
         work = Path(folder)
         try:
             engine = subjects.engine()
-            engine.start(work / "engine.log", others)
-            started.append(engine)
-            if not engine.wait_until_ready():
-                raise SystemExit("the fake engine did not start")
-            url = f"http://127.0.0.1:{engine.port}"
             directory = subjects.directory(engine.port, work)
+            all_of_them += [engine, directory]
+            if engine not in _start([engine], work, others):
+                raise SystemExit("the fake engine did not start")
             directory.start(work / "directory.log", others)
-            helpers.append(directory)
-            wanted: list[Subject | None] = [subjects.ours(url), subjects.our_gateway(directory.port, work)]
-            wanted += [subjects.haproxy(engine.port, work), subjects.httpx_proxy(url)]
+            url = f"http://127.0.0.1:{engine.port}"
+            contenders = [subjects.ours(url), subjects.our_gateway(directory.port, work)]
+            contenders += filter(None, [subjects.haproxy(engine.port, work)])
+            contenders.append(subjects.httpx_proxy(url))
             if peers is not None:
-                wanted += subjects.peers(peers, engine.port, work, slow_ones=not quick)
-            for subject in filter(None, wanted):
-                subject.start(work / f"{subject.name}.log", under_test)
-                started.append(subject)
-            for subject in started[1:]:
-                if not subject.wait_until_ready():
-                    tail = (work / f"{subject.name}.log").read_text(errors="replace")[-500:]
-                    print(f"{subject.name} did not start and is left out:\n{tail}", file=sys.stderr)
+                contenders += subjects.peers(peers, engine.port, work, slow_ones=not quick)
+            all_of_them += contenders
+            quiet = [subject for subject in contenders if not subject.restless]
+            _take_turns([engine, *_start(quiet, work, under_test)], quick, others, results)
+            for subject in quiet:
+                subject.stop()
+            for subject in contenders:
+                if subject.restless:
+                    _take_turns(_start([subject], work, under_test), quick, others, results)
                     subject.stop()
-                    started.remove(subject)
-            for scenario in scenarios(quick):
-                for repetition in range(scenario.repetitions):
-                    # Each begins once, so that none is always measured just after the same other.
-                    first = repetition % len(started)
-                    for subject in started[first:] + started[:first]:
-                        if scenario.takes(subject) and (subject.share == 1.0 or repetition < SLOW_ONES_TURNS):
-                            outcome = measure(subject, scenario.load, others)
-                            results[scenario.name][subject.name].append(outcome)
         finally:
-            for subject in (*reversed(started), *helpers):
+            for subject in reversed(all_of_them):
                 subject.stop()
     return results
+
+
+def _start(wanted: list[Subject], work: Path, processors: set[int]) -> list[Subject]:
+    """Those that came up."""
+    for subject in wanted:
+        subject.start(work / f"{subject.name}.log", processors)
+    ready = []
+    for subject in wanted:
+        if subject.wait_until_ready():
+            ready.append(subject)
+            continue
+        tail = (work / f"{subject.name}.log").read_text(errors="replace")[-500:]
+        print(f"{subject.name} did not start and is left out:\n{tail}", file=sys.stderr)
+        subject.stop()
+    return ready
+
+
+def _take_turns(started: list[Subject], quick: bool, client_processors: set[int], results: Runs) -> None:
+    for scenario in scenarios(quick):
+        for repetition in range(scenario.repetitions):
+            # Each begins once, so that none is always measured just after the same other.
+            first = repetition % max(len(started), 1)
+            for subject in started[first:] + started[:first]:
+                if scenario.takes(subject) and (subject.share == 1.0 or repetition < SLOW_ONES_TURNS):
+                    outcome = measure(subject, scenario.load, client_processors)
+                    results[scenario.name][subject.name].append(outcome)
 
 
 def main() -> None:
@@ -165,7 +184,7 @@ def main() -> None:
         report.plot(table, plot)
     if arguments.page:
         figure = arguments.page.parent / "figures" / f"{arguments.page.stem}.svg"
-        figure.parent.mkdir(exist_ok=True)
+        figure.parent.mkdir(parents=True, exist_ok=True)
         report.plot(table, figure)
         plotted = figure.relative_to(arguments.page.parent)
         arguments.page.write_text(page.written(table, figures, str(plotted), quick=arguments.quick))

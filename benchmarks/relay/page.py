@@ -22,8 +22,9 @@ repetitions' own ratios; beside several peers, the least favourable one.
 
 `conserve` is the relay alone, `conserve gateway` the whole gateway with identity, binding by a
 directory, relay, observer, metrics and a log line a turn. `fastapi+httpx` is the proxy that is usually
-written first, given an eighth of each load; LiteLLM is given a sixteenth. A stream is late when it ends
-more than half a second after the engine's schedule.
+written first, given an eighth of each load; LiteLLM and Ray Serve (an ingress that streams from a replica's
+handle, as in Serve LLM) are given a sixteenth. A stream is late when it ends more than half a second after
+the engine's schedule.
 
 ![CPU a token and requests a core]({plot})
 """

@@ -58,6 +58,8 @@ class Subject:
     share: float = 1.0
     start_limit_s: float = 30.0
     ready_path: str = "/health"
+    restless: bool = False
+    """It takes time on its processor when nobody asks: nobody else is measured beside it."""
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, log: Path, processors: set[int]) -> None:
@@ -111,9 +113,13 @@ class Subject:
     def stop(self) -> None:
         if self.process is None:
             return
+        elsewhere = self._tree()  # Ray's processes have groups of their own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
+        for process in elsewhere:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def free_port() -> int:
@@ -199,4 +205,11 @@ def peers(folder: Path, engine_port: int, work: Path, *, slow_ones: bool) -> lis
         environment["PYTHONPATH"] = ""
         ready = "/health/liveliness"  # its /health asks the model
         found.append(Subject("litellm", command, port, environment, 1 / 16, 60, ready))
+    serve = folder / "ray/bin/python"
+    if slow_ones and serve.exists():
+        port = free_port()
+        script = Path(__file__).with_name("ray_serve.py")
+        command = [str(serve), str(script), str(port), url, str(work / "ray")]
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": ""}
+        found.append(Subject("ray-serve", command, port, environment, 1 / 16, 90, restless=True))
     return found
