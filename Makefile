@@ -34,9 +34,9 @@ lint:
 types:
 	@$(PY) -m mypy
 
-# These wait more than they compute: two at a time take half as long.
+# These wait more than they compute: three at a time keep two cores busy.
 fast:
-	@$(call tests,-m "$(FAST)",-q -n 2 --dist loadfile)
+	@$(call tests,-m "$(FAST)",-q -n 3 --dist loadfile)
 
 # All agent frameworks' tool loops on the fleet of the tests; `make test` has those of the extra `dev`.
 # They pin much: they have an environment of their own.
