@@ -65,14 +65,14 @@ def live_error(records: list[IterationRecord]) -> dict[str, float]:
 
 
 def pace(outcome: Outcome, name: str, model: LatencyModel) -> float:
-    """How slow the machine was in this policy's turns: what an iteration took of what the profile says.
+    """How slow the machine was in this policy's turns: what its iterations took of what the profile says.
 
     Of iterations at least half full, which every policy has. A shared machine changes it between turns by as
     much as policies differ: ratios of a run mean what they say where this is alike.
     """
     half = outcome.load.lengths.iteration / 2
     long = [r for r in outcome.iterations[name] if not r.aborted and r.new_tokens >= half]
-    return quantile([r.seconds / model.seconds(r.work) for r in long], 0.5)
+    return sum(r.seconds for r in long) / max(sum(model.seconds(r.work) for r in long), 1e-9)
 
 
 def profiled(profile: Profile) -> dict[str, float]:
@@ -92,7 +92,9 @@ def row_of(outcome: Outcome, name: str, model: LatencyModel) -> dict[str, Any]:
         "ttft_p50_s": quantile(got.ttft, 0.5), "ttft_p99_s": quantile(got.ttft, 0.99),
         "tbt_p50_s": quantile(got.tbt, 0.5), "tbt_p99_s": quantile(got.tbt, 0.99),
         "offline_tokens_per_s": got.throughput,
-        "aborts": sum(r.aborted for r in records), "preemptions": sum(r.preempted for r in records),
+        "aborts": sum(r.aborted for r in records),
+        "aborted_share": sum(r.seconds for r in records if r.aborted) / max(got.seconds, 1e-9),
+        "preemptions": sum(r.preempted for r in records),
         "slo_ttft_s": outcome.slo.ttft_s, "slo_tbt_s": outcome.slo.tbt_s, "seconds": got.seconds,
         "pace": pace(outcome, name, model),
         **live_error(records),
