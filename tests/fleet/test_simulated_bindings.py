@@ -37,8 +37,12 @@ def test_every_binding_is_the_one_that_the_simulation_makes(laptop_fleet: Runnin
     file = laptop_fleet.fleet
     trace = list(conversations(12, file.conversation.headroom_tokens))
     live = asyncio.run(run(laptop_fleet, trace))
+    # What has been idle for `park_after` is parked: on a slow machine later than in the simulation.
+    parks_from = min(one.at for one in live) + file.conversation.park_after
+    live = [one for one in live if one.at < parks_from]
+    assert len(live) >= 8
     assert len({one.decoder for one in live}) == 2
     settings = simulated.settings(file, None, 0.0, 0)
     found = compare(simulated.simulated(file, find("laptop")), settings, trace, live)
-    assert found.compared == len(trace)
+    assert found.compared == len(live)
     assert found.differences == ()
