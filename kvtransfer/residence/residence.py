@@ -42,7 +42,7 @@ class Residence:
             return known
 
     def park(self, key: str, cause: str = "asked") -> bool:
-        """Whether the conversation is parked now: only what is on the host entirely can be."""
+        """Whether the conversation is parked now: what is kept can be when the host has all of it."""
         with self.lock:
             conversation = self.conversations.get(key)
             if conversation is None or conversation.phase is Phase.RUNNING:
