@@ -32,6 +32,10 @@ class RunRecord:
     directory: str = ""  # host:port of its gRPC service
     endpoint: str = ""  # of the gateway, once it answers
 
+    def same_run(self, other: "RunRecord | None") -> bool:
+        """An upgrade changes addresses; another start is another run."""
+        return other is not None and (self.pid, self.started) == (other.pid, other.started)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetHome:

@@ -15,6 +15,8 @@ from deploy.lifecycle.prepare import is_up
 from deploy.lifecycle.up import bring_up
 from deploy.lifecycle.upgrade import upgrading
 
+LOOK_EVERY_S = 1.0
+
 
 def register(app: typer.Typer) -> None:
     app.command()(up)
@@ -59,12 +61,19 @@ def start(fleet: Fleet, home: FleetHome, detach: bool) -> None:
         return
     print("Ctrl-C ends it.", flush=True)
     try:
-        while True:
-            time.sleep(3600)
+        wait_for_its_end(home)
+        progress.tell("the fleet was ended from elsewhere")
     except KeyboardInterrupt:
         progress.tell("ending")
         bring_down(home)
         progress.tell("everything is down")
+
+
+def wait_for_its_end(home: FleetHome) -> None:
+    """Another terminal may bring it down, and another up: that one is not ours to end."""
+    ours = home.read_run()
+    while ours is not None and ours.same_run(home.read_run()):
+        time.sleep(LOOK_EVERY_S)
 
 
 def change(fleet: Fleet, home: FleetHome, dry_run: bool) -> None:
