@@ -120,6 +120,7 @@ class Subject:
         for process in elsewhere:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self.process = None  # its number may be another's by now
 
 
 def free_port() -> int:

@@ -157,6 +157,16 @@ def test_time_parks_what_is_still_on_its_way_to_the_host_and_pressure_does_not()
     assert conversation.phase is Phase.PARKED
 
 
+def test_time_does_not_park_what_is_not_on_its_way() -> None:
+    now = [0.0]
+    residence = Residence(ConnectorConfig(park_after_s=10), 4, lambda: now[0])
+    conversation = idle(residence, "a", [b"1", b"2"])
+    residence.host.drop(b"2")
+    now[0] = 10
+    residence.let_time_pass()
+    assert conversation.phase is Phase.KEPT
+
+
 def test_whole_conversations_leave_a_full_host_the_least_recently_used_first() -> None:
     now = [0.0]
     residence = Residence(ConnectorConfig(), 4, lambda: now[0])
