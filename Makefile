@@ -3,17 +3,8 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 FLEET := configs/laptop.yaml
-PROTOS := workers/control/control.proto router/directory/directory.proto
-FAST := not engine and not fleet and not slow
 
-# $(call tests,which,how): what fails is run once more, alone and on fleets of its own, since every test shares
-# the machine with engines. What failed the first time stays in the output; what fails twice fails.
-define tests
-$(PY) -m pytest $(1) $(2) || { [ $$? -eq 1 ] && echo "FAILED ONCE (above); once more, alone:" && \
-	$(PY) -m pytest $(1) --last-failed --last-failed-no-failures none; }
-endef
-
-.PHONY: up down test check fast lint types install lock clients proto schema clean
+.PHONY: up down test check fast lint types structure install lock clients schema wheel clean
 
 up: install
 	@$(VENV)/bin/conserve up $(FLEET)
@@ -21,10 +12,9 @@ up: install
 down: install
 	@$(VENV)/bin/conserve down $(FLEET)
 
-test: install
+test: install lint types
 	@deploy/setup/packages.sh
-	@$(MAKE) --no-print-directory lint types fast
-	@$(call tests,-m "not ($(FAST))")
+	@$(PY) -m tests.run fast slow engines
 
 check: install lint types fast
 
@@ -34,9 +24,12 @@ lint:
 types:
 	@$(PY) -m mypy
 
-# These wait more than they compute: three at a time keep two cores busy.
 fast:
-	@$(call tests,-m "$(FAST)",-q -n 3 --dist loadfile)
+	@$(PY) -m tests.run fast
+
+# What the structure is, in numbers; `--trips` starts a fleet and counts the files of a turn too.
+structure: install
+	@$(PY) -m benchmarks.structure
 
 # All agent frameworks' tool loops on the fleet of the tests; `make test` has those of the extra `dev`.
 # They pin much: they have an environment of their own.
@@ -45,11 +38,12 @@ clients: install
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt
 	@CONSERVE_AGENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(PY) -m pytest tests/clients
 
-proto: install
-	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
-
 schema: install
-	@$(PY) -m deploy.fleet.json_schema
+	@$(PY) -m deploy.generated
+
+# What `ray up` copies to the machines of a cluster.
+wheel: install
+	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 install:
 	@deploy/setup/install.sh $(VENV)
@@ -58,4 +52,4 @@ lock:
 	@deploy/setup/lock.sh
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

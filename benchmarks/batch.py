@@ -1,6 +1,7 @@
 """What offline work costs the interactive users of a running fleet, and what it gets done beside them.
 
 python -m benchmarks.batch --url http://127.0.0.1:8000 [--quick] [--json FILE] [--requests 2000]
+python -m benchmarks.batch --validation [--quick] [--json FILE]   what validation costs: batch_validation.py
 
 Three kinds of phases take turns in one run: agents alone, agents beside a batch, a batch alone. Agents are
 closed loops of conversations with tool waits. Batches are handed in with the OpenAI SDK, mixed in length,
@@ -21,17 +22,25 @@ import aiohttp
 from openai import AsyncOpenAI
 from openai.types import Batch
 
+from benchmarks import batch_validation
 from traces.errors import ReplayError
-from traces.replay.calibration import Calibration, calibrate
-from traces.replay.client import Answer, ChatClient, Message, first_model
-from traces.replay.options import ReplayOptions, ToolStyle
-from traces.replay.words import text
+from traces.replay.client import (
+    Calibration,
+    ChatClient,
+    Message,
+    ReplayOptions,
+    TimedAnswer,
+    ToolStyle,
+    calibrate,
+    first_model,
+    text,
+)
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchLoad:
     agents: int
     turns: int
     first_prompt: int  # tokens
@@ -46,7 +55,7 @@ class Load:
     rounds: int
 
 
-QUICK = Load(3, 3, 200, 60, 12, 0.2, (60, 240, 480), 16, 60, 4.0, 6.0, 2)
+QUICK = BatchLoad(3, 3, 200, 60, 12, 0.2, (60, 240, 480), 16, 60, 4.0, 6.0, 2)
 
 
 @dataclass
@@ -83,7 +92,7 @@ def quantile(values: list[float], percent: int) -> float:
 
 
 class Agents:
-    def __init__(self, chat: ChatClient, sizes: Calibration, load: Load, seed: int) -> None:
+    def __init__(self, chat: ChatClient, sizes: Calibration, load: BatchLoad, seed: int) -> None:
         self._chat = chat
         self._sizes = sizes
         self._load = load
@@ -116,7 +125,7 @@ class Agents:
         return {"role": "user", "content": text(stream, self._sizes.characters(tokens))}
 
     @staticmethod
-    def _note(phase: Phase, answer: Answer) -> None:
+    def _note(phase: Phase, answer: TimedAnswer) -> None:
         phase.ttft_s.append(answer.first_at - answer.sent_at)
         phase.tbt_s += [later - earlier for earlier, later in pairwise(answer.arrivals)]
 
@@ -124,7 +133,7 @@ class Agents:
 class Offline:
     """Two batches at a time: chat and completions."""
 
-    def __init__(self, api: AsyncOpenAI, model: str, sizes: Calibration, load: Load, seed: int) -> None:
+    def __init__(self, api: AsyncOpenAI, model: str, sizes: Calibration, load: BatchLoad, seed: int) -> None:
         self._api = api
         self._sizes = sizes
         self._model = model
@@ -186,7 +195,7 @@ class Offline:
             phase.offline_failed += batch.request_counts.failed
 
 
-async def measure(url: str, key: str, load: Load, seed: int) -> dict[str, Phase]:
+async def measure(url: str, key: str, load: BatchLoad, seed: int) -> dict[str, Phase]:
     phases = {"agents": Phase(), "agents_and_batch": Phase(), "batch": Phase()}
     headers = {"Authorization": f"Bearer {key}"}
     async with (
@@ -206,7 +215,7 @@ async def measure(url: str, key: str, load: Load, seed: int) -> dict[str, Phase]
     return phases
 
 
-async def _one(kind: str, phase: Phase, agents: Agents, offline: Offline, load: Load) -> None:
+async def _one(kind: str, phase: Phase, agents: Agents, offline: Offline, load: BatchLoad) -> None:
     over = asyncio.Event()
     files = offline.files() if kind != "agents" else {}
     if kind == "batch":
@@ -239,6 +248,8 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    options.add_argument("--validation", action="store_true", help="without a fleet: see batch_validation.py")
+    options.add_argument("--lines", type=int, default=1_000_000, help="of the batch that is validated")
     options.add_argument("--url", default="http://127.0.0.1:8000")
     options.add_argument("--api-key", default="benchmark")
     options.add_argument("--quick", action="store_true", help="within 45 seconds")
@@ -249,10 +260,13 @@ def main() -> None:
     options.add_argument("--agents-seconds", type=float, default=30.0, help="of a phase of agents alone")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
+    if given.validation:
+        write(batch_validation.main(given), given.json)
+        return
     load = QUICK
     if not given.quick:
         each = given.requests // given.rounds
-        load = Load(
+        load = BatchLoad(
             given.agents, 6, 800, 150, 32, 1.0, (60, 240, 480), 32, each, given.agents_seconds, 900.0,
             given.rounds,
         )  # fmt: skip
@@ -261,8 +275,12 @@ def main() -> None:
         print(name, " ".join(f"{key} {value:.4g}" for key, value in phase.items()))
     for name in ("ttft_p99_vs_no_batch", "tbt_p99_vs_no_batch", "harvest_vs_batch_only"):
         print(f"{name} {found[name]:.3f}" if found[name] is not None else f"{name} not measured")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, given.json)
+
+
+def write(found: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from typing import Any
 
 import orjson
 
-from router.identity import chain
-from router.identity.nodes import NodeTable
+from router import chains
+from router.identity import NodeTable
 
 SIZES = {"10_kib": (10, 20), "198_kib": (198, 200), "787_kib": (787, 400)}
-SEED = chain.seed("space", "model")
+SEED = chains.seed("space", "model")
 
 
 def body_of(kib: int, messages: int) -> bytes:
@@ -56,15 +56,15 @@ def measure(repeats: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     table = NodeTable(500_000)
     for number in range(100_000):
-        table.record(chain.of_messages(SEED, [{"role": "user", "content": str(number)}]).end, str(number))
+        table.record(chains.of_messages(SEED, [{"role": "user", "content": str(number)}]).end, str(number))
     for name, (kib, messages) in SIZES.items():
         raw = body_of(kib, messages)
         body = orjson.loads(raw)
-        known = chain.of_body(SEED, {"messages": body["messages"][:-2]})
+        known = chains.of_body(SEED, {"messages": body["messages"][:-2]})
         table.record(known.end, name)
-        whole = chain.of_body(SEED, body)
+        whole = chains.of_body(SEED, body)
         figures[f"parse_{name}_us"] = microseconds(partial(orjson.loads, raw), repeats)
-        figures[f"chain_{name}_us"] = microseconds(partial(chain.of_body, SEED, body), repeats)
+        figures[f"chain_{name}_us"] = microseconds(partial(chains.of_body, SEED, body), repeats)
         figures[f"find_{name}_us"] = microseconds(partial(table.find, whole), repeats)
     return figures
 

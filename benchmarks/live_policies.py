@@ -10,9 +10,7 @@ the user, of the last turn's time between tokens, and of the whole conversation,
 systems that the simulation puts 30 % apart or more has to be in the same order live. `--quick` simulates.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -25,28 +23,28 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.output import command, write_json
 from benchmarks.paper import workload
-from benchmarks.paper.workload import Mix
-from deploy import simulated
-from deploy.fleet import Fleet, load_fleet
+from benchmarks.paper.workload import PaperMix
+from deploy.cli.commands.simulate import simulated_fleet, simulation_settings
+from deploy.fleet import FleetSpec, load_fleet
 from placement.engines import Role
-from placement.policies import PlacingPolicy
-from traces.format import Conversation
-from traces.replay import Replay, ReplayOptions, Silent
+from placement.fleet.policies import PlacingPolicy
+from traces.format import TraceConversation
+from traces.replay import Replay, ReplayOptions, ReplayWatcher
 from traces.replay import replay as play
-from traces.replay.results import Outcome
+from traces.replay.results import PlayOutcome
 from traces.replay.summary import summarise
-from traces.simulator.curve import prefill_seconds
 from traces.simulator.metrics import percentile
 from traces.simulator.policies import System
-from traces.simulator.profile import EngineProfile
 from traces.simulator.profiles import find, of_unloaded
 from traces.simulator.simulation import Simulation
-from workers.ports import free_port
+from traces.simulator.tiers import EngineProfile, prefill_seconds
+from workers.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 POLICIES = tuple(PlacingPolicy)
-MIX = Mix(
+MIX = PaperMix(
     conversations=36,
     turns=(4, 4),
     first_tokens=3_000,
@@ -65,7 +63,7 @@ WAIT_S = 600.0  # nobody is refused: a queue shows what a policy costs, a refusa
 
 
 @dataclass(frozen=True)
-class Figures:
+class PolicyFigures:
     """p95 over conversations, seconds."""
 
     ttfet: float
@@ -73,10 +71,10 @@ class Figures:
     e2e: float
 
 
-METRICS = tuple(Figures.__dataclass_fields__)
+METRICS = tuple(PolicyFigures.__dataclass_fields__)
 
 
-def variant(file: Fleet, policy: PlacingPolicy) -> Fleet:
+def variant(file: FleetSpec, policy: PlacingPolicy) -> FleetSpec:
     tiers = [tier.model_copy(update={"replicas": 1}) for tier in file.tiers]
     waits = {"prefiller_wait": WAIT_S, "decoder_wait": WAIT_S}
     return file.model_copy(
@@ -90,7 +88,7 @@ def variant(file: Fleet, policy: PlacingPolicy) -> Fleet:
 
 
 @contextmanager
-def up(fleet: Fleet) -> Iterator[str]:
+def up(fleet: FleetSpec) -> Iterator[str]:
     """The fleet by its command line, as a person brings it up; yields the endpoint."""
     with tempfile.TemporaryDirectory(prefix="live-") as base:
         file, port = Path(base) / "fleet.yaml", free_port("127.0.0.1")
@@ -112,50 +110,52 @@ def _conserve(base: str, *arguments: str, limit_s: float) -> None:
         raise SystemExit(f"conserve {arguments[0]} failed:\n{done.stdout}{done.stderr}")
 
 
-def replayed(url: str, trace: Sequence[Conversation], probes: int = 0) -> Replay:
+def replayed(url: str, trace: Sequence[TraceConversation], probes: int = 0) -> Replay:
     options = ReplayOptions(url, probes=probes, time_limit_s=REPLAY_LIMIT_S, salt=f"live{len(trace)}")
-    return asyncio.run(play(trace, options, Silent()))
+    return asyncio.run(play(trace, options, ReplayWatcher()))
 
 
-def profile(url: str, fleet: Fleet, found: Sequence[Conversation]) -> EngineProfile:
+def profile(url: str, fleet: FleetSpec, found: Sequence[TraceConversation]) -> EngineProfile:
     """What an engine of this fleet takes, by conversations that were played alone."""
     run = replayed(url, found[:1], probes=3)
     assert run.unloaded is not None
     return of_unloaded(run.unloaded, _engine(fleet, find("laptop")))
 
 
-def _engine(fleet: Fleet, base: EngineProfile) -> EngineProfile:
-    return simulated.simulated(fleet, base).of(Role.PREFILL)[0].profile
+def _engine(fleet: FleetSpec, base: EngineProfile) -> EngineProfile:
+    return simulated_fleet(fleet, base).of(Role.PREFILL)[0].profile
 
 
-def arriving(found: Sequence[Conversation], engine: EngineProfile) -> list[Conversation]:
+def arriving(found: Sequence[TraceConversation], engine: EngineProfile) -> list[TraceConversation]:
     """One pattern, as fast as this machine's prefiller bears."""
     seconds = prefill_seconds(engine, round(MIX.first_tokens)) / LOAD
     return [replace(one, arrival_s=one.arrival_s * seconds) for one in workload.poisson(found, 1.0)]
 
 
-def live_figures(run: Replay) -> Figures:
-    unfinished = [one for one in run.conversations if one.outcome is not Outcome.DONE]
+def live_figures(run: Replay) -> PolicyFigures:
+    unfinished = [one for one in run.conversations if one.outcome is not PlayOutcome.DONE]
     if unfinished:
         raise SystemExit(
             f"{len(unfinished)} conversations did not end: {unfinished[0].error or 'time limit'}"
         )
     spreads = summarise(run).spreads
-    return Figures(*(spreads[name].at(95) for name in ("ttfet_served", "last_turn_tbt", "e2e_served")))
+    return PolicyFigures(*(spreads[name].at(95) for name in ("ttfet_served", "last_turn_tbt", "e2e_served")))
 
 
-def simulated_figures(fleet: Fleet, engine: EngineProfile, trace: Sequence[Conversation]) -> Figures:
-    settings = simulated.settings(fleet, System(fleet.policy), 0.0, 0)
-    result = Simulation(simulated.simulated(fleet, engine), settings).run(trace)
+def simulated_figures(
+    fleet: FleetSpec, engine: EngineProfile, trace: Sequence[TraceConversation]
+) -> PolicyFigures:
+    settings = simulation_settings(fleet, System(fleet.policy), 0.0, 0)
+    result = Simulation(simulated_fleet(fleet, engine), settings).run(trace)
     waits = [sum(turn.wait_s for turn in one.turns[1:]) for one in trace]
-    return Figures(
+    return PolicyFigures(
         percentile([value - wait for value, wait in zip(result.ttfet, waits, strict=True)], 95),
         percentile(result.last_tbt, 95),
         percentile([value - wait for value, wait in zip(result.e2e, waits, strict=True)], 95),
     )
 
 
-def apart(computed: dict[str, Figures], metric: str) -> list[tuple[str, str]]:
+def apart(computed: dict[str, PolicyFigures], metric: str) -> list[tuple[str, str]]:
     """Pairs, the faster first, that the simulation tells apart: closer ones have no order to agree on."""
     ordered = sorted(computed, key=lambda name: float(getattr(computed[name], metric)))
     return [
@@ -165,20 +165,18 @@ def apart(computed: dict[str, Figures], metric: str) -> list[tuple[str, str]]:
     ]
 
 
-def same_order(live: dict[str, Figures], metric: str, pair: tuple[str, str]) -> bool:
+def same_order(live: dict[str, PolicyFigures], metric: str, pair: tuple[str, str]) -> bool:
     fast, slow = pair
     return bool(getattr(live[fast], metric) < getattr(live[slow], metric))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = command(__doc__, quick="simulates only")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
     options = parser.parse_args()
     file, found = load_fleet(options.fleet), workload.conversations(MIX)
     fleets = {policy.value: variant(file, policy) for policy in POLICIES}
-    live: dict[str, Figures] = {}
+    live: dict[str, PolicyFigures] = {}
     engine = _engine(fleets["conserve"], find("laptop"))
     for name, fleet in fleets.items() if not options.quick else ():
         print(f"{name}: bringing the fleet up", flush=True)
@@ -193,23 +191,20 @@ def main() -> None:
     trace = arriving(found, engine)
     computed = {name: simulated_figures(fleet, engine, trace) for name, fleet in fleets.items()}
     _show(live, computed)
-    if options.json:
-        agree = {
-            f"order_agrees_{metric}": int(
-                all(same_order(live, metric, pair) for pair in apart(computed, metric))
-            )
-            for metric in METRICS
-            if live
-        }
-        table = {
-            "engine": asdict(engine),
-            "live": {name: asdict(row) for name, row in live.items()},
-            "simulated": {name: asdict(row) for name, row in computed.items()},
-        }
-        options.json.write_text(json.dumps(agree | {"table": table}, indent=2) + "\n")
+    agree = {
+        f"order_agrees_{metric}": int(all(same_order(live, metric, pair) for pair in apart(computed, metric)))
+        for metric in METRICS
+        if live
+    }
+    table = {
+        "engine": asdict(engine),
+        "live": {name: asdict(row) for name, row in live.items()},
+        "simulated": {name: asdict(row) for name, row in computed.items()},
+    }
+    write_json(options.json, agree | {"table": table})
 
 
-def _show(live: dict[str, Figures], computed: dict[str, Figures]) -> None:
+def _show(live: dict[str, PolicyFigures], computed: dict[str, PolicyFigures]) -> None:
     for metric in METRICS:
         print(f"\np95 of {metric}, s")
         for name in computed:

@@ -25,11 +25,11 @@ from benchmarks.relay import __main__ as relay
 from benchmarks.relay import subjects
 from benchmarks.relay.client import Load
 from benchmarks.relay.subjects import Subject
-from router.config import Tracing
+from router.config import TracingConfig
 
 OFF = "off"
 SCRAPE_S = 5.0  # deploy/prometheus/prometheus.yml
-TRACED = Tracing("http://127.0.0.1:1").sample  # what a fleet file gets that does not say
+TRACED = TracingConfig("http://127.0.0.1:1").sample  # what a fleet file gets that does not say
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Watching:
         port, name = subjects.free_port(), self.name.replace(" ", "-")
         config = {
             "directory": f"127.0.0.1:{directory}",
+            "directory_secret": subjects.SECRET,
             "models": [{"name": "m"}],
             "name": name,
             "port": port,
@@ -88,18 +89,18 @@ class Scraper:
 
 
 @dataclass(frozen=True)
-class Found:
+class ObserverCost:
     """CPU in µs by what watches, one a repetition."""
 
     tokens: dict[str, list[float]]  # of a streamed token
     turns: dict[str, list[float]]  # of a turn whose answer is no stream
 
 
-def run(load: Load, turns: Load, repetitions: int) -> Found:
+def run(load: Load, turns: Load, repetitions: int) -> ObserverCost:
     processors = sorted(os.sched_getaffinity(0))
     under_test, others = {processors[-1]}, set(processors[:-1]) or {processors[-1]}
     names = [watching.name for watching in WATCHINGS]
-    found = Found({name: [] for name in names}, {name: [] for name in names})
+    found = ObserverCost({name: [] for name in names}, {name: [] for name in names})
     with tempfile.TemporaryDirectory(prefix="observe-bench-") as folder:
         work = Path(folder)
         port = subjects.free_port()
@@ -145,11 +146,11 @@ def measure(gateway: Subject, load: Load, others: set[int]) -> float:
     if "traced" in gateway.name:
         time.sleep(1.5)  # spans are sent behind the streams; they count as well
     if result["errors"]:
-        raise SystemExit(f"{gateway.name}: {result['errors'][:3]}")
+        raise SystemExit(f"{gateway.name}: {result['errors']} errors")
     return (gateway.cpu_seconds() - began) * 1e6 / float(result["tokens"] or result["requests"])
 
 
-def figures(found: Found, tokens: int) -> dict[str, float]:
+def figures(found: ObserverCost, tokens: int) -> dict[str, float]:
     off = found.tokens[OFF]
     shown = {"off_cpu_us_per_token": statistics.median(off)}
     for name, short in NAMES.items():

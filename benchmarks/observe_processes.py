@@ -1,6 +1,7 @@
 """Processes of `benchmarks.observe`: a gateway without metrics, and an OTLP receiver that keeps nothing."""
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import prometheus_client
@@ -24,6 +25,9 @@ class Nothing:
     def observe(self, value: float) -> None: ...
 
     def remove(self, *values: object) -> None: ...
+
+    def track_inprogress(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def gateway_without_metrics(arguments: list[str]) -> int:

@@ -1,22 +1,27 @@
 """What a decision costs at scale: the product's own placer and binding table, full, with reports coming in.
 
 python -m benchmarks.placement [--quick] [--json FILE]
+python -m benchmarks.placement --journal [--quick] [--json FILE]
 """
 
-import argparse
-import json
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter_ns
+from tempfile import TemporaryDirectory
+from time import perf_counter, perf_counter_ns
 
 import numpy as np
 
-from placement.bindings import Bindings
-from placement.curve import PrefillCurve
+from benchmarks.output import command, write_json
 from placement.engines import EngineInfo, EngineState, Role
-from placement.placer import FirstTurn, Placement, Placer, PlacerSettings
+from placement.fleet.bindings import Binding, Bindings
+from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
+from placement.fleet.prefillers import PrefillCurve
+from router.chains import End
+from router.directory.conversations import ConversationRecord
+from router.directory.journal import Journal, node, placed, turn_ended
 
 KV_TOKENS = 4_000_000
 REPORTS_PER_DECISION = 10
@@ -75,7 +80,7 @@ class Fleet:
 
     def report(self, engine: str) -> None:
         self.seq += 1
-        confirmed, self.unconfirmed[engine] = tuple(self.unconfirmed[engine]), []
+        confirmed, self.unconfirmed[engine] = dict.fromkeys(self.unconfirmed[engine], self.seq), []
         state = EngineState(engine, 1, self.seq, self.live[engine], 0, 0, 0, 1, 0, confirmed=confirmed)
         self.placer.observe(state, self.now)
 
@@ -97,13 +102,37 @@ def measure(size: Size) -> dict[str, dict[str, float]]:
             key = f"key:{fleet.random.randrange(i + 1, size.conversations + i)}"
             began = perf_counter_ns()
             found = fleet.bindings.look_up(key)
-            fleet.bindings.touch(key, fleet.now)
             later.append((perf_counter_ns() - began) / 1000)
             assert found is not None
-    return {
-        "first turn: place and bind": _percentiles(first),
-        "later turn: look up and touch": _percentiles(later),
-    }
+    return {"first turn: place and bind": _percentiles(first), "later turn: look up": _percentiles(later)}
+
+
+async def measure_journal(rate: float, placements: int) -> dict[str, float]:
+    """Placements a second that reach the disk, of `rate` offered (0: all at once), and how long each took."""
+    record = ConversationRecord("", None, 0.0, 0.0, notes=[{"receipt": "x" * 700}])
+    took: list[float] = []
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal")
+
+        async def place(number: int) -> None:
+            began = perf_counter_ns()
+            record.key = f"key:{number}"
+            for row in placed(record, Binding(record.key, "decode-0", 1, 0.0)):
+                journal.append(row)
+            journal.append(node(record.key, 0.0, End(number.to_bytes(16, "big"))))
+            await journal.durable()
+            took.append((perf_counter_ns() - began) / 1000)
+            journal.append(turn_ended(record))
+
+        began = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(placements):
+                group.create_task(place(number))
+                ahead = began + (number + 1) / rate - perf_counter() if rate else 0.0
+                await asyncio.sleep(max(0.0, ahead))
+        seconds = perf_counter() - began
+        await journal.close()
+    return {"per_s": round(placements / seconds), **_percentiles(took)}
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -111,13 +140,19 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer decisions, same fleet")
-    parser.add_argument("--json", type=Path)
+    parser = command(__doc__, quick="fewer decisions, same fleet")
     parser.add_argument("--decoders", type=int, default=1_000)
     parser.add_argument("--prefillers", type=int, default=300)
     parser.add_argument("--conversations", type=int, default=100_000)
+    parser.add_argument("--journal", action="store_true", help="placements a second that reach the disk")
     options = parser.parse_args()
+    if options.journal:
+        count = 3_000 if options.quick else 20_000
+        durable = {str(rate): asyncio.run(measure_journal(rate, count)) for rate in (1_000, 3_000, 0)}
+        for offered, row in durable.items():
+            print(f"  {offered:>6} a second", "  ".join(f"{key} {value:9.1f}" for key, value in row.items()))
+        write_json(options.json, durable)
+        return
     decisions = 5_000 if options.quick else 30_000
     size = Size(options.decoders, options.prefillers, options.conversations, decisions)
     table = measure(size)
@@ -126,8 +161,7 @@ def main() -> None:
         print(f"  {name:32}", "  ".join(f"{key} {value:8.2f}" for key, value in row.items()))
     first, later = table.values()
     figures = {"first_turn_p99_us": first["p99_us"], "later_turn_p99_us": later["p99_us"]}
-    if options.json:
-        options.json.write_text(json.dumps(figures | {"table": table}, indent=2) + "\n")
+    write_json(options.json, figures | {"table": table})
 
 
 if __name__ == "__main__":

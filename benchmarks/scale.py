@@ -7,23 +7,21 @@ size sees the same traffic per engine. Costs are CPU time (the simulator is one 
 shown beside it. `--quick` plays a twentieth of the conversations.
 """
 
-import argparse
-import json
 import resource
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import log
-from pathlib import Path
 from time import perf_counter, process_time
 
+from benchmarks.output import command, write_json
+from benchmarks.paper import a40
 from placement.engines import Role
-from placement.placer import PlacerSettings
-from traces.format import Conversation
-from traces.generators import arrivals, draws, swe_bench
-from traces.simulator import a40
+from placement.fleet.placer import PlacerSettings
+from traces import generators
+from traces.format import TraceConversation
 from traces.simulator.policies import System, SystemSettings
-from traces.simulator.profile import Fleet, Tier
 from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
 SIZES = (10, 100, 1_000, 10_000)
 CONVERSATIONS_AT_LEAST = 20_000
@@ -31,7 +29,7 @@ LOAD = 0.9
 
 
 @dataclass(frozen=True)
-class Row:
+class ScaleRow:
     decoders: int
     conversations: int
     events: int
@@ -42,21 +40,24 @@ class Row:
     peak_gib: float
 
 
-def fleet(decoders: int) -> Fleet:
-    engine = a40.Calibration().engine(a40.PREFILL_CHUNK)
+def fleet(decoders: int) -> SimulatedFleet:
+    engine = a40.A40().engine(a40.PREFILL_CHUNK)
     prefillers = max(1, round(decoders / 3))
-    return Fleet(
-        (Tier("prefill", Role.PREFILL, prefillers, engine), Tier("decode", Role.DECODE, decoders, engine))
+    return SimulatedFleet(
+        (
+            SimulatedTier("prefill", Role.PREFILL, prefillers, engine),
+            SimulatedTier("decode", Role.DECODE, decoders, engine),
+        )
     )
 
 
-def trace(decoders: int, count: int) -> Iterator[Conversation]:
+def trace(decoders: int, count: int) -> Iterator[TraceConversation]:
     rate = max(1, round(decoders / 3)) * a40.SATURATED_RATE * LOAD
-    times = arrivals.poisson(rate, draws.stream(0, "arrivals"))
-    return arrivals.arriving(swe_bench.conversations(count, 0), times)
+    times = generators.poisson(rate, generators.stream(0, "arrivals"))
+    return generators.arriving(generators.swe_bench_conversations(count, 0), times)
 
 
-def measure(decoders: int, conversations: int) -> Row:
+def measure(decoders: int, conversations: int) -> ScaleRow:
     settings = SimulationSettings(
         SystemSettings(System.CONSERVE), PlacerSettings(max_prefill_wait_s=float("inf"))
     )
@@ -64,7 +65,7 @@ def measure(decoders: int, conversations: int) -> Row:
     totals = Simulation(fleet(decoders), settings).run(trace(decoders, conversations)).totals
     seconds, cpu_s = perf_counter() - began, process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Row(
+    return ScaleRow(
         decoders,
         totals.conversations,
         totals.events,
@@ -77,9 +78,7 @@ def measure(decoders: int, conversations: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = command(__doc__, quick="a twentieth of the conversations")
     options = parser.parse_args()
     measure(SIZES[0], 100)  # imports and first calls are not an event's cost
     rows = []
@@ -91,10 +90,7 @@ def main() -> None:
     allowed = log(SIZES[-1]) / log(SIZES[0])
     print(f"cost of an event at {SIZES[-1]} decoders / at {SIZES[0]}: {ratio:.2f} (log n: {allowed:.2f})")
     figures = {"events_per_s_10k": rows[-1].events_per_s, "cost_ratio_10k_vs_10": round(ratio, 3)}
-    if options.json:
-        options.json.write_text(
-            json.dumps(figures | {"table": [asdict(row) for row in rows]}, indent=2) + "\n"
-        )
+    write_json(options.json, figures | {"table": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Where a fleet keeps its state on this machine (docs/architecture.md, State on disk)."""
+"""Where a fleet keeps its state on this machine (`docs/architecture.md`, State on disk)."""
 
 import json
 import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from deploy.errors import DeployError
+from workers.processes import write_atomically
 
 DEFAULT_HOME = "~/.conserve"
 LONGEST_SOCKET_PATH = 107  # what the kernel takes for a Unix socket
@@ -16,10 +19,6 @@ POWER = "power.json"  # limits GPUs had before we changed them; of the machine, 
 
 def conserve_home() -> Path:
     return Path(os.environ.get("CONSERVE_HOME") or DEFAULT_HOME).expanduser().resolve()
-
-
-class HomeError(Exception):
-    """The fleet's directory cannot be used; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,50 +36,48 @@ class RunRecord:
         return other is not None and (self.pid, self.started) == (other.pid, other.started)
 
 
+class Below:
+    """A path below a fleet's directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, home: "FleetHome", _kind: type) -> Path:
+        return home.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class FleetHome:
+    """A fleet's directory on this machine."""
+
     root: Path
+
+    fleet_file = Below("fleet.yaml")
+    run_file = Below("run.json")
+    model = Below("model")
+    ray = Below("ray")
+    journal = Below("directory", "journal")
+    gateways = Below("gateway")
+    batch = Below("batch")
+    engines = Below("engines")
 
     @classmethod
     def of(cls, fleet: str, base: str | None = None) -> "FleetHome":
         return cls((Path(base).expanduser().resolve() if base else conserve_home()) / "fleets" / fleet)
 
+    @classmethod
+    def of_runs(cls) -> list["FleetHome"]:
+        """Of the fleets on this machine that are up, starting, or were killed and not brought down."""
+        return [cls(file.parent) for file in sorted(conserve_home().glob("fleets/*/run.json"))]
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
     @property
     def mark(self) -> str:
         """The value of CONSERVE_FLEET in every process of this fleet."""
         return str(self.root)
-
-    @property
-    def fleet_file(self) -> Path:
-        return self.root / "fleet.yaml"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def ray(self) -> Path:
-        return self.root / "ray"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / "directory" / "journal"
-
-    @property
-    def gateways(self) -> Path:
-        return self.root / "gateway"
-
-    @property
-    def batch(self) -> Path:
-        return self.root / "batch"
-
-    @property
-    def engines(self) -> Path:
-        return self.root / "engines"
-
-    @property
-    def run_file(self) -> Path:
-        return self.root / "run.json"
 
     def engine(self, name: str) -> Path:
         return self.engines / name
@@ -91,7 +88,7 @@ class FleetHome:
         self.root.chmod(0o700)
         longest = len(str(self.engine("x" * 40) / "engine.sock"))
         if longest > LONGEST_SOCKET_PATH:
-            raise HomeError(f"{self.root} is too long a path for sockets; set CONSERVE_HOME to a shorter one")
+            raise DeployError(f"{self.root} is too long for sockets; set CONSERVE_HOME to a shorter path")
 
     def secret(self) -> str:
         """The fleet's shared secret, made once."""
@@ -108,9 +105,7 @@ class FleetHome:
             return None
 
     def write_run(self, record: RunRecord) -> None:
-        draft = self.run_file.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(record)) + "\n")
-        os.replace(draft, self.run_file)
+        write_atomically(self.run_file, json.dumps(asdict(record)) + "\n")
 
 
 def _kept_secret(file: Path) -> str:

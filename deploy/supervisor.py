@@ -20,16 +20,16 @@ from pathlib import Path
 import psutil
 
 from deploy.home import FleetHome
-from deploy.ray.own_cluster import OwnCluster
-from deploy.ray.settings import head_environment, own_cluster_environment
+from deploy.ray.own_cluster import OwnCluster, head_environment, own_cluster_environment
 from router.logs import log_to_stderr
-from workers import process_tree
-from workers.backoff import Backoff
+from workers import processes
+from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.supervisor")
 
 LOOK_EVERY_S = 0.5
 GRACE_S = 10.0
+HEAD_GRACE_S = 2.0  # asked to, it does not end within ten seconds; its tables are on disk
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Child:
     log: Path
     stale: Path | None = None  # a file of the last run that would keep it from starting
     needs: tuple[str, int] | None = None  # an address that must listen before it starts
+    grace_s: float = GRACE_S
     backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 30.0, 120.0))
     process: subprocess.Popen[bytes] | None = None
     start_at: float = 0.0
@@ -75,10 +76,10 @@ class Child:
         process, self.process = self.process, None
         if process is None:
             return
-        members = list(process_tree.session(process.pid))
+        members = list(processes.session(process.pid))
         with contextlib.suppress(psutil.Error):
-            members += process_tree.tree(psutil.Process(process.pid))
-        process_tree.end(members, GRACE_S)
+            members += processes.tree(psutil.Process(process.pid))
+        processes.end(members, self.grace_s)
         process.poll()
 
 
@@ -88,29 +89,20 @@ def listens(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-class Ended(Exception):
-    """Somebody asked the supervisor to end."""
-
-
 def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> None:
     """Until SIGTERM or SIGINT, or until `end_with` is gone; ends the children in reverse order."""
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: asked.append(number))
     try:
-        while end_with is None or end_with.is_running():
+        while not asked and (end_with is None or end_with.is_running()):
             for child in children:
                 child.look(time.monotonic())
             time.sleep(LOOK_EVERY_S)
-    except Ended:
-        log.info("asked to end")
+        log.info("ending reason=%s", "asked to" if asked else "its process is gone")
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for child in reversed(children):
             child.end()
-
-
-def _end(_signal: int, _frame: object) -> None:
-    raise Ended
 
 
 def own_cluster_children(home: FleetHome, cluster: OwnCluster) -> list[Child]:
@@ -120,7 +112,7 @@ def own_cluster_children(home: FleetHome, cluster: OwnCluster) -> list[Child]:
     current = cluster.temporary / "ray_current_cluster"
     head_env = head_environment(home, os.environ)
     return [
-        Child("head", cluster.head_argv(), head_env, home.ray / "head.log", stale=current),
+        Child("head", cluster.head_argv(), head_env, home.ray / "head.log", current, grace_s=HEAD_GRACE_S),
         Child("node", cluster.node_argv(), node_env, home.ray / "node.log", needs=(host, int(port))),
     ]
 

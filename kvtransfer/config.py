@@ -5,17 +5,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kvtransfer.errors import ConnectorConfigError
+
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
 CONNECTOR = "ConServeConnector"
 CONNECTOR_MODULE = "kvtransfer.connector"
 SEVERAL = "SeveralConnectors"
-SEVERAL_MODULE = "kvtransfer.tiers.several"
+SEVERAL_MODULE = "kvtransfer.connector"
 LMCACHE = "GuardedLMCache"
-LMCACHE_MODULE = "kvtransfer.tiers.lmcache"
-
-
-class ConfigError(ValueError):
-    """The connector's settings cannot be used; the message says which and why."""
+LMCACHE_MODULE = "kvtransfer.lmcache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +26,46 @@ class ConnectorConfig:
     backend: str = "tcp"  # what moves KV between engines: "tcp" is ours, "nixl" is NIXL's connector
     host: str = "127.0.0.1"  # where peers reach this engine's transfer server
     port: int = 0  # transfer server of rank 0; rank r listens on port + r; 0: no server
-    lease_s: float = 30.0  # how long a finished prefill's KV waits for its decoder
+    lease_s: float = 60.0  # how long a finished prefill's KV waits for its decoder
     timeout_s: float = 30.0  # longest silence of a peer before a transfer is given up
     staging_gib: float = 4.0  # GPU only: pinned host memory that transferred blocks pass through
     feed: str = ""  # Unix socket of the state feed; empty: no feed
     park_after_s: float = 60.0  # idle time after which a conversation is parked
-    ttl_s: float = 3600.0  # idle time after which a conversation is forgotten; the directory ends it earlier
+    ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: when it is ended
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
     safepoint: str = ""  # shared memory name of the safepoint flag; empty: no safepoints
-    parts: tuple[str, ...] = ()  # more parts, as "module:Class"
+    plugins: tuple[str, ...] = ()  # more plugins, as "module:Class"
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "timeout_s", "park_after_s", "ttl_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)!r}")
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ConnectorConfigError(f"{name} must be above 0, not {value!r}")
         if self.host_kv_gib < 0:
-            raise ConfigError(f"host_kv_gib must be 0 or more, not {self.host_kv_gib!r}")
+            raise ConnectorConfigError(f"host_kv_gib must be 0 or more, not {self.host_kv_gib!r}")
         if self.backend not in ("tcp", "nixl"):
-            raise ConfigError(f"backend must be tcp or nixl, not {self.backend!r}")
+            raise ConnectorConfigError(f"backend must be tcp or nixl, not {self.backend!r}")
         if self.lmcache and not self.lmcache.rpartition(":")[2].isdigit():
-            raise ConfigError(f"lmcache must be host:port, not {self.lmcache!r}")
+            raise ConnectorConfigError(f"lmcache must be host:port, not {self.lmcache!r}")
         if self.lmcache and self.safepoint:
-            raise ConfigError("LMCache stores KV of steps that a safepoint may abort: use one or the other")
+            raise ConnectorConfigError(
+                "LMCache stores KV of steps that a safepoint may abort: use one or the other"
+            )
         if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be between 0 and 65535, not {self.port!r}")
+            raise ConnectorConfigError(f"port must be between 0 and 65535, not {self.port!r}")
 
     def to_extra_config(self) -> dict[str, Any]:
-        return {**asdict(self), "parts": list(self.parts)}
+        return {**asdict(self), "plugins": list(self.plugins)}
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> "ConnectorConfig":
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(extra) - known):
-            raise ConfigError(f"unknown connector settings {unknown}; known are {sorted(known)}")
+            raise ConnectorConfigError(f"unknown connector settings {unknown}; known are {sorted(known)}")
         values = dict(extra)
-        if "parts" in values:
-            values["parts"] = tuple(values["parts"])
+        if "plugins" in values:
+            values["plugins"] = tuple(values["plugins"])
         return cls(**values)
 
     @property
@@ -74,48 +74,24 @@ class ConnectorConfig:
 
     def to_kv_transfer_config(self) -> dict[str, Any]:
         """The value of vLLM's `--kv-transfer-config`."""
-        ours = {
-            "kv_connector": CONNECTOR,
-            "kv_connector_module_path": CONNECTOR_MODULE,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": self.to_extra_config(),
-        }
-        # vLLM asks them in this order: NIXL moves, ours keeps, LMCache has what nobody here has.
-        moves = [self._nixl()] if self.transfer and self.backend == "nixl" else []
-        behind = [self._lmcache()] if self.lmcache else []
-        if not (moves or behind):
-            return ours
-        return {
-            "kv_connector": SEVERAL,
-            "kv_connector_module_path": SEVERAL_MODULE,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [*moves, ours, *behind]},
-        }
-
-    def _lmcache(self) -> dict[str, Any]:
-        host, _, port = self.lmcache.rpartition(":")
-        return {
-            "kv_connector": LMCACHE,
-            "kv_connector_module_path": LMCACHE_MODULE,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
+        ours = _connector(CONNECTOR, CONNECTOR_MODULE, self.to_extra_config())
+        # vLLM asks them in this order: NIXL moves, ours retains, LMCache has what nobody here has.
+        connectors = [ours]
+        if self.transfer and self.backend == "nixl":
+            lease_s = max(6, int(self.lease_s))
+            connectors.insert(0, _connector("NixlConnector", "", {"kv_lease_duration": lease_s}))
+        if self.lmcache:
+            host, _, port = self.lmcache.rpartition(":")
+            lmcache = {
                 "lmcache.mp.host": f"tcp://{host}",
                 "lmcache.mp.port": int(port),
                 "lmcache.mp.mq_timeout": self.lmcache_timeout_s,  # by default a step hangs for 300 s
                 "lmcache.mp.heartbeat_interval": self.lmcache_timeout_s,
-            },
-        }
-
-    def _nixl(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",  # vLLM's default answers 500
-            "kv_connector_extra_config": {"kv_lease_duration": max(6, int(self.lease_s))},
-        }
+            }
+            connectors.append(_connector(LMCACHE, LMCACHE_MODULE, lmcache))
+        if len(connectors) == 1:
+            return ours
+        return _connector(SEVERAL, SEVERAL_MODULE, {"connectors": connectors})
 
     def environment(self) -> dict[str, str]:
         """What the engine's process needs besides the argument; NIXL is told its port only this way."""
@@ -124,9 +100,34 @@ class ConnectorConfig:
         return {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}
 
 
+def _connector(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        **({"kv_connector_module_path": module} if module else {}),
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # vLLM's default answers 500
+        "kv_connector_extra_config": extra,
+    }
+
+
 def transfer_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """The fleet's shared secret: from the environment, because arguments are visible to every local user."""
     secret = environ.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
-        raise ConfigError(f"{SECRET_VARIABLE} must hold the fleet's secret (16 characters or more)")
+        raise ConnectorConfigError(f"{SECRET_VARIABLE} must hold the fleet's secret (16 characters or more)")
     return secret.encode()
+
+
+GIB = 1 << 30
+
+
+def block_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one block over all layers, on one rank."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+
+
+def host_slots(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> int:
+    """`host_kv_gib` is of the whole engine: every rank holds its share of each block."""
+    ranks = int(vllm_config.parallel_config.world_size)
+    return int(config.host_kv_gib * GIB) // (block_bytes(kv_cache_config) * ranks)

@@ -1,10 +1,12 @@
-"""The one vLLM connector of an engine: calls the parts in order and merges what they return."""
+"""The one vLLM connector of an engine: calls the plugins in order and merges what they return."""
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -12,38 +14,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtransfer.config import ConfigError, ConnectorConfig
-from kvtransfer.lifeline import die_with_parent
-from kvtransfer.parts import (
+from kvtransfer.config import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    LMCACHE,
+    LMCACHE_MODULE,
+    ConnectorConfig,
+    host_slots,
+)
+from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.parent_death import die_with_parent
+from kvtransfer.plugins import (
     EngineContext,
-    Half,
     LoadsEnded,
     Match,
+    PluginSide,
     Report,
-    SchedulerHalf,
+    SchedulerSide,
     StepOutcome,
-    WorkerHalf,
+    WorkerSide,
+    selected_plugins,
 )
-from kvtransfer.residence.residence import Residence
-from kvtransfer.selection import selected_parts
-from kvtransfer.sizes import host_slots
-from kvtransfer.vllm_stats import ConnectorMetrics, ConnectorStats
-from kvtransfer.waits import nap
+from kvtransfer.residence import Residence
+from kvtransfer.vllm_internals import CONNECTOR as RELIED_ON
+from kvtransfer.vllm_internals import WORKER, nap_instead_of_spinning, verify
+from kvtransfer.vllm_metrics import ConnectorMetrics, ConnectorStats
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Scheduler to workers, once a step: orders by part name."""
+    """Scheduler to workers, once a step: orders by plugin name."""
 
     orders: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once a step: reports by part name."""
+    """Workers to scheduler, once a step: reports by plugin name."""
 
     reports: dict[str, Report] = field(default_factory=dict)
 
@@ -56,36 +67,39 @@ class StepReports(KVConnectorWorkerMetadata):
 
 
 class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Scheduler side or worker side, as `role` says; only that side's halves exist."""
+    """Scheduler side or worker side, as `role` says: plugins have only that one here."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        verify(RELIED_ON)
+        if role == KVConnectorRole.WORKER:
+            verify(WORKER)
         super().__init__(vllm_config, role, kv_cache_config)
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ConfigError(
+            raise ConnectorConfigError(
                 "this connector moves KV of models with one KV cache group; this model has "
                 f"{len(kv_cache_config.kv_cache_groups)}. Serve it without the connector."
             )
         die_with_parent()
         if current_platform.is_cpu():
-            nap()
+            nap_instead_of_spinning()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
         slots = host_slots(config, vllm_config, kv_cache_config)
         residence = Residence(config, slots, time.monotonic)
         context = EngineContext(config, vllm_config, kv_cache_config, residence)
-        parts = selected_parts(config)
-        self._residence = residence
-        self._schedulers: dict[str, SchedulerHalf] = {}
-        self._workers: dict[str, WorkerHalf] = {}
+        plugins = selected_plugins(config)
+        self.residence = residence
+        self._schedulers: dict[str, SchedulerSide] = {}
+        self._workers: dict[str, WorkerSide] = {}
         if role == KVConnectorRole.SCHEDULER:
-            self._schedulers = {part.name: part.scheduler_half(context) for part in parts}
+            self._schedulers = {plugin.name: plugin.scheduler_side(context) for plugin in plugins}
         else:
             rank = vllm_config.parallel_config.rank
-            self._workers = {part.name: part.worker_half(context, rank) for part in parts}
-        # These run twice a layer and step: only halves that do something there are called.
+            self._workers = {plugin.name: plugin.worker_side(context, rank) for plugin in plugins}
+        # These run twice a layer and step: only sides that do something there are called.
         self._before_layer = [h.before_layer for h in self._workers.values() if h.overrides("before_layer")]
         self._after_layer = [h.after_layer for h in self._workers.values() if h.overrides("after_layer")]
-        self._matches: dict[str, tuple[str, Match]] = {}  # request -> part that loads it
+        self._matches: dict[str, tuple[str, Match]] = {}  # request -> plugin that loads it
         self._hit_sources: dict[str, CacheHitSource] = {}
         self._failed_blocks: set[int] = set()
 
@@ -120,39 +134,42 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         stats = ConnectorStats()
-        halves: tuple[Half, ...] = (*self._schedulers.values(), *self._workers.values())
-        for half in halves:
-            seen = {name: list(values) for name, values in half.take_observations().items()}
-            stats.aggregate(ConnectorStats(data={**half.take_counts(), **seen}))
+        sides: tuple[PluginSide, ...] = (*self._schedulers.values(), *self._workers.values())
+        for side in sides:
+            seen = {name: list(values) for name, values in side.take_observations().items()}
+            stats.aggregate(ConnectorStats(data={**side.take_counts(), **seen}))
         return None if stats.is_empty() else stats
 
     # Scheduler side
 
-    def scheduler_half(self, part: str) -> SchedulerHalf | None:
-        """For the engine's own scheduler, which asks parts what they hold."""
-        return self._schedulers.get(part)
+    def scheduler_side(self, plugin: str) -> SchedulerSide | None:
+        """For the engine's own scheduler, which asks plugins what they hold."""
+        return self._schedulers.get(plugin)
+
+    def worker_side(self, plugin: str) -> WorkerSide | None:
+        return self._workers.get(plugin)
 
     def held_by_others(self, request_id: str) -> None:
         """The request ended, but another connector saves its blocks before they are freed."""
-        self._residence.held_by_others.add(request_id)
+        self.residence.held_by_others.add(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        for half in self._schedulers.values():
-            half.bind(kv_cache_manager)
+        for side in self._schedulers.values():
+            side.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        for half in self._schedulers.values():
-            half.on_new_request(request)
+        for side in self._schedulers.values():
+            side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
-        if request.request_id in self._residence.loading:
-            # Its load failed from the first block on. vLLM 0.32 still keeps room for all of it: a second load
-            # would have to fit beside itself, and block what waits behind it. It is computed instead.
+        if request.request_id in self.residence.loading:
+            # Its load failed from the first block on. vLLM 0.32 still reserves blocks for all of it: a second
+            # load would have to fit beside itself, and block what waits behind it. It is computed instead.
             return 0, False
-        for name, half in self._schedulers.items():
-            match = half.match(request, num_computed_tokens)
+        for name, side in self._schedulers.items():
+            match = side.match(request, num_computed_tokens)
             if match is not None and match.tokens > 0:
                 self._matches[request.request_id] = name, match
                 return match.tokens, match.background
@@ -164,8 +181,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             loader = match = None
         if loader is not None:
             self._hit_sources[request.request_id] = CacheHitSource(self._schedulers[loader].hit_source)
-        for name, half in self._schedulers.items():
-            half.after_allocation(request, blocks, match if name == loader else None)
+        for name, side in self._schedulers.items():
+            side.after_allocation(request, blocks, match if name == loader else None)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -175,7 +192,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: num_external_tokens} if source and num_external_tokens else {}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        orders = {name: half.order(scheduler_output) for name, half in self._schedulers.items()}
+        orders = {name: side.order(scheduler_output) for name, side in self._schedulers.items()}
         return StepOrders({name: order for name, order in orders.items() if order is not None})
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -183,16 +200,16 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         reports = meta.reports if isinstance(meta, StepReports) else {}
         loaded = frozenset(connector_output.finished_recving or ())
         failed = frozenset(connector_output.invalid_block_ids)
-        self._residence.held_by_others -= set(connector_output.finished_sending or ())
-        for name, half in self._schedulers.items():
-            half.on_outcome(StepOutcome(reports.get(name), loaded, failed))
+        self.residence.held_by_others -= set(connector_output.finished_sending or ())
+        for name, side in self._schedulers.items():
+            side.on_outcome(StepOutcome(reports.get(name), loaded, failed))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._matches.pop(request.request_id, None)
         self._hit_sources.pop(request.request_id, None)
         params: dict[str, Any] = {}
-        for half in self._schedulers.values():
-            params.update(half.on_finished(request, block_ids) or {})
+        for side in self._schedulers.values():
+            params.update(side.on_finished(request, block_ids) or {})
         return False, params or None
 
     def request_finished_all_groups(
@@ -201,21 +218,21 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        for half in self._schedulers.values():
-            half.reset()
+        for side in self._schedulers.values():
+            side.reset()
         return True
 
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        for half in self._workers.values():
-            half.register(kv_caches)
+        for side in self._workers.values():
+            side.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this once a step before anything else of it: here the step's orders are given out."""
         assert isinstance(kv_connector_metadata, StepOrders)
-        for name, half in self._workers.items():
-            half.before_step(kv_connector_metadata.orders.get(name))
+        for name, side in self._workers.items():
+            side.before_step(kv_connector_metadata.orders.get(name))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: without a synchronous load vLLM calls this after the forward pass, too late to start."""
@@ -229,13 +246,13 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             after_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        for half in self._workers.values():
-            half.after_step()
+        for side in self._workers.values():
+            side.after_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         ended = LoadsEnded()
-        for half in self._workers.values():
-            loads = half.loads_ended()
+        for side in self._workers.values():
+            loads = side.loads_ended()
             if loads is not None:
                 ended.requests |= loads.requests
                 ended.failed_blocks |= loads.failed_blocks
@@ -247,11 +264,47 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def build_connector_worker_meta(self) -> StepReports | None:
-        reports = {name: half.report() for name, half in self._workers.items()}
+        reports = {name: side.report() for name, side in self._workers.items()}
         given = {name: report for name, report in reports.items() if report is not None}
         return StepReports(given) if given else None
 
     def shutdown(self) -> None:
-        halves: tuple[Half, ...] = (*self._schedulers.values(), *self._workers.values())
-        for half in halves:
-            half.shutdown()
+        sides: tuple[PluginSide, ...] = (*self._schedulers.values(), *self._workers.values())
+        for side in sides:
+            side.shutdown()
+
+
+# The front end finds the counters of each connector by its name, among those registered in its own process.
+for name, module in ((CONNECTOR, CONNECTOR_MODULE), (LMCACHE, LMCACHE_MODULE)):
+    with contextlib.suppress(ValueError):  # it is registered
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+class SeveralConnectors(MultiConnector):
+    """Our connector, and beside it another of vLLM's: a shared tier, or NIXL.
+
+    vLLM's `MultiConnector` asks them in their order, the first that has a prompt's KV loads it, and all save.
+    Added here is what it does not do for ours.
+    """
+
+    @property
+    def ours(self) -> ConServeConnector:
+        return next(one for one in self.sub_connectors if isinstance(one, ConServeConnector))
+
+    def scheduler_side(self, plugin: str) -> SchedulerSide | None:
+        return self.ours.scheduler_side(plugin)
+
+    def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        held, params = super().request_finished(request, blocks)
+        if held:
+            self.ours.held_by_others(request.request_id)
+        return held, params
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        """Only this engine's KV is void; what a shared tier has is not forgotten for it."""
+        return self.ours.reset_cache()

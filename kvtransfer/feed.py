@@ -1,42 +1,99 @@
-"""The engine's line to its keeper: a Unix socket, one JSON object a line.
+"""Feed of an engine: its line to its keeper, a Unix socket with one JSON object a line.
 
-Engine to keeper: `{"type": "state", ...}`, the fields of `EngineState`: when something changed, at most every
-50 ms, and at least every second. Keeper to engine: `{"type": COMMAND, "id": N, ...}`, answered with
-`{"type": "reply", "id": N, "done": ...}`. The server runs in a thread of the scheduler's process, so that
-it answers while the engine is idle: what a command means for bookkeeping happens at once, what it means for
-blocks in the engine's next step.
+Engine to keeper: `{"state": {...}}`, an `EngineState`, when something changed, at most every 50 ms, and at
+least every second. Keeper to engine: a `FeedCommand`, answered with `{"reply": {...}}`. The server runs in a
+thread of the scheduler's process, so that it answers while the engine is idle: what a command means for
+bookkeeping happens at once, what it means for blocks in the engine's next step.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, fields, replace
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from kvtransfer.errors import KVTransferError
 from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.feed")
 
+VERSION = 2  # of what both sides understand; an engine of another is not adopted but started again
 SHORTEST_S = 0.05
 LONGEST_S = 1.0
-MAX_LINE = 1 << 20
+MAX_LINE = 8 << 20  # NAMED_AT_MOST ids of 512 bytes, confirmed and parked, however they are escaped
 REPLY_S = 5.0
 OPEN_S = 10.0
 CLOSE_S = 2.0
+NAMED_S = 3.0  # for so long a conversation stays in the reports that name it
+NAMED_AT_MOST = 1000
 
-Command = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class FeedCommand:
+    command: str
+    id: int
+    conversation: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    id: int
+    done: bool = False
+    faults: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FromEngine:
+    """A line to the keeper: one of the two."""
+
+    state: EngineState | None = None
+    reply: Reply | None = None
+
+
+Handler = Callable[[FeedCommand], Reply]
+
+_commands = msgspec.json.Decoder(FeedCommand)
+_lines = msgspec.json.Decoder(FromEngine)
+
+
+class RecentlyNamed:
+    """Conversations to which something happened lately, each with the report that named it first."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._named: dict[str, tuple[int, float]] = {}  # the oldest first
+        self.after = 0  # of reports later than this one, all that they named is here
+
+    def add(self, conversations: Iterable[str], seq: int) -> None:
+        now = self._clock()
+        for key in conversations:
+            self._named.pop(key, None)
+            self._named[key] = (seq, now)
+        while self._named:
+            oldest = next(iter(self._named))
+            named, at = self._named[oldest]
+            if at >= now - NAMED_S and len(self._named) <= NAMED_AT_MOST:
+                break
+            del self._named[oldest]
+            self.after = max(self.after, named)
+
+    def all(self) -> dict[str, int]:
+        return {key: seq for key, (seq, _) in self._named.items()}
 
 
 class FeedServer:
     """`snapshot` and the commands are called in the feed's thread; they take what locks they need."""
 
     def __init__(
-        self, path: Path, snapshot: Callable[[], EngineState], commands: Mapping[str, Command]
+        self, path: Path, snapshot: Callable[[], EngineState], commands: Mapping[str, Handler]
     ) -> None:
         self._path = path
         self._snapshot = snapshot
@@ -83,13 +140,9 @@ class FeedServer:
                 await asyncio.wait_for(self._changed.wait(), LONGEST_S)
             self._changed.clear()
             if self._keepers:
-                line = _line({"type": "state", **asdict(self._snapshot())})
-                for keeper in list(self._keepers):
-                    if keeper.transport.get_write_buffer_size() > MAX_LINE:
-                        logger.warning("a keeper does not read its feed: dropped")
-                        self._keepers.discard(keeper)
-                        keeper.transport.abort()
-                    else:
+                line = _line(FromEngine(state=self._snapshot()))
+                for keeper in self._keepers:
+                    if keeper.transport.get_write_buffer_size() < MAX_LINE:  # one that is slow gets the next
                         keeper.write(line)
             await asyncio.sleep(SHORTEST_S)
 
@@ -98,7 +151,7 @@ class FeedServer:
         self._changed.set()
         try:
             while line := await reader.readline():
-                writer.write(_line(self._answer(line)))
+                writer.write(_line(FromEngine(reply=self._answer(line))))
                 await writer.drain()
         except (ConnectionError, ValueError) as error:  # ValueError: a line above the limit
             logger.warning("feed connection ended: %s", error)
@@ -108,34 +161,31 @@ class FeedServer:
             self._keepers.discard(writer)
             writer.close()
 
-    def _answer(self, line: bytes) -> dict[str, Any]:
+    def _answer(self, line: bytes) -> Reply:
         try:
-            message = dict(json.loads(line))
-        except (ValueError, TypeError):
-            return {"type": "reply", "id": None, "error": "not a JSON object"}
-        reply = {"type": "reply", "id": message.get("id")}
-        command = self._commands.get(str(message.get("type")))
-        if command is None:
-            return {**reply, "error": f"not a command; known are {', '.join(sorted(self._commands))}"}
-        try:
-            answer = command(message)
-        except (KeyError, TypeError) as error:
-            return {**reply, "error": f"the command lacks {error}"}
+            command = _commands.decode(line)
+        except msgspec.MsgspecError as error:
+            return Reply(0, error=f"not a command: {error}")
+        handler = self._commands.get(command.command)
+        if handler is None:
+            return Reply(command.id, error=f"not a command; known are {', '.join(sorted(self._commands))}")
+        reply = handler(command)
         self._changed.set()
-        return {**reply, **answer}
+        return reply
 
 
-class FeedError(ConnectionError):
+class FeedError(KVTransferError, ConnectionError):
     """The engine's feed ended, refused a command, or did not answer in time."""
 
 
 class EngineFeed:
-    """The keeper's end. Use as `async with`; read `states()` in one task, send commands from any."""
+    """The keeper's side. Read `states()` in one task, send commands from any."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._states: asyncio.Queue[EngineState | None] = asyncio.Queue(maxsize=64)
-        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._newest: EngineState | None = None
+        self._some = asyncio.Event()
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._next_id = 0
 
     async def __aenter__(self) -> "EngineFeed":
@@ -150,79 +200,63 @@ class EngineFeed:
         self._writer.close()
 
     async def states(self) -> AsyncIterator[EngineState]:
-        """Ends when the engine does."""
-        while (state := await self._states.get()) is not None:
-            yield state
+        """The newest each time: a slow reader skips some. Ends when the engine does."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            state, self._newest = self._newest, None
+            if state is not None:
+                yield state
+            if self._reading.done():
+                return
 
     async def release(self, conversation: str) -> bool:
         """The conversation ended. Whether the engine knew it."""
-        return bool((await self._ask("release", conversation=conversation))["done"])
-
-    async def park(self, conversation: str) -> bool:
-        return bool((await self._ask("park", conversation=conversation))["done"])
+        return (await self._ask("release", conversation=conversation)).done
 
     async def drain(self, draining: bool = True) -> None:
         await self._ask("drain", draining=draining)
 
-    async def check(self) -> list[str]:
-        """Faults of the integrity check; an engine that is not idle is asked again after its step."""
-        return list((await self._ask("check"))["faults"])
+    async def check(self) -> tuple[str, ...]:
+        """Faults of the integrity check; an engine that is not idle has none to tell."""
+        return (await self._ask("check")).faults
 
-    async def _ask(self, command: str, **fields: Any) -> dict[str, Any]:
+    async def _ask(self, name: str, *, conversation: str = "", draining: bool = False) -> Reply:
         if self._reading.done():
             raise FeedError(f"the feed of {self._path} ended")
         self._next_id += 1
-        reply = self._replies[self._next_id] = asyncio.get_running_loop().create_future()
+        command = FeedCommand(name, self._next_id, conversation, draining)
+        waiting = self._replies[command.id] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(_line({"type": command, "id": self._next_id, **fields}))
-            answer: dict[str, Any] = await asyncio.wait_for(reply, REPLY_S)
+            self._writer.write(_line(command))
+            reply: Reply = await asyncio.wait_for(waiting, REPLY_S)
         except (TimeoutError, ConnectionError) as error:
-            raise FeedError(f"{command} was not answered by {self._path}") from error
+            raise FeedError(f"{name} was not answered by {self._path}") from error
         finally:
-            self._replies.pop(self._next_id, None)
-        if "error" in answer:
-            raise FeedError(answer["error"])
-        return answer
+            self._replies.pop(command.id, None)
+        if reply.error:
+            raise FeedError(reply.error)
+        return reply
 
     async def _read(self) -> None:
         try:
             while line := await self._reader.readline():
-                message = json.loads(line)
-                if message.pop("type") == "state":
-                    self._keep_newest(_state(message))
-                elif (reply := self._replies.get(message["id"])) and not reply.done():
-                    reply.set_result(message)
-        except ConnectionError as error:
+                message = _lines.decode(line)
+                if message.state is not None:
+                    self._newest = message.state
+                    self._some.set()
+                if (reply := message.reply) is not None:
+                    waiting = self._replies.get(reply.id)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(reply)
+        except (ConnectionError, ValueError) as error:  # of these: no message of ours, a line over the limit
             logger.warning("feed of %s broke: %s", self._path, error)
         finally:
-            for reply in self._replies.values():
-                if not reply.done():
-                    reply.set_exception(FeedError(f"the feed of {self._path} ended"))
-            self._keep_newest(None)
-
-    def _keep_newest(self, state: EngineState | None) -> None:
-        """A slow reader loses the oldest state, never the conversations that were named in it."""
-        if self._states.full():
-            lost = self._states.get_nowait()
-            if lost is not None and state is not None:
-                state = _with_news_of(lost, state)
-        self._states.put_nowait(state)
+            for waiting in self._replies.values():
+                if not waiting.done():
+                    waiting.set_exception(FeedError(f"the feed of {self._path} ended"))
+            asyncio.get_running_loop().call_soon(self._some.set)  # then this task is done
 
 
-def _with_news_of(earlier: EngineState, state: EngineState) -> EngineState:
-    confirmed = (*earlier.confirmed, *state.confirmed)
-    return replace(state, confirmed=confirmed, parked=(*earlier.parked, *state.parked))
-
-
-def _line(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-_STATE_FIELDS = frozenset(field.name for field in fields(EngineState))
-
-
-def _state(message: Mapping[str, Any]) -> EngineState:
-    values = {name: value for name, value in message.items() if name in _STATE_FIELDS}
-    for news in ("confirmed", "parked"):
-        values[news] = tuple(values.get(news, ()))
-    return EngineState(**values)
+def _line(message: FeedCommand | FromEngine) -> bytes:
+    return msgspec.json.encode(message) + b"\n"

@@ -1,14 +1,13 @@
 """What the connector counts. vLLM's front end serves these at the engine's `/metrics`.
 
-The parts count in the scheduler's and the workers' processes under short names; `vllm_stats.py` brings them
-to the front end and adds vLLM's own labels (model, engine).
+The plugins count in the scheduler's and the workers' processes under short names; `vllm_metrics.py` brings
+them to the front end and adds vLLM's own labels (model, engine).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from kvtransfer.transfer.errors import Reason
+from kvtransfer.errors import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,48 +25,41 @@ class HistogramSpec:
     buckets: tuple[float, ...]
 
 
-COUNTERS: Mapping[str, CounterSpec] = MappingProxyType(
-    {
-        "transfers": CounterSpec("conserve_kv_transfers", "Prompts whose KV was fetched and verified."),
-        "transfer_bytes": CounterSpec("conserve_kv_transfer_bytes", "Bytes of KV fetched and verified."),
-        "transfer_seconds": CounterSpec(
-            "conserve_kv_transfer_seconds", "Time of fetches, from asking to the last block."
-        ),
-        "refused": CounterSpec(
-            "conserve_kv_transfers_refused",
-            "Transfers that did not happen, by reason; the prompt is computed on the decoder instead.",
-            "reason",
-            tuple(Reason),
-        ),
-        "stored_blocks": CounterSpec("conserve_kv_stored_blocks", "Blocks copied to host memory."),
-        "restored_blocks": CounterSpec("conserve_kv_restored_blocks", "Blocks copied back from host memory."),
-        "restores": CounterSpec("conserve_kv_restores", "Turns that got blocks back from host memory."),
-        "corrupt_blocks": CounterSpec(
-            "conserve_kv_corrupt_host_blocks", "Host blocks that failed their check; they are computed again."
-        ),
-        "failed_copies": CounterSpec(
-            "conserve_kv_failed_copies",
-            "Blocks whose copy to or from host memory raised; the engine's log has it. 0 is right.",
-        ),
-        "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no room in host memory."),
-        "left_host": CounterSpec(
-            "conserve_kv_left_host", "Conversations whose host memory was given to others."
-        ),
-        "parked": CounterSpec(
-            "conserve_kv_parked", "Conversations parked, by cause.", "cause", ("asked", "idle", "pressure")
-        ),
-        "ended": CounterSpec(
-            "conserve_kv_ended",
-            "Conversations forgotten here, by cause.",
-            "cause",
-            ("released", "ttl", "drained"),
-        ),
-        "faults": CounterSpec("conserve_kv_faults", "Faults found by the idle integrity check; 0 is right."),
-        "reordered_blocks": CounterSpec(
-            "conserve_kv_reordered_blocks", "Free blocks moved so that kept ones are used last."
-        ),
-        "failed_blocks": CounterSpec(
-            "conserve_kv_failed_blocks", "Blocks a load did not fill; they are evicted and computed."
-        ),
-    }
-)
+COUNTERS: Mapping[str, CounterSpec] = {
+    "transfers": CounterSpec("conserve_kv_transfers", "Prompts whose KV was fetched and verified."),
+    "transfer_bytes": CounterSpec("conserve_kv_transfer_bytes", "Bytes of KV fetched and verified."),
+    "transfer_seconds": CounterSpec(
+        "conserve_kv_transfer_seconds", "Time of fetches, from asking to the last block."
+    ),
+    "refused": CounterSpec(
+        "conserve_kv_transfers_refused",
+        "Transfers that did not happen, by reason; the prompt is computed on the decoder instead.",
+        "reason", tuple(Reason),
+    ),
+    "stored_blocks": CounterSpec("conserve_kv_stored_blocks", "Blocks copied to host memory."),
+    "restored_blocks": CounterSpec("conserve_kv_restored_blocks", "Blocks copied back from host memory."),
+    "restores": CounterSpec("conserve_kv_restores", "Turns that got blocks back from host memory."),
+    "corrupt_blocks": CounterSpec(
+        "conserve_kv_corrupt_host_blocks", "Host blocks that failed their check; they are computed again."
+    ),
+    "failed_copies": CounterSpec(
+        "conserve_kv_failed_copies",
+        "Blocks whose copy to or from host memory raised; the engine's log has it. 0 is right.",
+    ),
+    "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
+    "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
+    "parked": CounterSpec(
+        "conserve_kv_parked", "Conversations parked, by cause.", "cause", ("idle", "pressure")
+    ),
+    "ended": CounterSpec(
+        "conserve_kv_ended", "Conversations forgotten here, by cause.", "cause",
+        ("released", "ttl", "drained"),
+    ),
+    "faults": CounterSpec("conserve_kv_faults", "Faults found by the idle integrity check; 0 is right."),
+    "reordered_blocks": CounterSpec(
+        "conserve_kv_reordered_blocks", "Free blocks moved so that retained ones are used last."
+    ),
+    "failed_blocks": CounterSpec(
+        "conserve_kv_failed_blocks", "Blocks a load did not fill; they are evicted and computed."
+    ),
+}

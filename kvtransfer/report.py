@@ -1,23 +1,22 @@
 """What the engine reports: its state, computed from conversations and block pool, and the feed's commands."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.feed import FeedServer
-from kvtransfer.parts import EngineContext, Match, Part, SchedulerHalf, StepOutcome, WorkerHalf
-from kvtransfer.residence.conversations import Phase
-from kvtransfer.residence.integrity import block_faults, host_faults
+from kvtransfer.conversations import RetentionPhase
+from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
+from kvtransfer.host_index import block_faults, host_faults
+from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
 from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.report")
 
 
-class ReportScheduler(SchedulerHalf):
-    """Last of the own parts: what it reports is what the others left."""
+class ReportScheduler(SchedulerSide):
+    """Last of the own plugins: what it reports is what the others left."""
 
     def __init__(self, context: EngineContext) -> None:
         self._config = context.config
@@ -29,6 +28,7 @@ class ReportScheduler(SchedulerHalf):
         self._manager: Any = None
         self._pool: Any = None
         self._seq = 0
+        self._confirmed, self._parked = RecentlyNamed(), RecentlyNamed()
         self._feed: FeedServer | None = None
 
     def bind(self, manager: Any) -> None:
@@ -37,7 +37,6 @@ class ReportScheduler(SchedulerHalf):
         if self._config.feed:
             commands = {
                 "release": self._release,
-                "park": self._park,
                 "drain": self._drain,
                 "check": self._check,
             }
@@ -56,7 +55,7 @@ class ReportScheduler(SchedulerHalf):
         if request.request_id in self._residence.loading - self._loaded:
             self._departing.add(request.request_id)
         self._loaded.discard(request.request_id)
-        self._residence.loading.discard(request.request_id)  # here, because the parts before still ask
+        self._residence.loading.discard(request.request_id)  # here, because the plugins before still ask
         self._notify()
 
     def order(self, scheduler_output: Any) -> None:
@@ -88,19 +87,20 @@ class ReportScheduler(SchedulerHalf):
             ending = self._ending_blocks()
             free = int(self._pool.get_num_free_blocks()) + len(ending)
             used = int(self._pool.num_gpu_blocks) - 1 - free
-            kept_free, idle, on_host = self._idle_blocks(ending)
+            retained_free, idle, on_host = self._idle_blocks(ending)
             host = self._residence.host
-            host_used, host_offline = host.used, self._offline_on_host()
-            confirmed = tuple(dict.fromkeys(self._residence.confirmed))
+            host_used = host.used
+            self._seq += 1
+            self._confirmed.add(self._residence.confirmed, self._seq)
             self._residence.confirmed.clear()
-            parked = tuple(dict.fromkeys(self._residence.parked))
+            self._parked.add(self._residence.parked, self._seq)
             self._residence.parked.clear()
+            parked = {key: seq for key, seq in self._parked.all().items() if self._is_parked(key)}
             draining = self._residence.draining
-        self._seq += 1
         running = [r for r in requests if r.status == RequestStatus.RUNNING]
         offline_running = sum(1 for r in running if r.priority > 0)
         offline = sum(1 for r in requests if r.priority > 0)
-        live = max(0, used - offline_blocks) + kept_free
+        live = max(0, used - offline_blocks) + retained_free
         return EngineState(
             engine=self._config.engine,
             epoch=self._config.epoch,
@@ -108,17 +108,17 @@ class ReportScheduler(SchedulerHalf):
             live_tokens=live * self._block_tokens,
             parked_tokens=on_host * self._block_tokens,
             offline_tokens=offline_blocks * self._block_tokens,
-            free_tokens=max(0, free - kept_free) * self._block_tokens,
+            free_tokens=max(0, free - retained_free) * self._block_tokens,
             running=len(running) - offline_running,
             waiting=len(requests) - offline - (len(running) - offline_running),
             offline_running=offline_running,
             offline_waiting=offline - offline_running,
-            confirmed=confirmed,
+            confirmed=self._confirmed.all(),
             draining=draining,
             host_used_tokens=host_used * self._block_tokens,
             host_free_tokens=host.free * self._block_tokens,
-            host_offline_tokens=host_offline * self._block_tokens,
             parked=parked,
+            named_after=self._confirmed.after,
             idle_tokens=idle * self._block_tokens,
         )
 
@@ -127,21 +127,17 @@ class ReportScheduler(SchedulerHalf):
         ids = {block for held in self._residence.ending.values() for block in held()}
         return {block for block in ids if self._pool.blocks[block].ref_cnt == 1}
 
-    def _offline_on_host(self) -> int:
-        chains = (c.chain for c in self._residence.conversations if c.offline and c.on_host)
-        return len({block for chain in chains for block in chain if block in self._residence.host})
-
     def _idle_blocks(self, ending: set[int]) -> tuple[int, int, int]:
-        """Unreferenced blocks that are kept, of these on the host too, and those of parked conversations."""
-        kept: set[bytes] = set()
+        """Free blocks that are retained, of these on the host too, and those of parked conversations."""
+        retained: set[bytes] = set()
         parked: set[bytes] = set()
         for conversation in self._residence.conversations:
-            if conversation.phase is Phase.KEPT:
-                kept.update(conversation.chain)
-            elif conversation.phase is Phase.PARKED:
+            if conversation.phase is RetentionPhase.RETAINED:
+                retained.update(conversation.chain)
+            elif conversation.phase is RetentionPhase.PARKED:
                 parked.update(conversation.chain)
-        free = [block for block in kept if self._is_free(block, ending)]
-        return len(free), sum(map(self._residence.host.stored, free)), len(parked - kept)
+        free = [block for block in retained if self._is_free(block, ending)]
+        return len(free), sum(map(self._residence.host.stored, free)), len(parked - retained)
 
     def _is_free(self, block_hash: bytes, ending: set[int]) -> bool:
         found = self._pool.get_cached_block(block_hash, [0])
@@ -153,34 +149,30 @@ class ReportScheduler(SchedulerHalf):
     def faults(self) -> list[str]:
         """Of an idle engine; nothing is known about one in the middle of a step."""
         with self._residence.lock:
-            if not self._at_rest():
+            if not self.at_rest():
                 return []
-            references = {half: ids() for half, ids in self._residence.references.items()}
+            references = {holder: ids() for holder, ids in self._residence.references.items()}
             found = block_faults(self._pool.blocks, self._pool.get_num_free_blocks(), references)
             return found + host_faults(self._residence.host, self._residence.conversations)
 
-    def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {"done": self._residence.release(str(message["conversation"]))}
+    def _release(self, command: FeedCommand) -> Reply:
+        return Reply(command.id, self._residence.release(command.conversation))
 
-    def _park(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {"done": self._residence.park(str(message["conversation"]))}
+    def _drain(self, command: FeedCommand) -> Reply:
+        self._residence.drain(command.draining)
+        return Reply(command.id, True)
 
-    def _drain(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self._residence.drain(bool(message["draining"]))
-        return {"done": True}
+    def _check(self, command: FeedCommand) -> Reply:
+        return Reply(command.id, self.at_rest(), tuple(self.faults()))
 
-    def _check(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {"done": self._at_rest(), "faults": self.faults()}
+    def _is_parked(self, key: str) -> bool:
+        conversation = self._residence.conversations.get(key)
+        return conversation is not None and conversation.phase is RetentionPhase.PARKED
 
-    def _at_rest(self) -> bool:
+    def at_rest(self) -> bool:
         return not (self._requests or self._departing or self._residence.held_by_others)
 
 
-class ReportPart(Part):
+class ReportPlugin(Plugin):
     name = "report"
-
-    def scheduler_half(self, context: EngineContext) -> ReportScheduler:
-        return ReportScheduler(context)
-
-    def worker_half(self, context: EngineContext, rank: int) -> WorkerHalf:
-        return WorkerHalf()
+    scheduler = ReportScheduler

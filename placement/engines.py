@@ -1,6 +1,7 @@
-"""What the fleet knows about its engines: plain data that crosses between rooms."""
+"""What the fleet knows about its engines: plain data that crosses between packages."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -28,7 +29,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine last reported. All KV sizes are tokens (blocks x block size)."""
+    """What an engine reports. All KV sizes are tokens (blocks x block size).
+
+    Cumulative: a report replaces those before it, so that whoever passes it on keeps only the newest. What
+    happened to a conversation is named with the report (`seq`) that named it first, and stays in the reports
+    for a while: a reader takes what is later than the last report it had. One that was away for longer has
+    missed something only if its last report is earlier than `named_after`.
+    """
 
     engine: str
     epoch: int
@@ -41,13 +48,16 @@ class EngineState:
     waiting: int
     offline_running: int = 0
     offline_waiting: int = 0
-    confirmed: tuple[str, ...] = ()  # conversations whose KV became visible since the last report
+    confirmed: Mapping[str, int] = field(default_factory=dict)  # conversations whose KV became visible
     draining: bool = False
     host_used_tokens: int = 0  # in host memory, of conversations and offline work
     host_free_tokens: int = 0
-    host_offline_tokens: int = 0  # of the used: offline work's
-    parked: tuple[str, ...] = ()  # conversations parked since the last report
+    parked: Mapping[str, int] = field(default_factory=dict)  # conversations parked lately, and still so
+    named_after: int = 0  # `confirmed` is complete for later reports
     idle_tokens: int = 0  # of the live: between turns and on the host as well, so it gives way at no cost
+    waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
+    prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
+    prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
 
     @property
     def drained(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a gateway is told at its start: one frozen tree, read from a JSON file, unknown keys refused."""
+"""Configuration of a gateway: one frozen tree, read from a JSON file, unknown keys refused."""
 
 from dataclasses import field
 from enum import StrEnum
@@ -8,16 +8,11 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from placement.policies import PlacingPolicy
-from placement.redisaggregation import Redisaggregation
-from router.batch.config import BatchConfig
+from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 
 _STRICT = ConfigDict(extra="forbid")
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used; the text says where and what was expected."""
 
 
 class Handover(StrEnum):
@@ -26,23 +21,29 @@ class Handover(StrEnum):
 
 
 @checked(frozen=True, config=_STRICT)
-class Model:
+class ServedModel:
     name: str
     aliases: tuple[str, ...] = ()
     embeddings: bool = False
 
 
 @checked(frozen=True, config=_STRICT)
-class Slo:
+class SloTargets:
     """Targets for answers to users; None where there is none."""
 
     ttfet_s: float | None = None
     last_turn_tbt_s: float | None = None
     e2e_s: float | None = None
 
+    @property
+    def by_objective(self) -> dict[str, float]:
+        """Those that are set."""
+        targets = {"ttfet": self.ttfet_s, "last_turn_tbt": self.last_turn_tbt_s, "e2e": self.e2e_s}
+        return {objective: target for objective, target in targets.items() if target is not None}
+
 
 @checked(frozen=True, config=_STRICT)
-class Tracing:
+class TracingConfig:
     endpoint: str  # of an OTLP receiver over HTTP, without a path: http://collector:4318
     sample: float = 0.05  # share of the turns whose client did not decide it
 
@@ -59,9 +60,17 @@ class Tracing:
 
 
 @checked(frozen=True, config=_STRICT)
+class BatchAddress:
+    """Where the batch process listens, and what it takes."""
+
+    http: str  # host:port
+    max_file_bytes: int = 2 << 30
+
+
+@checked(frozen=True, config=_STRICT)
 class GatewayConfig:
     directory: str  # host:port
-    models: tuple[Model, ...]
+    models: tuple[ServedModel, ...]
     fleet: str = "fleet"
     name: str = "gateway"  # of this process; unique in the fleet
     host: str = "127.0.0.1"
@@ -70,17 +79,15 @@ class GatewayConfig:
     metrics_host: str = "127.0.0.1"  # where this very process has its metrics too, on a port of its own
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     handover: Handover = Handover.TOGETHER
-    redisaggregate_tokens: int = 8192
-    redisaggregate_share: float = 0.5
-    place_wait_s: float = 30.0  # longest wait of a first turn for room
+    redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
+    place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     tokens_per_byte: float = 0.3  # until the engines have said how it really is
-    slo: Slo = field(default_factory=Slo)
+    slo: SloTargets = field(default_factory=SloTargets)
     api_keys: tuple[str, ...] = ()  # none: any key may, and only scopes conversation ids
     admin_keys: tuple[str, ...] = ()  # see every conversation
     directory_secret: str = ""
-    engine_api_key: str = ""
-    batch: BatchConfig | None = None  # None: no Files and Batch APIs, no service tier flex
-    tracing: Tracing | None = None
+    batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
+    tracing: TracingConfig | None = None
     drain_s: float = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
@@ -88,30 +95,29 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("models: name at least one model")
-        if self.redisaggregate_tokens < 0 or self.place_wait_s < 0 or self.tokens_per_byte <= 0:
-            raise ValueError("redisaggregate_tokens, place_wait_s and tokens_per_byte cannot be negative")
-        if not 0 <= self.redisaggregate_share <= 1:
-            raise ValueError(f"redisaggregate_share is between 0 and 1, not {self.redisaggregate_share}")
+        rule = self.redisaggregation
+        if rule.above_tokens < 0 or self.place_wait_s < 0 or self.tokens_per_byte <= 0:
+            raise ValueError("above_tokens, place_wait_s and tokens_per_byte cannot be negative")
+        if not 0 <= rule.min_share <= 1:
+            raise ValueError(f"redisaggregation.min_share is between 0 and 1, not {rule.min_share}")
 
     @property
-    def redisaggregation(self) -> Redisaggregation:
-        return Redisaggregation(self.redisaggregate_tokens, self.redisaggregate_share)
-
-    def model(self, name: object) -> Model | None:
-        return next((model for model in self.models if name == model.name or name in model.aliases), None)
+    def models_by_name(self) -> dict[str, ServedModel]:
+        """By their aliases too."""
+        return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
 
 def load(path: Path) -> GatewayConfig:
     try:
         return _ADAPTER.validate_json(path.read_bytes())
     except OSError as wrong:
-        raise ConfigError(f"{path}: {wrong.strerror}") from wrong
+        raise GatewayConfigError(f"{path}: {wrong.strerror}") from wrong
     except ValidationError as wrong:
         lines = [
             f"{path}: {'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}"
             for problem in wrong.errors()
         ]
-        raise ConfigError("\n".join(lines)) from wrong
+        raise GatewayConfigError("\n".join(lines)) from wrong
 
 
 def dump(config: GatewayConfig) -> bytes:
@@ -120,5 +126,3 @@ def dump(config: GatewayConfig) -> bytes:
 
 
 _ADAPTER = TypeAdapter(GatewayConfig)
-
-__all__ = ["ConfigError", "GatewayConfig", "Handover", "Model", "Slo", "Tracing", "dump", "load"]

@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from router.api.callers import Callers
-from router.api.http_counts import HttpCounts
-from router.api.routes import Routes
-from router.batch.config import BatchConfig
-from router.batch.fleet import PushedFleet
-from router.batch.flex_turns import FlexTurns
-from router.batch.service import BatchService
-from router.config import ConfigError, GatewayConfig, load
+from router.api import Routes
+from router.batch.forwarding import BatchForwarding
+from router.config import GatewayConfig, load
 from router.directory.client import DirectoryClient
-from router.http import Headers, Server, UpstreamPool, settle_heap
+from router.errors import GatewayConfigError
+from router.http import Server, UpstreamPool, settle_heap
 from router.life import Life
 from router.logs import log_to_stderr
+from router.metrics import HttpCounts
 
 if TYPE_CHECKING:
-    from router.tracing import Tracer
+    from router.tracing import TurnTracer
 
 log = logging.getLogger("conserve.router.gateway")
 
@@ -37,36 +34,24 @@ class Gateway:
         self.pool = UpstreamPool(config.upstream)
         self.tracer = _tracer(config)
         life = Life(config, self.directory, self.pool, tracer=self.tracer)
-        self.batch = self._batch(config.batch) if config.batch is not None else None
+        self._batch = batch = (
+            BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
+        )
         routes = Routes(
             config,
             self.directory,
             self.pool,
             life,
-            mounts=self.batch.mounts() if self.batch else None,
-            flex=FlexTurns(self.batch.flex, self.pool, config.engine_api_key) if self.batch else None,
+            batch=batch,
         )
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
         routes.http_counts = HttpCounts(self.server, self.pool)
 
-    def _batch(self, config: BatchConfig) -> BatchService:
-        callers = Callers(self.config)
-        models = [name for model in self.config.models for name in (model.name, *model.aliases)]
-        return BatchService(
-            config,
-            PushedFleet(self.directory.engines, models),
-            self.pool,
-            lambda request: callers.caller(Headers(list(request.headers.raw))).space,
-            self.config.engine_api_key,
-        )
-
     async def start(self) -> int:
         """Serve; returns the port. The directory may come later: until then new conversations wait."""
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
-        if self.batch is not None:
-            self.batch.start()
         port = await self.server.start(self.config.host, self.config.port, reuse_port=self.config.reuse_port)
         log.info("serving gateway=%s address=%s:%d", self.config.name, self.config.host, port)
         return port
@@ -82,21 +67,21 @@ class Gateway:
         await self._close()
 
     async def _close(self) -> None:
-        if self.batch is not None:
-            await self.batch.stop()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+        if self._batch is not None:
+            await self._batch.close()
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)
 
 
-def _tracer(config: GatewayConfig) -> "Tracer | None":
+def _tracer(config: GatewayConfig) -> "TurnTracer | None":
     if config.tracing is None:
         return None
-    from router.tracing import Tracer  # its libraries are loaded only where it is on
+    from router.tracing import TurnTracer  # its libraries are loaded only where it is on
 
-    return Tracer(config.tracing, config.fleet, config.name)
+    return TurnTracer(config.tracing, config.fleet, config.name)
 
 
 async def _run(config: GatewayConfig) -> None:
@@ -117,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     log_to_stderr()
     try:
         config = load(options.config)
-    except ConfigError as wrong:
+    except GatewayConfigError as wrong:
         print(wrong, file=sys.stderr)
         return 2
     run(config)

@@ -1,4 +1,4 @@
-"""The two requests of a turn that a prefiller computes and a decoder answers."""
+"""The two requests of a turn that a prefiller computes and a decoder answers, and what a failed one means."""
 
 import logging
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from router import metrics
 from router.errors import EngineLost, EngineUnreachable, UpstreamError
 from router.http import (
     Endpoint,
-    RawHeaders,
+    RelayEnd,
     RelayOutcome,
     Responder,
     StreamObserver,
@@ -27,6 +27,7 @@ from router.turn import Api, Turn
 log = logging.getLogger("conserve.router.legs")
 
 _MAY_BE_DYING = frozenset({500, 503})
+_DEAD_ENGINE = (b"EngineCore", b"EngineDead")  # in vLLM's own words
 
 _LIMIT = {
     Api.CHAT: ("max_tokens", "max_completion_tokens"),
@@ -85,51 +86,45 @@ class PrefillAnswer:
     unreachable: bool = False
 
 
-class Legs:
-    """Sends them. The conversation's key goes along, so that the engines know whose KV it is."""
+async def prefill(
+    pool: UpstreamPool, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str
+) -> PrefillAnswer:
+    """Its answer counts only for its exact size; when it fails, the decoder computes the prompt.
 
-    def __init__(self, pool: UpstreamPool, engine_api_key: str) -> None:
-        self._pool = pool
-        self._key = engine_api_key.encode()
-
-    async def prefill(self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str) -> PrefillAnswer:
-        """Its answer counts only for its exact size; when it fails, the decoder computes the prompt."""
-        body = prefill_body(turn.api, turn.body, transfer_id)
-        request = self._request(turn, key, body, repeatable=False)
-        try:
-            response = await fetch(self._pool, _endpoint(prefiller), request)
-            answer = orjson.loads(response.body) if response.status == 200 else {}
-        except (UpstreamError, orjson.JSONDecodeError) as wrong:
-            lost = isinstance(wrong, EngineUnreachable | EngineLost)
-            return _failed(key, prefiller, str(wrong), unreachable=lost)
-        if response.status != 200:
-            return _failed(key, prefiller, f"status {response.status}")
-        usage = usage_of(answer.get("usage") or {})
-        return PrefillAnswer(usage.prompt_tokens if usage else 0, answer.get("kv_transfer_params"))
-
-    async def decode(
-        self,
-        turn: Turn,
-        key: str,
-        decoder: EngineInfo,
-        params: Mapping[str, Any] | None,
-        responder: Responder,
-        observer: StreamObserver,
-    ) -> RelayOutcome:
-        """Without `params` the client's body goes as it came."""
-        body = decode_body(turn.raw, params) if params else turn.raw
-        request = self._request(turn, key, body, repeatable=not params)
-        return await relay(self._pool, _endpoint(decoder), request, responder, observer, hold=_MAY_BE_DYING)
-
-    def _request(self, turn: Turn, key: str, body: bytes, *, repeatable: bool) -> UpstreamRequest:
-        headers: RawHeaders = [*turn.headers, (b"x-session-id", key.encode())]
-        if self._key:
-            headers.append((b"authorization", b"Bearer " + self._key))
-        return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
+    `key`: the conversation's, which goes along, so that engines know whose KV it is.
+    """
+    request = _request(turn, key, prefill_body(turn.api, turn.body, transfer_id), repeatable=False)
+    try:
+        response = await fetch(pool, Endpoint.parse(prefiller.http), request)
+        answer = orjson.loads(response.body) if response.status == 200 else {}
+    except (UpstreamError, orjson.JSONDecodeError) as wrong:
+        lost = isinstance(wrong, EngineUnreachable | EngineLost)
+        return _failed(key, prefiller, str(wrong), unreachable=lost)
+    if response.status != 200:
+        return _failed(key, prefiller, f"status {response.status}")
+    usage = usage_of(answer.get("usage") or {})
+    return PrefillAnswer(usage.prompt_tokens if usage else 0, answer.get("kv_transfer_params"))
 
 
-def _endpoint(engine: EngineInfo) -> Endpoint:
-    return Endpoint.parse(f"http://{engine.http}")
+async def decode(
+    pool: UpstreamPool,
+    turn: Turn,
+    key: str,
+    decoder: EngineInfo,
+    params: Mapping[str, Any] | None,
+    responder: Responder,
+    observer: StreamObserver,
+) -> RelayOutcome:
+    """Without `params` the client's body goes as it came."""
+    body = decode_body(turn.raw, params) if params else turn.raw
+    request = _request(turn, key, body, repeatable=not params)
+    endpoint = Endpoint.parse(decoder.http)
+    return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING)
+
+
+def _request(turn: Turn, key: str, body: bytes, *, repeatable: bool) -> UpstreamRequest:
+    headers = [*turn.headers, (b"x-session-id", key.encode())]
+    return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
 
 
 def _failed(key: str, prefiller: EngineInfo, why: str, *, unreachable: bool = False) -> PrefillAnswer:
@@ -138,3 +133,20 @@ def _failed(key: str, prefiller: EngineInfo, why: str, *, unreachable: bool = Fa
         "prefill failed, the decoder computes conversation=%s engine=%s reason=%r", key, prefiller.engine, why
     )
     return PrefillAnswer(0, None, unreachable)
+
+
+def decoder_lost(outcome: RelayOutcome) -> bool:
+    """Nothing of an answer was seen, and none will come from there."""
+    if outcome.end is RelayEnd.NOT_STARTED:
+        return isinstance(outcome.error, EngineLost | EngineUnreachable)
+    held = outcome.response if outcome.end is RelayEnd.HELD else None
+    return held is not None and (held.status == 503 or any(mark in held.body for mark in _DEAD_ENGINE))
+
+
+def answer_what_is_left(outcome: RelayOutcome, responder: Responder) -> None:
+    """An answer that was held back goes to the client after all; one that never came is an error."""
+    if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
+        raise outcome.error
+    if outcome.end is RelayEnd.HELD and outcome.response is not None:
+        kind = outcome.response.headers.get(b"content-type") or b"application/json"
+        responder.respond(outcome.response.status, outcome.response.body, [(b"content-type", kind)])

@@ -1,44 +1,51 @@
 """The life of a conversation, turn by turn: identify, bind, relay, report.
 
 A first turn is placed by the directory: a prefiller computes the prompt while its KV streams to the decoder,
-and the decoder answers. Every later turn goes to that decoder as it came. A later turn that appends more than
-`redisaggregate_tokens`, most of its prompt, passes through a prefiller again; a conversation whose decoder is
-lost is bound anew.
+and the decoder answers. Every later turn goes to that decoder as it came. A later turn that appends much,
+most of its prompt, passes through a prefiller again (`placement/fleet/policies.py`); a conversation whose
+decoder is lost is bound anew.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from placement.admission import Refusal
 from placement.engines import EngineInfo
-from router import legs, metrics, sizes
+from placement.fleet.answers import Refusal, RefusalReason
+from router import chains, legs, metrics
+from router.chains import Chain
 from router.config import GatewayConfig, Handover
 from router.directory.cache import Known
-from router.directory.client import DirectoryClient, DirectoryUnreachable
-from router.directory.waiting import Ask, Placed
-from router.errors import NotFound, Unavailable
+from router.directory.client import DirectoryClient
+from router.directory.messages import Ask, Placed
+from router.errors import (
+    ApiError,
+    ClientLeft,
+    ContextTooLong,
+    DirectoryUnreachable,
+    NotFound,
+    TooManyRequests,
+    Unavailable,
+)
 from router.http import RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
-from router.identity import chain as chains
-from router.identity.chain import Chain
-from router.identity.explicit import conversation_id, conversation_key
-from router.identity.resolve import How, resolve
-from router.measure import Measure
-from router.refusals import answer_what_is_left, decoder_lost, refused, unreachable
-from router.turn import Api, Turn
+from router.identity import How, conversation_id, conversation_key, resolve_prefix
+from router.turn import Api, TokenRatio, Turn, TurnMetrics
 
 if TYPE_CHECKING:
-    from router.tracing import Tracer
+    from router.tracing import TurnTracer
 
 log = logging.getLogger("conserve.router.life")
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
+class Identified:
+    """The conversation of a turn, and how it was found."""
+
     key: str
     how: How
     parent: str | None
@@ -48,7 +55,9 @@ class Who:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Route:
+    """The engines that serve a turn, and why these."""
+
     known: Known
     decoder: EngineInfo
     prefiller: EngineInfo | None  # None: the decoder computes what it does not have
@@ -56,71 +65,67 @@ class Plan:
     cause: str  # first_turn, rebound, redisaggregated, bound
 
 
-class ClientLeft(Exception):
-    """The client went away while its turn waited for a place."""
-
-
 class Life:
+    """The lives of all conversations at one gateway, as far as it serves their turns."""
+
     def __init__(
         self,
         config: GatewayConfig,
         directory: DirectoryClient,
         pool: UpstreamPool,
         clock: Callable[[], float] = time.monotonic,
-        tracer: "Tracer | None" = None,
+        tracer: "TurnTracer | None" = None,
     ) -> None:
         self._config = config
         self._tracer = tracer
         self._directory = directory
-        self._legs = legs.Legs(pool, config.engine_api_key)
+        self._pool = pool
         self._clock = clock
-        self._ratio = sizes.TokenRatio(config.tokens_per_byte)
-        self._measure = Measure(config.slo, clock)
+        self._ratio = TokenRatio(config.tokens_per_byte)
+        self._metrics = TurnMetrics(config.slo)
         self._placing: dict[str, asyncio.Task[tuple[Placed | Refusal, Known | None]]] = {}
         self._background: set[asyncio.Task[None]] = set()
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
         if self._tracer is not None:
-            turn = self._tracer.traced(turn)
-        if turn.trace is None:
+            about = {"conserve.api": turn.api.value, "conserve.body_bytes": len(turn.raw)}
+            turn = replace(turn, trace=self._tracer.begin(turn.headers, turn.arrived_at, about))
+        with turn.trace or nullcontext():
             await self._serve(turn, responder)
-        else:
-            with turn.trace:
-                await self._serve(turn, responder)
 
     async def _serve(self, turn: Turn, responder: Responder) -> None:
         who = await self._identify(turn)
         if turn.trace is not None:
             turn.trace.identified(who.key, who.how)
         responder.add_header(b"x-conversation-id", conversation_id(who.key).encode())
-        with self._directory.cache.turn(who.key, who.chain.end), self._measure.turn():
+        with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
             try:
-                plan = await self._bind(turn, who, responder)
-                outcome, observer = await self._run(turn, plan, responder)
-                if decoder_lost(outcome) and not responder.disconnected:
-                    plan = await self._bind_again(turn, who, plan, responder)
-                    outcome, observer = await self._run(turn, plan, responder)
+                route = await self._bind(turn, who, responder)
+                outcome, observer = await self._run(turn, route, responder)
+                if legs.decoder_lost(outcome) and not responder.disconnected:
+                    route = await self._bind_again(turn, who, route, responder)
+                    outcome, observer = await self._run(turn, route, responder)
             except ClientLeft:
                 metrics.TURNS.labels("client_gone").inc()
                 return
-            self._close(turn, who, plan, outcome, observer)
-            answer_what_is_left(outcome, responder)
+            self._close(turn, who, route, outcome, observer)
+            legs.answer_what_is_left(outcome, responder)
 
     # Identify
 
-    async def _identify(self, turn: Turn) -> Who:
+    async def _identify(self, turn: Turn) -> Identified:
         said, number = turn.identity, self._directory.next_turn()
         parent = conversation_key(turn.space, said.parent) if said.parent else None
         if said.id is not None:
             key = conversation_key(turn.space, said.id)
             matched = self._directory.cache.nodes.find_of(turn.chain, key)
-            who = Who(key, How.EXPLICIT, parent, turn.chain, matched, number)
+            who = Identified(key, How.EXPLICIT, parent, turn.chain, matched, number)
         else:
             chain = turn.chain
             if said.previous_response:
                 chain = chains.of_pointer(turn.seed, said.previous_response, chain)
             found, running = await self._directory.find(chain)
-            got = resolve(found, chain.end.digest, running)
+            got = resolve_prefix(found, chain.end.digest, running)
             if got.how is How.NEW and said.previous_response:
                 raise NotFound(
                     "no conversation has that response; it has ended, or never was: send its messages again",
@@ -129,24 +134,24 @@ class Life:
                 )
             key = got.conversation or conversation_key(turn.space, f"c-{uuid4().hex}")
             matched = got.known_bytes if got.conversation else 0
-            who = Who(key, got.how, got.parent or parent, chain, matched, number)
+            who = Identified(key, got.how, got.parent or parent, chain, matched, number)
         metrics.labelled(metrics.IDENTIFIED, who.how).inc()
         return who
 
     # Bind
 
-    async def _bind(self, turn: Turn, who: Who, responder: Responder) -> Plan:
+    async def _bind(self, turn: Turn, who: Identified, responder: Responder) -> Route:
         known = self._directory.bound(who.key)
         if known is None or self._moves(turn, known):
             return await self._place(turn, who, responder)
         decoder = self._directory.engines.get(known.engine)
         assert decoder is not None
-        uncached = sizes.uncached_tokens(turn, known, who.matched_bytes, self._ratio)
+        uncached = self._ratio.uncached_tokens(turn, known, who.matched_bytes)
         if self._through_prefiller(turn, uncached):
             return await self._place(turn, who, responder, uncached=uncached)
         known.prompt_bytes = turn.prompt_bytes
         self._directory.turn_began(known, who.turn, who.chain.end)
-        return Plan(known, decoder, None, who.turn, "bound")
+        return Route(known, decoder, None, who.turn, "bound")
 
     def _moves(self, turn: Turn, known: Known) -> bool:
         """Off a decoder that is draining, unless only that one has what the client refers to."""
@@ -155,30 +160,30 @@ class Life:
     def _through_prefiller(self, turn: Turn, uncached: int) -> bool:
         if turn.identity.previous_response:
             return False  # only the decoder has what the client refers to
-        prompt = max(uncached, sizes.prompt_tokens(turn, self._ratio, 0))
+        prompt = max(uncached, self._ratio.prompt_tokens(turn, 0))
         config = self._config
         return config.policy.later_turn_through_prefiller(config.redisaggregation, uncached, prompt)
 
-    async def _bind_again(self, turn: Turn, who: Who, plan: Plan, responder: Responder) -> Plan:
+    async def _bind_again(self, turn: Turn, who: Identified, route: Route, responder: Responder) -> Route:
         """The decoder did not answer, and nothing of an answer has reached the client."""
         metrics.FALLBACKS.labels("decoder_lost").inc()
-        log.warning("decoder lost, placing again conversation=%s engine=%s", who.key, plan.decoder.engine)
-        return await self._place(turn, who, responder, lost=(plan.decoder.engine, plan.decoder.epoch))
+        log.warning("decoder lost, placing again conversation=%s engine=%s", who.key, route.decoder.engine)
+        return await self._place(turn, who, responder, lost=(route.decoder.engine, route.decoder.epoch))
 
     async def _place(
         self,
         turn: Turn,
-        who: Who,
+        who: Identified,
         responder: Responder,
         *,
         uncached: int | None = None,
         lost: tuple[str, int] | None = None,
-    ) -> Plan:
+    ) -> Route:
         context = max((info.max_context for info in self._directory.engines.infos()), default=0)
         ask = Ask(
             key=who.key,
             gateway=self._directory.gateway,
-            prompt_tokens=sizes.prompt_tokens(turn, self._ratio, context),
+            prompt_tokens=self._ratio.prompt_tokens(turn, context),
             wait_s=self._config.place_wait_s,
             parent=who.parent,
             uncached_tokens=uncached,
@@ -197,7 +202,7 @@ class Life:
             outcome, known = await asking
         except DirectoryUnreachable as wrong:
             metrics.REFUSALS.labels("no_directory").inc()
-            raise unreachable(wrong) from wrong
+            raise _unreachable(wrong) from wrong
         except asyncio.CancelledError:
             self._directory.abandon(who.key, who.turn)
             if responder.disconnected:
@@ -209,7 +214,7 @@ class Life:
         if isinstance(outcome, Refusal):
             metrics.REFUSALS.labels(outcome.reason).inc()
             metrics.TURNS.labels("refused").inc()
-            raise refused(outcome)
+            raise _refused(outcome)
         assert known is not None
         known.prompt_bytes = turn.prompt_bytes
         decoder = await self._directory.engine(outcome.engine, outcome.epoch)
@@ -219,9 +224,9 @@ class Life:
             raise Unavailable(f"engine {outcome.engine} is gone; try again", retry_after_s=1.0)
         if outcome.prefiller and prefiller is None:  # gone in between: the decoder computes the prompt
             metrics.FALLBACKS.labels("prefill_failed").inc()
-            self._directory.prefill_done(who.key, 0)
-        self._measure.placed(self._config.policy, outcome.cause, prefiller is not None)
-        return Plan(known, decoder, prefiller, who.turn, outcome.cause)
+            self._directory.prefill_done(who.key)
+        self._metrics.placed(self._config.policy, outcome.cause, prefiller is not None)
+        return Route(known, decoder, prefiller, who.turn, outcome.cause)
 
     async def _ask(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
         """A fork goes where its parent is: while that is being placed here, it waits for it."""
@@ -238,74 +243,80 @@ class Life:
 
     # Relay
 
-    async def _run(self, turn: Turn, plan: Plan, responder: Responder) -> tuple[RelayOutcome, StreamObserver]:
-        key, trace = plan.known.key, turn.trace
+    async def _run(
+        self, turn: Turn, route: Route, responder: Responder
+    ) -> tuple[RelayOutcome, StreamObserver]:
+        key, trace = route.known.key, turn.trace
         observer = StreamObserver(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
-            prefiller = plan.prefiller.engine if plan.prefiller is not None else None
-            trace.bound(plan.cause, plan.decoder.engine, prefiller)
+            prefiller = route.prefiller.engine if route.prefiller is not None else None
+            trace.bound(route.cause, route.decoder.engine, prefiller)
         try:
-            if plan.prefiller is None:
-                sent = turn if trace is None else trace.decoding(turn, plan.decoder.engine)
-                outcome = await self._legs.decode(sent, key, plan.decoder, None, responder, observer)
+            if route.prefiller is None:
+                sent = _for_leg("decode leg", turn, route.decoder)
+                outcome = await legs.decode(self._pool, sent, key, route.decoder, None, responder, observer)
             else:
-                outcome = await self._run_both(turn, plan, plan.prefiller, responder, observer)
+                outcome = await self._run_both(turn, route, route.prefiller, responder, observer)
         except BaseException:
-            self._directory.turn_ended(plan.known, plan.turn, 0, 0)  # or it would count as running for ever
+            self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running for ever
             raise
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
         return outcome, observer
 
     async def _run_both(
-        self, turn: Turn, plan: Plan, prefiller: EngineInfo, responder: Responder, observer: StreamObserver
+        self, turn: Turn, route: Route, prefiller: EngineInfo, responder: Responder, observer: StreamObserver
     ) -> RelayOutcome:
-        key, transfer_id = plan.known.key, uuid4().hex
+        key, transfer_id = route.known.key, uuid4().hex
         prefill = asyncio.create_task(self._prefill(turn, key, prefiller, transfer_id))
         try:
             if self._config.handover is Handover.TOGETHER:
                 params: dict[str, Any] | None = legs.pull_from(prefiller, transfer_id)
             else:
                 params = await prefill
-            sent = turn if turn.trace is None else turn.trace.decoding(turn, plan.decoder.engine)
-            return await self._legs.decode(sent, key, plan.decoder, params, responder, observer)
+            sent = _for_leg("decode leg", turn, route.decoder)
+            return await legs.decode(self._pool, sent, key, route.decoder, params, responder, observer)
         finally:
             if not prefill.done():
-                self._directory.prefill_done(key, 0)
+                self._directory.prefill_done(key)
             prefill.cancel()
 
     async def _prefill(
         self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str
     ) -> dict[str, Any] | None:
-        sent = turn if turn.trace is None else turn.trace.prefilling(turn, prefiller.engine)
-        answer = await self._legs.prefill(sent, key, prefiller, transfer_id)
+        sent = _for_leg("prefill leg", turn, prefiller)
+        answer = await legs.prefill(self._pool, sent, key, prefiller, transfer_id)
         if turn.trace is not None:
             turn.trace.prefilled(answer.prompt_tokens)
         self._ratio.learn(turn.prompt_bytes, answer.prompt_tokens)
         lost = prefiller if answer.unreachable else None
-        self._directory.prefill_done(key, answer.prompt_tokens, lost)
+        self._directory.prefill_done(key, lost)
         return answer.params
 
     # Report
 
     def _close(
-        self, turn: Turn, who: Who, plan: Plan, outcome: RelayOutcome, observer: StreamObserver
+        self, turn: Turn, who: Identified, route: Route, outcome: RelayOutcome, observer: StreamObserver
     ) -> None:
         seen = observer.observation()
-        done = self._measure.ended(turn, plan.known, plan.cause, outcome, seen)
+        done = self._metrics.ended(turn, route.known, route.cause, outcome, seen)
         if turn.trace is not None:
-            turn.trace.answered(done.prompt_tokens, done.completion_tokens)
-        if not done.spoke:
-            self._directory.turn_ended(plan.known, plan.turn, 0, 0)
+            tokens = {
+                "conserve.prompt_tokens": done.prompt_tokens,
+                "conserve.output_tokens": done.completion_tokens,
+            }
+            turn.trace.note(tokens)
+        if not done.generated:
+            self._directory.turn_ended(route.known, route.turn, 0, 0)
         else:
-            prompt = done.prompt_tokens or sizes.prompt_tokens(turn, self._ratio, plan.decoder.max_context)
+            prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
             if done.prompt_tokens and not turn.identity.previous_response:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
             by_id = turn.api is Api.RESPONSES and seen.response_id
             answer = chains.response_end(turn.seed, seen.response_id) if by_id and seen.response_id else None
             self._directory.turn_ended(
-                plan.known,
-                plan.turn,
+                route.known,
+                route.turn,
                 prompt,
                 done.completion_tokens,
                 answer,
@@ -317,7 +328,7 @@ class Life:
             self._end_soon(who.key, "final")
         log.info(
             "turn conversation=%s request=%s how=%s engine=%s cause=%s outcome=%s prompt=%d output=%d",
-            *(who.key, seen.response_id or "-", who.how, plan.decoder.engine, plan.cause, outcome.end),
+            *(who.key, seen.response_id or "-", who.how, route.decoder.engine, route.cause, outcome.end),
             *(done.prompt_tokens, done.completion_tokens),
         )
 
@@ -331,3 +342,27 @@ class Life:
             await self._directory.end(key, cause)
         except DirectoryUnreachable as wrong:
             log.warning("will end by its idle time, not now conversation=%s reason=%r", key, str(wrong))
+
+
+def _for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
+    """The turn as an engine gets it: in a trace that names this leg, if it is traced."""
+    if turn.trace is None:
+        return turn
+    return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
+
+
+def _refused(refusal: Refusal) -> ApiError:
+    retry = refusal.retry_after_s or None
+    if refusal.reason is RefusalReason.TOO_LARGE:
+        return ContextTooLong(refusal.message)
+    if refusal.reason in (RefusalReason.NO_CAPACITY, RefusalReason.SATURATED):
+        return TooManyRequests(refusal.message, code=refusal.reason, retry_after_s=retry)
+    return Unavailable(refusal.message, code=refusal.reason, retry_after_s=retry)
+
+
+def _unreachable(wrong: DirectoryUnreachable) -> ApiError:
+    return Unavailable(
+        f"new conversations cannot be placed now: {wrong}; those that run go on, try again",
+        code="no_directory",
+        retry_after_s=wrong.retry_after_s,
+    )

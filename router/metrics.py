@@ -1,9 +1,13 @@
 """Every metric of the router. Labels are bounded: engines, causes, policies; never a conversation."""
 
+from collections.abc import Mapping
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from router.http import Server, UpstreamPool
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
@@ -34,7 +38,7 @@ CONVERSATIONS_ENDED = Counter(
     "Conversations ended, by cause: deleted, final, idle, failed_first_turn, gateway_lost, undelivered.",
     ["cause"],
 )
-PLACES_WAITING = Gauge("conserve_places_waiting", "First turns that wait in the directory for room.")
+PLACES_WAITING = Gauge("conserve_places_waiting", "First turns that wait in the directory for capacity.")
 ENGINES_AWAITED = Gauge(
     "conserve_engines_awaited",
     "Engines that were up before the directory restarted and have not reported since. New conversations wait "
@@ -51,7 +55,7 @@ PREFILL_SATURATES = Gauge(
     "while it does not grow.",
 )
 DECODER_PRESSURE = Gauge(
-    "conserve_decoder_pressure", "Share of the decoders' KV for conversations that is in use or promised."
+    "conserve_decoder_pressure", "Share of the decoders' KV for conversations that is in use or reserved."
 )
 CAPACITY_ADVICE = Gauge(
     "conserve_capacity_advice",
@@ -79,7 +83,7 @@ PLACEMENTS = Counter(
 )
 REFUSALS = Counter(
     "conserve_refusals_total",
-    "Turns refused, by reason: no_room, saturated, too_large, no_decoder, no_prefiller, no_directory.",
+    "Turns refused, by reason: no_capacity, saturated, too_large, no_decoder, no_prefiller, no_directory.",
     ["reason"],
 )
 PLACE_SECONDS = Histogram(
@@ -98,7 +102,7 @@ REDISAGGREGATIONS = Counter(
 TRACES_DROPPED = Counter(
     "conserve_traces_dropped_total",
     "Traced turns whose spans were dropped, by cause: queue_full, not_taken (the OTLP receiver did not "
-    "answer, or refused), not_sent (a fault that the log has the traceback of).",
+    "answer, or refused; the log says why).",
     ["cause"],
 )
 FALLBACKS = Counter(
@@ -191,9 +195,9 @@ ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bou
 
 from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
-from_zero(REFUSALS, "no_room", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
+from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
-from_zero(TRACES_DROPPED, "queue_full", "not_taken", "not_sent")
+from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
@@ -202,3 +206,30 @@ from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 def labelled(metric: _Metric, *labels: str) -> _Metric:
     """`metric.labels(...)` for what every turn counts: remembered, at a tenth of the cost."""
     return metric.labels(*labels)
+
+
+class HttpCounts:
+    """The HTTP layer's own counts as metrics, brought over when they are asked for."""
+
+    def __init__(self, server: "Server", pool: "UpstreamPool") -> None:
+        self._server = server
+        self._pool = pool
+        self._brought: dict[tuple[Counter, str], int] = {}
+
+    def bring(self) -> None:
+        server, pool = self._server.stats, self._pool.stats
+        CLIENT_CONNECTIONS.set(server.connections)
+        ENGINE_CONNECTIONS.set(pool.connections)
+        self._raise(HTTP_REFUSALS, server.refusals)
+        self._raise(CLIENT_TIMEOUTS, server.timeouts)
+        engine = {
+            "connect_failed": pool.connect_failures,
+            "none_free": pool.acquire_timeouts,
+            "found_dead": pool.stale_retries,
+        }
+        self._raise(ENGINE_CONNECTION_PROBLEMS, engine)
+
+    def _raise(self, counter: Counter, counts: Mapping[str, int]) -> None:
+        for label, count in counts.items():
+            counter.labels(label).inc(count - self._brought.get((counter, label), 0))
+            self._brought[counter, label] = count

@@ -1,19 +1,25 @@
-"""One request of a conversation, read and checked: what the life of a conversation needs to know of it."""
+"""A turn: one request of a conversation read and checked, how large it is, and what its end says.
 
-from collections.abc import Mapping
+Sizes are known when a turn arrives, without a tokenizer: tokens from bytes, by the ratio that the engines'
+own counts show. TTFET, end-to-end time and last-turn TBT belong to an *answer*: from a user's message, over
+any number of tool turns, to the turn that speaks to the user (`placement/objectives.py`).
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
-from router.config import GatewayConfig
+from placement.objectives import tbt_s, ttfet_s
+from router import chains, metrics
+from router.chains import Chain
+from router.config import ServedModel, SloTargets
+from router.directory.cache import Known
 from router.errors import BadRequest, ModelNotFound
-from router.http import Headers, RawHeaders, Request
-from router.identity import chain as chains
-from router.identity.canonical import TooDeep
-from router.identity.chain import Chain
-from router.identity.explicit import BadIdentity, Explicit, explicit, is_final
+from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
+from router.identity import Explicit, explicit_identity, is_final
 
 if TYPE_CHECKING:
     from router.tracing import TurnTrace
@@ -29,6 +35,9 @@ _GENERATES = {
 _PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}
 
 
+Models: TypeAlias = Mapping[str, ServedModel]  # by every name they answer to
+
+
 class Api(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -42,6 +51,8 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
+    """One request of a conversation, read and checked."""
+
     api: Api
     raw: bytes
     body: Mapping[str, Any]
@@ -60,6 +71,11 @@ class Turn:
         return self.chain.total_bytes + self.tool_bytes
 
     @property
+    def flex(self) -> bool:
+        """Offline work: it waits for capacity and belongs to no conversation."""
+        return self.body.get("service_tier") == "flex"
+
+    @property
     def exact_tokens(self) -> int | None:
         """Known without asking when the prompt is token ids."""
         prompt = self.body.get("prompt")
@@ -75,10 +91,10 @@ _OF_THE_FLEET = {
 }
 
 
-async def read_turn(api: Api, request: Request, space: str, config: GatewayConfig, now: float) -> Turn:
+async def read_turn(api: Api, request: Request, space: str, models: Models, now: float) -> Turn:
     raw = await request.body.read()
     body = read_object(request.headers, raw)
-    check_model(body, config)
+    check_model(body, models)
     for field, why in _OF_THE_FLEET.items():
         if field in body:
             raise BadRequest(f"{field} belongs to the fleet; {why}", param=field)
@@ -88,11 +104,6 @@ async def read_turn(api: Api, request: Request, space: str, config: GatewayConfi
     fields = text_headers(request.headers)
     user = body.get("user")
     seed = chains.seed(space, str(body["model"]), user if isinstance(user, str) else "")
-    try:
-        identity = explicit(fields, body)
-        chain = chains.of_body(seed, body)
-    except (BadIdentity, TooDeep) as wrong:
-        raise BadRequest(str(wrong)) from None
     tools = body.get("tools")
     return Turn(
         api=api,
@@ -101,8 +112,8 @@ async def read_turn(api: Api, request: Request, space: str, config: GatewayConfi
         headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
         space=space,
         seed=seed,
-        identity=identity,
-        chain=chain,
+        identity=explicit_identity(fields, body),
+        chain=chains.of_body(seed, body),
         tool_bytes=len(orjson.dumps(tools)) if tools else 0,
         final=is_final(fields),
         arrived_at=now,
@@ -124,14 +135,15 @@ def read_object(headers: Headers, raw: bytes) -> dict[str, Any]:
     return body
 
 
-def check_model(body: Mapping[str, Any], config: GatewayConfig) -> None:
+def check_model(body: Mapping[str, Any], models: Models) -> ServedModel:
     name = body.get("model")
     if not isinstance(name, str) or not name:
         raise BadRequest("model must be the name of a model (GET /v1/models lists them)", param="model")
-    if config.model(name) is None:
+    if (model := models.get(name)) is None:
         raise ModelNotFound(
             f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do", param="model"
         )
+    return model
 
 
 def text_headers(headers: Headers) -> dict[str, str]:
@@ -139,3 +151,148 @@ def text_headers(headers: Headers) -> dict[str, str]:
     for name, value in headers:
         fields.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
     return fields
+
+
+_WEIGHT = 0.2  # of a new observation
+_LEAST_BYTES = 64  # shorter prompts are mostly the chat template
+
+
+class TokenRatio:
+    """Tokens a byte, as the engines' own counts show them, and the sizes that follow from it."""
+
+    def __init__(self, tokens_per_byte: float) -> None:
+        self._ratio = tokens_per_byte
+        self._learned = False
+
+    def learn(self, size: int, tokens: int) -> None:
+        if size < _LEAST_BYTES or tokens <= 0:
+            return
+        seen = tokens / size
+        self._ratio = self._ratio + _WEIGHT * (seen - self._ratio) if self._learned else seen
+        self._learned = True
+
+    def tokens(self, size: int) -> int:
+        return int(size * self._ratio)
+
+    def prompt_tokens(self, turn: Turn, max_context: int) -> int:
+        """Never above what an engine takes: images and files are far fewer tokens than bytes."""
+        exact = turn.exact_tokens
+        estimate = exact if exact is not None else self.tokens(turn.prompt_bytes)
+        return max(1, min(estimate, max_context) if max_context else estimate)
+
+    def uncached_tokens(self, turn: Turn, known: Known, matched_bytes: int) -> int:
+        """What the decoder would have to compute, from observed sizes only.
+
+        `matched_bytes` of the prompt were in an earlier request of this conversation, and what the decoder
+        generated since is in its KV too. Nothing matched: the prefix broke, or this gateway has not seen the
+        conversation before and has only the decoder's own count.
+        """
+        if turn.identity.previous_response:
+            return self.tokens(turn.chain.total_bytes)
+        if matched_bytes:
+            return max(0, self.tokens(turn.chain.total_bytes - matched_bytes) - known.completion_tokens)
+        whole = turn.exact_tokens or self.tokens(turn.prompt_bytes)
+        return whole if known.prompt_bytes else max(0, whole - known.context_tokens)
+
+
+_SPEAKS = frozenset({"stop", "completed", "end_turn", "stop_sequence"})
+_OUTCOMES = {
+    RelayEnd.COMPLETE: "complete",
+    RelayEnd.CLIENT_GONE: "client_gone",
+    RelayEnd.BROKEN: "broken",
+    RelayEnd.NOT_STARTED: "failed",
+    RelayEnd.HELD: "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOutcome:
+    """What a turn came to, as far as the directory is told."""
+
+    generated: bool  # the engine generated something
+    prompt_tokens: int = 0  # as the engine says; 0 when it does not
+    completion_tokens: int = 0
+    met: tuple[str, ...] = ()  # SLO targets of the answer to a user
+    missed: tuple[str, ...] = ()
+
+
+class TurnMetrics:
+    """The metrics of turns and answers, and their SLO targets."""
+
+    def __init__(self, slo: SloTargets) -> None:
+        self._targets = slo.by_objective
+        for objective in self._targets:
+            metrics.from_zero(metrics.SLO, f"{objective}/yes", f"{objective}/no")
+
+    def placed(self, policy: str, cause: str, transferred: bool) -> None:
+        metrics.PLACEMENTS.labels(policy, cause).inc()
+        if transferred:
+            metrics.TRANSFERS.labels(cause).inc()
+        if cause == "redisaggregated":
+            metrics.REDISAGGREGATIONS.labels("transferred" if transferred else "local").inc()
+
+    def ended(
+        self, turn: Turn, known: Known, cause: str, outcome: RelayOutcome, seen: Observation
+    ) -> TurnOutcome:
+        whole = outcome.end is RelayEnd.COMPLETE and not seen.failed
+        metrics.labelled(metrics.TURNS, _outcome(outcome, seen)).inc()
+        if seen.status != 200 or (seen.first_token_at is None and not whole):
+            return TurnOutcome(generated=False)
+        usage = seen.usage
+        completion = usage.completion_tokens if usage else max(0, seen.events - 2)
+        prompt = usage.prompt_tokens if usage else 0
+        if known.waiting_since is None:
+            known.waiting_since = turn.arrived_at
+        metrics.OUTPUT_TOKENS.inc(completion)
+        if prompt:
+            metrics.PROMPT_TOKENS.observe(prompt)
+        if cause == "bound" and usage and usage.cached_tokens is not None:
+            had = known.context_tokens - known.completion_tokens
+            metrics.RECOMPUTED_TOKENS.inc(max(0, had - usage.cached_tokens))
+        tbt = None
+        if seen.first_token_at is not None:
+            tbt = tbt_s(seen.first_token_at, seen.last_at, seen.gaps)
+            if seen.streamed:
+                which = "first" if cause in ("first_turn", "rebound", "moved") else "later"
+                metrics.labelled(metrics.TTFT_SECONDS, which).observe(seen.first_token_at - turn.arrived_at)
+        if tbt is not None:
+            metrics.TBT_SECONDS.observe(tbt)
+        met: list[str] = []
+        missed: list[str] = []
+        if whole and _speaks_to_the_user(seen):
+            for objective, seconds in self._answered(known, seen, tbt):
+                if (target := self._targets.get(objective)) is not None:
+                    within = seconds <= target
+                    metrics.SLO.labels(objective, "yes" if within else "no").inc()
+                    (met if within else missed).append(objective)
+        return TurnOutcome(True, prompt, completion, tuple(met), tuple(missed))
+
+    def _answered(self, known: Known, seen: Observation, tbt: float | None) -> Iterator[tuple[str, float]]:
+        """The objectives of the answer, each with what it took."""
+        since, known.waiting_since = known.waiting_since, None
+        assert since is not None
+        if seen.first_content_at is not None:
+            ttfet = ttfet_s(since, seen.first_content_at)
+            metrics.TTFET_SECONDS.observe(ttfet)
+            yield "ttfet", ttfet
+        e2e = seen.last_at - since
+        metrics.E2E_SECONDS.observe(e2e)
+        yield "e2e", e2e
+        if tbt is not None:
+            metrics.LAST_TURN_TBT_SECONDS.observe(tbt)
+            yield "last_turn_tbt", tbt
+
+
+def _outcome(outcome: RelayOutcome, seen: Observation) -> str:
+    """The engine may pass on an error of its own: as a status, or inside a stream that ends as it should."""
+    if outcome.end is RelayEnd.COMPLETE:
+        if (outcome.status or 0) >= 400:
+            return "failed"
+        if seen.failed:
+            return "broken"
+    return _OUTCOMES[outcome.end]
+
+
+def _speaks_to_the_user(seen: Observation) -> bool:
+    """A forced tool call ends with `stop` too, and speaks to a tool."""
+    return seen.finish_reason in _SPEAKS and not seen.called_tool

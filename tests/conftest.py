@@ -13,11 +13,27 @@ from tests.support.whole_life import Life, whole_life
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The shared fleet is up only while tests use it, and those that need it unused come first."""
+
+    def place(item: pytest.Item) -> int:
+        used = getattr(item, "fixturenames", ())
+        return ("laptop_fleet" in used) * (1 if "unused_fleet" in used else 2)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def laptop_fleet() -> Iterator[RunningFleet]:
     """configs/laptop.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more."""
     with fleet_up("laptop") as fleet:
         yield fleet
+
+
+@pytest.fixture
+def unused_fleet(laptop_fleet: RunningFleet) -> RunningFleet:
+    """The same, before anybody else talks on it: no KV is in use that a test would have to wait for."""
+    return laptop_fleet
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from traces.format import Conversation
+from placement.fleet.policies import Redisaggregation
+from traces.format import TraceConversation
 
-LARGE_APPEND_TOKENS = 8_192  # a later turn above it is a new first turn in all but name
+LARGE_APPEND_TOKENS = Redisaggregation().above_tokens  # a later turn above it is a first turn in all but name
 
 PERCENTILES = (5, 25, 50, 75, 90, 95, 99)
 
@@ -45,7 +46,7 @@ class Quantity:
 
     name: str
     unit: str
-    values: Callable[[Conversation], Iterable[float]]
+    values: Callable[[TraceConversation], Iterable[float]]
 
 
 QUANTITIES = (
@@ -91,7 +92,7 @@ class Description:
         return {**asdict(self), "percentiles": list(PERCENTILES)}
 
 
-def describe(conversations: Sequence[Conversation]) -> Description:
+def describe(conversations: Sequence[TraceConversation]) -> Description:
     turns = [turn for conversation in conversations for turn in conversation.turns]
     prompts, appended = sum(t.prompt_tokens for t in turns), sum(t.appended_tokens for t in turns)
     duration, rate, cv = _arrivals([conversation.arrival_s for conversation in conversations])
@@ -127,7 +128,7 @@ def _arrivals(times: Sequence[float]) -> tuple[float, float, float]:
     return duration, 1.0 / mean, statistics.pstdev(gaps) / mean
 
 
-def _large_appends(conversations: Sequence[Conversation]) -> LargeAppends:
+def _large_appends(conversations: Sequence[TraceConversation]) -> LargeAppends:
     later = [[turn.appended_tokens for turn in conversation.turns[1:]] for conversation in conversations]
     sizes = [size for turns in later for size in turns]
     large = [size for size in sizes if size > LARGE_APPEND_TOKENS]

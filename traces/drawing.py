@@ -10,14 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from traces import charts
-from traces.describe import PERCENTILES, QUANTITIES, Description, Spread
-from traces.format import Conversation, Header
+from traces.describe import PERCENTILES, QUANTITIES, Description
+from traces.format import TraceConversation, TraceHeader
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 LABEL, WIDTH = 24, 36  # with numbers on both sides a line fits 80 columns
 
 
-def terminal(header: Header, what: Description, conversations: Sequence[Conversation]) -> RenderableType:
+def terminal(
+    header: TraceHeader, what: Description, conversations: Sequence[TraceConversation]
+) -> RenderableType:
     return Group(
         _facts(header, what),
         _percentiles(what),
@@ -30,7 +32,7 @@ def terminal(header: Header, what: Description, conversations: Sequence[Conversa
     )
 
 
-def _facts(header: Header, what: Description) -> Table:
+def _facts(header: TraceHeader, what: Description) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name in ("source", "licence", "attribution", "notes"):
         if value := getattr(header, name):
@@ -62,12 +64,10 @@ def _percentiles(what: Description) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for quantity in QUANTITIES:
         if quantity.name in what.spreads:
-            table.add_row(_label(quantity.name, quantity.unit), *_numbers(what.spreads[quantity.name]))
+            found = what.spreads[quantity.name]
+            values = (found.mean, *found.percentiles, found.most)
+            table.add_row(_label(quantity.name, quantity.unit), *map(number, values))
     return table
-
-
-def _numbers(found: Spread) -> list[str]:
-    return [number(value) for value in (found.mean, *found.percentiles, found.most)]
 
 
 def number(value: float) -> str:
@@ -99,7 +99,7 @@ def _line(name: str, values: Sequence[float], unit: str, log: bool) -> Text:
     return Text(f"{_label(name, unit):<{LABEL}}{number(low):>8} {drawn} {number(high)}")
 
 
-def picture(conversations: Sequence[Conversation]) -> Figure:
+def picture(conversations: Sequence[TraceConversation]) -> Figure:
     """Arrivals, lengths, the shape of the first turns (Figure 1 of the paper), waits."""
     figure, (arrivals, lengths, shape, waits) = charts.panels(4)
     charts.counts(arrivals, [c.arrival_s for c in conversations], "Arrivals")

@@ -1,13 +1,13 @@
-"""What can be wrong with a workload or a replay; a person reads the message."""
+"""Errors of workloads, replays and simulations; a person reads the message."""
 
 
-class TraceError(ValueError):
-    """A trace file does not say what it should; the message names the file and the line."""
+class TraceError(Exception):
+    """Base of them all; and a file that does not say what it should: the message names file and line."""
 
 
 class NotATrace(TraceError):
     """A file of another format."""
 
 
-class ReplayError(RuntimeError):
+class ReplayError(TraceError):
     """The replay cannot go on, or one turn of it failed; the message says what to look at."""

@@ -22,21 +22,21 @@ from traces.errors import TraceError as TraceError
 FORMAT = "conserve-trace/1"
 
 
-class Ending(StrEnum):
+class TurnEnding(StrEnum):
     TOOL_USE = "tool_use"  # the answer calls a tool; nobody reads it
     END_OF_TURN = "end_of_turn"  # the answer speaks to the user
     CUT = "cut"  # the source recorded no stop reason: client gone, error, or length limit
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TraceTurn:
     """One request and its answer: a prompt of `cached_tokens` known and then `appended_tokens` new ones."""
 
     appended_tokens: int
     cached_tokens: int  # leading tokens of the prompt that this conversation (or its parent) already had
     output_tokens: int
     wait_s: float = 0.0  # tool or human time between the end of the answer before and this turn
-    ending: Ending = Ending.END_OF_TURN
+    ending: TurnEnding = TurnEnding.END_OF_TURN
     served_s: float | None = None  # how long the answer took where it was recorded; None: not recorded
 
     @property
@@ -50,10 +50,10 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TraceConversation:
     id: str
     arrival_s: float  # of the first turn, since the start of the trace
-    turns: tuple[Turn, ...]
+    turns: tuple[TraceTurn, ...]
     parent: str | None = None  # the conversation whose prefix this one's first turn shares (a sub-agent)
     model_class: str = ""
 
@@ -76,15 +76,15 @@ class Conversation:
 
     @property
     def effective_turn(self) -> int:
-        """Index of the turn whose first token is TTFET: the first that speaks to the user, else the last."""
+        """The turn whose first token TTFET is of: the first that speaks to the user, else the last."""
         for index, turn in enumerate(self.turns):
-            if turn.ending is Ending.END_OF_TURN:
+            if turn.ending is TurnEnding.END_OF_TURN:
                 return index
         return len(self.turns) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class TraceHeader:
     """The first line of a file: where the conversations come from."""
 
     source: str = ""
@@ -97,11 +97,11 @@ class Header:
 class Trace:
     """A whole file in memory."""
 
-    header: Header
-    conversations: tuple[Conversation, ...] = field(repr=False)
+    header: TraceHeader
+    conversations: tuple[TraceConversation, ...] = field(repr=False)
 
 
-def check(conversation: Conversation) -> None:
+def check(conversation: TraceConversation) -> None:
     """Raise TraceError when a conversation contradicts itself."""
     who = f"conversation {conversation.id!r}"
     if not conversation.id:
@@ -135,7 +135,7 @@ def check(conversation: Conversation) -> None:
         largest = max(largest, turn.context_tokens)
 
 
-def to_json(conversation: Conversation) -> bytes:
+def to_json(conversation: TraceConversation) -> bytes:
     row: dict[str, Any] = {"id": conversation.id, "arrival": round(conversation.arrival_s, 6)}
     if conversation.parent is not None:
         row["parent"] = conversation.parent
@@ -145,7 +145,7 @@ def to_json(conversation: Conversation) -> bytes:
     return orjson.dumps(row)
 
 
-def _turn_row(turn: Turn) -> dict[str, Any]:
+def _turn_row(turn: TraceTurn) -> dict[str, Any]:
     row: dict[str, Any] = {
         "appended": turn.appended_tokens,
         "cached": turn.cached_tokens,
@@ -158,7 +158,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
     return row
 
 
-def from_json(line: bytes | str) -> Conversation:
+def from_json(line: bytes | str) -> TraceConversation:
     """One line as a checked conversation; TraceError says what is wrong with it, not where."""
     try:
         row = orjson.loads(line)
@@ -166,7 +166,7 @@ def from_json(line: bytes | str) -> Conversation:
         raise TraceError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
         raise TraceError("a conversation is a JSON object")
-    conversation = Conversation(
+    conversation = TraceConversation(
         id=_value(row, "id", str),
         arrival_s=float(_value(row, "arrival", (int, float))),
         turns=tuple(_turn(turn, number) for number, turn in enumerate(_value(row, "turns", list), start=1)),
@@ -177,22 +177,22 @@ def from_json(line: bytes | str) -> Conversation:
     return conversation
 
 
-def _turn(row: Any, number: int) -> Turn:
+def _turn(row: Any, number: int) -> TraceTurn:
     if not isinstance(row, dict):
         raise TraceError(f"turn {number} is not a JSON object")
     try:
-        return Turn(
+        return TraceTurn(
             appended_tokens=_value(row, "appended", int),
             cached_tokens=_value(row, "cached", int),
             output_tokens=_value(row, "out", int),
             wait_s=float(_value(row, "wait", (int, float))) if "wait" in row else 0.0,
-            ending=Ending(_value(row, "end", str)),
+            ending=TurnEnding(_value(row, "end", str)),
             served_s=float(_value(row, "served", (int, float))) if row.get("served") is not None else None,
         )
     except TraceError as error:
         raise TraceError(f"turn {number}: {error}") from error
-    except ValueError as error:  # Ending() of an unknown word
-        known = ", ".join(ending.value for ending in Ending)
+    except ValueError as error:  # TurnEnding() of an unknown word
+        known = ", ".join(ending.value for ending in TurnEnding)
         raise TraceError(f"turn {number}: {error}; an ending is one of {known}") from error
 
 
@@ -221,12 +221,12 @@ def open_text(path: Path) -> Iterator[TextIO]:
         raise TraceError(f"{path}: {error.strerror}") from error
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> TraceHeader:
     with open_text(path) as lines:
         return _header(lines.readline(), path)
 
 
-def _header(line: str, path: Path) -> Header:
+def _header(line: str, path: Path) -> TraceHeader:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -236,10 +236,12 @@ def _header(line: str, path: Path) -> Header:
             f'{path}:1: not a trace of ours: the first line must be {{"format": "{FORMAT}", ...}};'
             " `conserve trace import` makes one from other formats"
         )
-    return Header(**{name: str(row.get(name, "")) for name in ("source", "licence", "attribution", "notes")})
+    return TraceHeader(
+        **{name: str(row.get(name, "")) for name in ("source", "licence", "attribution", "notes")}
+    )
 
 
-def read(path: Path) -> Iterator[Conversation]:
+def read(path: Path) -> Iterator[TraceConversation]:
     """Conversations of a file, one at a time; every error names file and line. Arrivals must not go back."""
     arrival, seen = 0.0, set[str]()
     with open_text(path) as lines:
@@ -264,7 +266,7 @@ def load(path: Path) -> Trace:
     return Trace(read_header(path), tuple(read(path)))
 
 
-def write(path: Path, conversations: Iterable[Conversation], header: Header) -> int:
+def write(path: Path, conversations: Iterable[TraceConversation], header: TraceHeader) -> int:
     """Write a checked file (gzip when its name ends in .gz) and return how many conversations it holds.
 
     The same conversations always give the same bytes: gzip's time stamp and file name are left out.

@@ -4,12 +4,22 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from workers.coserving import vllm_contact as contact
+from kvtransfer.vllm_internals import verify
+from workers.coserving import vllm_internals as internals
+from workers.coserving.worker import SafepointWorkerMixin
 
 
 class SeedSafeCpuWorker(CPUWorker):
     """Without this a request with a `seed` whose prompt takes several chunks ends the engine."""
 
+    def load_model(self, **kwargs: Any) -> None:
+        verify(internals.WORKING)
+        super().load_model(**kwargs)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with contact.discarded_rows_unseeded(self.model_runner):
+        with internals.discarded_requests_unseeded(self.model_runner):
             return super().sample_tokens(grammar_output)
+
+
+class CoServingCpuWorker(SafepointWorkerMixin, SeedSafeCpuWorker):
+    """Safepoints in front of the mended worker."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from workers.processes import WorkerError
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -14,7 +16,7 @@ class EngineFacts:
     max_context: int
 
 
-class EngineHttpError(Exception):
+class EngineHttpError(WorkerError):
     """The engine answered something else than was expected."""
 
 
@@ -22,8 +24,9 @@ _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class EngineHttp:
-    def __init__(self, address: str, served_name: str) -> None:
-        self.address, self._name = address, served_name
+    def __init__(self, address: str, served_name: str, *, embeds: bool = False) -> None:
+        """`embeds`: it makes embeddings instead of text."""
+        self.address, self._name, self._embeds = address, served_name, embeds
         self._session: aiohttp.ClientSession | None = None
 
     async def healthy(self, timeout_s: float) -> bool:
@@ -51,8 +54,10 @@ class EngineHttp:
 
     async def warm(self, timeout_s: float) -> None:
         """A short local request: an engine whose first request is a transferred one can crash."""
-        body = {"model": self._name, "prompt": "warm up", "max_tokens": 4, "temperature": 0}
-        url = f"http://{self.address}/v1/completions"
+        kind, body = "completions", {"prompt": "warm up", "max_tokens": 4, "temperature": 0}
+        if self._embeds:
+            kind, body = "embeddings", {"input": "warm up"}
+        url, body = f"http://{self.address}/v1/{kind}", {"model": self._name, **body}
         try:
             async with self._open().post(url, json=body, timeout=_limit(timeout_s)) as answer:
                 if answer.status != 200:

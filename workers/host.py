@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from workers.process_tree import end
+from kvtransfer.parent_death import die_with_parent
+from workers.processes import WorkerError, end
 
 LOOK_EVERY_S = 0.25
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -47,7 +47,7 @@ class Lease:
             return None
 
 
-class Ended(Exception):
+class AskedToEnd(WorkerError):
     """Somebody asked this host to end."""
 
 
@@ -60,7 +60,7 @@ def run(argv: list[str], lease: Lease, grace_s: float) -> int:
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # noqa: PLW1509, one thread
+        preexec_fn=die_with_parent,  # noqa: PLW1509, one thread
     )
     try:
         while child.poll() is None:
@@ -69,7 +69,7 @@ def run(argv: list[str], lease: Lease, grace_s: float) -> int:
                 return 3
             time.sleep(LOOK_EVERY_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
-    except Ended:
+    except AskedToEnd:
         return 0
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -77,7 +77,7 @@ def run(argv: list[str], lease: Lease, grace_s: float) -> int:
 
 
 def _end(_signal: int, _frame: object) -> None:
-    raise Ended
+    raise AskedToEnd
 
 
 def _say(text: str) -> None:

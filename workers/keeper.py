@@ -9,23 +9,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from placement.engines import EngineInfo
-from workers import log_tail, metrics
-from workers.backoff import Backoff
-from workers.board import Board, Phase
-from workers.command import Start, engine_command
-from workers.diagnose import Diagnosis, diagnose
+from workers import engine_log, metrics
 from workers.engine_http import EngineFacts, EngineHttp, EngineHttpError
-from workers.leased import LeasedProcess, last_epoch
+from workers.engine_log import Diagnosis, diagnose
+from workers.launch import LaunchSpec, Start, engine_command
+from workers.leased import LeasedProcess, last_epoch, start_slot
 from workers.lmcache_server import LmcacheServer
-from workers.ports import free_port
-from workers.spec import EngineSpec, KeeperSettings
-from workers.start_slots import start_slot
-from workers.state_feed import StateFeed
+from workers.processes import Backoff, WorkerError, free_port
+from workers.status import ConnectorFeed, KeeperPhase, StatusStore
 
 log = logging.getLogger("conserve.workers.keeper")
 
 
-class StartFailed(Exception):
+@dataclass(frozen=True, slots=True)
+class KeeperSettings:
+    start_together: int | None = None  # engines of this host that may start at the same time; None: all
+    start_limit_s: float = 900.0  # not healthy by then: failed
+    stall_limit_s: float = 300.0  # nothing logged for so long while starting: failed
+    warm_limit_s: float = 300.0
+    tier_limit_s: float = 120.0  # the shared tier's server does not answer by then: the engine starts without
+    health_interval_s: float = 1.0
+    health_timeout_s: float = 5.0
+    health_misses: int = 10  # in a row, before a restart
+    lease_s: float = 60.0
+    end_grace_s: float = 10.0
+    backoff_first_s: float = 1.0
+    backoff_longest_s: float = 60.0
+    calm_after_s: float = 300.0  # serving for so long, the next failure starts again at the first back-off
+
+
+class StartFailed(WorkerError):
     """The engine did not come to serve; says why, and how its log ended."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
@@ -43,17 +56,17 @@ class Running:
 class Keeper:
     def __init__(
         self,
-        spec: EngineSpec,
+        spec: LaunchSpec,
         settings: KeeperSettings,
-        board: Board,
-        feed: StateFeed,
+        store: StatusStore,
+        feed: ConnectorFeed,
         *,
         secret: str,
         control: str,
         shared_tier: LmcacheServer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec, self._settings, self._board, self._feed = spec, settings, board, feed
+        self._spec, self._settings, self._store, self._feed = spec, settings, store, feed
         self._secret, self._control, self._clock = secret, control, clock
         self._shared_tier = shared_tier
         self._process: LeasedProcess | None = None
@@ -77,13 +90,13 @@ class Keeper:
                     reason,
                     wait_s,
                 )
-                self._board.tell(
-                    Phase.BACKING_OFF,
+                self._store.tell(
+                    KeeperPhase.BACKING_OFF,
                     f"next start in {wait_s:.0f} s",
                     pid=0,
                     failure=reason,
                     log_lines=lines,
-                    restarts=self._board.status.restarts + 1,
+                    restarts=self._store.status.restarts + 1,
                 )
                 await asyncio.sleep(wait_s)
         finally:
@@ -94,11 +107,11 @@ class Keeper:
     async def end(self) -> None:
         """End the engine and its whole tree."""
         await self._end_process()
-        self._board.tell(Phase.STOPPED, pid=0)
+        self._store.tell(KeeperPhase.STOPPED, pid=0)
 
     async def _one_epoch(self, adopted: LeasedProcess | None) -> tuple[str, tuple[str, ...]]:
         """Bring the engine up and watch it until it is lost; says why, and how its log ended."""
-        self._board.tell(Phase.WAITING)
+        self._store.tell(KeeperPhase.WAITING)
         slots = None if adopted else self._settings.start_together
         began = self._clock()
         outcome = "adopted" if adopted else "served"
@@ -133,7 +146,7 @@ class Keeper:
         return self._process
 
     def _resume(self, process: LeasedProcess) -> Running:
-        return Running(process, self._http(process), max(0, log_tail.size(process.log) - (64 << 10)))
+        return Running(process, self._http(process), max(0, engine_log.log_size(process.log) - (64 << 10)))
 
     async def _tier_address(self) -> str:
         """Empty without a shared tier, or when its server does not answer: the engine serves without."""
@@ -150,7 +163,7 @@ class Keeper:
         # Later than any epoch before, also of the same engine on a node that is gone with its records.
         epoch = max(last_epoch(spec.directory) + 1, int(time.time()))
         start = Start(epoch, free_port(spec.host), free_port(spec.host), lmcache)
-        log_from = log_tail.size(spec.directory / "log")
+        log_from = engine_log.log_size(spec.directory / "log")
         self._process = LeasedProcess.start(
             spec.directory,
             engine_command(spec, start, self._secret, os.environ),
@@ -163,13 +176,15 @@ class Keeper:
         return Running(self._process, self._http(self._process), log_from)
 
     def _http(self, process: LeasedProcess) -> EngineHttp:
-        return EngineHttp(f"{self._spec.host}:{process.record.ports[0]}", self._spec.served_name)
+        address = f"{self._spec.host}:{process.record.ports[0]}"
+        embeds = ("runner", "pooling") in self._spec.options
+        return EngineHttp(address, self._spec.served_name, embeds=embeds)
 
     async def _bring_up(self, running: Running) -> EngineInfo:
         record = running.process.record
-        self._board.tell(Phase.STARTING, epoch=record.epoch, pid=record.pid)
+        self._store.tell(KeeperPhase.STARTING, epoch=record.epoch, pid=record.pid)
         await self._until_healthy(running)
-        self._board.tell(Phase.WARMING)
+        self._store.tell(KeeperPhase.WARMING)
         try:
             await running.http.warm(self._settings.warm_limit_s)
             facts = await running.http.facts(self._settings.warm_limit_s)
@@ -183,11 +198,11 @@ class Keeper:
         while not await running.http.healthy(self._settings.health_timeout_s):
             if not running.process.alive():
                 raise StartFailed(self._diagnosis(running, ""))
-            grown = log_tail.size(running.process.log)
+            grown = engine_log.log_size(running.process.log)
             if grown != size:
                 size, moved = grown, self._clock()
-                self._board.tell(Phase.STARTING, log_tail.stage(self._lines(running)))
-            stage = self._board.status.detail
+                self._store.tell(KeeperPhase.STARTING, engine_log.start_stage(self._lines(running)))
+            stage = self._store.status.detail
             if self._clock() - moved > self._settings.stall_limit_s:
                 waited = f"logged nothing for {self._settings.stall_limit_s:.0f} s while {stage}"
                 raise StartFailed(self._diagnosis(running, waited))
@@ -197,11 +212,11 @@ class Keeper:
             await asyncio.sleep(self._settings.health_interval_s)
 
     async def _serve(self, running: Running, info: EngineInfo) -> tuple[str, tuple[str, ...]]:
-        self._board.engine_up(info)
-        self._board.tell(Phase.SERVING, failure="", log_lines=())
+        self._store.engine_up(info)
+        self._store.tell(KeeperPhase.SERVING, failure="", log_lines=())
         metrics.ENGINE_UP.labels(info.engine).set(1)
         self._backoff.serving(self._clock())
-        feeding = asyncio.create_task(self._feed.follow(self._board))
+        feeding = asyncio.create_task(self._feed.follow(self._store))
         try:
             cause, reason = await self._until_lost(running)
         finally:
@@ -210,7 +225,7 @@ class Keeper:
                 await feeding
             metrics.ENGINE_UP.labels(info.engine).set(0)
         metrics.ENGINE_LOST.labels(info.engine, cause).inc()
-        self._board.engine_down()
+        self._store.engine_down()
         diagnosis = self._diagnosis(running, reason)
         told = reason if diagnosis.cause == reason else f"{reason} ({diagnosis.cause})"
         return told, diagnosis.excerpt
@@ -238,7 +253,7 @@ class Keeper:
     async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            self._board.engine_down()
+            self._store.engine_down()
             if not await asyncio.to_thread(process.end, self._settings.end_grace_s):
                 log.error("process does not end engine=%s pid=%d", self._spec.engine, process.record.pid)
 
@@ -258,7 +273,7 @@ class Keeper:
         )
 
     def _lines(self, running: Running) -> list[str]:
-        return log_tail.last_lines(running.process.log, 1000, since=running.log_from)
+        return engine_log.last_lines(running.process.log, 1000, since=running.log_from)
 
     def _diagnosis(self, running: Running, reason: str) -> Diagnosis:
         found = diagnose(self._lines(running))

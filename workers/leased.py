@@ -1,25 +1,31 @@
-"""A process that outlives its starter for a lease and can be adopted: the keeper's side of `workers.host`."""
+"""Leased processes outlive their starter for a lease and can be adopted: the keeper's side of `workers.host`.
 
+At most so many engines of a host start at once: a start takes all cores, and a slow one looks failed.
+"""
+
+import asyncio
+import fcntl
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from workers import process_tree
-from workers.command import Command
-from workers.importable import with_our_packages
+from workers import processes
+from workers.launch import ProcessCommand
 
 RECORD, LEASE, LOG = "engine.json", "lease", "log"
 KEEP_LOGS_BELOW = 64 << 20
+LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ProcessRecord:
     """Written beside the lease; who finds it can adopt the process, if it is still that process."""
 
     pid: int
@@ -29,12 +35,10 @@ class Record:
     ports: tuple[int, ...]
 
     def write(self, file: Path) -> None:
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self)))
-        os.replace(draft, file)
+        processes.write_atomically(file, json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, file: Path) -> "Record | None":
+    def read(cls, file: Path) -> "ProcessRecord | None":
         try:
             content = json.loads(file.read_text())
             return cls(**{**content, "ports": tuple(content["ports"])})
@@ -43,7 +47,9 @@ class Record:
 
 
 class LeasedProcess:
-    def __init__(self, directory: Path, record: Record, child: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, directory: Path, record: ProcessRecord, child: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self.directory, self.record = directory, record
         self._child = child  # None when adopted
 
@@ -55,7 +61,7 @@ class LeasedProcess:
     def start(
         cls,
         directory: Path,
-        command: Command,
+        command: ProcessCommand,
         *,
         fingerprint: str,
         epoch: int,
@@ -73,22 +79,23 @@ class LeasedProcess:
         with log.open("ab") as output:
             child = subprocess.Popen(
                 host,
-                env=with_our_packages(command.env),
+                env=processes.with_our_packages(command.env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 cwd=directory,
             )
-        record = Record(child.pid, psutil.Process(child.pid).create_time(), fingerprint, epoch, tuple(ports))
+        started = psutil.Process(child.pid).create_time()
+        record = ProcessRecord(child.pid, started, fingerprint, epoch, tuple(ports))
         record.write(directory / RECORD)
         return cls(directory, record, child)
 
     @classmethod
     def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "LeasedProcess | None":
         """The process that still runs there; one of another fingerprint is ended."""
-        record = Record.read(directory / RECORD)
-        if record is None or process_tree.find(record.pid, record.started) is None:
+        record = ProcessRecord.read(directory / RECORD)
+        if record is None or processes.find(record.pid, record.started) is None:
             if record is not None:
                 LeasedProcess(directory, record).end(grace_s)
             return None
@@ -105,30 +112,56 @@ class LeasedProcess:
     def alive(self) -> bool:
         if self._child is not None and self._child.poll() is not None:
             return False
-        return process_tree.find(self.record.pid, self.record.started) is not None
+        return processes.find(self.record.pid, self.record.started) is not None
 
     def end(self, grace_s: float) -> bool:
         """End the host and everything under it; also what a killed host left in its session."""
         (self.directory / LEASE).unlink(missing_ok=True)
-        host = process_tree.find(self.record.pid, self.record.started)
-        members = process_tree.tree(host) if host else self._orphans()
-        gone = process_tree.end(members, grace_s)
+        host = processes.find(self.record.pid, self.record.started)
+        members = processes.tree(host) if host else self._orphans()
+        gone = processes.end(members, grace_s)
         if self._child is not None:
             self._child.poll()
         return gone
 
     def _orphans(self) -> list[psutil.Process]:
         """What a killed host left in its session. One led by a live process is somebody else's by now."""
-        if process_tree.alive(self.record.pid):
+        if processes.alive(self.record.pid):
             return []
-        return list(process_tree.session(self.record.pid))
+        return list(processes.session(self.record.pid))
 
 
 def last_epoch(directory: Path) -> int:
-    record = Record.read(directory / RECORD)
+    record = ProcessRecord.read(directory / RECORD)
     return record.epoch if record else 0
 
 
 def _rotate(log: Path) -> None:
     if log.exists() and log.stat().st_size > KEEP_LOGS_BELOW:
         os.replace(log, log.with_suffix(".old"))
+
+
+@asynccontextmanager
+async def start_slot(directory: Path, slots: int | None) -> AsyncIterator[None]:
+    """Hold one of `slots` file locks in `directory` (None: no limit). A holder that dies frees its slot."""
+    if slots is None:
+        yield
+        return
+    held = await _acquire(directory, slots)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+async def _acquire(directory: Path, slots: int) -> int:
+    while True:
+        for number in range(slots):
+            file = os.open(directory / f"start-{number}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+            else:
+                return file
+        await asyncio.sleep(LOOK_EVERY_S)

@@ -10,12 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from workers import metrics
-from workers.command import FLEET_MARK, Command
-from workers.leased import RECORD, LeasedProcess, Record
-from workers.ports import free_port
+from workers.launch import FLEET_MARK, ProcessCommand
+from workers.leased import RECORD, LeasedProcess, ProcessRecord
+from workers.processes import free_port
 
 log = logging.getLogger("conserve.workers.lmcache")
 
@@ -25,11 +26,17 @@ GRACE_S = 3.0
 LOOK_EVERY_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
 class LmcacheServer:
-    def __init__(self, directory: Path, gib: float, chunk_tokens: int, mark: str) -> None:
-        self._directory, self._gib, self._chunk_tokens, self._mark = directory, gib, chunk_tokens, mark
-        text = f"{gib} {chunk_tokens} {mark}"
-        self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+    directory: Path
+    gib: float
+    chunk_tokens: int
+    mark: str
+
+    @property
+    def _fingerprint(self) -> str:
+        text = f"{self.gib} {self.chunk_tokens} {self.mark}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def keep(self) -> None:
         """Until cancelled; the server ends a lease after its last keeper did."""
@@ -45,7 +52,7 @@ class LmcacheServer:
         clock = asyncio.get_running_loop().time
         end = clock() + limit_s
         while clock() < end:
-            record = Record.read(self._directory / RECORD)
+            record = ProcessRecord.read(self.directory / RECORD)
             if record is not None and await asyncio.to_thread(_answers, record.ports[1]):
                 return f"{HOST}:{record.ports[0]}"
             await asyncio.sleep(0.3)
@@ -54,8 +61,8 @@ class LmcacheServer:
     def ensure(self) -> None:
         """It runs, and goes on for a lease."""
         with self._alone():
-            before = Record.read(self._directory / RECORD)
-            process = LeasedProcess.adopt(self._directory, self._fingerprint, GRACE_S)
+            before = ProcessRecord.read(self.directory / RECORD)
+            process = LeasedProcess.adopt(self.directory, self._fingerprint, GRACE_S)
             if process is not None:
                 return  # adopting renews its lease
             _shared_memory(self._fingerprint).unlink(missing_ok=True)  # a killed server leaves it behind
@@ -63,7 +70,7 @@ class LmcacheServer:
             known = before is not None and before.fingerprint == self._fingerprint
             ports = before.ports if before is not None and known else (free_port(HOST), free_port(HOST))
             process = LeasedProcess.start(
-                self._directory,
+                self.directory,
                 self._command(*ports),
                 fingerprint=self._fingerprint,
                 epoch=0,
@@ -76,20 +83,20 @@ class LmcacheServer:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / "lock").open("w") as lock:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _command(self, port: int, http_port: int) -> Command:
+    def _command(self, port: int, http_port: int) -> ProcessCommand:
         argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server"]
         argv += ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
-        argv += ["--l1-size-gb", str(self._gib), "--eviction-policy", "LRU"]
-        argv += ["--chunk-size", str(self._chunk_tokens), "--supported-transfer-mode", "engine_driven"]
+        argv += ["--l1-size-gb", str(self.gib), "--eviction-policy", "LRU"]
+        argv += ["--chunk-size", str(self.chunk_tokens), "--supported-transfer-mode", "engine_driven"]
         argv += ["--shm-name", _shm_name(self._fingerprint), "--disable-observability"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        env |= {FLEET_MARK: self._mark, "DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
-        return Command(tuple(argv), env)
+        env |= {FLEET_MARK: self.mark, "DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
+        return ProcessCommand(tuple(argv), env)
 
 
 def _shared_memory(name: str) -> Path:

@@ -22,6 +22,11 @@ ENGINE_START_SECONDS = Histogram(
 HEALTH_MISSES = Counter(
     "conserve_engine_health_misses_total", "Health checks of a serving engine that failed.", ["engine"]
 )
+FAULTS_FOUND = Counter(
+    "conserve_engine_faults_total",
+    "Faults in the bookkeeping of KV that the engine's check found when its keeper connected to it.",
+    ["engine"],
+)
 WITHOUT_TIER = Counter(
     "conserve_engine_without_tier_total",
     "Starts of an engine whose shared tier did not answer: it serves, but a lost decoder's KV is lost.",
@@ -54,4 +59,5 @@ def from_zero(engine: str) -> None:
         ENGINE_LOST.labels(engine, cause)
     HEALTH_MISSES.labels(engine)
     POWER_NOT_DONE.labels(engine)
+    FAULTS_FOUND.labels(engine)
     ENGINE_UP.labels(engine)

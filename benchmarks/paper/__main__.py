@@ -5,8 +5,6 @@ python -m benchmarks.paper [--quick] [--json FILE] [--out DIR] [--traces FILE] [
 `--traces` takes our format and any that `conserve trace import` knows; by default, the shipped sample.
 """
 
-import argparse
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,32 +13,29 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paper import figures, real, room, sensitivity
+from benchmarks.output import command, write_json
+from benchmarks.paper import a40, elastic, real, sensitivity
+from benchmarks.paper.a40 import A40
 from benchmarks.paper.claims import Claim, claims
-from benchmarks.paper.experiment import Bench
-from benchmarks.paper.workload import Mix
-from traces.simulator import a40
-from traces.simulator.a40 import Calibration
+from benchmarks.paper.experiment import PaperBench, PaperFigures, run_all
+from benchmarks.paper.workload import PaperMix
 from traces.simulator.policies import System
 
-SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "agents.jsonl.gz"
 console = Console(width=180)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rates and variants")
-    parser.add_argument("--json", type=Path)
+    parser = command(__doc__, quick="fewer rates and variants")
     parser.add_argument("--out", type=Path, help="folder for the plots")
-    parser.add_argument("--traces", type=Path, default=SAMPLE)
+    parser.add_argument("--traces", type=Path, default=real.SAMPLE)
     parser.add_argument(
         "--rate", type=float, default=0.2, help="arrivals of the real conversations, a second"
     )
     options = parser.parse_args()
 
-    calibration = Calibration()
+    calibration = A40()
     console.print(f"engine: {calibration.latency()}\npower: {calibration.power()}")
-    found = figures.run_all(Bench(calibration, Mix()), options.quick)
+    found = run_all(PaperBench(calibration, PaperMix()), options.quick)
     told = claims(found)
     _show_claims(told)
     _show("Every run", [_flat(run.row()) for run in (*found.by_rate, *found.saturated.values())])
@@ -50,28 +45,31 @@ def main() -> None:
     trace = real.load(options.traces, options.rate)
     rows = [asdict(row) for row in real.table(trace, calibration)]
     _show(f"{len(trace)} real conversations, lengths / {real.SHRINK}, {options.rate}/s", rows)
-    rooms = [asdict(row) for row in room.table(calibration)]
-    _show("When a decoder has room: what counts against it", rooms)
+    rules = [asdict(row) for row in sensitivity.fit_rules(calibration)]
+    _show("When a conversation fits on a decoder: what counts against it", rules)
+    elastic_rows = list(elastic.table(options.traces, calibration, options.quick))
+    elastic.show(elastic_rows, console)
     if options.out:
         from benchmarks.paper import plots
 
         for path in plots.draw(found, options.out):
             console.print(f"drawn: {path}")
-    if options.json:
-        table: dict[str, Any] = {
-            "claims": [asdict(claim) for claim in told],
-            "by_rate": [run.row() for run in found.by_rate],
-            "saturated": [run.row() for run in found.saturated.values()],
-            "by_error": [run.row() for run in found.by_error],
-            "capped": [run.row() for run in found.capped.values()],
-            "sensitivity": moved,
-            "real": rows,
-            "room": rooms,
-        }
-        options.json.write_text(json.dumps(headlines(found) | {"table": table}, indent=2) + "\n")
+    table: dict[str, Any] = {
+        "claims": [asdict(claim) for claim in told],
+        "by_rate": [run.row() for run in found.by_rate],
+        "saturated": [run.row() for run in found.saturated.values()],
+        "by_error": [run.row() for run in found.by_error],
+        "capped": [run.row() for run in found.capped.values()],
+        "sensitivity": moved,
+        "real": rows,
+        "fit_rules": rules,
+        "elastic": [asdict(row) for row in elastic_rows],
+    }
+    named = headlines(found) | elastic.headlines(elastic_rows)
+    write_json(options.json, named | {"table": table})
 
 
-def headlines(found: figures.Figures) -> dict[str, float]:
+def headlines(found: PaperFigures) -> dict[str, float]:
     """The named figures. Reductions and gains are shares: 0.51 is 51 %."""
     ours = found.saturated[System.CONSERVE.value]
     ampd = found.saturated[System.AMPD.value]
@@ -88,7 +86,7 @@ def headlines(found: figures.Figures) -> dict[str, float]:
 
 def _show_claims(told: Iterable[Claim]) -> None:
     table = Table(
-        title=f"The paper's claims ({a40.SATURATED_RATE} conv/s is saturation; holds: its direction does)",
+        title=f"The paper's claims ({a40.SATURATED_RATE} conv/s saturates; holds: its direction does)",
         title_justify="left",
     )
     for field in fields(Claim):
@@ -120,7 +118,7 @@ def _turned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Nested latencies as columns, only those a terminal has room for."""
+    """Nested latencies as columns, only those that fit in a terminal."""
     kept = ("gmean", "p95", "violations")
     flat: dict[str, Any] = {}
     for name, value in row.items():

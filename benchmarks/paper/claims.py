@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.paper.figures import Figures
+from benchmarks.paper.experiment import PaperFigures
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Claim:
 HORIZON = "grows with the trace's length, which the paper does not give (see the sensitivity table)"
 
 
-def claims(figures: Figures) -> list[Claim]:
+def claims(figures: PaperFigures) -> list[Claim]:
     ours, full = figures.saturated["conserve"], figures.saturated["full_disaggregation"]
     ampd, mixed = figures.saturated["ampd"], figures.saturated["collocated"]
     p95_gain = 1 - ours.ttfet.p95_s / ampd.ttfet.p95_s
@@ -192,17 +192,17 @@ def claims(figures: Figures) -> list[Claim]:
     ]
 
 
-def _turn_ttft(figures: Figures, system: str, percentile: float) -> float:
+def _turn_ttft(figures: PaperFigures, system: str, percentile: float) -> float:
     return float(np.percentile(figures.turns[system][0], percentile))
 
 
-def _turn_ttfts(figures: Figures, percentile: float) -> str:
+def _turn_ttfts(figures: PaperFigures, percentile: float) -> str:
     return " / ".join(
         f"{_turn_ttft(figures, name, percentile):.3g}" for name in ("conserve", "ampd", "collocated")
     )
 
 
-def _r_squared(figures: Figures) -> float:
+def _r_squared(figures: PaperFigures) -> float:
     errors = np.array([run.error_rate for run in figures.by_error])
     ttfet = np.array([run.ttfet.gmean for run in figures.by_error])
     return float(np.corrcoef(errors, ttfet)[0, 1] ** 2)

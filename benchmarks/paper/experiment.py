@@ -1,18 +1,17 @@
-"""One run of one system, reduced to the figures the paper reports."""
+"""Runs of one system, reduced to the figures the paper reports, and those behind Figures 10 to 13."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from benchmarks.paper import workload
-from benchmarks.paper.workload import Mix
-from placement.placer import PlacerSettings
-from traces.format import Conversation
-from traces.simulator import a40
-from traces.simulator.a40 import Calibration
-from traces.simulator.metrics import Result, Values, gmean, percentile
+from benchmarks.paper import a40, workload
+from benchmarks.paper.a40 import A40
+from benchmarks.paper.workload import RATES, PaperMix
+from placement.fleet.placer import PlacerSettings
+from traces.format import TraceConversation
+from traces.simulator.metrics import SimulationResult, Values, gmean, percentile
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 
@@ -53,16 +52,16 @@ class Run:
         return asdict(self)
 
 
-class Bench:
+class PaperBench:
     """A calibration and a mix, with the unloaded latencies that everything is compared with."""
 
-    def __init__(self, calibration: Calibration, mix: Mix, pull_blocks: bool = True) -> None:
+    def __init__(self, calibration: A40, mix: PaperMix, pull_blocks: bool = True) -> None:
         self.calibration = calibration
         self.pull_blocks = pull_blocks
         self.found = workload.conversations(mix)
         self.full = workload.saturating(self.found, calibration.engine(a40.PREFILL_CHUNK))
         self.unloaded = self.play(System.CONSERVE, workload.far_apart(self.found))
-        self.last: Result | None = None
+        self.last: SimulationResult | None = None
 
     def at_saturation(self, system: System, error_rate: float = 0.1, cap_w: float = a40.LIMIT_W) -> Run:
         return self.run(system, a40.SATURATED_RATE, self.full, error_rate, cap_w)
@@ -74,7 +73,7 @@ class Bench:
         self,
         system: System,
         rate: float,
-        trace: Sequence[Conversation],
+        trace: Sequence[TraceConversation],
         error_rate: float = 0.1,
         cap_w: float = a40.LIMIT_W,
     ) -> Run:
@@ -99,10 +98,10 @@ class Bench:
     def play(
         self,
         system: System,
-        trace: Iterable[Conversation],
+        trace: Iterable[TraceConversation],
         error_rate: float = 0.1,
         cap_w: float = a40.LIMIT_W,
-    ) -> Result:
+    ) -> SimulationResult:
         build = a40.collocated if system in MIXED else a40.disaggregated
         settings = SimulationSettings(
             SystemSettings(system, error_rate=error_rate),
@@ -122,3 +121,39 @@ class Bench:
             float(np.mean(values > a40.SLO_FACTOR * unloaded.mean())),
             float(np.mean(ratio > a40.SLO_FACTOR)),
         )
+
+
+SYSTEMS = (System.CONSERVE, System.AMPD, System.COLLOCATED, System.FULL_DISAGGREGATION)
+ALSO = (System.PULL_BACK, System.STICKY)
+ERRORS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
+QUICK_ERRORS = (0.0, 0.05, 0.1, 0.5)
+
+
+@dataclass
+class PaperFigures:
+    by_rate: list[Run] = field(default_factory=list)  # 10
+    saturated: dict[str, Run] = field(default_factory=dict)  # 10, at 1.634
+    turns: dict[str, tuple[Values, Values]] = field(default_factory=dict)  # 11: TTFT and TBT of every turn
+    by_error: list[Run] = field(default_factory=list)  # 12
+    capped: dict[str, Run] = field(default_factory=dict)  # 13
+
+    def of(self, system: str) -> list[Run]:
+        return [run for run in (*self.by_rate, *self.saturated.values()) if run.system == system]
+
+
+def run_all(bench: PaperBench, quick: bool) -> PaperFigures:
+    """`quick` leaves out the baselines below saturation and some of the error rates."""
+    figures = PaperFigures()
+    for system in (*SYSTEMS, *ALSO):
+        figures.saturated[system.value] = bench.at_saturation(system)
+        assert bench.last is not None
+        recorder = bench.last.recorder
+        figures.turns[system.value] = (np.asarray(recorder.turn_ttft), np.asarray(recorder.turn_tbt))
+    for rate in RATES:
+        for system in SYSTEMS[:1] if quick else SYSTEMS:
+            figures.by_rate.append(bench.at_rate(system, rate))
+    for error in QUICK_ERRORS if quick else ERRORS:
+        figures.by_error.append(bench.at_saturation(System.AMPD, error))
+    for system in SYSTEMS:
+        figures.capped[system.value] = bench.at_saturation(system, cap_w=a40.CAP_W)
+    return figures

@@ -2,27 +2,26 @@
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
-from benchmarks.paper.figures import Figures
-from traces.simulator import a40
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from benchmarks.paper import a40
+from benchmarks.paper.experiment import PaperFigures
+from traces import charts
 
 METRICS = {"ttfet": "TTFET", "last_tbt": "last-turn TBT", "e2e": "E2E"}
 SHOWN = ("conserve", "ampd", "collocated", "full_disaggregation")
 
 
-def draw(figures: Figures, folder: Path) -> list[Path]:
+def draw(figures: PaperFigures, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [_figure_10(figures, folder), _figure_11(figures, folder)]
     return [*drawn, _figure_12(figures, folder), _figure_13(figures, folder)]
 
 
-def _figure_10(figures: Figures, folder: Path) -> Path:
-    figure, axes = plt.subplots(3, 3, figsize=(13, 9), sharex=True)
+def _figure_10(figures: PaperFigures, folder: Path) -> Path:
+    figure, every = charts.panels(9, columns=3)
+    axes = [every[row : row + 3] for row in (0, 3, 6)]
     for column, (metric, title) in enumerate(METRICS.items()):
         for system in SHOWN:
             runs = sorted(figures.of(system), key=lambda run: run.rate)
@@ -41,8 +40,8 @@ def _figure_10(figures: Figures, folder: Path) -> Path:
     return _save(figure, folder / "figure_10.png")
 
 
-def _figure_11(figures: Figures, folder: Path) -> Path:
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5))
+def _figure_11(figures: PaperFigures, folder: Path) -> Path:
+    figure, axes = charts.panels(2)
     for system in SHOWN:
         for axis, values in zip(axes, figures.turns[system], strict=True):
             ordered = np.sort(values[~np.isnan(values)])
@@ -57,8 +56,8 @@ def _figure_11(figures: Figures, folder: Path) -> Path:
     return _save(figure, folder / "figure_11.png")
 
 
-def _figure_12(figures: Figures, folder: Path) -> Path:
-    figure, axes = plt.subplots(1, 4, figsize=(17, 4))
+def _figure_12(figures: PaperFigures, folder: Path) -> Path:
+    figure, axes = charts.panels(4, columns=4)
     errors = [run.error_rate * 100 for run in figures.by_error]
     ours = figures.saturated["conserve"]
     for metric, title in METRICS.items():
@@ -75,11 +74,14 @@ def _figure_12(figures: Figures, folder: Path) -> Path:
     return _save(figure, folder / "figure_12.png")
 
 
-def _figure_13(figures: Figures, folder: Path) -> Path:
-    figure, axes = plt.subplots(1, 4, figsize=(17, 4))
+def _figure_13(figures: PaperFigures, folder: Path) -> Path:
+    figure, axes = charts.panels(4, columns=4)
     where = np.arange(len(SHOWN))
     for offset, (name, runs) in enumerate(
-        ((f"{a40.LIMIT_W:.0f} W", figures.saturated), (f"{a40.CAP_W:.0f} W decoders", figures.capped))
+        (
+            (f"{a40.LIMIT_W:.0f} W", figures.saturated),
+            (f"{a40.CAP_W:.0f} W decoders", figures.capped),
+        )
     ):
         for axis, metric in zip(axes, METRICS, strict=False):
             heights = [getattr(runs[system], metric).p95_s for system in SHOWN]
@@ -95,8 +97,6 @@ def _figure_13(figures: Figures, folder: Path) -> Path:
     return _save(figure, folder / "figure_13.png")
 
 
-def _save(figure: plt.Figure, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def _save(figure: Figure, path: Path) -> Path:
+    charts.save(figure, path)
     return path

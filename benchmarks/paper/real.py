@@ -12,21 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.placer import PlacerSettings
-from placement.redisaggregation import Redisaggregation
-from traces import importers, scaling
-from traces.format import Conversation, NotATrace
+from benchmarks.paper import a40
+from benchmarks.paper.a40 import A40
+from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import Redisaggregation
+from traces import generators, importers
+from traces.format import NotATrace, TraceConversation
 from traces.format import load as load_trace
-from traces.generators import arrivals, draws
-from traces.simulator import a40
-from traces.simulator.a40 import Calibration
-from traces.simulator.entities.kv import Pressure
-from traces.simulator.metrics import Result, percentile
+from traces.simulator.kv import Pressure
+from traces.simulator.metrics import SimulationResult, percentile
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 
+SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "agents.jsonl.gz"
 SHRINK = 8
-LARGE_APPEND = 8_192 // SHRINK  # the design's threshold, in shrunk tokens
+LARGE_APPEND = 8_192 // SHRINK  # twice the fleet file's default, in shrunk tokens
 LONGEST = int(a40.KV_TOKENS * 0.4)
 PARK_AFTER_S = 60.0  # the fleet file's default
 LINGER_S = 1800.0  # real agents do not say that they are done: the fleet file's default
@@ -45,7 +45,7 @@ CONTENDERS = (
     Contender("ours", System.CONSERVE, Pressure.PARK),
     Contender("  every large append through the prefiller", System.CONSERVE, Pressure.PARK, min_share=0.0),
     Contender("  never again through the prefiller", System.STRICT, Pressure.PARK),
-    Contender("  idle KV counted against room", System.CONSERVE, Pressure.PARK, idle_reported=False),
+    Contender("  idle KV counted as in use", System.CONSERVE, Pressure.PARK, idle_reported=False),
     Contender("the paper's rule: pinned on the decoder for life", System.STRICT, Pressure.PIN),
     Contender("pinned to the decoder, plain prefix cache", System.STRICT, Pressure.DROP),
     Contender("AMPD, 10 % wrong, parked", System.AMPD, Pressure.PARK),
@@ -59,7 +59,7 @@ CONTENDERS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class RealRow:
     name: str
     ttfet_p50_s: float
     ttfet_p95_s: float
@@ -75,19 +75,19 @@ class Row:
     tokens_per_joule: float
 
 
-def load(path: Path, rate: float, seed: int = 0) -> list[Conversation]:
+def load(path: Path, rate: float, seed: int = 0) -> list[TraceConversation]:
     """Conversations at Poisson arrivals, each up to the turn that would not fit."""
     try:
         found = load_trace(path).conversations
     except NotATrace:
         found = importers.import_files([path]).conversations
     alone = (replace(conversation, parent=None) for conversation in found if conversation.parent is None)
-    shrunk = scaling.scale(alone, scaling.Scale(lengths=1 / SHRINK))
-    fitting = tuple(scaling.fit(shrunk, LONGEST))
-    return list(arrivals.arriving(fitting, arrivals.poisson(rate, draws.stream(seed, "arrivals"))))
+    shrunk = generators.scale(alone, generators.Scale(lengths=1 / SHRINK))
+    fitting = tuple(generators.fit(shrunk, LONGEST))
+    return list(generators.arriving(fitting, generators.poisson(rate, generators.stream(seed, "arrivals"))))
 
 
-def play(contender: Contender, trace: list[Conversation], calibration: Calibration) -> Result:
+def play(contender: Contender, trace: list[TraceConversation], calibration: A40) -> SimulationResult:
     rule = Redisaggregation(above_tokens=LARGE_APPEND, min_share=contender.min_share)
     settings = SimulationSettings(
         SystemSettings(contender.system),
@@ -103,27 +103,27 @@ def play(contender: Contender, trace: list[Conversation], calibration: Calibrati
     return Simulation(fleet, settings).run(trace)
 
 
-def table(trace: list[Conversation], calibration: Calibration) -> Iterator[Row]:
+def table(trace: list[TraceConversation], calibration: A40) -> Iterator[RealRow]:
     lonely = [replace(conversation, arrival_s=1e7 * i) for i, conversation in enumerate(trace)]
     limits = _limits(play(CONTENDERS[0], lonely, calibration))
     for contender in CONTENDERS:
         yield _row(contender.name, play(contender, trace, calibration), limits)
 
 
-def _limits(unloaded: Result) -> tuple[float, float]:
+def _limits(unloaded: SimulationResult) -> tuple[float, float]:
     """5 x the mean unloaded TTFT of first and of later turns."""
     ttft = np.asarray(unloaded.recorder.turn_ttft)
     first = np.asarray(unloaded.recorder.turn_is_first, dtype=bool)
     return a40.SLO_FACTOR * float(ttft[first].mean()), a40.SLO_FACTOR * float(ttft[~first].mean())
 
 
-def _row(name: str, result: Result, limits: tuple[float, float]) -> Row:
+def _row(name: str, result: SimulationResult, limits: tuple[float, float]) -> RealRow:
     recorder, totals = result.recorder, result.totals
     ttft = np.asarray(recorder.turn_ttft)
     tbt = np.asarray(recorder.turn_tbt)
     tbt = tbt[~np.isnan(tbt)]
     first = np.asarray(recorder.turn_is_first, dtype=bool)
-    return Row(
+    return RealRow(
         name,
         percentile(result.ttfet, 50),
         percentile(result.ttfet, 95),

@@ -1,15 +1,28 @@
-"""How each claim moves when a constant or an assumption does: one row an assumption, one column a claim."""
+"""How claims move when a constant or an assumption does, and rules for when a conversation fits on a decoder.
+
+Sensitivity: one row an assumption, one column a claim. The rules, where conversations are more than one
+decoder holds at once: the paper's mix, one prefiller and one decoder, memory binds (inequality 2), and most
+of the KV is of turns that run. All KV of live conversations counts; the same with half as much again
+reserved; only what cannot give way counts, which is what the placer does.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.paper.experiment import Bench
-from benchmarks.paper.workload import Mix
-from traces.simulator import a40
-from traces.simulator.a40 import Calibration
+import numpy as np
+
+from benchmarks.paper import a40, workload
+from benchmarks.paper.a40 import A40
+from benchmarks.paper.experiment import PaperBench
+from benchmarks.paper.workload import PaperMix
+from placement.engines import Role
+from placement.fleet.placer import PlacerSettings
+from traces.simulator.metrics import percentile
 from traces.simulator.policies import System
+from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import SimulatedFleet
 
-AS_CALIBRATED, AS_MIXED = Calibration(), Mix()
+AS_CALIBRATED, AS_MIXED = A40(), PaperMix()
 QUICK = 4  # variants
 MEAN_CONTEXT = a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2
 
@@ -17,8 +30,8 @@ MEAN_CONTEXT = a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2
 @dataclass(frozen=True)
 class Variant:
     name: str
-    calibration: Calibration = AS_CALIBRATED
-    mix: Mix = AS_MIXED
+    calibration: A40 = AS_CALIBRATED
+    mix: PaperMix = AS_MIXED
     pull_blocks: bool = True
 
 
@@ -51,33 +64,33 @@ class Moved:
 
 VARIANTS = (
     Variant("as calibrated"),
-    Variant("300 conversations", mix=Mix(conversations=300)),
-    Variant("1,000 conversations", mix=Mix(conversations=1_000)),
-    Variant("6 to 10 turns", mix=Mix(turns=(6, 10))),
-    Variant("1 to 5 turns, outputs with CV 1", mix=Mix(turns=(1, 5), output_cv=1.0)),
-    Variant("iteration's fixed cost 5 ms", Calibration(constant_s=0.005)),
-    Variant("iteration's fixed cost 17 ms", Calibration(constant_s=0.017)),
+    Variant("300 conversations", mix=PaperMix(conversations=300)),
+    Variant("1,000 conversations", mix=PaperMix(conversations=1_000)),
+    Variant("6 to 10 turns", mix=PaperMix(turns=(6, 10))),
+    Variant("1 to 5 turns, outputs with CV 1", mix=PaperMix(turns=(1, 5), output_cv=1.0)),
+    Variant("iteration's fixed cost 5 ms", A40(constant_s=0.005)),
+    Variant("iteration's fixed cost 17 ms", A40(constant_s=0.017)),
     Variant(
         "1k tokens/s is what ever larger batches approach",
-        Calibration(per_context_s=1 / a40.DECODE_TOKENS_PER_S / MEAN_CONTEXT),
+        A40(per_context_s=1 / a40.DECODE_TOKENS_PER_S / MEAN_CONTEXT),
     ),
     Variant(
         "  the same, fixed cost 5 ms",
-        Calibration(constant_s=0.005, per_context_s=1 / a40.DECODE_TOKENS_PER_S / MEAN_CONTEXT),
+        A40(constant_s=0.005, per_context_s=1 / a40.DECODE_TOKENS_PER_S / MEAN_CONTEXT),
     ),
     Variant(
         "decode at the data sheet's 696 GB/s",
-        Calibration(constant_s=0.005, per_context_s=a40.KV_BYTES_PER_TOKEN / a40.DATASHEET_BYTES_PER_S),
+        A40(constant_s=0.005, per_context_s=a40.KV_BYTES_PER_TOKEN / a40.DATASHEET_BYTES_PER_S),
     ),
-    Variant("PCIe at 12.5 GB/s", Calibration(pcie_bytes_per_s=12.5e9)),
-    Variant("PCIe at 5 GB/s", Calibration(pcie_bytes_per_s=5e9)),
-    Variant("  the same, 400 conversations", Calibration(pcie_bytes_per_s=5e9), Mix(conversations=400)),
+    Variant("PCIe at 12.5 GB/s", A40(pcie_bytes_per_s=12.5e9)),
+    Variant("PCIe at 5 GB/s", A40(pcie_bytes_per_s=5e9)),
+    Variant("  the same, 400 conversations", A40(pcie_bytes_per_s=5e9), PaperMix(conversations=400)),
     Variant("pulled history does not block the prefiller", pull_blocks=False),
-    Variant("idle draw 30 W", Calibration(idle_w=30.0)),
-    Variant("idle draw 100 W", Calibration(idle_w=100.0)),
-    Variant("decoding draws 80 % of the limit", Calibration(decode_share_of_limit=0.8)),
-    Variant("decoding draws 43 % of the limit (HBM)", Calibration(decode_share_of_limit=0.43)),
-    Variant("compute speed follows power linearly", Calibration(speed_exponent=1.0)),
+    Variant("idle draw 30 W", A40(idle_w=30.0)),
+    Variant("idle draw 100 W", A40(idle_w=100.0)),
+    Variant("decoding draws 80 % of the limit", A40(decode_share_of_limit=0.8)),
+    Variant("decoding draws 43 % of the limit (HBM)", A40(decode_share_of_limit=0.43)),
+    Variant("compute speed follows power linearly", A40(speed_exponent=1.0)),
 )
 
 
@@ -87,7 +100,7 @@ def table(quick: bool) -> Iterator[Moved]:
 
 
 def measure(variant: Variant) -> Moved:
-    bench = Bench(variant.calibration, variant.mix, variant.pull_blocks)
+    bench = PaperBench(variant.calibration, variant.mix, variant.pull_blocks)
     ours = bench.at_saturation(System.CONSERVE)
     full = bench.at_saturation(System.FULL_DISAGGREGATION)
     mixed = bench.at_saturation(System.COLLOCATED)
@@ -124,3 +137,51 @@ def measure(variant: Variant) -> Moved:
         capped_p95=max(slower) - 1,
         collocated_capped_p95_ttfet=mixed_capped.ttfet.p95_s / mixed.ttfet.p95_s - 1,
     )
+
+
+FIT_CONVERSATIONS = 1_500
+FIT_RATES = (0.5, 0.7, 0.9)
+FIT_RULES = (
+    ("all of it, 90 %", 0.9, False),
+    ("all of it, 150 %", 1.5, False),
+    ("what cannot give way, 90 %", 0.9, True),
+)
+
+
+@dataclass(frozen=True)
+class FitRow:
+    rule: str
+    rate: float
+    ttfet_p95_s: float
+    later_ttft_p95_s: float
+    tbt_p95_ms: float
+    gate_wait_mean_s: float
+    preemptions: int
+
+
+def fit_rules(calibration: A40) -> Iterator[FitRow]:
+    whole = a40.disaggregated(calibration)
+    fleet = SimulatedFleet((*whole.of(Role.PREFILL), replace(whole.of(Role.DECODE)[0], replicas=1)))
+    found = workload.conversations(PaperMix(conversations=FIT_CONVERSATIONS))
+    for rate in FIT_RATES:
+        trace = workload.poisson(found, rate)
+        for name, fill, idle in FIT_RULES:
+            settings = SimulationSettings(
+                placer=PlacerSettings(max_prefill_wait_s=float("inf"), fill=fill),
+                park_after_s=60.0,
+                linger_s=30.0,
+                idle_reported=idle,
+            )
+            result = Simulation(fleet, settings).run(trace)
+            recorder, totals = result.recorder, result.totals
+            later = ~np.asarray(recorder.turn_is_first, dtype=bool)
+            tbt = np.asarray(recorder.turn_tbt)
+            yield FitRow(
+                name,
+                rate,
+                percentile(result.ttfet, 95),
+                percentile(np.asarray(recorder.turn_ttft)[later], 95),
+                percentile(tbt[~np.isnan(tbt)], 95) * 1e3,
+                totals.gate_wait_s / totals.conversations,
+                totals.preemptions,
+            )

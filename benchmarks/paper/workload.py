@@ -12,22 +12,19 @@ How many conversations were played it does not say. All 2,294 tasks of the SWE-b
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from traces.format import Conversation, Ending, Turn
-from traces.generators import arrivals, draws
-from traces.simulator import a40
-from traces.simulator.curve import prefill_seconds
-from traces.simulator.entities.engine import Engine
-from traces.simulator.entities.kv import Pressure
-from traces.simulator.entities.live import Live
-from traces.simulator.events import EventQueue
-from traces.simulator.profile import EngineProfile
+from benchmarks.paper import a40
+from traces import generators
+from traces.format import TraceConversation, TraceTurn, TurnEnding
+from traces.simulator.engine import EventQueue, SimulatedEngine
+from traces.simulator.kv import LiveConversation, Pressure
+from traces.simulator.tiers import EngineProfile, prefill_seconds
 
 RATES = (0.5, 0.75, 1.0, 1.25, 1.5)  # paper: Poisson
 FAR_APART_S = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class PaperMix:
     conversations: int = 2_294
     turns: tuple[int, int] = (2, 5)
     first_tokens: float = a40.INPUT_TOKENS
@@ -40,33 +37,35 @@ class Mix:
     seed: int = 0
 
 
-def conversations(mix: Mix) -> tuple[Conversation, ...]:
-    """Without arrivals."""
-    random = draws.stream(mix.seed, "paper")
+def conversations(mix: PaperMix) -> tuple[TraceConversation, ...]:
+    """Without generators."""
+    random = generators.stream(mix.seed, "paper")
     a_turn = mix.output_tokens * 2 / sum(mix.turns)
-    found: list[Conversation] = []
+    found: list[TraceConversation] = []
     for number in range(mix.conversations):
         count, context, turns = random.randint(*mix.turns), 0, []
         for index in range(count):
             mean, cv = (mix.appended_tokens, mix.appended_cv) if index else (mix.first_tokens, mix.first_cv)
-            turn = Turn(
-                appended_tokens=draws.tokens(random, mean, cv),
+            turn = TraceTurn(
+                appended_tokens=generators.tokens(random, mean, cv),
                 cached_tokens=context,
-                output_tokens=draws.tokens(random, a_turn, mix.output_cv, least=2),
-                wait_s=draws.lognormal(random, mix.tool_s, 1.0) if index else 0.0,
-                ending=Ending.END_OF_TURN if index == count - 1 else Ending.TOOL_USE,
+                output_tokens=generators.tokens(random, a_turn, mix.output_cv, least=2),
+                wait_s=generators.lognormal(random, mix.tool_s, 1.0) if index else 0.0,
+                ending=TurnEnding.END_OF_TURN if index == count - 1 else TurnEnding.TOOL_USE,
             )
             context = turn.context_tokens
             turns.append(turn)
-        found.append(Conversation(f"task-{number:04d}", 0.0, tuple(turns)))
+        found.append(TraceConversation(f"task-{number:04d}", 0.0, tuple(turns)))
     return tuple(found)
 
 
-def poisson(found: Sequence[Conversation], rate: float, seed: int = 0) -> list[Conversation]:
-    return list(arrivals.arriving(found, arrivals.poisson(rate, draws.stream(seed, f"arrivals {rate}"))))
+def poisson(found: Sequence[TraceConversation], rate: float, seed: int = 0) -> list[TraceConversation]:
+    return list(
+        generators.arriving(found, generators.poisson(rate, generators.stream(seed, f"arrivals {rate}")))
+    )
 
 
-def saturating(found: Sequence[Conversation], prefiller: EngineProfile) -> list[Conversation]:
+def saturating(found: Sequence[TraceConversation], prefiller: EngineProfile) -> list[TraceConversation]:
     """Spaced so that the prefiller is exactly full: in proportion to each prompt's cost."""
     alone = [prefill_seconds(prefiller, conversation.turns[0].prompt_tokens) for conversation in found]
     # A busy prefiller packs the end of one prompt and the start of the next into one iteration.
@@ -78,21 +77,21 @@ def saturating(found: Sequence[Conversation], prefiller: EngineProfile) -> list[
     return spaced
 
 
-def far_apart(found: Sequence[Conversation]) -> Iterator[Conversation]:
+def far_apart(found: Sequence[TraceConversation]) -> Iterator[TraceConversation]:
     """Nobody meets anybody: the unloaded latencies."""
     for number, conversation in enumerate(found):
         yield replace(conversation, arrival_s=number * FAR_APART_S)
 
 
-def _drain_seconds(found: Sequence[Conversation], prefiller: EngineProfile) -> float:
+def _drain_seconds(found: Sequence[TraceConversation], prefiller: EngineProfile) -> float:
     events = EventQueue()
 
-    def nothing(engine: Engine, live: Live) -> None:
+    def nothing(engine: SimulatedEngine, live: LiveConversation) -> None:
         return None
 
-    engine = Engine("prefiller", prefiller, events, Pressure.PIN, nothing, nothing)
+    engine = SimulatedEngine("prefiller", prefiller, events, Pressure.PIN, nothing, nothing)
     for conversation in found:
-        live = Live(conversation, 0, 0.0)
+        live = LiveConversation(conversation, 0, 0.0)
         live.todo = live.turn.prompt_tokens
         engine.submit(live)
     events.run()

@@ -1,4 +1,4 @@
-"""A directory with one engine, for our whole gateway. ``python -m … PORT ENGINE_PORT FOLDER``."""
+"""A directory with one engine, for our whole gateway. ``python -m … PORT ENGINE_PORT FOLDER SECRET``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import uvloop
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.placer import Placer, PlacerSettings
-from placement.policies import PlacingPolicy
-from router.directory.server import DirectoryServer, DirectorySettings
+from placement.fleet.placer import Placer, PlacerSettings
+from placement.fleet.policies import PlacingPolicy
+from router.directory.directory import DirectorySettings
+from router.directory.server import DirectoryServer
 
 ENGINE = "fake"
 KV_TOKENS = 1_000_000_000
@@ -22,9 +23,10 @@ async def release(_: EngineInfo, __: str) -> None:
     """The fake engine keeps nothing."""
 
 
-async def serve(port: int, engine_port: int, folder: Path) -> None:
+async def serve(port: int, engine_port: int, folder: Path, secret: str) -> None:
     placer = Placer(PlacerSettings(policy=PlacingPolicy.COLLOCATED), {})
-    server = DirectoryServer(DirectorySettings(settle_s=0.1), placer, folder / "journal", release)
+    settings = DirectorySettings(3600.0, settle_s=0.1)
+    server = DirectoryServer(settings, placer, folder / "journal", release, secret=secret)
     await server.start("127.0.0.1", port)
     http = f"127.0.0.1:{engine_port}"
     server.engine_up(EngineInfo(ENGINE, "mixed", Role.MIXED, 1, http, "", "", KV_TOKENS, 16, 131_072))
@@ -36,4 +38,4 @@ async def serve(port: int, engine_port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+    uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]))

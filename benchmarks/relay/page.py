@@ -52,7 +52,7 @@ def machine() -> str:
 
 
 def written(table: Table, figures: Mapping[str, float | None], plot: str, *, quick: bool) -> str:
-    command = "python -m benchmarks.relay" + (" --quick" if quick else "") + " --page docs/relay.md"
+    command = f"python -m benchmarks.relay{' --quick' if quick else ''} --page docs/measurements/relay-run.md"
     parts = [HEAD.format(command=command, machine=machine(), plot=plot)]
     for scenario, rows in table.items():
         columns = [

@@ -43,6 +43,8 @@ model_list:
     litellm_params: {{model: openai/m, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
 """
 
+SECRET = "benchmark"  # of the directory and its gateways
+
 
 @dataclass
 class Subject:
@@ -146,7 +148,7 @@ def ours(url: str) -> Subject:
 
 def directory(engine_port: int, work: Path) -> Subject:
     port = free_port()
-    return Subject("directory", python("directory", str(port), str(engine_port), str(work)), port)
+    return Subject("directory", python("directory", str(port), str(engine_port), str(work), SECRET), port)
 
 
 def our_gateway(directory_port: int, work: Path) -> Subject:
@@ -155,6 +157,7 @@ def our_gateway(directory_port: int, work: Path) -> Subject:
     settings = work / "gateway.json"
     config = {
         "directory": f"127.0.0.1:{directory_port}",
+        "directory_secret": SECRET,
         "models": [{"name": "m"}],
         "port": port,
         "policy": "collocated",

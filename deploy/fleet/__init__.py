@@ -1,7 +1,6 @@
-"""The fleet file: its schema, its loader, and what each room gets from it."""
+"""The fleet file: its schema, its loader, and what each component gets from it."""
 
-from deploy.fleet.load import load_fleet, parse_fleet
-from deploy.fleet.problems import FleetFileError
-from deploy.fleet.schema import Fleet, Tier
+from deploy.fleet.load import FleetFileError, load_fleet, parse_fleet
+from deploy.fleet.schema import FleetSpec, TierSpec
 
-__all__ = ["Fleet", "FleetFileError", "Tier", "load_fleet", "parse_fleet"]
+__all__ = ["FleetFileError", "FleetSpec", "TierSpec", "load_fleet", "parse_fleet"]

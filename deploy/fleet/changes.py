@@ -5,8 +5,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from deploy.fleet.rooms import EngineName, directory_settings, gateway_config, placer_settings, prefill_curves
-from deploy.fleet.schema import Fleet
+from deploy.fleet.components import (
+    EngineName,
+    batch_config,
+    directory_settings,
+    gateway_config,
+    placer_settings,
+    prefill_curves,
+)
+from deploy.fleet.schema import FleetSpec
 from deploy.home import FleetHome
 
 # Engines of one fleet that differ in these do not understand each other's KV, so not one by one.
@@ -38,7 +45,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetChanges:
     directory: bool
     gateways: bool
     autoscaler: bool
@@ -61,7 +68,7 @@ class Plan:
         return found
 
 
-def differences(old: Fleet, new: Fleet) -> list[Difference]:
+def differences(old: FleetSpec, new: FleetSpec) -> list[Difference]:
     before, after = dict(_flat(old.model_dump(mode="json"))), dict(_flat(new.model_dump(mode="json")))
     paths = [*after, *(path for path in before if path not in after)]
     changed = [path for path in paths if before.get(path) != after.get(path)]
@@ -77,14 +84,14 @@ def not_while_running(found: list[Difference]) -> list[Difference]:
     ]
 
 
-def plan(old: Fleet, new: Fleet, home: FleetHome, running: Mapping[str, Need]) -> Plan:
+def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, Need]) -> FleetChanges:
     """`running`: the engines there are, the autoscaler's included, and what each needs."""
     wanted = {engine.name: engine for engine in _wanted(new, running)}
 
     def needing(need: Need) -> tuple[EngineName, ...]:
         return tuple(engine for name, engine in wanted.items() if running.get(name) is need)
 
-    return Plan(
+    return FleetChanges(
         directory=_directory(old) != _directory(new),
         gateways=_gateways(old, home) != _gateways(new, home),
         autoscaler=_autoscaler(old) != _autoscaler(new),
@@ -95,7 +102,7 @@ def plan(old: Fleet, new: Fleet, home: FleetHome, running: Mapping[str, Need]) -
     )
 
 
-def _wanted(fleet: Fleet, running: Mapping[str, Need]) -> Iterator[EngineName]:
+def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineName]:
     """As many as the file says; of a tier that follows the load, as many as there are, within its limits."""
     for tier in fleet.tiers:
         count = tier.replicas
@@ -106,15 +113,17 @@ def _wanted(fleet: Fleet, running: Mapping[str, Need]) -> Iterator[EngineName]:
             yield EngineName(f"{tier.name}-{index}", tier)
 
 
-def _directory(fleet: Fleet) -> object:
-    return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet), fleet.observe
+def _directory(fleet: FleetSpec) -> object:
+    return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet)
 
 
-def _gateways(fleet: Fleet, home: FleetHome) -> object:
-    return fleet.gateway.processes, gateway_config(fleet, home, "", "", "")
+def _gateways(fleet: FleetSpec, home: FleetHome) -> object:
+    """The batch process too, which the same actor keeps."""
+    batch = batch_config(fleet, home, "", "-", "", 0) if fleet.batch.enabled else None
+    return fleet.gateway.processes, gateway_config(fleet, "", "", "", ""), batch
 
 
-def _autoscaler(fleet: Fleet) -> object:
+def _autoscaler(fleet: FleetSpec) -> object:
     """Nothing, where nothing is scaled."""
     scaled = [tier for tier in fleet.tiers if tier.autoscale is not None]
     return (scaled, fleet.capacity, fleet.engine) if scaled else None

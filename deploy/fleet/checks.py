@@ -1,13 +1,36 @@
 """What a fleet needs beyond the right types: the policy's roles, names that differ, times that fit."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
-from deploy.fleet.problems import Problem
-from deploy.fleet.schema import Fleet
-from placement.engines import Role
+from pydantic import ValidationError
 
+from deploy.fleet import components
+from deploy.fleet.schema import FleetSpec, Spec
+from deploy.home import FleetHome
+from kvtransfer.errors import KVTransferError
+from placement.engines import Role
+from placement.errors import PlacementError
+from placement.fleet.prefillers import PrefillCurve
+from workers.processes import WorkerError
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake; `path` leads to it, `at_key` when the key itself is wrong rather than its value."""
+
+    path: KeyPath
+    message: str
+    at_key: bool = False
+
+
+KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving
 ARGUMENTS_OF_OURS = {
     "model": "model.path",
     "served-model-name": "model.served_name",
@@ -21,7 +44,12 @@ ARGUMENTS_OF_OURS = {
 }
 
 
-def check(fleet: Fleet) -> Iterator[Problem]:
+def check(fleet: FleetSpec) -> Iterator[Problem]:
+    found = list(_of_the_file(fleet))
+    yield from found or _of_components(fleet)
+
+
+def _of_the_file(fleet: FleetSpec) -> Iterator[Problem]:
     yield from _tier_names(fleet)
     yield from _roles(fleet)
     yield from _arguments(fleet)
@@ -29,11 +57,12 @@ def check(fleet: Fleet) -> Iterator[Problem]:
     yield from _times(fleet)
     yield from _kv_tiers(fleet)
     yield from _autoscaling(fleet)
-    if "default" not in fleet.slos:
-        yield Problem(("slos",), "a class named 'default' is missing: conversations of no class count there")
+    yield from _slos(fleet)
+    yield from _coserving(fleet)
+    yield from _embeddings(fleet)
 
 
-def _tier_names(fleet: Fleet) -> Iterator[Problem]:
+def _tier_names(fleet: FleetSpec) -> Iterator[Problem]:
     counts = Counter(tier.name for tier in fleet.tiers)
     seen: set[str] = set()
     for index, tier in enumerate(fleet.tiers):
@@ -42,7 +71,7 @@ def _tier_names(fleet: Fleet) -> Iterator[Problem]:
         seen.add(tier.name)
 
 
-def _roles(fleet: Fleet) -> Iterator[Problem]:
+def _roles(fleet: FleetSpec) -> Iterator[Problem]:
     present = {tier.role for tier in fleet.tiers if tier.replicas > 0}
     if fleet.policy == "collocated":
         if not present:
@@ -64,7 +93,7 @@ def _roles(fleet: Fleet) -> Iterator[Problem]:
             )
 
 
-def _arguments(fleet: Fleet) -> Iterator[Problem]:
+def _arguments(fleet: FleetSpec) -> Iterator[Problem]:
     blocks = [(("engine", "args"), fleet.engine.args)]
     blocks += [(("tiers", index, "args"), tier.args) for index, tier in enumerate(fleet.tiers)]  # type: ignore[misc]
     for path, arguments in blocks:
@@ -80,7 +109,7 @@ def _arguments(fleet: Fleet) -> Iterator[Problem]:
                 yield Problem((*path, name), f"'{name}' is not set here: {hint}", at_key=True)
 
 
-def _power(fleet: Fleet) -> Iterator[Problem]:
+def _power(fleet: FleetSpec) -> Iterator[Problem]:
     for index, tier in enumerate(fleet.tiers):
         takes_none = fleet.engine.device == "cpu" and "GPU" not in tier.resources
         if tier.power_cap_w is not None and takes_none:
@@ -90,7 +119,7 @@ def _power(fleet: Fleet) -> Iterator[Problem]:
             )
 
 
-def _kv_tiers(fleet: Fleet) -> Iterator[Problem]:
+def _kv_tiers(fleet: FleetSpec) -> Iterator[Problem]:
     if "lmcache" not in fleet.kv.kv_tiers:
         return
     if find_spec("lmcache") is None:
@@ -105,7 +134,7 @@ def _kv_tiers(fleet: Fleet) -> Iterator[Problem]:
         )
 
 
-def _times(fleet: Fleet) -> Iterator[Problem]:
+def _times(fleet: FleetSpec) -> Iterator[Problem]:
     times = fleet.conversation
     if times.park_after > times.ttl:
         yield Problem(
@@ -118,7 +147,30 @@ def _times(fleet: Fleet) -> Iterator[Problem]:
         yield Problem(("engine", "health_interval"), "expected more than 0 s")
 
 
-def _autoscaling(fleet: Fleet) -> Iterator[Problem]:
+def _slos(fleet: FleetSpec) -> Iterator[Problem]:
+    for name in fleet.slos:
+        if name != "default":
+            sentence = f"the class '{name}' would have no effect: all conversations are of class 'default'"
+            yield Problem(("slos", name), sentence, at_key=True)
+    if "default" not in fleet.slos:
+        yield Problem(("slos",), "a class named 'default' is missing: all conversations are of it")
+
+
+def _coserving(fleet: FleetSpec) -> Iterator[Problem]:
+    block = fleet.coserving
+    for key in KEYS_OF_CONSERVE:
+        if key in block.model_fields_set and block.policy != "conserve":
+            sentence = f"'{key}' has an effect with policy 'conserve' only, not with '{block.policy}'"
+            yield Problem(("coserving", key), sentence, at_key=True)
+
+
+def _embeddings(fleet: FleetSpec) -> Iterator[Problem]:
+    if fleet.model.embeddings and (fleet.policy != "collocated" or fleet.coserving.enabled):
+        sentence = "a model that makes embeddings has no turns: policy 'collocated' and no co-serving"
+        yield Problem(("model", "embeddings"), sentence)
+
+
+def _autoscaling(fleet: FleetSpec) -> Iterator[Problem]:
     scaled: set[Role] = set()
     for index, tier in enumerate(fleet.tiers):
         limits, path = tier.autoscale, ("tiers", index, "autoscale")
@@ -132,3 +184,57 @@ def _autoscaling(fleet: Fleet) -> Iterator[Problem]:
     shares = fleet.capacity
     if not shares.low < shares.target < shares.high:
         yield Problem(("capacity",), "expected low < target < high")
+
+
+Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # the blocks of the file that it takes
+
+
+def _of_components(fleet: FleetSpec) -> Iterator[Problem]:
+    """What a component refuses when its configuration is made: here, and not once its process starts."""
+    told: set[str] = set()
+    for blocks, build in _buildings(fleet):
+        try:
+            build()
+        except ValidationError as error:
+            said = [str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors()]
+        except (ValueError, KVTransferError, PlacementError, WorkerError) as error:
+            said = [str(error)]
+        else:
+            continue
+        yield from (Problem(_meant(fleet, blocks, text), text) for text in said if text not in told)
+        told.update(said)
+
+
+def _buildings(fleet: FleetSpec) -> Iterator[Building]:
+    home, address = FleetHome.of(fleet.name), "127.0.0.1:1"
+    moving: tuple[KeyPath, ...] = (("transfer",), ("conversation",), ("kv",), ("kv", "lmcache"))
+    offered: tuple[KeyPath, ...] = (("gateway",), ("gateway", "limits"), ("observe", "tracing"))
+    yield moving, lambda: components.connector(fleet, fleet.coserving.enabled)
+    yield (("coserving",),), lambda: components.coserving(fleet)
+    yield (("engine",),), lambda: components.keeper_settings(fleet)
+    yield (("conversation",), ("capacity",)), lambda: components.placer_settings(fleet)
+    yield (("conversation",), ("capacity",)), lambda: components.directory_settings(fleet)
+    yield offered, lambda: components.gateway_config(fleet, "gateway", address, "secret", address)
+    yield (("batch",),), lambda: components.batch_config(fleet, home, address, "secret", "127.0.0.1", 1)
+    for index, tier in enumerate(fleet.tiers):
+        path: KeyPath = ("tiers", index)
+        if (curve := tier.prefill_curve) is not None:
+            yield ((*path, "prefill_curve"),), partial(components.configured, PrefillCurve, curve)
+        if (limits := tier.autoscale) is not None:
+            yield ((*path, "autoscale"),), partial(components.scale_limits, fleet, limits)
+        engine = components.EngineName(f"{tier.name}-0", tier)
+        yield (path, ("engine",)), partial(components.engine_spec, fleet, engine, home, "127.0.0.1")
+        yield (path, ("engine",)), partial(components.power_settings, fleet, engine, home, ())
+        yield (path, ("engine",)), partial(components.shared_tier, fleet, engine, home)
+
+
+def _meant(fleet: FleetSpec, blocks: tuple[KeyPath, ...], said: str) -> KeyPath:
+    """The key that a component's sentence begins with, else the first of the blocks."""
+    name = re.match(r"\w*", said)[0].removesuffix("_s")  # type: ignore[index]
+    for path in blocks:
+        block: object = fleet
+        for part in path:
+            block = block[int(part)] if isinstance(block, list) else getattr(block, str(part), None)
+        if isinstance(block, Spec) and name in type(block).model_fields:
+            return (*path, name)
+    return blocks[0]

@@ -1,15 +1,61 @@
 """The fleet file: what a fleet is made of. One class a block of the YAML file.
 
-Strict: an unknown key is an error, and a number in quotes is not a number.
+Strict: an unknown key is an error, and a number in quotes is not a number. A default stands in one place:
+where a key sets a field of a component's configuration, it is that field's.
 """
 
+import re
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from deploy.fleet.duration import Duration
+from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
+from placement.fleet.capacity import ScaleLimits, Thresholds
+from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import Redisaggregation
+from placement.iteration.interface import ServingSettings
+from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
+from router.config import GatewayConfig, TracingConfig
+from router.http import ServerLimits, UpstreamLimits
+from workers.coserving.config import CoServingConfig
+from workers.keeper import KeeperSettings
+from workers.launch import LaunchSpec as Engine
 
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_PATTERN = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)$")
+
+
+def seconds(value: object) -> object:
+    """Turn `10m` into 600.0; leave anything else to pydantic's own check."""
+    if not isinstance(value, str):
+        return value
+    match = _PATTERN.match(value.strip())
+    if match is None:
+        raise ValueError(
+            "a time is seconds, or a number with ms, s, m, h or d, as in 30s or 10m, never negative"
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+Duration = Annotated[
+    float,
+    Field(ge=0, allow_inf_nan=False),
+    BeforeValidator(seconds),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": r"^\d+(\.\d+)?\s*(ms|s|m|h|d)$"},
+            ],
+            "description": "seconds, or a number with ms, s, m, h or d",
+        }
+    ),
+]
+
+
+Period = Annotated[Duration, Field(gt=0)]  # where none at all would mean nothing
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -33,18 +79,30 @@ Arguments = dict[
 ]
 
 SMALL_MODEL = "small"
+MIB = 1 << 20
 
 
-class Block(BaseModel):
+def default(config: type[Any], name: str) -> Any:
+    """Of that field of a component's configuration."""
+    values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    return values[name]
+
+
+
+class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-class Model(Block):
+class ModelSpec(Spec):
     path: str = SMALL_MODEL
     """A Hugging Face id, a directory, or `small`: a tiny Qwen3 with random weights, made on the spot."""
     served_name: str | None = None
     """The model's name in requests; by default the last part of `path`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    aliases: list[str] = []
+    """More names that requests may call it by."""
+    embeddings: bool = False
+    """It makes embeddings instead of text: `/v1/embeddings`, also in batches. Policy `collocated` only."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = default(Engine, "dtype")
     max_context: Annotated[int, Field(gt=0)] | None = None
     """Longest conversation in tokens; by default what the model allows."""
 
@@ -53,7 +111,7 @@ class Model(Block):
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
 
-class Engine(Block):
+class EngineSpec(Spec):
     """What all engines share."""
 
     device: Literal["cpu", "cuda"] = "cuda"
@@ -64,18 +122,18 @@ class Engine(Block):
     """CPU threads an engine computes with (device cpu)."""
     start_together: Annotated[int, Field(gt=0)] | None = None
     """Engines that may start at the same time on a node; by default 1 on cpu, all on cuda."""
-    start_limit: Duration = 900.0
+    start_limit: Duration = default(KeeperSettings, "start_limit_s")
     """An engine that is not healthy by then counts as failed."""
-    stall_limit: Duration = 300.0
+    stall_limit: Duration = default(KeeperSettings, "stall_limit_s")
     """A starting engine that logs nothing for so long counts as failed."""
-    health_interval: Duration = 1.0
-    health_misses: Annotated[int, Field(gt=0)] = 10
+    health_interval: Duration = default(KeeperSettings, "health_interval_s")
+    health_misses: Annotated[int, Field(gt=0)] = default(KeeperSettings, "health_misses")
     """Failed health checks in a row before an engine is restarted."""
-    lease: Duration = 60.0
+    lease: Duration = default(KeeperSettings, "lease_s")
     """An engine whose keeper is gone for so long ends itself; until then it can be adopted with its KV."""
 
 
-class Curve(Block):
+class CurveSpec(Spec):
     """Seconds to prefill n tokens: a + b*n + c*n*n, as `conserve profile` measures it."""
 
     a: Annotated[float, Field(ge=0)]
@@ -83,74 +141,74 @@ class Curve(Block):
     c: Annotated[float, Field(ge=0)]
 
 
-class Autoscale(Block):
+class AutoscaleSpec(Spec):
     """Limits within which replicas follow the load; without this block their number is fixed."""
 
     min: Annotated[int, Field(gt=0, le=4096)]
     max: Annotated[int, Field(gt=0, le=4096)]
 
 
-class Tier(Block):
+class TierSpec(Spec):
     """Engines of one kind: the same role, hardware and arguments."""
 
     name: Name
     role: Role = Field(strict=False)
     replicas: Annotated[int, Field(ge=0, le=4096)] = 1
-    autoscale: Autoscale | None = None
+    autoscale: AutoscaleSpec | None = None
     """Then `replicas` is how many there are at first."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Ray resources one engine takes; a custom resource places the tier on its nodes."""
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
-    prefill_curve: Curve | None = None
+    prefill_curve: CurveSpec | None = None
     """Of a tier that prefills; without it a coarse guess for the device."""
     args: Arguments = {}
     """Added to the engine's arguments, for this tier only."""
     env: dict[str, str] = {}
 
 
-class GatewayLimits(Block):
-    body_mib: Annotated[float, Field(gt=0)] = 32.0
-    headers: Annotated[int, Field(gt=0)] = 100
-    header_kib: Annotated[int, Field(gt=0)] = 64
-    connections: Annotated[int, Field(gt=0)] = 10_000
-    request_timeout: Duration = 30.0
+class GatewayLimitsSpec(Spec):
+    body_mib: Annotated[float, Field(gt=0)] = default(ServerLimits, "max_body_bytes") / MIB
+    headers: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_headers")
+    header_kib: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_head_bytes") >> 10
+    connections: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_connections")
+    request_timeout: Duration = default(ServerLimits, "body_timeout_s")
     """Time a client has to send its request."""
-    first_token_timeout: Duration = 600.0
+    first_token_timeout: Duration = default(UpstreamLimits, "first_byte_timeout_s")
     """Longest wait for an engine's first byte. Without streaming it comes after the last token."""
-    idle_timeout: Duration = 120.0
+    idle_timeout: Duration = default(UpstreamLimits, "chunk_timeout_s")
     """Longest silence of an engine within a stream, or of a client that does not read."""
 
 
-class Gateway(Block):
-    host: str = "127.0.0.1"
-    port: Port = 8000
+class GatewaySpec(Spec):
+    host: str = default(GatewayConfig, "host")
+    port: Port = default(GatewayConfig, "port")
     processes: Annotated[int, Field(gt=0, le=64)] = 1
     api_keys: list[str] = []
     """Accepted bearer keys; none means that any caller may."""
     admin_keys: list[str] = []
-    """Keys that may drain engines and see every conversation."""
-    limits: GatewayLimits = GatewayLimits()
+    """Keys that see every conversation and open the dashboard; where no keys are set, it is open to all."""
+    limits: GatewayLimitsSpec = GatewayLimitsSpec()
 
 
-class Conversation(Block):
+class ConversationSpec(Spec):
     ttl: Duration = 1800.0
     """A conversation idle for so long has ended: its KV and its binding go."""
-    park_after: Duration = 60.0
+    park_after: Period = default(ConnectorConfig, "park_after_s")
     """Idle time after which its KV is held on the host only."""
-    redisaggregate_tokens: Tokens = 4096
+    redisaggregate_tokens: Tokens = default(Redisaggregation, "above_tokens")
     """A turn with more tokens that are not cached goes through a prefiller again, to the same decoder."""
-    redisaggregate_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    redisaggregate_share: Annotated[float, Field(ge=0, le=1)] = default(Redisaggregation, "min_share")
     """And only if they are at least this share of its prompt: the prefiller computes the rest of it again."""
-    headroom_tokens: Tokens = 1024
+    headroom_tokens: Tokens = default(PlacerSettings, "headroom_tokens")
     """Reserved beside the prompt at binding, for what the conversation will grow by at first."""
-    decoder_wait: Duration = 30.0
-    """How long a first turn waits for a decoder with room before 429."""
-    prefiller_wait: Duration = 10.0
+    decoder_wait: Duration = default(GatewayConfig, "place_wait_s")
+    """How long a first turn waits for a decoder with capacity before 429."""
+    prefiller_wait: Duration = default(PlacerSettings, "max_prefill_wait_s")
     """How long a first turn may wait for a saturated prefiller before 429."""
 
 
-class Slo(Block):
+class SloSpec(Spec):
     """Targets of one class of conversations."""
 
     ttfet: Duration | None = None
@@ -161,65 +219,72 @@ class Slo(Block):
     """From the first turn's arrival to the end of the last."""
 
 
-class Transfer(Block):
-    backend: Literal["tcp", "nixl"] = "tcp"
-    secret: str | None = None
-    """Shared by the engines; by default made at random for each fleet."""
-    lease: Duration = 60.0
+class TransferSpec(Spec):
+    backend: Literal["tcp", "nixl"] = default(ConnectorConfig, "backend")
+    lease: Period = default(ConnectorConfig, "lease_s")
     """How long a prefiller holds KV for its decoder."""
-    timeout: Duration = 30.0
+    staging_gib: Gib = default(ConnectorConfig, "staging_gib")
+    """Pinned host memory of each engine on GPUs, through which moved KV passes."""
+    timeout: Period = default(ConnectorConfig, "timeout_s")
     """Longest silence within a transfer before the decoder computes the prompt itself."""
 
 
-class Lmcache(Block):
+class LmcacheSpec(Spec):
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
     """Memory of a node that its LMCache server may use."""
-    timeout: Duration = 1.0
+    timeout: Period = default(ConnectorConfig, "lmcache_timeout_s")
     """Longest wait for the server within a step of an engine, which then goes on without it."""
 
 
-class Kv(Block):
+class KvSpec(Spec):
     host_kv_gib: Gib = 4.0
     """Memory an engine may use on its host for parked conversations."""
     kv_tiers: list[Literal["host", "lmcache"]] = ["host"]
     """Where KV goes besides the accelerator: `host`, each engine's own memory, and behind it `lmcache`, a
     server on each node, from which a conversation whose decoder died is restored on another one."""
-    lmcache: Lmcache = Lmcache()
+    lmcache: LmcacheSpec = LmcacheSpec()
 
 
-class CoServing(Block):
+class CoServingSpec(Spec):
     """Offline work in the cycles that decoders have left."""
 
     enabled: bool = False
-    policy: Literal["conserve", "bros", "online_only", "non_preemptive", "sarathi"] = "conserve"
-    ttft: Duration = 2.0
-    """Promised to a request of a conversation, from its arrival at the engine to its first token."""
-    tbt: Duration = 0.2
-    """Promised between its tokens."""
-    margin: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of a promise kept free for what the latency model gets wrong."""
-    safepoints: bool = True
-    """An arrival may abort the running batch."""
-    safepoint_layers: Annotated[int, Field(gt=0)] = 1
+    policy: Literal["conserve", "bros", "online_only", "non_preemptive", "sarathi"] = default(
+        ServingSettings, "policy"
+    )
+    ttft: Duration = default(ServingSettings, "slo").ttft_s
+    """Target of a request of a conversation, from its arrival at the engine to its first token."""
+    tbt: Duration = default(ServingSettings, "slo").tbt_s
+    """Target between its tokens."""
+    margin: Annotated[float, Field(ge=0, lt=1)] = default(ServingSettings, "margin")
+    """Share of a target kept free for what the latency model gets wrong."""
+    safepoints: bool = default(ServingSettings, "safepoints")
+    """An arrival may abort the running iteration (policy `conserve`)."""
+    safepoint_layers: Annotated[int, Field(gt=0)] = default(CoServingConfig, "safepoint_every")
     """Layers between two places where it can be aborted."""
-    offline_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Of an iteration's tokens, what offline work gets at least."""
+    offline_share: Annotated[float, Field(ge=0, le=1)] = default(ServingSettings, "offline_share")
+    """Of an iteration's tokens, what offline work gets at least (policy `conserve`)."""
+    ageing: Duration | None = default(ServingSettings, "ageing_s")
+    """An offline request that was not served for so long gets a token an iteration at least, whatever the
+    targets; without it offline work waits as long as conversations fill the engine (policy `conserve`)."""
 
 
-class Batch(Block):
+class BatchSpec(Spec):
     """The Batch API."""
 
     enabled: bool = True
-    max_requests: Annotated[int, Field(gt=0)] = 1_000_000
+    max_requests: Annotated[int, Field(gt=0)] = default(BatchLimits, "requests_per_batch")
     """In one batch."""
-    max_file_mib: Annotated[float, Field(gt=0)] = 2048.0
-    in_flight_per_engine: Annotated[int, Field(gt=0)] = 256
-    """Offline requests at most, of each gateway."""
-    harvest_prefill: bool = False
+    max_file_mib: Annotated[float, Field(gt=0)] = default(BatchLimits, "file_bytes") / MIB
+    in_flight_per_engine: Annotated[int, Field(gt=0)] = default(DispatchSettings, "max_in_flight")
+    """Offline requests at most."""
+    harvest_prefill: bool = default(DispatchSettings, "harvest_prefill")
     """Idle prefillers take offline work too."""
-    keep_free: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    keep_free: Annotated[float, Field(ge=0, lt=1)] = default(DispatchSettings, "keep_free_fraction")
     """Share of an engine's KV never planned for offline work."""
-    file_ttl: Duration | None = None
+    ageing: Duration | None = default(DispatchSettings, "ageing_s")
+    """An engine without offline work for so long is given a request all the same, however busy it is."""
+    file_ttl: Duration | None = default(BatchConfig, "file_ttl_s")
     """Files are deleted after this long; without it they are kept."""
     database: str | None = None
     """SQLAlchemy URL; by default SQLite in the fleet's directory."""
@@ -227,39 +292,39 @@ class Batch(Block):
     """Where files lie: a directory or an fsspec URL; by default in the fleet's directory."""
 
 
-class Tracing(Block):
+class TracingSpec(Spec):
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+/?$")]
     """An OTLP receiver over HTTP, as in `http://127.0.0.1:4318`; gateways and engines send spans to it."""
-    sample: Annotated[float, Field(ge=0, le=1)] = 0.05
+    sample: Annotated[float, Field(ge=0, le=1)] = default(TracingConfig, "sample")
     """Share of the turns that are traced, of those whose client sends no `traceparent`, which decides it."""
 
 
-class Observe(Block):
-    tracing: Tracing | None = None
+class ObserveSpec(Spec):
+    tracing: TracingSpec | None = None
     """OpenTelemetry spans; without it none are made."""
 
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Capacity(Block):
+class CapacitySpec(Spec):
     """When a tier is too small or too large: shares of prefillers' time, and of decoders' KV, in use."""
 
-    window: Duration = 60.0
+    window: Duration = default(PlacerSettings, "capacity_window_s")
     """Time over which both are averaged."""
-    high: Share = 0.85
-    target: Share = 0.7
+    high: Share = default(Thresholds, "high")
+    target: Share = default(Thresholds, "target")
     """What a change of the number of engines aims at."""
-    low: Share = 0.4
-    cool_down: Duration = 120.0
+    low: Share = default(Thresholds, "low")
+    cool_down: Duration = default(ScaleLimits, "cool_down_s")
     """After the autoscaler changed a tier, it adds nothing for so long."""
-    calm: Duration = 600.0
+    calm: Duration = default(ScaleLimits, "calm_s")
     """A tier must have been below `low` for so long before the autoscaler takes an engine away."""
     drain: Duration = 120.0
     """How long turns may go on on an engine that is to end, before they are cut off."""
 
 
-class Ray(Block):
+class RaySpec(Spec):
     address: str | None = None
     """An existing cluster; without it a cluster of one node is started and ended with the fleet."""
     control_resources: dict[str, Annotated[float, Field(gt=0)]] = {}
@@ -268,20 +333,20 @@ class Ray(Block):
     dashboard: bool = False
 
 
-class Fleet(Block):
+class FleetSpec(Spec):
     name: Name = "fleet"
     policy: Literal["conserve", "collocated", "full_disaggregation"] = "conserve"
     """`conserve` moves KV once; the other two are the baselines of the paper."""
-    model: Model = Model()
-    engine: Engine = Engine()
-    tiers: Annotated[list[Tier], Field(min_length=1)]
-    gateway: Gateway = Gateway()
-    conversation: Conversation = Conversation()
-    slos: dict[Name, Slo] = {"default": Slo()}
-    transfer: Transfer = Transfer()
-    kv: Kv = Kv()
-    coserving: CoServing = CoServing()
-    batch: Batch = Batch()
-    capacity: Capacity = Capacity()
-    observe: Observe = Observe()
-    ray: Ray = Ray()
+    model: ModelSpec = ModelSpec()
+    engine: EngineSpec = EngineSpec()
+    tiers: Annotated[list[TierSpec], Field(min_length=1)]
+    gateway: GatewaySpec = GatewaySpec()
+    conversation: ConversationSpec = ConversationSpec()
+    slos: dict[Name, SloSpec] = {"default": SloSpec()}
+    transfer: TransferSpec = TransferSpec()
+    kv: KvSpec = KvSpec()
+    coserving: CoServingSpec = CoServingSpec()
+    batch: BatchSpec = BatchSpec()
+    capacity: CapacitySpec = CapacitySpec()
+    observe: ObserveSpec = ObserveSpec()
+    ray: RaySpec = RaySpec()

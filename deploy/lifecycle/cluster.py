@@ -12,19 +12,24 @@ from typing import Any
 
 import psutil
 
-from deploy.fleet import Fleet
+from deploy.errors import LifecycleError
+from deploy.fleet import FleetSpec
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.errors import LifecycleError
-from deploy.ray.own_cluster import OwnCluster
-from deploy.ray.settings import LOOPBACK, common_environment, namespace, own_cluster_environment
-from workers import log_tail, process_tree
-from workers.ports import free_port
+from deploy.ray.own_cluster import (
+    LOOPBACK,
+    OwnCluster,
+    common_environment,
+    namespace,
+    own_cluster_environment,
+)
+from workers import engine_log, processes
+from workers.processes import free_port
 
 START_LIMIT_S = 120.0
 REACH_LIMIT_S = 5.0
 
 
-def start_own_cluster(fleet: Fleet, home: FleetHome, end_with_us: bool) -> RunRecord:
+def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
     """Start the supervisor of a cluster of our own. `end_with_us`: it ends when this process dies."""
     cluster = OwnCluster.of(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))
     for old in (home.ray / "gcs", cluster.temporary):
@@ -50,7 +55,7 @@ def start_own_cluster(fleet: Fleet, home: FleetHome, end_with_us: bool) -> RunRe
     return record
 
 
-def connect(fleet: Fleet, home: FleetHome, record: RunRecord) -> Any:
+def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
     """Ray, connected; imported only now, because it reads its settings from the environment then."""
     settings = _environment(fleet, home)
     changed = any(
@@ -64,7 +69,7 @@ def connect(fleet: Fleet, home: FleetHome, record: RunRecord) -> Any:
     own = fleet.ray.address is None
     deadline = time.monotonic() + START_LIMIT_S
     while own and not _node_is_up(home):
-        if process_tree.find(record.pid, record.started) is None:
+        if processes.find(record.pid, record.started) is None:
             raise LifecycleError(f"Ray did not start: {_last_words(home)}")
         if time.monotonic() > deadline:
             raise LifecycleError(f"Ray did not start within {START_LIMIT_S:.0f} s: {_last_words(home)}")
@@ -108,7 +113,7 @@ def _our_address(ray_address: str) -> dict[str, str]:
     return {"_node_ip_address": host} if host.startswith("127.") else {}
 
 
-def _environment(fleet: Fleet, home: FleetHome) -> dict[str, str]:
+def _environment(fleet: FleetSpec, home: FleetHome) -> dict[str, str]:
     if fleet.ray.address is None:
         return own_cluster_environment(home, os.environ)
     return common_environment(os.environ)
@@ -116,12 +121,12 @@ def _environment(fleet: Fleet, home: FleetHome) -> dict[str, str]:
 
 def _node_is_up(home: FleetHome) -> bool:
     """`ray start --block` says so in its log, which a new supervisor begins anew."""
-    return any("Ray runtime started" in line for line in log_tail.last_lines(home.ray / "node.log", 200))
+    return any("Ray runtime started" in line for line in engine_log.last_lines(home.ray / "node.log", 200))
 
 
 def _last_words(home: FleetHome) -> str:
     for name in ("node.log", "head.log", "supervisor.log"):
-        lines = log_tail.last_lines(home.ray / name, 3)
+        lines = engine_log.last_lines(home.ray / name, 3)
         if lines:
             return " / ".join(lines) + f" (see {home.ray / name})"
     return f"no log in {home.ray}"

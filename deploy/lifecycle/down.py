@@ -1,26 +1,78 @@
-"""Bring a fleet down: what supervises first, then engines and gateways, then all else that has its mark."""
+"""Bringing a fleet down: its supervisor first, then engines and gateways, then all else with its mark."""
 
 import contextlib
 import logging
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from deploy.home import FleetHome
-from deploy.lifecycle.errors import LifecycleError
-from deploy.lifecycle.foreign import end_actors
-from deploy.lifecycle.uninterrupted import uninterrupted
+from deploy.errors import LifecycleError
+from deploy.fleet import load_fleet
+from deploy.home import FleetHome, RunRecord
+from deploy.lifecycle.cluster import connect
+from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
 from deploy.ray.own_cluster import temporary_directory
-from workers import process_tree
-from workers.command import FLEET_MARK
-from workers.leased import LEASE, RECORD, LeasedProcess, Record
+from workers import processes
+from workers.launch import FLEET_MARK
+from workers.leased import LEASE, RECORD, LeasedProcess, ProcessRecord
 
 log = logging.getLogger("conserve.deploy.down")
 
 SUPERVISOR_LIMIT_S = 40.0
 GRACE_S = 10.0
+END_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """For what must not be cut short by a second Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals do not arrive here
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_actors(home: FleetHome, run: RunRecord) -> None:
+    """In a Ray cluster that is not ours: its other work goes on."""
+    fleet = load_fleet(home.fleet_file)
+    ray = connect(fleet, home, run)
+    try:
+        handles = {}
+        keepers = map(keeper_name, engines_of(ray.util.list_named_actors()))
+        for name in (AUTOSCALER, GATEWAYS, *keepers, DIRECTORY):
+            with contextlib.suppress(ValueError):  # there is none of that name
+                handles[name] = ray.get_actor(name)
+        with contextlib.suppress(KeyError):
+            ray.kill(handles.pop(AUTOSCALER), no_restart=True)  # it would start others
+        there = _answering(ray, {name: one for name, one in handles.items() if name != DIRECTORY})
+        ending = [handle.end.remote() for handle in there]
+        if ending:  # what does not end is killed next, and its engine ends by its lease
+            ray.wait(ending, num_returns=len(ending), timeout=END_LIMIT_S)
+        for handle in handles.values():
+            ray.kill(handle, no_restart=True)
+    finally:
+        ray.shutdown()
+
+
+def _answering(ray: Any, handles: dict[str, Any]) -> list[Any]:
+    """Without those whose node is lost: they would answer when another comes."""
+    asked = {handle.__ray_ready__.remote(): handle for handle in handles.values()}
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_LIMIT_S) if asked else ([], [])
+    return [asked[one] for one in ready]
 
 
 def bring_down(home: FleetHome) -> int:
@@ -32,16 +84,14 @@ def bring_down(home: FleetHome) -> int:
 def _bring_down(home: FleetHome) -> int:
     before = {process.pid for process in marked(home)}
     run = home.read_run()
-    supervisor = process_tree.find(run.pid, run.started) if run and run.pid else None
+    supervisor = processes.find(run.pid, run.started) if run and run.pid else None
     if run is not None and run.pid == 0:
         try:
             end_actors(home, run)
         except LifecycleError as error:
             log.warning("%s; engines elsewhere end by their lease, what runs on this machine ends now", error)
-    if supervisor is not None:
-        with contextlib.suppress(psutil.Error):
-            supervisor.terminate()
-            supervisor.wait(SUPERVISOR_LIMIT_S)
+    if supervisor is not None:  # whose parent, a `conserve up` elsewhere, may not have reaped it for long
+        processes.end([supervisor], SUPERVISOR_LIMIT_S)
     _end_leased([*home.engines.glob("*/"), *home.gateways.glob("*/")])
     _sweep(home)
     shutil.rmtree(home.ray / "gcs", ignore_errors=True)  # a new cluster must not know the actors of this one
@@ -66,7 +116,7 @@ def _end_leased(directories: list[Path]) -> None:
     for directory in directories:
         (directory / LEASE).unlink(missing_ok=True)
     for directory in directories:
-        record = Record.read(directory / RECORD)
+        record = ProcessRecord.read(directory / RECORD)
         if record is not None:
             LeasedProcess(directory, record).end(GRACE_S)
 
@@ -74,4 +124,4 @@ def _end_leased(directories: list[Path]) -> None:
 def _sweep(home: FleetHome) -> None:
     deadline = time.monotonic() + GRACE_S
     while (left := marked(home)) and time.monotonic() < deadline:
-        process_tree.end(left, 2.0)
+        processes.end(left, 2.0)

@@ -1,23 +1,46 @@
 """What a fleet is doing: what its directory knows, and what the keepers on this machine say. Needs no Ray."""
 
 import asyncio
+import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
-from deploy.fleet import Fleet, load_fleet
-from deploy.fleet.rooms import EngineName, engines
+import grpc
+
+from deploy.errors import LifecycleError
+from deploy.fleet import FleetSpec, components, load_fleet
+from deploy.fleet.components import EngineName
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle import directory
-from deploy.lifecycle.errors import LifecycleError
-from deploy.ray.names import replica
-from router.directory import directory_pb2 as pb
-from workers import process_tree
-from workers.board import Change
-from workers.control.client import ControlClient, ControlError
+from deploy.ray.common import replica
+from deploy.ray.control import ControlClient, ControlError
+from router.directory import messages
+from router.directory.rpc import BadReply, Method, Stub
+from workers import processes
+from workers.status import KeeperReport
 
 LIMIT_S = 3.0
 CONTROL_FILE = "control"
+
+Reply = TypeVar("Reply")
+
+
+async def directory_status(address: str, secret: str) -> messages.DirectoryStatus | None:
+    """None: it does not answer."""
+    return await _ask(address, secret, messages.STATUS)
+
+
+async def capacity(address: str, secret: str) -> messages.CapacityReport | None:
+    """None: it does not answer."""
+    return await _ask(address, secret, messages.CAPACITY)
+
+
+async def _ask(address: str, secret: str, method: Method[None, Reply]) -> Reply | None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            return await Stub(channel, secret).ask(method, None, LIMIT_S)
+        except (grpc.aio.AioRpcError, BadReply):
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +65,12 @@ class EngineStatus:
     draining: bool = False
     metrics: str = ""  # host:port of its keeper's page
 
+    @property
+    def in_words(self) -> str:
+        state = "draining" if self.draining else self.phase
+        detail = self.failure or self.detail
+        return f"{state}: {detail}" if detail else state
+
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
@@ -53,15 +82,23 @@ class FleetStatus:
     engines: tuple[EngineStatus, ...]
     metrics: str = ""  # host:port of the directory's page
     gateways: tuple[str, ...] = ()  # and of each gateway process's
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    batch: tuple[str, ...] = ()  # and of the batch process's
+    starting: bool = False  # `conserve up` has not ended yet
+    seconds: float = 0.0  # since the start of Ray's supervisor; 0: there is none here
+    lost: bool = False  # whether that supervisor should run, and does not
 
 
 def running(home: FleetHome) -> RunRecord:
     run = home.read_run()
     if run is None:
-        raise LifecycleError(f"fleet '{home.root.name}' is not up; start it with: conserve up FILE")
+        raise LifecycleError(f"fleet '{home.name}' is not up; start it with: conserve up FILE")
+    return run
+
+
+def serving(home: FleetHome) -> RunRecord:
+    run = running(home)
+    if not run.endpoint:
+        raise LifecycleError(f"fleet '{home.name}' is still starting: see conserve status {home.name}")
     return run
 
 
@@ -70,47 +107,60 @@ def fleet_status(home: FleetHome) -> FleetStatus:
     fleet = load_fleet(home.fleet_file)
     reply, told, present = asyncio.run(_ask_all(home, fleet, run.directory))
     known = _by_name(reply)
+    supervised = bool(run.pid and processes.find(run.pid, run.started))
+    starting = not run.endpoint and (supervised or not run.pid)
+    engines = (
+        _engine(engine, starting, told.get(engine.name), known.get(engine.name)) for engine in present
+    )
     return FleetStatus(
         fleet=fleet.name,
         endpoint=run.endpoint,
         directory=run.directory,
-        supervised=bool(run.pid and process_tree.find(run.pid, run.started)),
+        supervised=supervised,
+        lost=bool(run.pid) and not supervised,
+        starting=starting,
+        seconds=time.time() - run.started if supervised else 0.0,
         reachable=reply is not None,
         metrics=reply.metrics if reply is not None else "",
-        gateways=tuple(reply.gateways) if reply is not None else (),
-        engines=tuple(_engine(engine, told.get(engine.name), known.get(engine.name)) for engine in present),
+        gateways=reply.gateways if reply is not None else (),
+        batch=reply.batch if reply is not None else (),
+        engines=tuple(engines),
     )
 
 
 async def _ask_all(
-    home: FleetHome, fleet: Fleet, address: str
-) -> tuple[pb.EnginesReply | None, dict[str, Change], list[EngineName]]:
+    home: FleetHome, fleet: FleetSpec, address: str
+) -> tuple[messages.DirectoryStatus | None, dict[str, KeeperReport], list[EngineName]]:
     secret = home.secret()
-    reply = await directory.engines(address, secret) if address else None
+    reply = await directory_status(address, secret) if address else None
     known = _by_name(reply)
     present = _present(fleet, home, known)
-    told = {}
-    for engine in present:
-        file = home.engine(engine.name) / CONTROL_FILE
-        control = known[engine.name].control if engine.name in known else ""
+
+    async def info(name: str) -> KeeperReport | None:
+        file = home.engine(name) / CONTROL_FILE
+        control = known[name].info.control if name in known else ""
         control = control or (file.read_text() if file.exists() else "")
-        if control:
-            try:
-                async with ControlClient(control, secret, LIMIT_S) as client:
-                    told[engine.name] = await client.info()
-            except ControlError:
-                continue  # shown as unreachable
+        if not control:
+            return None
+        try:
+            async with ControlClient(control, secret, LIMIT_S) as client:
+                return await client.info()
+        except ControlError:
+            return None  # shown as unreachable
+
+    reports = await asyncio.gather(*(info(engine.name) for engine in present))
+    told = {engine.name: report for engine, report in zip(present, reports, strict=True) if report}
     return reply, told, present
 
 
-def _by_name(reply: pb.EnginesReply | None) -> dict[str, pb.Engine]:
-    return {engine.engine: engine for engine in reply.engines.engines} if reply is not None else {}
+def _by_name(reply: messages.DirectoryStatus | None) -> dict[str, messages.EngineRecord]:
+    return {record.info.engine: record for record in reply.engines} if reply is not None else {}
 
 
-def _present(fleet: Fleet, home: FleetHome, known: Iterable[str]) -> list[EngineName]:
+def _present(fleet: FleetSpec, home: FleetHome, known: Iterable[str]) -> list[EngineName]:
     """Those of the file; of a tier that follows the load, those that the directory knows or that have a
     keeper on this machine."""
-    found = [engine for engine in engines(fleet) if engine.tier.autoscale is None]
+    found = [engine for engine in components.engines(fleet) if engine.tier.autoscale is None]
     keepers = {file.parent.name for file in home.engines.glob(f"*/{CONTROL_FILE}")}
     for tier in fleet.tiers:
         if tier.autoscale is not None:
@@ -119,23 +169,13 @@ def _present(fleet: Fleet, home: FleetHome, known: Iterable[str]) -> list[Engine
     return found
 
 
-def _engine(engine: EngineName, told: Change | None, known: pb.Engine | None) -> EngineStatus:
-    values: dict[str, Any] = {"phase": "unreachable"}
-    if told is not None and told.status is not None:
-        status = told.status
-        values = {
-            "phase": str(status.phase),
-            "detail": status.detail,
-            "pid": status.pid,
-            "epoch": status.epoch,
-            "restarts": status.restarts,
-            "failure": status.failure,
-            "metrics": status.metrics,
-        }
-    if known is not None:
-        for field in ("http", "control", "kv_tokens", "live_tokens", "parked_tokens"):
-            values[field] = getattr(known, field)
-        for field in ("running", "waiting", "conversations", "draining"):
-            values[field] = getattr(known, field)
-        values["epoch"] = known.epoch
-    return EngineStatus(engine=engine.name, tier=engine.tier.name, role=str(engine.tier.role), **values)
+def _engine(
+    engine: EngineName, starting: bool, told: KeeperReport | None, known: messages.EngineRecord | None
+) -> EngineStatus:
+    sources: list[object] = [told and told.status, known, known and known.info, known and known.state]
+    values: dict[str, Any] = {"phase": "not started yet" if starting else "unreachable"}
+    names = [field.name for field in fields(EngineStatus)]
+    for source in filter(None, sources):
+        values |= {name: getattr(source, name) for name in names if hasattr(source, name)}
+    values |= {"engine": engine.name, "tier": engine.tier.name, "role": engine.tier.role}
+    return EngineStatus(**values)

@@ -1,22 +1,28 @@
-"""Bring a fleet up: Ray, keepers, directory, gateways; tell of progress; give up with a reason."""
+"""Bringing a fleet up: Ray, keepers, directory, gateways; tell of progress; give up with a reason."""
 
+import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from deploy.fleet import Fleet
-from deploy.fleet.schema import Tier
+import yaml
+
+from deploy.errors import LifecycleError
+from deploy.fleet import FleetSpec
+from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.cluster import connect, start_own_cluster
 from deploy.lifecycle.down import bring_down
-from deploy.lifecycle.errors import LifecycleError
-from deploy.lifecycle.prepare import prepare, refuse_what_does_not_fit
-from deploy.ray.names import replica
-from workers.board import Phase, Status
+from deploy.ray.common import replica
+from deploy.small_model import ensure_model
+from workers import processes
+from workers.processes import write_atomically
+from workers.status import KeeperPhase, KeeperStatus
 
 Tell = Callable[[str], None]
 
@@ -26,7 +32,69 @@ PLACE_LIMIT_S = 15.0
 LOOK_EVERY_S = 0.5
 
 
-def bring_up(fleet: Fleet, home: FleetHome, tell: Tell, *, end_with_us: bool) -> str:
+def prepare(fleet: FleetSpec, home: FleetHome) -> None:
+    refuse_missing_model(fleet)
+    if home.read_run() is not None:
+        bring_down(home)  # what a run left that was killed
+    refuse_taken_port(fleet)
+    home.create()
+    home.secret()
+    write_fleet(fleet, home)
+    ensure_model(fleet, home)
+
+
+def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
+    """As it was brought up."""
+    content = fleet.model_dump(mode="json", exclude_unset=True)
+    write_atomically(home.fleet_file, yaml.safe_dump(content, sort_keys=False))
+
+
+def is_up(home: FleetHome) -> bool:
+    """Or may be: on a Ray cluster that is not ours only Ray itself could say."""
+    run = home.read_run()
+    return run is not None and (run.pid == 0 or processes.find(run.pid, run.started) is not None)
+
+
+def refuse_taken_port(fleet: FleetSpec) -> None:
+    gateway = fleet.gateway
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((gateway.host, gateway.port))
+        except OSError as error:
+            where = f"{gateway.host}:{gateway.port} ({error.strerror})"
+            raise LifecycleError(
+                f"the gateway cannot listen on {where}; change gateway.port or end what is there"
+            ) from error
+
+
+def refuse_missing_model(fleet: FleetSpec) -> None:
+    """A directory that is not there; on other machines, and in the hub, only engines can look."""
+    path = fleet.model.path
+    is_path = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    if fleet.ray.address is None and is_path and not (Path(path).expanduser() / "config.json").is_file():
+        raise LifecycleError(
+            f"model.path: there is no model in {Path(path).expanduser().absolute()}; it must be a directory "
+            "with config.json, a Hugging Face id as in Qwen/Qwen3-0.6B, or `small`"
+        )
+
+
+def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> None:
+    """On a cluster of our own, which does not grow; other clusters may be waited for."""
+    if fleet.ray.address is not None:
+        return
+    for name in sorted({name for tier in fleet.tiers for name in tier.resources}):
+        takers = [tier for tier in fleet.tiers if tier.replicas and name in tier.resources]
+        wanted = sum(tier.resources[name] * tier.replicas for tier in takers)
+        if wanted > there.get(name, 0):
+            tiers = " and ".join(f"{tier.replicas} x {tier.name}" for tier in takers)
+            raise LifecycleError(
+                f"{tiers} take {wanted:g} {name}, and this machine has {there.get(name, 0):g}: lower "
+                "replicas or resources of these tiers, or name a larger Ray cluster in ray.address"
+            )
+
+
+def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool) -> str:
     """Returns the endpoint. If it cannot, or is interrupted, nothing is left behind."""
     prepare(fleet, home)
     with _down_on_failure(home):
@@ -38,29 +106,29 @@ def bring_up(fleet: Fleet, home: FleetHome, tell: Tell, *, end_with_us: bool) ->
             home.write_run(record)
         ray = connect(fleet, home, record)
         try:
-            directory, endpoint = _start(ray, fleet, home, tell)
+            return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()
-        home.write_run(replace(record, directory=directory, endpoint=endpoint))
-        return endpoint
 
 
-def _start(ray: Any, fleet: Fleet, home: FleetHome, tell: Tell) -> tuple[str, str]:
+def _start(ray: Any, fleet: FleetSpec, home: FleetHome, record: RunRecord, tell: Tell) -> str:
     from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
 
     refuse_what_does_not_fit(fleet, ray.cluster_resources())
     actors = Actors(fleet, home)
     keepers = actors.start_keepers()
     address = directory_address(ray, actors.start_directory())
+    home.write_run(replace(record, directory=address))  # `conserve status` may ask it from now on
     gateways = actors.start_gateways(address)
     until_engines_serve(ray, fleet, keepers, home, tell)
     tell("waiting for the gateway")
     until_gateway_answers(ray, gateways, endpoint_of(fleet), home)
     actors.start_autoscaler(address)
-    return address, endpoint_of(fleet)
+    home.write_run(replace(record, directory=address, endpoint=endpoint_of(fleet)))
+    return endpoint_of(fleet)
 
 
-def endpoint_of(fleet: Fleet) -> str:
+def endpoint_of(fleet: FleetSpec) -> str:
     return f"http://{_reachable(fleet.gateway.host)}:{fleet.gateway.port}"
 
 
@@ -74,7 +142,9 @@ def directory_address(ray: Any, directory: Any) -> str:
     raise LifecycleError("the directory did not come to listen")
 
 
-def until_engines_serve(ray: Any, fleet: Fleet, keepers: dict[str, Any], home: FleetHome, tell: Tell) -> None:
+def until_engines_serve(
+    ray: Any, fleet: FleetSpec, keepers: dict[str, Any], home: FleetHome, tell: Tell
+) -> None:
     """Keepers bound their own starts, so this ends. The first failure ends it too."""
     told: dict[str, str] = {}
     unplaced_until = time.monotonic() + fleet.engine.start_limit
@@ -92,15 +162,15 @@ def until_engines_serve(ray: Any, fleet: Fleet, keepers: dict[str, Any], home: F
                     f"engine {name} was not placed within {fleet.engine.start_limit:.0f} s: {line}; "
                     "`ray status` shows what its nodes have"
                 )
-        if all(status is not None and status.phase is Phase.SERVING for status in statuses.values()):
+        if all(status is not None and status.phase is KeeperPhase.SERVING for status in statuses.values()):
             return
         time.sleep(LOOK_EVERY_S)
 
 
-def _status(ray: Any, keeper: Any, name: str) -> Status | None:
+def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:
     """None: Ray has not found a place for it yet."""
     try:
-        status: Status = ray.get(keeper.status.remote(), timeout=PLACE_LIMIT_S)
+        status: KeeperStatus = ray.get(keeper.status.remote(), timeout=PLACE_LIMIT_S)
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayError as error:
@@ -108,18 +178,18 @@ def _status(ray: Any, keeper: Any, name: str) -> Status | None:
     return status
 
 
-def _line(status: Status | None, tier: Tier | None) -> str:
+def _line(status: KeeperStatus | None, tier: TierSpec | None) -> str:
     if status is None:
         wanted = f"{tier.resources}" if tier and tier.resources else "its resources"
         return f"waiting for a node with {wanted}"
     return f"{status.phase}: {status.detail}" if status.detail else str(status.phase)
 
 
-def _tier(fleet: Fleet, engine: str) -> Tier | None:
+def _tier(fleet: FleetSpec, engine: str) -> TierSpec | None:
     return next((tier for tier in fleet.tiers if tier.name == replica(engine)[0]), None)
 
 
-def _failure(name: str, status: Status, home: FleetHome) -> str:
+def _failure(name: str, status: KeeperStatus, home: FleetHome) -> str:
     lines = "\n".join(f"    {line}" for line in status.log_lines[-12:])
     return f"engine {name} cannot start: {status.failure}\n  the end of {home.engine(name) / 'log'}:\n{lines}"
 

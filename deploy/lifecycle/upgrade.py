@@ -5,24 +5,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from deploy.fleet import Fleet, load_fleet
-from deploy.fleet.changes import Difference, Plan, differences, not_while_running, plan
-from deploy.fleet.rooms import EngineName, engines
+from deploy.errors import LifecycleError
+from deploy.fleet import FleetSpec, load_fleet
+from deploy.fleet.changes import Difference, FleetChanges, differences, not_while_running, plan
+from deploy.fleet.components import EngineName, engines
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.cluster import connect
-from deploy.lifecycle.errors import LifecycleError
-from deploy.lifecycle.prepare import refuse_taken_port, write_fleet
 from deploy.lifecycle.up import (
     Tell,
     directory_address,
     endpoint_of,
+    refuse_taken_port,
     until_engines_serve,
     until_gateway_answers,
+    write_fleet,
 )
+from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS
 
 
 @contextlib.contextmanager
-def upgrading(new: Fleet, home: FleetHome) -> Iterator["Upgrade"]:
+def upgrading(new: FleetSpec, home: FleetHome) -> Iterator["Upgrade"]:
     """What would change; `run` changes it."""
     run = home.read_run()
     if run is None or not run.endpoint:
@@ -48,7 +50,13 @@ def upgrading(new: Fleet, home: FleetHome) -> Iterator["Upgrade"]:
 
 class Upgrade:
     def __init__(
-        self, ray: Any, old: Fleet, new: Fleet, home: FleetHome, run: RunRecord, changed: list[Difference]
+        self,
+        ray: Any,
+        old: FleetSpec,
+        new: FleetSpec,
+        home: FleetHome,
+        run: RunRecord,
+        changed: list[Difference],
     ) -> None:
         from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
 
@@ -57,7 +65,7 @@ class Upgrade:
         self.changed = changed
         tiers = {tier.name: tier for tier in (*old.tiers, *new.tiers)}  # as the new file has them
         there = [EngineName(name, tiers[name.rpartition("-")[0]]) for name in self._after.keepers.engines()]
-        self.plan: Plan = plan(
+        self.plan: FleetChanges = plan(
             old, new, home, {engine.name: self._after.keepers.need(engine) for engine in there}
         )
 
@@ -68,8 +76,6 @@ class Upgrade:
     def run(self, tell: Tell) -> None:
         """Bindings and conversations stay. If an engine does not start as it should be, it is put back as it
         was, and what comes after it is left alone."""
-        from deploy.ray.names import AUTOSCALER
-
         made = self.plan
         moves = self.endpoint != endpoint_of(self._old)
         if moves:
@@ -95,15 +101,11 @@ class Upgrade:
         self._after.start_autoscaler(address)
 
     def _directory(self, tell: Tell) -> str:
-        from deploy.ray.names import DIRECTORY
-
         tell("directory: restarting")
         self._after.end(DIRECTORY)
         return directory_address(self._ray, self._after.start_directory())
 
     def _gateways(self, address: str, tell: Tell) -> None:
-        from deploy.ray.names import GATEWAYS
-
         tell("gateways: new ones start, old ones finish their streams")
         self._after.end(GATEWAYS)
         gateways = self._after.start_gateways(address)

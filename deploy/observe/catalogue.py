@@ -1,16 +1,12 @@
-"""python -m deploy.observe.catalogue: write docs/metrics.md from the rooms' metrics.py files."""
+"""Metric catalogue: docs/metrics.md, made from what modules declare; and the page that serves metrics."""
 
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from prometheus_client import start_http_server
 from prometheus_client.metrics import MetricWrapperBase
 
-import deploy
-
-ROOT = Path(deploy.__file__).parent.parent
-PAGE = ROOT / "docs" / "metrics.md"
 ENGINE_LABELS = ("model_name", "engine")  # vLLM puts them on what connectors count
 
 
@@ -25,10 +21,10 @@ class Source:
 
 SOURCES = (
     Source("router.metrics", "Gateway and directory", "a gateway's `/metrics`; the directory's page"),
-    Source("router.batch.metrics", "Batch", "a gateway's `/metrics`"),
+    Source("router.batch.metrics", "Batch", "the batch process's `/metrics`"),
     Source("workers.metrics", "Keepers", "a keeper's page"),
     Source("kvtransfer.metrics", "KV in engines", "an engine's `/metrics`, beside vLLM's own"),
-    Source("workers.coserving.metrics", "Co-serving in engines", "a co-serving engine's `/metrics`"),
+    Source("workers.coserving.iterations", "Co-serving in engines", "a co-serving engine's `/metrics`"),
 )
 
 
@@ -67,7 +63,7 @@ def page() -> str:
     parts = [
         "# Metrics",
         "",
-        "Made by `python -m deploy.observe.catalogue` from the `metrics.py` files; do not edit.",
+        "Made by `python -m deploy.generated` from the modules named below; do not edit.",
         "Histograms have `_bucket`, `_sum` and `_count` series. No label holds a conversation, a request",
         "or a key. Targets for Prometheus: `conserve targets`; dashboards: `deploy/grafana/`; alerts:",
         "`deploy/prometheus/`.",
@@ -81,5 +77,7 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+def serve_metrics(host: str) -> str:
+    """Serve until the process ends, on a port the system chooses; gives host:port."""
+    server, _ = start_http_server(0, addr=host)
+    return f"{host}:{server.server_port}"

@@ -6,8 +6,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from deploy.lifecycle.errors import LifecycleError
+from deploy.errors import LifecycleError
 from deploy.lifecycle.status import FleetStatus
+from workers.processes import write_atomically
 
 Targets = list[dict[str, Any]]
 
@@ -16,6 +17,7 @@ def targets(status: FleetStatus) -> Targets:
     """As the directory and the keepers know them, on whichever machines they are."""
     # No label here may have the name of a label of our metrics: Prometheus would rename the metric's.
     found = [page_of(page, status.fleet, "gateway") for page in status.gateways]
+    found += [page_of(page, status.fleet, "batch") for page in status.batch]
     found.append(page_of(status.metrics, status.fleet, "directory"))
     for engine in status.engines:
         labels = {"conserve_tier": engine.tier, "conserve_role": engine.role}
@@ -30,9 +32,7 @@ def page_of(address: str, fleet: str, process: str, **labels: str) -> dict[str, 
 
 def write(path: Path, found: Targets) -> None:
     """In one step: Prometheus reads the file whenever it changes."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(found, indent=1) + "\n")
-    draft.replace(path)
+    write_atomically(path, json.dumps(found, indent=1) + "\n")
 
 
 def discovery(address: str, look: Callable[[], Targets]) -> ThreadingHTTPServer:

@@ -7,17 +7,15 @@ import asyncio
 import logging
 import time
 
-from deploy.fleet import Fleet
-from deploy.fleet.rooms import EngineName, scale_limits
-from deploy.fleet.schema import Tier
+from deploy.fleet import FleetSpec
+from deploy.fleet.components import EngineName, scale_limits
+from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome
-from deploy.lifecycle import directory as ask
-from deploy.ray.background import Background
+from deploy.lifecycle import status as ask
+from deploy.ray.common import Background, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
-from deploy.ray.logs import log_to_stderr
-from deploy.ray.names import replica
-from placement.autoscaling import TierScaler, load_of
-from workers.board import Phase
+from placement.fleet.capacity import TierScaler, load_of
+from workers.status import KeeperPhase
 
 log = logging.getLogger("conserve.deploy.autoscaler")
 
@@ -26,7 +24,7 @@ GIVE_UP_AFTER = 3  # starts of an engine that fail
 
 class AutoscalerActor:
     def __init__(
-        self, fleet: Fleet, home: FleetHome, directory: str, secret: str, host: str | None
+        self, fleet: FleetSpec, home: FleetHome, directory: str, secret: str, host: str | None
     ) -> None:
         log_to_stderr()
         self._fleet, self._directory, self._secret = fleet, directory, secret
@@ -50,13 +48,13 @@ class AutoscalerActor:
                 if tier.name in self._scalers:
                     await self._follow(tier)
 
-    async def _follow(self, tier: Tier) -> None:
+    async def _follow(self, tier: TierSpec) -> None:
         answer = await ask.capacity(self._directory, self._secret)
         if answer is None:
             return  # nothing is known: nothing is changed
         present = await asyncio.to_thread(self._present, tier)
         starting = await asyncio.to_thread(self._starting, present)
-        load = load_of(tier.role, answer[0])
+        load = load_of(tier.role, answer.signals)
         if starting and load >= self._fleet.capacity.low:
             return  # what comes is not in the load yet
         decision = self._scalers[tier.name].decide(load, len(present), time.monotonic())
@@ -68,7 +66,7 @@ class AutoscalerActor:
         for engine in present[decision.replicas :]:
             await asyncio.to_thread(self._retire, engine)
 
-    def _present(self, tier: Tier) -> list[str]:
+    def _present(self, tier: TierSpec) -> list[str]:
         return [engine for engine in self._keepers.engines() if replica(engine)[0] == tier.name]
 
     def _starting(self, engines: list[str]) -> bool:
@@ -76,10 +74,11 @@ class AutoscalerActor:
         starting = False
         for engine in engines:
             status = self._keepers.status(engine)
-            if status is not None and status.phase is Phase.BACKING_OFF and status.restarts >= GIVE_UP_AFTER:
+            failing = status is not None and status.phase is KeeperPhase.BACKING_OFF
+            if status is not None and failing and status.restarts >= GIVE_UP_AFTER:
                 log.error("engine given up engine=%s reason=%s", engine, status.failure)
                 self._keepers.end(engine)
-            starting |= status is None or status.phase is not Phase.SERVING
+            starting |= status is None or status.phase is not KeeperPhase.SERVING
         return starting
 
     def _retire(self, engine: str) -> None:

@@ -2,32 +2,35 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 
-from deploy.fleet import Fleet
-from deploy.fleet.rooms import directory_settings, placer_settings, prefill_curves
+from deploy.fleet import FleetSpec
+from deploy.fleet.components import directory_settings, placer_settings, prefill_curves
 from deploy.home import FleetHome
-from deploy.observe.metrics_page import serve_metrics
-from deploy.ray.background import Background
-from deploy.ray.engine_watch import EngineWatch
-from deploy.ray.logs import log_to_stderr
-from deploy.ray.names import engines_of, keeper_name
+from deploy.observe.catalogue import serve_metrics
+from deploy.ray.common import Background, engines_of, keeper_name, log_to_stderr
+from deploy.ray.control import ControlClient, ControlError
 from placement.engines import EngineInfo
-from placement.placer import Placer
+from placement.fleet.placer import MissingCurve, Placer
+from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
-from workers.control.client import ControlClient
+from workers.processes import LogOnChange, write_atomically
+from workers.status import KeeperReport
 
 log = logging.getLogger("conserve.deploy.directory")
 
 CALL_LIMIT_S = 10.0
 FIND_EVERY_S = 1.0
+RETRY_S = 0.5
 
 
 class DirectoryActor:
-    def __init__(self, fleet: Fleet, home: FleetHome, secret: str, host: str | None) -> None:
+    def __init__(self, fleet: FleetSpec, home: FleetHome, secret: str, host: str | None) -> None:
         log_to_stderr()
         home.create()
         self._fleet, self._home, self._secret = fleet, home, secret
@@ -47,7 +50,7 @@ class DirectoryActor:
         )
         port_file = self._home.journal.parent / "port"
         port = await server.start(self._host, _read_port(port_file))
-        port_file.write_text(str(port))
+        write_atomically(port_file, str(port))
         self._address = f"{self._host}:{port}"
         server.metrics_page = serve_metrics(self._host)
         await self._follow_keepers(server)
@@ -55,7 +58,7 @@ class DirectoryActor:
     async def _follow_keepers(self, server: DirectoryServer) -> None:
         """A watch for each keeper that Ray knows, and for engines that outlive theirs. While Ray does not
         answer, all stay as they are. The engines of the journal are looked for at once, where they were."""
-        was_up = [view.info for view in server.table.fleet.views()]
+        was_up = [record.info for record in server.table.fleet.records()]
         watches = {info.engine: self._watch(info.engine, server, info) for info in was_up}
         tasks = {engine: asyncio.create_task(watch.run()) for engine, watch in watches.items()}
         asking: asyncio.Task[list[str] | None] | None = None
@@ -78,7 +81,7 @@ class DirectoryActor:
                     self._handles.pop(engine, None)
             await asyncio.sleep(FIND_EVERY_S)
 
-    def _watch(self, engine: str, server: DirectoryServer, known: EngineInfo | None = None) -> EngineWatch:
+    def _watch(self, engine: str, server: DirectoryServer, known: EngineInfo | None = None) -> "EngineWatch":
         lease_s = self._fleet.engine.lease
         return EngineWatch(engine, server, self._keeper_address, self._secret, lease_s, known=known)
 
@@ -115,3 +118,80 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 def _read_port(file: Path) -> int:
     """Gateways keep the address: a restarted directory listens where it did before."""
     return int(file.read_text()) if file.exists() else 0
+
+
+class EngineWatch:
+    """A keeper out of reach is not an engine that is gone: it goes on serving until its lease has run out."""
+
+    def __init__(
+        self,
+        engine: str,
+        directory: Directory,
+        address_of: Callable[[str], Awaitable[str]],
+        secret: str,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        known: EngineInfo | None = None,
+    ) -> None:
+        """`known`: the directory takes that engine to be up, from before it restarted."""
+        self._engine, self._directory, self._address_of = engine, directory, address_of
+        self._secret, self._lease_s, self._clock = secret, lease_s, clock
+        self._up = known
+        self._last_address = known.control if known is not None else ""
+        self._ask_ray = not self._last_address
+        self._heard = clock()
+
+    @property
+    def up(self) -> bool:
+        """Whether the directory takes the engine to be up."""
+        return self._up is not None
+
+    async def run(self) -> None:
+        engine = self._engine
+        say = LogOnChange(lambda why: log.warning("keeper not followed engine=%s reason=%r", engine, why))
+        while True:
+            try:
+                await self._follow()
+            except (ControlError, MissingCurve, RayError, TimeoutError, ValueError) as error:
+                say(str(error) or repr(error))
+            self._ask_ray = not self._ask_ray
+            if self._up is not None and self._clock() - self._heard > self._lease_s:
+                log.warning("keeper gone for longer than its lease engine=%s", self._engine)
+                self._gone()
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        # A restarted keeper listens where it did before, so every other try needs no Ray: what a handle knows
+        # of its actor can be out of date after Ray's head was lost.
+        address = self._last_address
+        if self._ask_ray or not address:
+            address = await self._address_of(self._engine)
+        if not address:
+            return  # it does not listen yet
+        async with ControlClient(address, self._secret) as client:
+            async for report in client.watch():
+                if report.status.engine != self._engine:
+                    raise ControlError(f"at {address} is now the keeper of {report.status.engine}")
+                self._heard, self._last_address = self._clock(), address
+                self._tell(report)
+
+    def _tell(self, report: KeeperReport) -> None:
+        info = report.info
+        if self._up is not None and _over(report, self._up):
+            self._gone()
+        if info is not None and info != self._up:
+            self._directory.engine_up(info)
+            self._up = info
+        if report.state is not None:
+            self._directory.engine_state(report.state)
+
+    def _gone(self) -> None:
+        if self._up is not None:
+            self._up = None
+            self._directory.engine_down(self._engine)
+
+
+def _over(report: KeeperReport, up: EngineInfo) -> bool:
+    """A keeper without an engine may not have adopted it yet; one that was lost and found again may have lost
+    its engine meanwhile."""
+    return report.over >= up.epoch or report.status.epoch > up.epoch

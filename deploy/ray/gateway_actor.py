@@ -1,40 +1,48 @@
-"""The Ray actor of a node's gateways: keeps their processes running. They outlive it, as engines do."""
+"""The Ray actor of the gateways and the batch process: keeps them running. They outlive it, as engines do."""
 
 import asyncio
 import contextlib
 import hashlib
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 
 import psutil
 
-from deploy.fleet import Fleet
-from deploy.fleet.rooms import gateway_config
+import router.batch.config
+import router.config
+from deploy.errors import DeployError
+from deploy.fleet import FleetSpec
+from deploy.fleet.components import batch_config, gateway_config
 from deploy.home import FleetHome
-from deploy.ray.background import Background
-from deploy.ray.logs import log_to_stderr
-from deploy.ray.settings import common_environment
-from router import config as router_config
-from workers import process_tree
-from workers.backoff import Backoff
-from workers.command import FLEET_MARK, Command
-from workers.leased import LEASE, RECORD, LeasedProcess, Record
+from deploy.ray.common import Background, log_to_stderr
+from deploy.ray.own_cluster import common_environment
+from workers import processes
+from workers.launch import FLEET_MARK, ProcessCommand
+from workers.leased import LEASE, RECORD, LeasedProcess, ProcessRecord
+from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.gateways")
 
 LOOK_EVERY_S = 0.5
 LEASE_S = 30.0
 GRACE_S = 5.0
+BATCH = "batch"  # the directory of its process, beside those of the gateways
+
+
+class PortTaken(DeployError):
+    """The batch process can listen there no more; gateways must be told of another port."""
 
 
 class GatewaysActor:
-    def __init__(self, fleet: Fleet, home: FleetHome, directory: str, secret: str) -> None:
+    def __init__(self, fleet: FleetSpec, home: FleetHome, directory: str, secret: str) -> None:
         log_to_stderr()
         home.create()
         self._fleet, self._home = fleet, home
         self._directory, self._secret = directory, secret
+        self._host = directory.rpartition(":")[0]  # the directory's machine is the gateways'
         self._processes: dict[str, LeasedProcess] = {}
         self._background = Background(self._work)
 
@@ -48,26 +56,60 @@ class GatewaysActor:
         return True
 
     async def _work(self) -> None:
+        while True:
+            try:
+                await self._keep_all()
+            except* PortTaken as taken:
+                log.warning("the batch process gets another port: %s", taken.exceptions[0])
+
+    async def _keep_all(self) -> None:
         names = [f"gateway-{index}" for index in range(self._fleet.gateway.processes)]
         wanted = {slot for name in names for slot in _slots(name)}
+        batch = ""
         async with asyncio.TaskGroup() as group:
+            if self._fleet.batch.enabled:
+                wanted.add(BATCH)
+                port = _port(self._home.gateways / BATCH, self._host)
+                batch = f"{self._host}:{port}"
+                group.create_task(self._keep_batch(port))
             for name in names:
-                group.create_task(self._keep(name))
+                group.create_task(self._keep_gateway(name, batch))
             for directory in self._home.gateways.glob("*/"):
                 if directory.name not in wanted:  # there were more before
                     group.create_task(asyncio.to_thread(_end, directory))
 
-    async def _keep(self, name: str) -> None:
-        config = gateway_config(self._fleet, self._home, name, self._directory, self._secret)
-        text = router_config.dump(config)
-        fingerprint = hashlib.sha256(text).hexdigest()[:16]
-        directory, other = self._place(name, fingerprint)
-        file = directory / "config.json"
-        _write_privately(file, text)
-        env = {**common_environment(os.environ), FLEET_MARK: self._home.mark}
-        command = Command((sys.executable, "-m", "router.gateway", "--config", str(file)), env)
-        backoff = Backoff(0.2, 10.0, 60.0)
+    async def _keep_batch(self, port: int) -> None:
+        """One process: one of another configuration ends before this one starts."""
+        config = batch_config(self._fleet, self._home, self._directory, self._secret, self._host, port)
+        text = router.batch.config.dump(config)
+        directory = self._home.gateways / BATCH
+        directory.mkdir(parents=True, exist_ok=True)
+        await self._keep(BATCH, "router.batch", text, directory, port, GRACE_S)
+
+    async def _keep_gateway(self, name: str, batch: str) -> None:
+        config = gateway_config(self._fleet, name, self._directory, self._secret, batch)
+        text = router.config.dump(config)
+        directory, other = self._place(name, _fingerprint(text))
         grace_s = config.drain_s + GRACE_S
+        await self._keep(name, "router.gateway", text, directory, config.port, grace_s, other)
+
+    async def _keep(
+        self,
+        name: str,
+        module: str,
+        config: bytes,
+        directory: Path,
+        port: int,
+        grace_s: float,
+        other: LeasedProcess | None = None,
+    ) -> None:
+        """For ever: adopt or start it, renew its lease, start it again. `other` is taken over from."""
+        fingerprint = _fingerprint(config)
+        file = directory / "config.json"
+        processes.write_atomically(file, config, 0o600)  # it holds keys
+        env = {**common_environment(os.environ), FLEET_MARK: self._home.mark}
+        command = ProcessCommand((sys.executable, "-m", module, "--config", str(file)), env)
+        backoff = Backoff(0.2, 10.0, 60.0)
         process = await asyncio.to_thread(LeasedProcess.adopt, directory, fingerprint, grace_s)
         loop = asyncio.get_running_loop()
         while True:
@@ -77,22 +119,24 @@ class GatewaysActor:
                     command,
                     fingerprint=fingerprint,
                     epoch=0,
-                    ports=(config.port,),
+                    ports=(port,),
                     lease_s=LEASE_S,
                     grace_s=grace_s,
                 )
-                log.info("gateway started gateway=%s pid=%d", name, process.record.pid)
+                log.info("process started name=%s pid=%d", name, process.record.pid)
             self._processes[name] = process
             backoff.serving(loop.time())
             while process.alive():
                 process.renew()
                 if other is not None:
-                    other = await asyncio.to_thread(_taken_over, other, process.record.pid, config.port)
+                    other = await asyncio.to_thread(_taken_over, other, process.record.pid, port)
                 await asyncio.sleep(LOOK_EVERY_S)
             await asyncio.to_thread(process.end, GRACE_S)
+            if name == BATCH and not await asyncio.to_thread(_free, self._host, port):
+                raise PortTaken(f"somebody else listens on {port} now")
             process = None
             wait_s = backoff.next(loop.time())
-            log.warning("gateway ended gateway=%s next_start_s=%.1f", name, wait_s)
+            log.warning("process ended name=%s next_start_s=%.1f", name, wait_s)
             await asyncio.sleep(wait_s)
 
     def _place(self, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
@@ -110,13 +154,37 @@ class GatewaysActor:
         return free, LeasedProcess(old, live[old]) if old is not None else None
 
 
+def _fingerprint(config: bytes) -> str:
+    return hashlib.sha256(config).hexdigest()[:16]
+
+
+def _port(directory: Path, host: str) -> int:
+    """Where the process listens, or did before and nobody does now: gateways that run know that address."""
+    record = ProcessRecord.read(directory / RECORD)
+    if record is not None and (_running(directory) is not None or _free(host, record.ports[0])):
+        return record.ports[0]
+    with socket.socket() as any_port:
+        any_port.bind((host, 0))
+        return int(any_port.getsockname()[1])
+
+
+def _free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
 def _slots(name: str) -> tuple[str, str]:
     return name, f"{name}-b"
 
 
-def _running(directory: Path) -> Record | None:
-    record = Record.read(directory / RECORD)
-    return record if record and process_tree.find(record.pid, record.started) else None
+def _running(directory: Path) -> ProcessRecord | None:
+    record = ProcessRecord.read(directory / RECORD)
+    return record if record and processes.find(record.pid, record.started) else None
 
 
 def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None:
@@ -140,12 +208,6 @@ def _listens(host: int, port: int) -> bool:
 
 
 def _end(directory: Path) -> None:
-    record = Record.read(directory / RECORD)
+    record = ProcessRecord.read(directory / RECORD)
     if record is not None:
         LeasedProcess(directory, record).end(GRACE_S)
-
-
-def _write_privately(file: Path, content: bytes) -> None:
-    """It holds keys."""
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
-        opened.write(content)

@@ -1,4 +1,4 @@
-"""The keepers of a fleet in Ray: which there are, starting one, draining and ending one.
+"""Keepers of a fleet in Ray: the actor of one, and which there are, starting, draining and ending them.
 
 Used by whoever changes the number of engines or what they are: `conserve up` and the autoscaler.
 """
@@ -12,15 +12,19 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deploy.fleet import Fleet
+from deploy.fleet import FleetSpec
 from deploy.fleet.changes import Need
-from deploy.fleet.rooms import EngineName
+from deploy.fleet.components import EngineName, engine_spec, keeper_settings, power_settings, shared_tier
 from deploy.home import FleetHome
-from deploy.ray.actor_options import always, resources
-from deploy.ray.keeper_actor import KeeperActor
-from deploy.ray.names import engines_of, keeper_name
-from workers.board import Status
-from workers.control.client import ControlClient, ControlError
+from deploy.observe.catalogue import serve_metrics
+from deploy.ray.common import Background, always, engines_of, keeper_name, log_to_stderr, resources
+from deploy.ray.control import ControlClient, ControlError, ControlServer
+from deploy.small_model import ensure_model
+from workers.keeper import Keeper
+from workers.launch import FEED_SOCKET
+from workers.power.engine_power import EnginePower, visible_gpus
+from workers.processes import write_atomically
+from workers.status import ConnectorFeed, KeeperStatus, StatusStore
 
 log = logging.getLogger("conserve.deploy.keepers")
 
@@ -29,10 +33,97 @@ END_LIMIT_S = 90.0
 FREE_LIMIT_S = 30.0
 LOOK_EVERY_S = 0.3
 QUIET_S = 1.0  # a turn on its way from a gateway arrives within
+CONTROL_FILE = "control"
+
+
+class KeeperActor:
+    """The Ray actor of one engine: places a keeper, and restarts it. All else is in `workers`."""
+
+    def __init__(
+        self, fleet: FleetSpec, engine: EngineName, home: FleetHome, secret: str, host: str | None
+    ) -> None:
+        """`host`: where this node is reached; None: by the address that Ray knows it by."""
+        log_to_stderr()
+        host = host or ray.util.get_node_ip_address()
+        home.create()
+        ensure_model(fleet, home)
+        self._engine, self._home = engine, home
+        self._spec = engine_spec(fleet, engine, home, host)
+        self._spec.directory.mkdir(parents=True, exist_ok=True)
+        self._store = StatusStore(engine.name)
+        self._settings, self._secret = keeper_settings(fleet), secret
+        self._power = power_settings(fleet, engine, home, visible_gpus())
+        self._shared_tier = shared_tier(fleet, engine, home)
+        self._control = ""
+        self._keeper: Keeper | None = None
+        self._background = Background(self._work)
+
+    def control_address(self) -> str:
+        """host:port of the control service, once it listens."""
+        return self._control
+
+    def status(self) -> KeeperStatus:
+        return self._store.status
+
+    def compare(self, fleet: FleetSpec, engine: EngineName) -> str:
+        """What it would take to become what `fleet` says (deploy.fleet.changes.Need)."""
+        spec = engine_spec(fleet, engine, self._home, self._spec.host)
+        moved = engine.tier.resources != self._engine.tier.resources
+        if moved or spec.fingerprint() != self._spec.fingerprint():
+            return Need.ENGINE.value
+        power = power_settings(fleet, engine, self._home, visible_gpus())
+        store = shared_tier(fleet, engine, self._home)
+        ours = (self._settings, self._power, self._shared_tier)
+        same = (keeper_settings(fleet), power, store) == ours
+        return (Need.NOTHING if same else Need.KEEPER).value
+
+    def end(self) -> bool:
+        """End the engine and its tree; the keeper then does nothing more."""
+        end_in_order(self._background, self._store, self._keeper)
+        (self._spec.directory / CONTROL_FILE).unlink(missing_ok=True)
+        return True
+
+    async def _work(self) -> None:
+        feed = ConnectorFeed(self._spec.engine, self._spec.directory / FEED_SOCKET)
+        server = ControlServer(self._store, feed, self._secret)
+        self._control = await server.start(self._spec.host, self._last_port())
+        write_atomically(self._spec.directory / CONTROL_FILE, self._control)
+        self._store.tell(self._store.status.phase, metrics=serve_metrics(self._spec.host))
+        self._keeper = Keeper(
+            self._spec,
+            self._settings,
+            self._store,
+            feed,
+            secret=self._secret,
+            control=self._control,
+            shared_tier=self._shared_tier,
+        )
+        try:
+            async with EnginePower(self._power):
+                await self._keeper.run()
+        finally:
+            await server.stop()
+
+    def _last_port(self) -> int:
+        """A restarted keeper listens where it did before, if it can: who watched it finds it again."""
+        file = self._spec.directory / CONTROL_FILE
+        return int(file.read_text().rsplit(":", 1)[1]) if file.exists() else 0
+
+
+def end_in_order(background: Background, store: StatusStore, keeper: Keeper | None) -> None:
+    """Say that the engine is gone while somebody hears it, or the directory would wait for its lease."""
+
+    async def withdraw() -> None:
+        store.engine_down()
+
+    background.call(withdraw(), 10.0)
+    background.call(background.stop(), 10.0)
+    if keeper is not None:
+        background.call(keeper.end(), 60.0)
 
 
 class Keepers:
-    def __init__(self, fleet: Fleet, home: FleetHome, secret: str, host: str | None) -> None:
+    def __init__(self, fleet: FleetSpec, home: FleetHome, secret: str, host: str | None) -> None:
         self._fleet, self._home, self._secret, self._host = fleet, home, secret, host
 
     def engines(self) -> list[str]:
@@ -46,10 +137,10 @@ class Keepers:
         )
         return actor.remote(self._fleet, engine, self._home, self._secret, self._host)
 
-    def status(self, engine: str) -> Status | None:
+    def status(self, engine: str) -> KeeperStatus | None:
         """None: it does not answer, as one that waits for a node, or whose node is lost."""
         try:
-            status: Status = self._ask(engine, "status")
+            status: KeeperStatus = self._ask(engine, "status")
         except (RayError, ValueError):
             return None
         return status

@@ -1,20 +1,66 @@
-"""The scheduler's half of the checkpoint: which blocks go to which slots, and which come back."""
+"""The scheduler side of the checkpoint: which blocks go to which host slots, and which come back.
+
+At the top, what the two sides tell each other once a step.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvtransfer.checkpoint.orders import CheckpointOrder, Copy, Load
-from kvtransfer.parts import EngineContext, Match, SchedulerHalf, StepOutcome
-from kvtransfer.residence.conversations import Conversation
-from kvtransfer.residence.requests import admitted_now, confirmed_blocks
+from kvtransfer.conversations import RetainedConversation
+from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
+from kvtransfer.residence import admitted_now, confirmed_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One block and one host slot; the order says in which direction."""
+
+    block: int
+    slot: int
+    generation: int  # of the slot's contents
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """A request waits for these blocks."""
+
+    request_id: str
+    copies: list[BlockCopy]
+
+
+@dataclass(slots=True)
+class CheckpointOrder:
+    stores: list[BlockCopy] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    beside_step: bool = False  # the model computes meanwhile
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads)
+
+
+@dataclass(slots=True)
+class CheckpointReport:
+    stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
+    corrupt: set[int] = field(default_factory=set)  # slots that did not hold what they should
+    failed: set[int] = field(default_factory=set)  # slots whose copy raised
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.corrupt or self.failed)
+
+    def merge(self, other: "CheckpointReport") -> "CheckpointReport":
+        return CheckpointReport(
+            self.stored + other.stored, self.corrupt | other.corrupt, self.failed | other.failed
+        )
+
 
 NOWHERE = -1
 STORES_A_STEP = 512  # of running requests: bounds the references taken for copies
 
 
-class CheckpointScheduler(SchedulerHalf):
-    """Called after keep, which owns the conversations' chains."""
+class CheckpointScheduler(SchedulerSide):
+    """Called after retention, which owns the conversations' chains."""
 
     hit_source = "host"
 
@@ -28,9 +74,9 @@ class CheckpointScheduler(SchedulerHalf):
         self._pool: Any = None
         self._next = CheckpointOrder()
         self._told_beside_step = False  # what the copier was told last
-        self._owned: dict[str, tuple[Any, Conversation]] = {}  # by request
+        self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # by request
         self._looked_at: dict[str, int] = {}  # request -> blocks of its chain that are taken care of
-        self._copying: dict[int, Any] = {}  # slot -> block with a reference of ours, until it is copied
+        self.copying: dict[int, Any] = {}  # slot -> block with a reference of ours, until it is copied
         self._stored: Counter[int] = Counter()  # slot -> ranks done
         self._loading: dict[str, list[int]] = {}  # request -> slots
         self._counts: Counter[str] = Counter()
@@ -38,7 +84,7 @@ class CheckpointScheduler(SchedulerHalf):
         self.offline_may_start = True
 
     def copying_block_ids(self) -> list[int]:
-        return [block.block_id for block in self._copying.values()]
+        return [block.block_id for block in self.copying.values()]
 
     def bind(self, manager: Any) -> None:
         self._manager = manager
@@ -52,11 +98,15 @@ class CheckpointScheduler(SchedulerHalf):
         """The last token is always computed: its output is what the request is for."""
         if request.priority > 0 and not self.offline_may_start:
             return None
+        blocks = self.restorable_blocks(request, computed_tokens)
+        return Match(blocks * self._block_tokens, background=True) if blocks else None
+
+    def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
+        """Blocks that the host has of a request, beyond the tokens that are on the accelerator."""
         start = computed_tokens // self._block_tokens
         end = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
         with self._residence.lock:
-            blocks = self._residence.host.stored_prefix(request.block_hashes, start, end)
-        return Match(blocks * self._block_tokens, background=True) if blocks else None
+            return self._residence.host.stored_prefix(request.block_hashes, start, end)
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._looked_at.pop(request.request_id, None)
@@ -70,10 +120,10 @@ class CheckpointScheduler(SchedulerHalf):
             slots = [self._residence.host.begin_load(block) for block in hashes]
         # What the feed released since `match` is loaded from nowhere: it fails its check, and is computed.
         copies = [
-            Copy(block, slot.number, slot.generation) if slot else Copy(block, NOWHERE, 0)
+            BlockCopy(block, slot.number, slot.generation) if slot else BlockCopy(block, NOWHERE, 0)
             for block, slot in zip(ids[start:], slots, strict=True)
         ]
-        self._next.loads.append(Load(request.request_id, copies))
+        self._next.loads.append(BlockLoad(request.request_id, copies))
         self._loading[request.request_id] = [slot.number for slot in slots if slot]
 
     def order(self, scheduler_output: Any) -> CheckpointOrder | None:
@@ -91,7 +141,7 @@ class CheckpointScheduler(SchedulerHalf):
         return order
 
     def _copies_go_on(self) -> bool:
-        return bool(self._loading or self._copying)
+        return bool(self._loading or self.copying)
 
     def on_finished(self, request: Any, block_ids: list[int]) -> None:
         owned = self._owned.pop(request.request_id, None)
@@ -100,7 +150,7 @@ class CheckpointScheduler(SchedulerHalf):
                 self._store(*owned, block_ids)
         self._looked_at.pop(request.request_id, None)
 
-    def _store(self, request: Any, conversation: Conversation, block_ids: list[int] | None) -> None:
+    def _store(self, request: Any, conversation: RetainedConversation, block_ids: list[int] | None) -> None:
         """By the request's own hashes: the chain may be ahead, or of another turn that runs beside it."""
         hashes = request.block_hashes
         at = self._looked_at.get(request.request_id, 0)
@@ -117,8 +167,8 @@ class CheckpointScheduler(SchedulerHalf):
                     break
                 block = self._pool.blocks[ids[at]]
                 self._pool.touch([block])
-                self._copying[slot.number] = block
-                self._next.stores.append(Copy(block.block_id, slot.number, slot.generation))
+                self.copying[slot.number] = block
+                self._next.stores.append(BlockCopy(block.block_id, slot.number, slot.generation))
             at += 1
         self._looked_at[request.request_id] = at
 
@@ -150,7 +200,7 @@ class CheckpointScheduler(SchedulerHalf):
             if self._stored[slot] >= self._ranks:
                 del self._stored[slot]
                 self._residence.host.end_store(slot)
-                self._pool.free_blocks([self._copying.pop(slot)])
+                self._pool.free_blocks([self.copying.pop(slot)])
                 self._counts["stored_blocks"] += 1
 
     def saved_blocks(self, request_id: str) -> int:

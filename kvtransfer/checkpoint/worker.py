@@ -1,40 +1,228 @@
-"""The worker's half of the checkpoint."""
+"""The worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
 
-from collections.abc import Mapping
+Loads go before stores: a turn waits for them. While the model computes on the same cores, the copier rests
+after each piece: requests that decode lose little, and a turn that waits still has its KV long before it
+could be computed. The longer copies wait, the less it rests: until a block is on the host its place on the
+accelerator is nobody's. Beside no step it does not rest: an engine with nothing to do takes none, and nothing
+tells it so.
+
+Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
+a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtransfer.checkpoint.copier import Copier
-from kvtransfer.checkpoint.movers import block_bytes, mover_for
-from kvtransfer.checkpoint.orders import CheckpointOrder, CheckpointReport
-from kvtransfer.checkpoint.slots import HostSlots
-from kvtransfer.parts import EngineContext, LoadsEnded, WorkerHalf
-from kvtransfer.sizes import host_slots
+from kvtransfer.checkpoint.host_memory import HostSlots, Mover, block_bytes, mover_for
+from kvtransfer.checkpoint.scheduler import (
+    BlockCopy,
+    BlockLoad,
+    CheckpointOrder,
+    CheckpointReport,
+    CheckpointScheduler,
+)
+from kvtransfer.config import host_slots
+from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.memory import by_block_first
 
+logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
-class CheckpointWorker(WorkerHalf):
-    def __init__(self, context: EngineContext) -> None:
+SHARE_BESIDE_STEPS = 0.05  # of a core, when nothing has waited long
+PATIENCE_S = 0.25
+BETWEEN_STEPS_S = 0.05  # without a step for longer, the engine is idle
+NICE = 10
+
+
+class CopyThrottle:
+    """How much of a core copies take from the model: a rest after each piece of work.
+
+    In proportion to the processor time that the piece took, not to the time that passed: work that others
+    hold up would rest for it too, and never end. The longer work has waited, the shorter the rests: after
+    `patience_s` the share of a core is twice `share`, after twice that three times. So the share becomes what
+    the load needs, and the wait stays in bounds.
+    """
+
+    def __init__(self, share: float, patience_s: float) -> None:
+        self._share = share
+        self._patience_s = patience_s
+        self._until = 0.0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self._began = time.thread_time()
+
+    def end(self, waited_s: float) -> None:
+        """`waited_s`: how long the oldest work that is not done has waited."""
+        share = min(1.0, self._share * (1 + waited_s / self._patience_s))
+        self._until = time.monotonic() + (time.thread_time() - self._began) * (1 / share - 1)
+
+    def left_s(self) -> float:
+        return self._until - time.monotonic()
+
+
+class Copier:
+    def __init__(self, memory: HostSlots, mover: Mover) -> None:
+        self.memory = memory
+        self._mover = mover
+        self._loads: deque[tuple[float, BlockLoad]] = deque()  # with the time they were asked for
+        self._stores: deque[tuple[float, list[BlockCopy]]] = deque()
+        self._work = threading.Condition()
+        self._throttle = CopyThrottle(SHARE_BESIDE_STEPS, PATIENCE_S)
+        self._beside_steps = False  # of those that compute
+        self._in_step = False
+        self._step_ended_at = 0.0
+        self._closed = False
+        self._report = CheckpointReport()
+        self._ended = LoadsEnded()
+        threading.Thread(target=self._run, name="kv-copier", daemon=True).start()
+
+    def submit(self, order: CheckpointOrder) -> None:
+        now = time.monotonic()
+        with self._work:
+            self._loads.extend((now, load) for load in order.loads)
+            self._stores.extend((now, copies) for copies in self._pieces(order.stores))
+            self._beside_steps = order.beside_step and self._mover.takes_cores
+            self._work.notify()
+
+    def step_began(self) -> None:
+        self._in_step = True
+
+    def step_ended(self) -> None:
+        self._in_step, self._step_ended_at = False, time.monotonic()
+
+    def _pieces(self, copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
+        size = len(self._mover.bounce)
+        return (copies[at : at + size] for at in range(0, len(copies), size))
+
+    def take_report(self) -> CheckpointReport:
+        with self._work:
+            report, self._report = self._report, CheckpointReport()
+            return report
+
+    def take_ended(self) -> LoadsEnded:
+        with self._work:
+            ended, self._ended = self._ended, LoadsEnded()
+            return ended
+
+    def close(self) -> None:
+        with self._work:
+            self._closed = True
+            self._work.notify()
+
+    def _run(self) -> None:
+        if self._mover.takes_cores:
+            _come_after_the_model()
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._loads or self._stores or self._closed)
+            self._rest()
+            with self._work:
+                if self._closed:
+                    return
+                asked_for, work = (self._loads or self._stores).popleft()
+            if isinstance(work, BlockLoad):
+                self._load(work, asked_for)
+            else:
+                self._store(work, asked_for)
+
+    def _rest(self) -> None:
+        with self._work:
+            while self._steps_go_on() and not self._closed and (left := self._throttle.left_s()) > 0:
+                self._work.wait(min(left, BETWEEN_STEPS_S))
+
+    def _steps_go_on(self) -> bool:
+        recently = self._in_step or time.monotonic() - self._step_ended_at < BETWEEN_STEPS_S
+        return self._beside_steps and recently
+
+    def _waited_s(self, asked_for: float) -> float:
+        """The oldest work that is not done: the one at hand, or a store that loads went before."""
+        with self._work:
+            oldest = self._stores[0][0] if self._stores else asked_for
+        return time.monotonic() - min(oldest, asked_for)
+
+    def _store(self, copies: list[BlockCopy], asked_for: float) -> None:
+        failed: list[BlockCopy] = []
+        self._throttle.begin()
+        try:
+            self.memory.put(copies, self._mover.from_device([copy.block for copy in copies]))
+        except Exception:
+            logger.exception("%d blocks could not be copied to the host", len(copies))
+            failed = copies
+        self._throttle.end(self._waited_s(asked_for))
+        with self._work:
+            self._report.stored.update(copy.slot for copy in copies)
+            self._report.failed.update(copy.slot for copy in failed)
+
+    def _load(self, load: BlockLoad, asked_for: float) -> None:
+        failed: list[BlockCopy] = []
+        corrupt: list[BlockCopy] = []
+        for copies in self._pieces(load.copies):
+            self._rest()
+            self._throttle.begin()
+            try:
+                good = self.memory.take(copies, self._mover.bounce)
+                if good:
+                    self._mover.to_device([copy.block for copy in good])
+            except Exception:
+                logger.exception(
+                    "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)
+                )
+                failed += copies
+            else:
+                corrupt += set(copies).difference(good)
+            self._throttle.end(self._waited_s(asked_for))
+        if corrupt:
+            logger.error(
+                "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)
+            )
+        with self._work:
+            self._ended.requests.add(load.request_id)
+            self._ended.failed_blocks.update(copy.block for copy in failed + corrupt)
+            self._report.failed.update(copy.slot for copy in failed)
+            self._report.corrupt.update(copy.slot for copy in corrupt)
+
+
+def _come_after_the_model() -> None:
+    """This thread gets a core when one is left, a small share when none is, and never interrupts another."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, NICE)
+    os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+class CheckpointWorker(WorkerSide):
+    def __init__(self, context: EngineContext, rank: int) -> None:
         self._blocks = int(context.kv_cache_config.num_blocks)
         self._slots = host_slots(context.config, context.vllm_config, context.kv_cache_config)
-        self._copier: Copier
+        self.copier: Copier
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         device = [by_block_first(tensor, self._blocks) for tensor in kv_caches.values()]
-        self._copier = Copier(HostSlots(self._slots, block_bytes(device)), mover_for(device))
+        self.copier = Copier(HostSlots(self._slots, block_bytes(device)), mover_for(device))
 
     def before_step(self, order: CheckpointOrder | None) -> None:
-        self._copier.step_began()
+        self.copier.step_began()
         if order is not None:
-            self._copier.submit(order)
+            self.copier.submit(order)
 
     def after_step(self) -> None:
-        self._copier.step_ended()
+        self.copier.step_ended()
 
     def loads_ended(self) -> LoadsEnded:
-        return self._copier.take_ended()
+        return self.copier.take_ended()
 
     def report(self) -> CheckpointReport | None:
-        return self._copier.take_report() or None
+        return self.copier.take_report() or None
 
     def shutdown(self) -> None:
-        self._copier.close()
+        self.copier.close()
+
+
+class CheckpointPlugin(Plugin):
+    name = "checkpoint"
+    scheduler = CheckpointScheduler
+    worker = CheckpointWorker

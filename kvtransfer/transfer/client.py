@@ -5,15 +5,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.transfer import auth, wire
-from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.errors import Reason, TransferRefused
+from kvtransfer.transfer import wire
 from kvtransfer.transfer.memory import BlockMemory
 
 GRACE_S = 5.0  # the producer gives up first, and says why
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TransferSource:
     """Where a prompt's KV comes from."""
 
     host: str
@@ -58,7 +58,7 @@ class Cancellation:
 
 
 def fetch(
-    source: Source,
+    source: TransferSource,
     skip: int,
     blocks: list[int],
     memory: BlockMemory,
@@ -77,7 +77,7 @@ def fetch(
     return _with_connection(source, consumer, cancellation, transfer)
 
 
-def dismiss(source: Source, memory: BlockMemory, consumer: Consumer) -> None:
+def dismiss(source: TransferSource, memory: BlockMemory, consumer: Consumer) -> None:
     """Tells the producer that nothing of this transfer is needed."""
 
     def tell(peer: socket.socket) -> int:
@@ -89,7 +89,7 @@ def dismiss(source: Source, memory: BlockMemory, consumer: Consumer) -> None:
 
 
 def _with_connection(
-    source: Source,
+    source: TransferSource,
     consumer: Consumer,
     cancellation: Cancellation,
     talk: Callable[[socket.socket], int],
@@ -107,7 +107,7 @@ def _with_connection(
 
 
 def _open(
-    peer: socket.socket, source: Source, skip: int, layout: str, consumer: Consumer, *, dismiss: bool
+    peer: socket.socket, source: TransferSource, skip: int, layout: str, consumer: Consumer, *, dismiss: bool
 ) -> None:
     wanted = wire.Wanted(
         source.transfer_id,
@@ -120,11 +120,11 @@ def _open(
         dismiss,
     )
     challenge = wire.receive_control(peer, wire.Kind.CHALLENGE)
-    answer, text = auth.nonce(), wanted.encode()
-    mine = auth.proof(consumer.secret, auth.Side.CONSUMER, challenge, answer, text)
+    answer, text = wire.nonce(), wanted.encode()
+    mine = wire.proof(consumer.secret, wire.Signer.CONSUMER, challenge, answer, text)
     wire.send_control(peer, wire.Kind.OPEN, answer + mine + text)
     given = wire.receive_control(peer, wire.Kind.ACCEPT)
-    if not auth.proves(given, consumer.secret, auth.Side.PRODUCER, answer, challenge):
+    if not wire.proves(given, consumer.secret, wire.Signer.PRODUCER, answer, challenge):
         raise TransferRefused(Reason.UNAUTHORISED, "the producer does not know this fleet's secret")
 
 

@@ -1,4 +1,4 @@
-"""What a prefiller offers: which blocks, how far each layer is written, for how long, to whom.
+"""The exports of a prefiller: which blocks, how far each layer is written, for how long, to whom.
 
 An export is opened when its prefill begins, fills while it runs, and has a lease from the moment it is
 finished. Its generation changes whenever its blocks do, so that bytes read under an older generation are
@@ -7,12 +7,15 @@ refused at once instead of waiting for a prefill that will not come.
 """
 
 import itertools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.errors import Reason, TransferRefused
+from kvtransfer.transfer.memory import BlockMemory
 
 MAX_TOMBSTONES = 8192
 
@@ -101,10 +104,10 @@ class Exports:
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
         """KV of one layer is readable. It may be told late: then the generation says of which blocks."""
         with self._changed:
-            for news in written:
-                export = self._exports.get(news.transfer_id)
-                if export is not None and export.generation == news.generation:
-                    export.written[layer] = news.tokens
+            for progress in written:
+                export = self._exports.get(progress.transfer_id)
+                if export is not None and export.generation == progress.generation:
+                    export.written[layer] = progress.tokens
             self._changed.notify_all()
 
     def finish(self, transfer_id: str) -> None:
@@ -235,3 +238,78 @@ class Exports:
         self._tombstones.move_to_end(transfer_id)
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
+
+
+logger = logging.getLogger("conserve.kvtransfer.publisher")
+
+
+@dataclass(slots=True)
+class Publication:
+    """One prefill under way."""
+
+    generation: int
+    blocks: list[int]
+    total_tokens: int
+    complete: int = 0  # blocks handed to the memory so far
+
+
+class Publisher:
+    """Which blocks of a step become readable for decoders, layer by layer.
+
+    Told by the worker's thread what a step computes; the memory tells the exports when it is readable.
+    """
+
+    def __init__(self, memory: BlockMemory, exports: Exports, block_tokens: int) -> None:
+        self._memory = memory
+        self._exports = exports
+        self._block_tokens = block_tokens
+        self._open: dict[str, Publication] = {}
+        self._blocks: list[int] = []
+        self._written: list[Written] = []
+
+    def open(self, transfer_id: str, blocks: list[int], total_tokens: int, prompt: str) -> None:
+        self.forget(transfer_id)
+        generation = self._exports.open(transfer_id, blocks, total_tokens, prompt)
+        self._open[transfer_id] = Publication(generation, [], total_tokens)
+        self._reserve(transfer_id, blocks)
+
+    def extend(self, transfer_id: str, blocks: list[int]) -> None:
+        if transfer_id in self._open:
+            self._exports.extend(transfer_id, blocks)
+            self._reserve(transfer_id, blocks)
+
+    def void(self, transfer_id: str) -> None:
+        self._exports.void(transfer_id)
+        self.forget(transfer_id)
+
+    def abort(self, transfer_id: str) -> None:
+        self._exports.abort(transfer_id)
+        self.forget(transfer_id)
+
+    def forget(self, transfer_id: str) -> None:
+        """Its blocks are read no more."""
+        if publication := self._open.pop(transfer_id, None):
+            self._memory.release(publication.blocks)
+
+    def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
+        """Tokens of each prompt that are computed once this step is."""
+        self._blocks, self._written = [], []
+        for transfer_id, tokens in progress:
+            if publication := self._open.get(transfer_id):
+                tokens = min(tokens, publication.total_tokens)
+                self._written.append(Written(transfer_id, publication.generation, tokens))
+                whole = tokens == publication.total_tokens
+                end = -(-tokens // self._block_tokens) if whole else tokens // self._block_tokens
+                self._blocks += publication.blocks[publication.complete : end]
+                publication.complete = end
+
+    def after_layer(self, layer: int) -> None:
+        if self._written:
+            self._memory.publish(layer, self._blocks, partial(self._exports.wrote, layer, self._written))
+
+    def _reserve(self, transfer_id: str, blocks: list[int]) -> None:
+        if self._memory.reserve(blocks):
+            self._open[transfer_id].blocks += blocks
+        else:
+            logger.warning("no staging memory for transfer %s: its decoder recomputes", transfer_id)
+            self.abort(transfer_id)

@@ -1,24 +1,89 @@
-"""The scheduler's half of the transfer: which requests export, which fetch, and whose blocks are held."""
+"""The scheduler side of the transfer: which requests export, which fetch, and whose blocks are held.
+
+At the top, what the two sides tell each other once a step.
+"""
 
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.parts import EngineContext, Match, SchedulerHalf, StepOutcome
-from kvtransfer.transfer.client import Source
-from kvtransfer.transfer.errors import Reason
-from kvtransfer.transfer.orders import Fetch, Opened, TransferOrder
-from kvtransfer.transfer.prompt import prompt_digest
+from kvtransfer.errors import Reason
+from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
+from kvtransfer.transfer.client import TransferSource
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A prefill begins, or begins again after a preemption."""
+
+    transfer_id: str
+    blocks: list[int]
+    total_tokens: int
+    prompt: str  # digest
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A request waits for the rest of its prompt."""
+
+    request_id: str
+    source: TransferSource
+    skip: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class TransferOrder:
+    voided: list[str] = field(default_factory=list)
+    opened: list[Opened] = field(default_factory=list)
+    extended: list[tuple[str, list[int]]] = field(default_factory=list)
+    progress: list[tuple[str, int]] = field(default_factory=list)  # tokens in place after this step
+    finished: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)  # requests
+    dismissed: list[TransferSource] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__slots__)
+
+
+@dataclass(slots=True)
+class TransferReport:
+    """Exports whose blocks may be freed, with the number of ranks that say so."""
+
+    released: Counter[str] = field(default_factory=Counter)
+
+    def merge(self, other: "TransferReport") -> "TransferReport":
+        return TransferReport(self.released + other.released)
+
+
+def prompt_digest(request: Any) -> str:
+    """What a prompt's KV depends on, as a digest that two engines can compare.
+
+    Both legs render the client's request on their own; a template with a clock, or a proxy that changed one
+    of the two, would otherwise give a decoder the KV of another prompt. vLLM's block hashes cannot tell: they
+    start from a number that every process draws for itself.
+    """
+    digest = xxhash.xxh3_128(array("q", request.prompt_token_ids or ()).tobytes())
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    named = [adapter, *(feature.identifier for feature in request.mm_features)]
+    digest.update("\0".join(named).encode())
+    return digest.hexdigest()
+
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
 DELIVERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-class TransferScheduler(SchedulerHalf):
+class TransferScheduler(SchedulerSide):
     hit_source = "p2p"
 
     def __init__(self, context: EngineContext) -> None:
@@ -35,7 +100,7 @@ class TransferScheduler(SchedulerHalf):
         self._held: dict[str, list[Any]] = {}  # transfer -> blocks with a reference of ours
         self._held_since: dict[str, float] = {}
         self._released: Counter[str] = Counter()  # transfer -> ranks that released it
-        self._sources: dict[str, Source] = {}  # request -> where its prompt is, until it is asked for
+        self._sources: dict[str, TransferSource] = {}  # request -> where its prompt is, until it is asked for
         self._fetching: dict[str, int] = {}  # request -> tokens on their way
         self._counts: Counter[str] = Counter()
 
@@ -189,11 +254,11 @@ class TransferScheduler(SchedulerHalf):
         return counts
 
 
-def read_source(params: Mapping[str, Any], request: Any) -> Source | None:
+def read_source(params: Mapping[str, Any], request: Any) -> TransferSource | None:
     host, port = params.get("remote_host"), params.get("remote_port")
     transfer_id, epoch = params.get("transfer_id"), params.get("remote_epoch")
     if not (isinstance(host, str) and host and isinstance(port, int) and 0 < port < 65536):
         return None
     if not (isinstance(transfer_id, str) and transfer_id and (epoch is None or isinstance(epoch, int))):
         return None
-    return Source(host, port, transfer_id, epoch, prompt_digest(request))
+    return TransferSource(host, port, transfer_id, epoch, prompt_digest(request))

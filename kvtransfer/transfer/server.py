@@ -5,12 +5,12 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from kvtransfer.transfer import auth, wire
-from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.errors import Reason, TransferRefused
+from kvtransfer.transfer import wire
 from kvtransfer.transfer.exports import Exports, Reader
 from kvtransfer.transfer.memory import BlockMemory
 
-logger = logging.getLogger("conserve.kvtransfer.server")
+logger = logging.getLogger("conserve.kvtransfer.transfer")
 
 HANDSHAKE_S = 10.0
 MAX_CONNECTIONS = 256
@@ -92,13 +92,13 @@ class TransferServer:
             raise
 
     def _authenticate(self, peer: socket.socket) -> wire.Wanted:
-        challenge = auth.nonce()
+        challenge = wire.nonce()
         wire.send_control(peer, wire.Kind.CHALLENGE, challenge)
         answer, given, text = wire.split_open(wire.receive_control(peer, wire.Kind.OPEN))
-        if not auth.proves(given, self._secret, auth.Side.CONSUMER, challenge, answer, text):
+        if not wire.proves(given, self._secret, wire.Signer.CONSUMER, challenge, answer, text):
             raise TransferRefused(Reason.UNAUTHORISED, "the consumer does not know this fleet's secret")
         wire.send_control(
-            peer, wire.Kind.ACCEPT, auth.proof(self._secret, auth.Side.PRODUCER, answer, challenge)
+            peer, wire.Kind.ACCEPT, wire.proof(self._secret, wire.Signer.PRODUCER, answer, challenge)
         )
         return wire.Wanted.decode(text)
 

@@ -7,19 +7,49 @@ ACCEPT proof | REFUSE reason       ->
 BLOCKS checksums, bytes  (many)    ->
 END | REFUSE                       ->
                                    <-     RECEIVED
+
+Both sides show that they know the fleet's secret, without sending it. The nonces are fresh, so that a
+recorded answer is worth nothing; lengths are part of what is signed, so that bytes cannot move from one field
+to another. What follows on the connection is not encrypted.
 """
 
-import json
+import hmac
+import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import IntEnum
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Annotated
 
+import msgspec
 import xxhash
 
-from kvtransfer.transfer.auth import NONCE_BYTES, PROOF_BYTES
-from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.errors import Reason, TransferRefused
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+
+
+class Signer(Enum):
+    """Signed too: one side's proof cannot be sent back to it as the other's."""
+
+    CONSUMER = b"consumer"
+    PRODUCER = b"producer"
+
+
+def nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof(secret: bytes, side: Signer, *said: bytes) -> bytes:
+    text = b"".join(len(field).to_bytes(4, "big") + field for field in (side.value, *said))
+    return hmac.digest(secret, text, "sha256")
+
+
+def proves(given: bytes, secret: bytes, side: Signer, *said: bytes) -> bool:
+    return hmac.compare_digest(given, proof(secret, side, *said))
+
 
 VERSION = 1
 MAX_CONTROL_BYTES = 4096
@@ -39,7 +69,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FrameHeader:
     kind: Kind
     layer: int
     first: int  # BLOCKS: index of the first block in the prompt
@@ -47,32 +77,37 @@ class Header:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a consumer asks for."""
 
     transfer_id: str
     epoch: int | None  # of the producer, as the directory knew it; None: not checked
-    rank: int
-    ranks: int
+    rank: Size
+    ranks: Size
     layout: str  # fingerprint of the KV's shape and data type
     prompt: str  # digest of the prompt whose KV is wanted
-    skip: int  # leading blocks the consumer has already
+    skip: Size  # leading blocks the consumer has already
     dismiss: bool = False  # nothing is wanted: the producer may release at once
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, text: bytes) -> "Wanted":
         try:
-            wanted = cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise TransferRefused(Reason.PROTOCOL, "OPEN is not readable") from error
-        sizes = (wanted.rank, wanted.ranks, wanted.skip)
-        if not isinstance(wanted.transfer_id, str) or any(type(n) is not int or n < 0 for n in sizes):
-            raise TransferRefused(Reason.PROTOCOL, "OPEN has fields of the wrong type")
-        return wanted
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise TransferRefused(Reason.PROTOCOL, f"OPEN is not readable: {error}") from error
+
+
+class RefusalPayload(msgspec.Struct, frozen=True):
+    """The payload of REFUSE."""
+
+    reason: Reason
+    detail: str
 
 
 def checksum(block: memoryview) -> int:
@@ -84,8 +119,7 @@ def send_control(peer: socket.socket, kind: Kind, payload: bytes = b"", generati
 
 
 def send_refusal(peer: socket.socket, refused: TransferRefused) -> None:
-    text = json.dumps({"reason": refused.reason, "detail": refused.detail[:500]})
-    send_control(peer, Kind.REFUSE, text.encode())
+    send_control(peer, Kind.REFUSE, msgspec.json.encode(RefusalPayload(refused.reason, refused.detail[:500])))
 
 
 def send_blocks(
@@ -97,12 +131,12 @@ def send_blocks(
     _send_all(peer, [memoryview(head + sums), *blocks])
 
 
-def receive_header(peer: socket.socket) -> Header:
+def receive_header(peer: socket.socket) -> FrameHeader:
     kind, version, layer, first, count, generation = _HEADER.unpack(receive_exactly(peer, _HEADER.size))
     if version != VERSION:
         raise TransferRefused(Reason.PROTOCOL, f"version {version}, not {VERSION}")
     try:
-        return Header(Kind(kind), layer, first, count, generation)
+        return FrameHeader(Kind(kind), layer, first, count, generation)
     except ValueError as error:
         raise TransferRefused(Reason.PROTOCOL, f"frame of unknown kind {kind}") from error
 
@@ -120,9 +154,9 @@ def receive_control(peer: socket.socket, expected: Kind) -> bytes:
 
 def decode_refusal(payload: bytes) -> TransferRefused:
     try:
-        said = json.loads(payload)
-        return TransferRefused(Reason(said["reason"]), str(said["detail"]))
-    except (ValueError, KeyError, TypeError):
+        said = msgspec.json.decode(payload, type=RefusalPayload)
+        return TransferRefused(said.reason, said.detail)
+    except msgspec.MsgspecError:
         return TransferRefused(Reason.PROTOCOL, "refused without a readable reason")
 
 

@@ -1,4 +1,4 @@
-"""The worker's half of the transfer: serves what this rank computes, fetches what others computed."""
+"""The worker side of the transfer: serves what this rank computes, fetches what others computed."""
 
 import logging
 import socket
@@ -10,24 +10,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from kvtransfer.config import ConfigError, transfer_secret
-from kvtransfer.parts import EngineContext, LoadsEnded, WorkerHalf
-from kvtransfer.sizes import GIB, block_bytes
-from kvtransfer.transfer.client import Cancellation, Consumer, Source, dismiss, fetch
-from kvtransfer.transfer.errors import Reason, TransferRefused
-from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
-from kvtransfer.transfer.orders import Fetch, TransferOrder, TransferReport
-from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.config import GIB, block_bytes, transfer_secret
+from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
+from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
+from kvtransfer.transfer.client import Cancellation, Consumer, TransferSource, dismiss, fetch
+from kvtransfer.transfer.exports import Exports, Publisher
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, StagedBlockMemory
+from kvtransfer.transfer.scheduler import Fetch, TransferOrder, TransferReport, TransferScheduler
 from kvtransfer.transfer.server import Producer, TransferServer
-from kvtransfer.transfer.staging import StagedBlockMemory
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
 MAX_FETCHES = 64  # at once; more wait for a thread
 
 
-class TransferWorker(WorkerHalf):
+class TransferWorker(WorkerSide):
     def __init__(self, context: EngineContext, rank: int) -> None:
         config = self._config = context.config
         self._rank = rank
@@ -69,7 +66,9 @@ class TransferWorker(WorkerHalf):
         try:
             listener = socket.create_server(address)
         except OSError as error:
-            raise ConfigError(f"the KV transfer server cannot listen on {address}: {error}") from error
+            raise ConnectorConfigError(
+                f"the KV transfer server cannot listen on {address}: {error}"
+            ) from error
         producer = Producer(self._config.epoch, self._rank, self._ranks, self._config.timeout_s)
         return TransferServer(listener, producer, self._exports, self._memory, self._secret)
 
@@ -109,7 +108,7 @@ class TransferWorker(WorkerHalf):
         reason: Reason | None = Reason.INTERNAL  # stays if something raises that should not
         try:
             if not self._memory.reserve(wanted.blocks):
-                raise TransferRefused(Reason.NO_ROOM, "no staging memory; raise staging_gib")
+                raise TransferRefused(Reason.NO_CAPACITY, "no staging memory; raise staging_gib")
             try:
                 received = fetch(
                     wanted.source, wanted.skip, wanted.blocks, self._memory, self._consumer, cancellation
@@ -136,7 +135,7 @@ class TransferWorker(WorkerHalf):
                 self._counts["transfer_bytes"] += received
                 self._counts["transfer_seconds"] += seconds
 
-    def _dismiss(self, source: Source) -> None:
+    def _dismiss(self, source: TransferSource) -> None:
         try:
             dismiss(source, self._memory, self._consumer)
         except TransferRefused as refused:  # the producer's lease frees it
@@ -173,3 +172,9 @@ def _log_fault(name: str, ended: Future[None]) -> None:
     """A defect of ours: nobody else looks at what these threads raise."""
     if not ended.cancelled() and (fault := ended.exception()) is not None:
         logger.error("transfer for %s failed", name, exc_info=fault)
+
+
+class TransferPlugin(Plugin):
+    name = "transfer"
+    scheduler = TransferScheduler
+    worker = TransferWorker

@@ -1,45 +1,20 @@
-"""The bytes of files: in a local folder or behind any fsspec URL."""
+"""The bytes of files: uploaded as a form, kept in a local folder or behind any fsspec URL."""
 
+import asyncio
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import fsspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
-CHUNK_BYTES = 1 << 20
+from router.errors import BadRequest, PayloadTooLarge
 
-
-class Writer(ABC):
-    """Leaving its `with` discards what is not committed."""
-
-    written = 0
-    committed = False
-
-    def write(self, data: bytes) -> None:
-        self._write(data)
-        self.written += len(data)
-
-    def commit(self) -> None:
-        self._commit()
-        self.committed = True
-
-    @abstractmethod
-    def discard(self) -> None: ...
-
-    @abstractmethod
-    def _write(self, data: bytes) -> None: ...
-
-    @abstractmethod
-    def _commit(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if not self.committed:
-            self.discard()
+_CHUNK_BYTES = 1 << 20
+_FORM_BYTES = 64 << 10  # of an upload's headers and fields, beside the file
 
 
 class Blobs:
@@ -49,13 +24,13 @@ class Blobs:
         self._local = "file" in self._fs.protocol
         self._fs.makedirs(self._root, exist_ok=True)
 
-    def create(self, blob: str) -> Writer:
+    def create(self, blob: str) -> "BlobWriter":
         """A blob that is whole and durable after `commit`; until then nobody knows its name."""
-        return _LocalWriter(self._path(blob)) if self._local else _RemoteWriter(self._fs, self._path(blob))
+        return (_LocalWriter if self._local else BlobWriter)(self._fs, self._path(blob))
 
     def chunks(self, blob: str) -> Iterator[bytes]:
         with self._fs.open(self._path(blob), "rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
     def part(self, blob: str, offset: int, length: int) -> bytes:
@@ -70,51 +45,167 @@ class Blobs:
         return f"{self._root}/{blob}"
 
 
-class _LocalWriter(Writer):
-    def __init__(self, path: str) -> None:
+class BlobWriter:
+    """Leaving its `with` discards what is not committed.
+
+    Object stores keep an object when its upload is closed: that is the commit.
+    """
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
         self._path = path
-        self._partial = f"{path}.part"
-        self._file = open(self._partial, "wb")  # noqa: SIM115  closed by commit or discard
+        self._file = self._open()
+        self.written = 0
+        self.committed = False
 
-    def _write(self, data: bytes) -> None:
+    def _open(self) -> Any:
+        return self._fs.open(self._path, "wb")
+
+    def write(self, data: bytes) -> None:
         self._file.write(data)
+        self.written += len(data)
 
-    def _commit(self) -> None:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        os.replace(self._partial, self._path)
+    def commit(self) -> None:
+        self._file.close()
+        self.committed = True
+
+    def discard(self) -> None:
+        getattr(self._file, "discard", self._file.close)()
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if not self.committed:
+            self.discard()
+
+
+class _LocalWriter(BlobWriter):
+    """Writes beside the blob's name, which appears with the commit."""
+
+    def _open(self) -> Any:
+        return open(f"{self._path}.part", "wb")
+
+    def commit(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(f"{self._path}.part", self._path)
         folder = os.open(os.path.dirname(self._path), os.O_RDONLY)
         try:
             os.fsync(folder)  # the name is durable only with its folder
         finally:
             os.close(folder)
+        self.committed = True
 
     def discard(self) -> None:
         self._file.close()
         with suppress(FileNotFoundError):
-            os.unlink(self._partial)
+            os.unlink(f"{self._path}.part")
 
 
-class _RemoteWriter(Writer):
-    """Object stores keep an object when its upload is closed: that is the commit."""
+@dataclass(slots=True)
+class UploadForm:
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None  # None: no file was in the form
 
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs = fs
-        self._path = path
-        self._file = fs.open(path, "wb")
 
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
+async def receive_form(
+    content_type: str, body: AsyncIterator[bytes], writer: BlobWriter, max_file_bytes: int
+) -> UploadForm:
+    """The part named `file` goes to `writer` as it arrives; the caller commits or discards it."""
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise BadRequest("Upload files as multipart/form-data.", code="invalid_content_type")
+    parts = _Parts()
+    parser = MultipartParser(
+        boundary,
+        {
+            "on_part_begin": parts.begin,
+            "on_part_data": parts.data,
+            "on_part_end": parts.end,
+            "on_header_field": parts.header_name,
+            "on_header_value": parts.header_value,
+            "on_header_end": parts.header_end,
+            "on_headers_finished": parts.headers_finished,
+            "on_end": parts.all_received,
+        },
+    )
+    received = 0
+    try:
+        async for chunk in body:
+            parser.write(chunk)
+            received += len(chunk)
+            file_bytes = writer.written + parts.held
+            if file_bytes > max_file_bytes:
+                raise PayloadTooLarge(f"The file is larger than the {max_file_bytes} bytes allowed.")
+            if received - file_bytes > _FORM_BYTES:
+                text = f"The upload has more than {_FORM_BYTES} bytes beside its file."
+                raise BadRequest(text, code="invalid_multipart")
+            if parts.held >= _CHUNK_BYTES:
+                await asyncio.to_thread(writer.write, parts.take())
+        parser.finalize()
+    except FormParserError as error:
+        raise BadRequest(f"The upload is not well-formed: {error}.", code="invalid_multipart") from None
+    if not parts.complete:
+        raise BadRequest("The upload ended before its last part.", code="invalid_multipart")
+    await asyncio.to_thread(writer.write, parts.take())
+    return parts.form
 
-    def _commit(self) -> None:
-        self._file.close()
 
-    def discard(self) -> None:
-        discard = getattr(self._file, "discard", None)
-        if discard is not None:
-            discard()
+class _Parts:
+    """The parser's callbacks: they only collect."""
+
+    def __init__(self) -> None:
+        self.form = UploadForm()
+        self.held = 0
+        self.complete = False
+        self._pieces: list[bytes] = []
+        self._name = self._value = b""
+        self._disposition = b""
+        self._field: str | None = None  # None: the part is the file
+        self._text = b""
+
+    def take(self) -> bytes:
+        pieces, self._pieces, self.held = self._pieces, [], 0
+        return b"".join(pieces)
+
+    def begin(self) -> None:
+        self._disposition = self._text = b""
+
+    def header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def header_end(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._name = self._value = b""
+
+    def headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._field = options.get(b"name", b"").decode(errors="replace")
+        if self._field == "file" and b"filename" in options:
+            if self.form.filename is not None:
+                raise BadRequest("Upload one file at a time.", param="file", code="invalid_multipart")
+            self._field = None
+            self.form.filename = options[b"filename"].decode(errors="replace")
+
+    def data(self, data: bytes, start: int, end: int) -> None:
+        if self._field is None:
+            self._pieces.append(data[start:end])
+            self.held += end - start
         else:
-            self._file.close()
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(self._path)
+            self._text += data[start:end]
+
+    def end(self) -> None:
+        if self._field is not None:
+            self.form.fields[self._field] = self._text.decode(errors="replace")
+
+    def all_received(self) -> None:
+        self.complete = True

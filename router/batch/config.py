@@ -1,6 +1,14 @@
-"""What the operator sets for offline work."""
+"""Configuration of the batch process: one frozen tree, read from a JSON file, unknown keys refused."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from router.config import ServedModel
+from router.errors import GatewayConfigError
+from router.http import ServerLimits, UpstreamLimits
 
 HOUR_S = 3600
 MIN_WINDOW_S = HOUR_S
@@ -12,39 +20,62 @@ class BatchLimits:
     file_bytes: int = 2 << 30
     line_bytes: int = 16 << 20
     requests_per_batch: int = 1_000_000
-    custom_id_chars: int = 512
     reported_errors: int = 100  # bad lines named in one failed batch; scanning stops there
-    answer_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """How much offline work a decoder is fed, and what happens when a try fails."""
+    """How much offline work an engine is given, and what happens when a try fails."""
 
-    queue_ahead: int = 4  # requests kept waiting inside an engine beyond those that run
-    blind_window: int = 8  # in flight per engine while it reports no state
-    max_in_flight: int = 256  # per engine and gateway
+    max_in_flight: int = 256  # per engine
     keep_free_fraction: float = 0.10  # of an engine's KV, never planned for offline work
-    minimum_in_flight: int = 0  # kept in flight per engine even when online turns wait there
     harvest_prefill: bool = False  # idle prefillers take offline work too
-    tight_fraction: float = 0.25  # a batch whose estimated time needs this much head room is urgent
-    urgent_share: float = 0.75  # of the dispatches, at most, that jump the fair order
+    ageing_s: float | None = None  # an engine without offline work for so long gets one request all the same
     max_tries: int = 5
-    suspect_after: int = 2  # failed tries, after which a request has no other such at its engine
+    request_timeout_s: float = 3600.0
+    # How the dispatcher keeps time: not the operator's; tests are quicker.
+    blind_window: int = 8  # in flight per engine while it reports no state
     backoff_first_s: float = 1.0
     backoff_max_s: float = 60.0
-    request_timeout_s: float = 3600.0
     cancel_grace_s: float = 30.0
     tick_s: float = 0.25
-    gather_s: float = 0.005  # after a pass that sent something: the next one claims more at once
-    lease_s: float = 10.0
+    lost_after_s: float = 10.0  # that the fleet view misses an engine
 
 
-@dataclass(frozen=True, slots=True)
+@checked(frozen=True, config=ConfigDict(extra="forbid"))
 class BatchConfig:
     store_url: str  # sqlite:///path or postgresql+psycopg://…
     files_url: str  # a folder or any fsspec URL
+    models: tuple[ServedModel, ...]
+    directory: str  # host:port
+    secret: str  # the fleet's: the directory asks for it, and so does this process
+    host: str = "127.0.0.1"
+    port: int = 0
     limits: BatchLimits = field(default_factory=BatchLimits)
     dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+    server: ServerLimits = field(default_factory=ServerLimits)  # towards the gateways
+    upstream: UpstreamLimits = field(default_factory=UpstreamLimits)  # towards the engines
     flex_timeout_s: float = 900.0
     file_ttl_s: int | None = None  # uploaded and made files are deleted after this long; None keeps them
+
+    def __post_init__(self) -> None:
+        if not self.secret:
+            raise ValueError("secret: without the fleet's secret anybody could name any caller")
+
+
+def load(path: Path) -> BatchConfig:
+    try:
+        return _ADAPTER.validate_json(path.read_bytes())
+    except OSError as wrong:
+        raise GatewayConfigError(f"{path}: {wrong.strerror}") from wrong
+    except ValidationError as wrong:
+        found = ((".".join(map(str, one["loc"])) or "file", one["msg"]) for one in wrong.errors())
+        raise GatewayConfigError("\n".join(f"{path}: {where}: {what}" for where, what in found)) from wrong
+
+
+def dump(config: BatchConfig) -> bytes:
+    """The file from which `load` makes the same configuration."""
+    return _ADAPTER.dump_json(config, indent=2)
+
+
+_ADAPTER = TypeAdapter(BatchConfig)

@@ -1,40 +1,35 @@
-"""The loops of one gateway's offline work: heartbeat, dispatch by the policy, care for the batches."""
+"""The loops of offline work: dispatch by the policy, validation and ends of batches, results made durable."""
 
 import asyncio
 import logging
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from placement.engines import EngineInfo, EngineState
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig
-from router.batch.executor import Executor
-from router.batch.fairness import FairShare
-from router.batch.fleet import Fleet, Presence
-from router.batch.flex import FlexDesk, FlexJob
-from router.batch.flights import Flights
-from router.batch.intake import Intake
-from router.batch.ledger import Ledger
-from router.batch.metrics import BACKLOG, NEAREST_DEADLINE, OLDEST_AGE, STEP_ERRORS, TAKEN_OVER, URGENT
-from router.batch.policy import Room, assign, room_of, share_out
-from router.batch.rate import Rate
+from router.batch.database import StoreTakenOver
+from router.batch.executor import Executor, ResultWriter
+from router.batch.flex import FlexJob, FlexQueue
+from router.batch.in_flight import Engines, InFlight
+from router.batch.lifecycle import BatchLifecycle
+from router.batch.metrics import BACKLOG, NEAREST_DEADLINE, OLDEST_AGE, STEP_ERRORS, URGENT
+from router.batch.policy import SUSPECT_AFTER, Allowance, FairShare, Rate, allowance_of, assign, share_out
 from router.batch.records import Backlog, ClaimedRequest
-from router.batch.steward import Steward
-from router.batch.store.requests import PutBack
-from router.batch.store.store import Store
+from router.batch.request_table import PutBack
+from router.batch.store import Store
+from router.batch.validation import Validator
 from router.http import UpstreamPool
 
 log = logging.getLogger("conserve.router.batch.dispatcher")
 
 Value = TypeVar("Value")
 _DRY_S = 1.0  # a batch whose lines all back off is not asked again for this long
-_IDLE_STEWARD_S = 1.0
+_IDLE_VALIDATION_S = 1.0
 _FAULT_S = 5.0
+_GATHER_S = 0.005  # after a pass that sent something: the next one claims more at once
 
 
 class Dispatcher:
@@ -42,64 +37,46 @@ class Dispatcher:
         self,
         store: Store,
         blobs: Blobs,
-        fleet: Fleet,
+        engines: Callable[[], Engines],
         pool: UpstreamPool,
         config: BatchConfig,
-        engine_api_key: str = "",
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
-        self.id = f"dispatcher-{secrets.token_hex(8)}"
         self._store = store
         self._blobs = blobs
-        self._fleet = fleet
-        self._settings = config.dispatch
+        self._engines = engines
+        self._settings = settings = config.dispatch
         self._clock = clock
         self._threads = ThreadPoolExecutor(6, thread_name_prefix="conserve-batch")
         self._wake = asyncio.Event()
-        self._tend = asyncio.Event()
-        self._flights = Flights(self._settings, clock)
-        self._ledger = Ledger(store, self.id, self._in_thread)
-        self._executor = Executor(
-            pool,
-            self._flights,
-            self._ledger,
-            config.limits,
-            self._settings,
-            self._landed,
-            clock,
-            engine_api_key,
-        )
-        self.flex = FlexDesk(self._flights, config.flex_timeout_s, self._wake.set, clock)
-        intake = Intake(store, blobs, config.limits, fleet.models, clock)
-        self._steward = Steward(store, blobs, intake, self.id, self._settings.cancel_grace_s, clock)
+        self._batch_changed = asyncio.Event()
+        self._in_flight = InFlight(settings, clock)
+        self._results = ResultWriter(store, self._in_thread)
+        self._executor = Executor(pool, self._in_flight, self._results, settings, self._tried, clock)
+        self.flex = FlexQueue(self._in_flight, config.flex_timeout_s, self._wake.set, clock)
+        validator = Validator(store, blobs, config, clock)
+        self._lifecycle = BatchLifecycle(store, blobs, validator, settings.cancel_grace_s, clock)
         self._fair = FairShare()
         self._rate = Rate(clock)
-        self._presence = Presence(self._settings.lease_s, clock)
         self._dry: dict[int, float] = {}
-        self._dispatchers = 1
 
     def batches_changed(self) -> None:
-        """A batch was created or cancelled here: look at once."""
-        self._tend.set()
+        """A batch was created or cancelled: look at once."""
+        self._batch_changed.set()
 
     async def run(self) -> None:
-        """Until cancelled; then gives its leases back."""
-        await self._in_thread(self._beat)
+        """Until cancelled, or until another process takes the store over."""
+        tick_s = self._settings.tick_s
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._ledger.run())
-                tasks.create_task(self._repeat(self._heartbeat, self._settings.lease_s / 3))
-                tasks.create_task(self._repeat(self._dispatch, self._settings.tick_s, self._wake))
-                tasks.create_task(self._repeat(self._take_in, _IDLE_STEWARD_S, self._tend))
-                tasks.create_task(self._repeat(self._see_out, self._settings.tick_s))
+                tasks.create_task(self._results.run())
+                tasks.create_task(self._repeat(self._dispatch, tick_s, self._wake))
+                tasks.create_task(self._repeat(self._validate, _IDLE_VALIDATION_S, self._batch_changed))
+                tasks.create_task(self._repeat(self._end, tick_s))
         finally:
             await self._executor.stop()
-            await asyncio.shield(self._leave())
+            await asyncio.shield(self._results.flush())
             await asyncio.to_thread(self._threads.shutdown)
-
-    async def _leave(self) -> None:
-        await self._ledger.flush()
-        await self._in_thread(lambda: self._store.requests.leave(self.id))
 
     async def _repeat(
         self, step: Callable[[], Awaitable[bool]], pause_s: float, wake: asyncio.Event | None = None
@@ -107,22 +84,19 @@ class Dispatcher:
         """`step` says whether there is more to do at once. A store that is away is waited for."""
         wake = wake or asyncio.Event()
         while True:
+            more = False
             try:
                 more = await step()
+            except StoreTakenOver:
+                raise
             except (SQLAlchemyError, OSError) as error:
                 STEP_ERRORS.labels("store").inc()
-                log.warning(
-                    "step failed, trying again step=%s error=%s reason=%r",
-                    step.__name__,
-                    type(error).__name__,
-                    str(error),
-                )
-                more = False
+                name, kind = step.__name__, type(error).__name__
+                log.warning("step failed, trying again step=%s error=%s reason=%r", name, kind, str(error))
                 await asyncio.sleep(pause_s)
             except Exception:  # one faulty step must not end the others: counted, logged, repeated
                 STEP_ERRORS.labels("fault").inc()
                 log.exception("step failed, trying again step=%s", step.__name__)
-                more = False
                 await asyncio.sleep(max(pause_s, _FAULT_S))
             if more:
                 continue
@@ -136,56 +110,42 @@ class Dispatcher:
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _beat(self) -> int:
-        return self._store.requests.heartbeat(self.id, self._clock(), self._settings.lease_s)
-
-    async def _heartbeat(self) -> bool:
-        taken_over = await self._in_thread(self._beat)
-        self._dispatchers = max(1, await self._in_thread(self._store.requests.dispatchers_alive))
-        if taken_over:
-            TAKEN_OVER.inc(taken_over)
-            log.warning("taken over from a dispatcher that is gone requests=%d", taken_over)
-            self._wake.set()
-        return False
-
-    async def _take_in(self) -> bool:
-        worked = await self._in_thread(self._steward.take_in)
+    async def _validate(self) -> bool:
+        worked = await self._in_thread(self._lifecycle.validate_one)
         if worked:
             self._wake.set()
         return worked
 
-    async def _see_out(self) -> bool:
-        return await self._in_thread(self._steward.see_out)
+    async def _end(self) -> bool:
+        return await self._in_thread(self._lifecycle.end_one)
 
     async def _dispatch(self) -> bool:
         backlog = await self._in_thread(self._store.requests.backlog)
         self._observe(backlog)
-        engines = {info.engine: (info, self._fleet.state(info.engine)) for info in self._fleet.engines()}
-        self._presence.see([info for info, _ in engines.values()])
+        engines = self._engines()
+        slots = self._in_flight.slots(engines)
         self._executor.abort_closed({batch.batch for batch in backlog})
-        self._executor.abort_lost(self._presence.lost)
-        views = self._flights.views(list(engines.values()))
-        rooms = {view.engine: room_of(view, self._settings, self._dispatchers) for view in views}
-        room = Room(
-            sum(r.requests for r in rooms.values()), sum(r.tokens for r in rooms.values() if r.requests)
-        )
-        asking = [*self.flex.backlog(), *self._not_dry(backlog)]
-        wanted, urgent = share_out(asking, room, self._fair, self._settings, self._clock(), self._rate.value)
+        self._executor.abort_lost()
+        allowances = {one.engine: allowance_of(one, self._settings) for one in slots}
+        usable = [allowance for allowance in allowances.values() if allowance.requests]
+        free = Allowance(sum(one.requests for one in usable), sum(one.tokens for one in usable))
+        waiting = [*self.flex.backlog(), *self._not_dry(backlog)]
+        wanted, urgent = share_out(waiting, free, self._fair, self._clock(), self._rate.value)
         if not wanted:
             return False
         URGENT.inc(urgent)
         jobs: list[ClaimedRequest | FlexJob] = []
         for number in (number for number in wanted if number < 0):
             jobs += self.flex.take(number, wanted[number])
-        jobs += await self._claim({batch: count for batch, count in wanted.items() if batch > 0}, asking)
-        placed, left = assign(jobs, views, rooms, self._flights.warm, self._settings)
+        jobs += await self._claim({batch: count for batch, count in wanted.items() if batch > 0}, waiting)
+        placed, left = assign(jobs, slots, allowances, self._in_flight.warm)
         await self._send(placed, engines)
         for job in left:
             if isinstance(job, ClaimedRequest):
-                suspect = job.tries >= self._settings.suspect_after  # waits for another one to end
+                suspect = job.tries >= SUSPECT_AFTER  # waits for another one to end
                 until = self._clock() + _DRY_S if suspect else 0.0
-                self._ledger.put_back(PutBack(job.batch, job.line, until, counts_as_try=False))
-        await asyncio.sleep(self._settings.gather_s)
+                self._results.put_back(PutBack(job.batch, job.line, until, counts_as_try=False))
+        await asyncio.sleep(_GATHER_S)
         return False
 
     def _not_dry(self, backlog: list[Backlog]) -> list[Backlog]:
@@ -193,35 +153,43 @@ class Dispatcher:
         self._dry = {batch: until for batch, until in self._dry.items() if until > now}
         return [batch for batch in backlog if batch.batch not in self._dry]
 
-    async def _claim(self, wanted: dict[int, int], asking: list[Backlog]) -> list[ClaimedRequest]:
+    async def _claim(self, wanted: dict[int, int], waiting: list[Backlog]) -> list[ClaimedRequest]:
         if not wanted:
             return []
         now = self._clock()
-        claimed = await self._in_thread(lambda: self._store.requests.claim(wanted, self.id, now))
-        for batch in asking:
+        claimed = await self._in_thread(lambda: self._store.requests.claim(wanted, now))
+        for batch in waiting:
             missing = wanted.get(batch.batch, 0) - sum(line.batch == batch.batch for line in claimed)
             if missing > 0:
                 self._dry[batch.batch] = now + _DRY_S
                 self._fair.charge(batch.owner, -missing * batch.est_tokens)
         return claimed
 
-    async def _send(
-        self,
-        placed: list[tuple[ClaimedRequest | FlexJob, str]],
-        engines: dict[str, tuple[EngineInfo, EngineState | None]],
-    ) -> None:
+    async def _send(self, placed: list[tuple[ClaimedRequest | FlexJob, str]], engines: Engines) -> None:
+        known = {info.engine: (info, state) for info, state in engines}
         requests = [(job, engine) for job, engine in placed if isinstance(job, ClaimedRequest)]
         lines = await self._in_thread(lambda: [self._line(request) for request, _ in requests])
         for (request, engine), line in zip(requests, lines, strict=True):
-            self._executor.send(request, line, *engines[engine])
+            if line is None:
+                until = self._clock() + _DRY_S
+                self._results.put_back(PutBack(request.batch, request.line, until, counts_as_try=False))
+            else:
+                self._executor.send(request, line, *known[engine])
         for job, engine in placed:
             if isinstance(job, FlexJob):
-                self.flex.grant(job, *engines[engine])
+                self.flex.grant(job, *known[engine])
 
-    def _line(self, request: ClaimedRequest) -> bytes:
-        return self._blobs.part(request.input_file_id, request.offset, request.length)
+    def _line(self, request: ClaimedRequest) -> bytes | None:
+        """None where the files are away: the line must not stay leased."""
+        try:
+            return self._blobs.part(request.input_file_id, request.offset, request.length)
+        except OSError as error:
+            STEP_ERRORS.labels("store").inc()
+            kind = type(error).__name__
+            log.warning("line not read, trying again file=%s error=%s", request.input_file_id, kind)
+            return None
 
-    def _landed(self, request: ClaimedRequest, tokens: int | None) -> None:
+    def _tried(self, request: ClaimedRequest, tokens: int | None) -> None:
         if tokens is not None:
             self._rate.add(request.est_tokens)
             self._fair.charge(request.owner, tokens - request.est_tokens)

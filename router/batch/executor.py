@@ -1,59 +1,62 @@
-"""Sends offline requests to engines and says what came of each."""
+"""Sends offline requests to engines, says what came of each, and makes that durable."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from sqlalchemy.exc import SQLAlchemyError
 
 from placement.engines import EngineInfo, EngineState
-from router.batch.answers import answered, engine_body, failed
-from router.batch.config import BatchLimits, DispatchSettings
-from router.batch.flights import Flights
-from router.batch.ledger import Ledger
-from router.batch.metrics import LOST, SET_ASIDE, TRIES
-from router.batch.records import ClaimedRequest
-from router.batch.retry import Ending, Verdict, back_off, judge_error, judge_fault, judge_status
-from router.batch.store.requests import PutBack
+from router.batch.config import DispatchSettings
+from router.batch.in_flight import Ending, InFlight, Verdict, back_off, judge_error, judge_status
+from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
+from router.batch.records import ClaimedRequest, Result, Usage
+from router.batch.request_table import PutBack
+from router.batch.store import Store
 from router.errors import EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 
 log = logging.getLogger("conserve.router.batch.executor")
 
-OFFLINE_PRIORITY = 10
-_JSON: RawHeaders = [(b"content-type", b"application/json")]
+_OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
+_ANSWER_BYTES = 64 << 20
 _ENGINE_LOST = "engine lost"
+_JSON: RawHeaders = [(b"content-type", b"application/json")]
 
 
-def engine_key(key: str) -> RawHeaders:
-    return [(b"authorization", b"Bearer " + key.encode())] if key else []
+def offline_body(body: Mapping[str, Any]) -> bytes:
+    """As it goes to an engine: marked as offline."""
+    marked = {name: value for name, value in body.items() if name != "service_tier"}
+    return orjson.dumps({**marked, "priority": _OFFLINE_PRIORITY})
 
 
 class Executor:
     def __init__(
         self,
         pool: UpstreamPool,
-        flights: Flights,
-        ledger: Ledger,
-        limits: BatchLimits,
+        in_flight: InFlight,
+        results: "ResultWriter",
         settings: DispatchSettings,
-        landed: Callable[[ClaimedRequest, int | None], None],
+        tried: Callable[[ClaimedRequest, int | None], None],
         clock: Callable[[], float],
-        engine_api_key: str,
     ) -> None:
-        """`landed` hears of every try's end, with the tokens it really took where they are known."""
+        """`tried` hears of every try's end, with the tokens it really took where they are known."""
         self._pool = pool
-        self._flights = flights
-        self._ledger = ledger
-        self._limits = limits
+        self._in_flight = in_flight
+        self._results = results
         self._settings = settings
-        self._landed = landed
+        self._tried = tried
         self._clock = clock
-        self._headers = [*_JSON, *engine_key(engine_api_key)]
         self._tasks: dict[tuple[int, int], tuple[asyncio.Task[None], EngineInfo]] = {}
 
     def send(self, request: ClaimedRequest, line: bytes, info: EngineInfo, state: EngineState | None) -> None:
         key = (request.batch, request.line)
-        self._flights.depart(key, info, state, request.prefix, request.est_tokens, request.tries)
-        task = asyncio.create_task(self._fly(request, line, info))
+        self._in_flight.add(key, info, state, request.prefix, request.est_tokens, request.tries)
+        task = asyncio.create_task(self._try(request, line, info))
         self._tasks[key] = (task, info)
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
@@ -63,10 +66,10 @@ class Executor:
             if batch not in open_batches:
                 task.cancel()
 
-    def abort_lost(self, lost: Callable[[EngineInfo], bool]) -> None:
+    def abort_lost(self) -> None:
         """Requests at an engine that is gone are sent elsewhere without waiting for their connections."""
         for task, info in list(self._tasks.values()):
-            if lost(info):
+            if self._in_flight.lost(info):
                 task.cancel(_ENGINE_LOST)
 
     async def stop(self) -> None:
@@ -75,42 +78,43 @@ class Executor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fly(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> None:
+    async def _try(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> None:
         response: UpstreamResponse | None = None
         tokens: int | None = None
         try:
             response = await self._ask(request, line, info)
-            verdict = judge_status(response.status, request.tries, self._settings)
-            if verdict.final and verdict.ending is Ending.ANSWERED:
+            verdict = judge_status(response.status)
+            if verdict.ending is Ending.ANSWERED:
                 result = answered(request, response.status, response.body)
                 tokens = result.usage.input_tokens + result.usage.output_tokens
-                self._ledger.result(result)
+                self._results.add(result)
         except UpstreamError as error:
-            verdict = judge_error(error, request.tries, self._settings)
+            verdict = judge_error(error)
         except asyncio.CancelledError as cancelled:
             if cancelled.args != (_ENGINE_LOST,):
                 LOST.labels("cancelled").inc(request.est_tokens)
                 raise
-            verdict = judge_error(EngineLost("The engine left the fleet."), request.tries, self._settings)
+            verdict = judge_error(EngineLost("The engine left the fleet."))
         except Exception:  # a fault of ours must not leave a request leased for ever
             log.exception("request failed batch=%d line=%d", request.batch, request.line)
-            verdict = judge_fault(request.tries, self._settings)
+            verdict = Verdict(Ending.FAULT, engine_rests=False)
         finally:
-            self._flights.land((request.batch, request.line))
+            self._in_flight.remove((request.batch, request.line))
         self._conclude(request, info, verdict, response)
-        self._landed(request, tokens)
+        self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
         sent = UpstreamRequest(
             method="POST",
             target=request.endpoint.encode(),
-            headers=self._headers,
-            body=engine_body(line, OFFLINE_PRIORITY),
+            headers=_JSON,
+            body=offline_body(orjson.loads(line)["body"]),
             repeatable=True,
             first_byte_timeout_s=self._settings.request_timeout_s,
         )
-        endpoint = Endpoint.parse(f"http://{info.http}")
-        response = await fetch(self._pool, endpoint, sent, max_bytes=self._limits.answer_bytes)
+        response = await fetch(
+            self._pool, Endpoint.parse(f"http://{info.http}"), sent, max_bytes=_ANSWER_BYTES
+        )
         if response.status == 200 and not response.body:
             raise EngineGarbled("The engine's answer is empty.")
         return response
@@ -118,25 +122,122 @@ class Executor:
     def _conclude(
         self, request: ClaimedRequest, info: EngineInfo, verdict: Verdict, response: UpstreamResponse | None
     ) -> None:
-        TRIES.labels(verdict.ending).inc()
+        ending = verdict.ending
+        TRIES.labels(ending).inc()
         if verdict.engine_rests:
-            self._flights.engine_failed(info.engine)
-        if verdict.ending is Ending.ANSWERED:
-            self._flights.engine_answered(info.engine)
+            self._in_flight.engine_failed(info.engine)
+        if ending is Ending.ANSWERED:
+            self._in_flight.engine_answered(info.engine)
             return
-        if verdict.counts:
-            lost = verdict.ending is Ending.ENGINE_LOST
-            LOST.labels("engine_lost" if lost else "error").inc(request.est_tokens)
-        if not verdict.final:
-            wait = back_off(request.tries + 1 if verdict.counts else 1, self._settings)
-            self._ledger.put_back(PutBack(request.batch, request.line, self._clock() + wait, verdict.counts))
+        if ending.counts:
+            cause = "engine_lost" if ending is Ending.ENGINE_LOST else "error"
+            LOST.labels(cause).inc(request.est_tokens)
+        if not verdict.final(request.tries, self._settings.max_tries):
+            not_before = self._clock() + back_off(request.tries + 1 if ending.counts else 1, self._settings)
+            self._results.put_back(PutBack(request.batch, request.line, not_before, ending.counts))
             return
         SET_ASIDE.inc()
-        log.warning("set aside batch=%d line=%d ending=%s", request.batch, request.line, verdict.ending)
+        log.warning("set aside batch=%d line=%d ending=%s", request.batch, request.line, ending)
         if response is not None and response.status != 200:
-            self._ledger.result(answered(request, response.status, response.body))
-        elif verdict.ending is Ending.TIMEOUT:
-            self._ledger.result(failed(request, "request_timeout", "The model did not answer in time."))
+            self._results.add(answered(request, response.status, response.body))
+        elif ending is Ending.TIMEOUT:
+            self._results.add(_failed(request, "request_timeout", "The model did not answer in time."))
         else:
             message = f"Set aside after {request.tries + 1} tries: each ended in an error of the engine."
-            self._ledger.result(failed(request, "set_aside", message))
+            self._results.add(_failed(request, "set_aside", message))
+
+
+def answered(request: ClaimedRequest, status: int, body: bytes) -> Result:
+    """An engine's answer: usage read, body kept as one line of JSON."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        if status == 200:
+            raise EngineGarbled("The engine's answer is not JSON.") from None
+        parsed = {"error": {"message": body[:500].decode(errors="replace"), "code": None}}
+    usage = _usage(parsed.get("usage")) if isinstance(parsed, dict) else Usage()
+    return Result(request.batch, request.line, status, orjson.dumps(parsed), secrets.token_hex(16), usage)
+
+
+def _failed(request: ClaimedRequest, code: str, message: str) -> Result:
+    body = orjson.dumps({"code": code, "message": message})
+    return Result(request.batch, request.line, 0, body, secrets.token_hex(16))
+
+
+def _usage(usage: Any) -> Usage:
+    """Both spellings: of chat completions and of responses."""
+    if not isinstance(usage, dict):
+        return Usage()
+
+    def count(source: Any, *names: str) -> int:
+        values = (source.get(name) for name in names) if isinstance(source, dict) else ()
+        return next((value for value in values if isinstance(value, int)), 0)
+
+    inputs = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    outputs = usage.get("completion_tokens_details") or usage.get("output_tokens_details")
+    return Usage(
+        input_tokens=count(usage, "prompt_tokens", "input_tokens"),
+        cached_tokens=count(inputs, "cached_tokens"),
+        output_tokens=count(usage, "completion_tokens", "output_tokens"),
+        reasoning_tokens=count(outputs, "reasoning_tokens"),
+    )
+
+
+class ResultWriter:
+    """Makes the ends of tries durable, many at once: what arrives while one group commits forms the next."""
+
+    def __init__(
+        self, store: Store, in_thread: Callable[[Callable[[], None]], Awaitable[None]], retry_s: float = 1.0
+    ) -> None:
+        self._store = store
+        self._in_thread = in_thread
+        self._retry_s = retry_s
+        self._results: list[Result] = []
+        self._put_backs: list[PutBack] = []
+        self._work = asyncio.Event()
+
+    def add(self, result: Result) -> None:
+        self._results.append(result)
+        self._work.set()
+
+    def put_back(self, line: PutBack) -> None:
+        self._put_backs.append(line)
+        self._work.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._work.wait()
+            try:
+                await self.flush()
+            except SQLAlchemyError as error:
+                STEP_ERRORS.labels("store").inc()
+                reason = type(error).__name__
+                log.warning("results not written, trying again wait_s=%.0f error=%s", self._retry_s, reason)
+                await asyncio.sleep(self._retry_s)
+
+    async def flush(self) -> None:
+        """Nothing is dropped before it is durable."""
+        results, put_backs = self._results[:], self._put_backs[:]
+        await self._in_thread(lambda: self._write(results, put_backs))
+        del self._results[: len(results)]
+        del self._put_backs[: len(put_backs)]
+        if not self._results and not self._put_backs:
+            self._work.clear()
+
+    def _write(self, results: list[Result], put_backs: list[PutBack]) -> None:
+        if results:
+            started = time.perf_counter()
+            accepted = self._store.requests.record(results)
+            COMMIT_SECONDS.observe(time.perf_counter() - started)
+            DUPLICATES.inc(len(results) - len(accepted))
+            good = (result for result in results if result.succeeded)
+            _count([result.usage for result in good if (result.batch, result.line) in accepted])
+        if put_backs:
+            self._store.requests.put_back(put_backs)
+
+
+def _count(usages: list[Usage]) -> None:
+    cached = sum(usage.cached_tokens for usage in usages)
+    HARVESTED.labels("cached").inc(cached)
+    HARVESTED.labels("prompt").inc(sum(usage.input_tokens for usage in usages) - cached)
+    HARVESTED.labels("output").inc(sum(usage.output_tokens for usage in usages))

@@ -1,6 +1,7 @@
-"""Service tier flex: a normal request that waits for room among the offline work, and runs as such.
+"""Service tier flex: a normal request that waits for capacity among the offline work, and runs as such.
 
 Not durable: its client waits for it. It competes with the batches of its key as a batch that closes first.
+It belongs to no conversation: any engine may do.
 """
 
 import asyncio
@@ -10,22 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from placement.engines import EngineInfo, EngineState
-from router.batch.answers import offline_body
-from router.batch.executor import OFFLINE_PRIORITY
-from router.batch.flights import Flights
+from router.batch.in_flight import InFlight
 from router.batch.metrics import FLEX
-from router.batch.prefix import prefix_key
 from router.batch.records import Backlog
-from router.batch.validate import estimated_tokens
+from router.batch.validation import estimated_tokens, prefix_key
 from router.errors import TooManyRequests
 
 
 @dataclass(frozen=True, slots=True)
 class FlexSlot:
-    """Room at an engine, held until the request has ended."""
+    """A place at an engine, held until the request has ended."""
 
     engine: EngineInfo
-    body: bytes  # as it goes to the engine
     timeout_s: float  # for the engine's first byte
 
 
@@ -40,11 +37,11 @@ class FlexJob:
     tries: int = 0
 
 
-class FlexDesk:
+class FlexQueue:
     def __init__(
-        self, flights: Flights, timeout_s: float, wake: Callable[[], None], clock: Callable[[], float]
+        self, in_flight: InFlight, timeout_s: float, wake: Callable[[], None], clock: Callable[[], float]
     ) -> None:
-        self._flights = flights
+        self._in_flight = in_flight
         self._timeout_s = timeout_s
         self._wake = wake
         self._clock = clock
@@ -53,7 +50,7 @@ class FlexDesk:
 
     @asynccontextmanager
     async def slot(self, owner: str, body: Mapping[str, Any], size: int) -> AsyncIterator[FlexSlot]:
-        """Wait for room, or raise 429 as OpenAI does when flex has none. `size`: bytes of the body."""
+        """Wait for capacity, or raise 429 as OpenAI does when flex has none. `size`: bytes of the body."""
         now = self._clock()
         job = FlexJob(
             owner=owner,
@@ -67,11 +64,10 @@ class FlexDesk:
         self._wake()
         engine = await self._granted(job)
         try:
-            left = max(1.0, job.until - self._clock())
-            yield FlexSlot(engine, offline_body(body, OFFLINE_PRIORITY), left)
+            yield FlexSlot(engine, max(1.0, job.until - self._clock()))
             FLEX.labels("served").inc()
         finally:
-            self._flights.land(job)
+            self._in_flight.remove(job)
             self._wake()
 
     async def _granted(self, job: FlexJob) -> EngineInfo:
@@ -81,14 +77,14 @@ class FlexDesk:
         except (TimeoutError, asyncio.CancelledError) as ended:
             self._forget(job)
             if job.granted.done() and not job.granted.cancelled():  # granted in the same moment
-                self._flights.land(job)
+                self._in_flight.remove(job)
                 self._wake()
             if isinstance(ended, asyncio.CancelledError):
                 FLEX.labels("client_left").inc()
                 raise
-            FLEX.labels("no_room").inc()
+            FLEX.labels("no_capacity").inc()
             raise TooManyRequests(
-                "No room for flex work now. Try again later or use the default service tier.",
+                "No capacity for flex work now. Try again later or use the default service tier.",
                 code="resource_unavailable",
                 retry_after_s=60.0,
             ) from None
@@ -96,28 +92,29 @@ class FlexDesk:
     def backlog(self) -> list[Backlog]:
         """One entry a key, under a negative number so that it meets no batch's."""
         self._numbers = {-number: owner for number, owner in enumerate(sorted(self._waiting), start=1)}
-        return [
-            Backlog(
-                batch=number,
-                owner=owner,
-                pending=len(self._waiting[owner]),
-                leased=0,
-                accepting=True,
-                est_tokens=sum(job.est_tokens for job in self._waiting[owner]) // len(self._waiting[owner]),
-                created_at=int(self._waiting[owner][0].since),
-                expires_at=int(self._waiting[owner][0].until),
-            )
-            for number, owner in self._numbers.items()
-        ]
+        return [self._backlog_of(number, self._waiting[owner]) for number, owner in self._numbers.items()]
+
+    @staticmethod
+    def _backlog_of(number: int, jobs: list[FlexJob]) -> Backlog:
+        return Backlog(
+            batch=number,
+            owner=jobs[0].owner,
+            pending=len(jobs),
+            leased=0,
+            accepting=True,
+            est_tokens=sum(job.est_tokens for job in jobs) // len(jobs),
+            created_at=int(jobs[0].since),
+            expires_at=int(jobs[0].until),
+        )
 
     def take(self, number: int, count: int) -> list[FlexJob]:
         return self._waiting.get(self._numbers[number], [])[:count]
 
     def grant(self, job: FlexJob, engine: EngineInfo, state: EngineState | None) -> None:
         if job.granted.done():
-            return  # its client left while the room was being found
+            return  # its client left while a place was being found
         self._forget(job)
-        self._flights.depart(job, engine, state, job.prefix, job.est_tokens, job.tries)
+        self._in_flight.add(job, engine, state, job.prefix, job.est_tokens, job.tries)
         job.granted.set_result(engine)
 
     def _forget(self, job: FlexJob) -> None:

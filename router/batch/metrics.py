@@ -1,4 +1,4 @@
-"""What can be watched of offline work."""
+"""Metrics of offline work."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -20,13 +20,9 @@ NEAREST_DEADLINE = Gauge(
     "conserve_batch_nearest_deadline_seconds",
     "Time left to the running batch whose window closes first, 0 without one.",
 )
-IN_FLIGHT = Gauge(
-    "conserve_batch_in_flight_requests", "Offline requests this gateway has at engines.", ["engine"]
-)
+IN_FLIGHT = Gauge("conserve_batch_in_flight_requests", "Offline requests at engines.", ["engine"])
 TRIES = Counter(
-    "conserve_batch_tries",
-    "Offline requests sent to engines, by how the try ended.",
-    ["outcome"],
+    "conserve_batch_tries", "Offline requests sent to engines, by how the try ended.", ["outcome"]
 )
 SET_ASIDE = Counter(
     "conserve_batch_set_aside_requests",
@@ -43,9 +39,9 @@ LOST = Counter(
     "engine_lost, error, cancelled. Should stay near zero.",
     ["cause"],
 )
-TAKEN_OVER = Counter(
-    "conserve_batch_taken_over_requests",
-    "Leased requests taken over from a dispatcher whose heartbeat ended.",
+REQUEUED = Counter(
+    "conserve_batch_requeued_requests",
+    "Requests that were in flight when an earlier batch process ended, queued again at the start.",
 )
 DUPLICATES = Counter(
     "conserve_batch_late_results", "Results not kept because the line had one or its batch was closed."
@@ -69,5 +65,5 @@ from_zero(BATCHES_ENDED, "completed", "failed", "expired", "cancelled")
 from_zero(TRIES, "answered", "busy", "error", "unreachable", "engine_lost", "timeout", "fault")
 from_zero(HARVESTED, "prompt", "cached", "output")
 from_zero(LOST, "engine_lost", "error", "cancelled")
-from_zero(FLEX, "served", "client_left", "no_room")
+from_zero(FLEX, "served", "client_left", "no_capacity")
 from_zero(STEP_ERRORS, "store", "fault")

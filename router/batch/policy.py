@@ -2,17 +2,21 @@
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from placement.engines import EngineState, Role
 from router.batch.config import DispatchSettings
-from router.batch.fairness import FairShare
-from router.batch.prefix import group_of
 from router.batch.records import Backlog
+from router.batch.validation import group_of
 
+QUEUE_AHEAD = 4  # requests kept waiting inside an engine beyond those that run
+SUSPECT_AFTER = 2  # failed tries, after which a request has no other such at its engine
+_TIGHT_FRACTION = 0.25  # a batch whose estimated time needs this much head room is urgent
+_URGENT_SHARE = 0.75  # of the dispatches, at most, that jump the fair order
 _WARM_WORTH = 0.5  # how much more loaded a decoder may be for the sake of the prefix it holds
+_RATE_SPAN_S = 60.0
 
 
 class Job(Protocol):
@@ -28,28 +32,29 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineView:
-    """An engine as this dispatcher sees it now."""
+class EngineSlots:
+    """An engine as the dispatcher sees it now."""
 
     engine: str
     role: Role
     kv_tokens: int
     state: EngineState | None  # None: it reports nothing
-    in_flight: int  # requests of this dispatcher at it
+    in_flight: int  # offline requests at it
     unseen_tokens: int  # of those sent since its last report
     suspects: int  # of those in flight, requests that failed before
     resting: bool = False  # backs off after errors
+    starved: bool = False  # of offline work, for longer than `ageing_s`
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Allowance:
     """How much more one engine is given now."""
 
     requests: int
     tokens: int
 
 
-def room_of(engine: EngineView, settings: DispatchSettings, dispatchers: int = 1) -> Room:
+def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
     """An engine's window is what it runs plus a short queue: what waits there can be taken back for nothing.
 
     A decoder that runs all it is given sees its window grow with each report; one that stops admitting
@@ -57,54 +62,101 @@ def room_of(engine: EngineView, settings: DispatchSettings, dispatchers: int = 1
     """
     state = engine.state
     if engine.resting or (state is not None and state.draining):
-        return Room(0, 0)
+        return Allowance(0, 0)
     if engine.role is Role.PREFILL and not (settings.harvest_prefill and _idle(state)):
-        return Room(0, 0)
+        return Allowance(0, 0)
     if state is None:
         tokens = max(0, engine.kv_tokens - engine.unseen_tokens)
-        return Room(max(0, settings.blind_window - engine.in_flight), tokens)
-    window = -(-(state.offline_running + settings.queue_ahead) // dispatchers)
+        return Allowance(max(0, settings.blind_window - engine.in_flight), tokens)
+    window = state.offline_running + QUEUE_AHEAD
     # What conversations hold between turns and have on the host as well gives way at no cost.
     spare = state.free_tokens + state.idle_tokens
     tokens = spare - int(settings.keep_free_fraction * engine.kv_tokens) - engine.unseen_tokens
-    if state.waiting:  # online turns queue
-        window = min(window, settings.minimum_in_flight)
+    if state.waiting:  # online turns queue: one request is there for the engine's own ageing to serve
+        window = min(window, int(engine.starved))
     elif tokens <= 0:
         # No KV to spare: idle conversations may hold all of it for as long as they live. One request after
         # another goes on in what is kept free, or a batch beside them would never end.
-        window = min(window, max(settings.minimum_in_flight, 1))
-    return Room(max(0, min(window, settings.max_in_flight) - engine.in_flight), max(0, tokens))
+        window = min(window, 1)
+    return Allowance(max(0, min(window, settings.max_in_flight) - engine.in_flight), max(0, tokens))
 
 
 def _idle(state: EngineState | None) -> bool:
     return state is not None and not state.running and not state.waiting
 
 
+class FairShare:
+    """Tokens served by key: whoever has been served the fewest is next.
+
+    A key that comes back from idling starts level with the least served of the busy ones: it neither saves up
+    credit while away nor pays for having been alone before.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+
+    def restrict(self, busy: Collection[str]) -> None:
+        """Start newcomers level, forget keys without work."""
+        staying = [served for owner, served in self._served.items() if owner in busy]
+        level = min(staying, default=0.0)
+        self._served = {owner: self._served.get(owner, level) for owner in busy}
+
+    def next(self, candidates: Collection[str]) -> str:
+        return min(candidates, key=lambda owner: (self._served.get(owner, 0.0), owner))
+
+    def charge(self, owner: str, tokens: float) -> None:
+        """Also negative, when an estimate turns out too high."""
+        if owner in self._served:
+            self._served[owner] += tokens
+
+
+class Rate:
+    """Tokens a second of offline work lately, in the units requests are estimated in.
+
+    Exponentially weighted over about a minute; 0 until something has finished.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started: float | None = None
+        self._weighted = 0.0
+        self._at = 0.0
+
+    def add(self, tokens: int) -> None:
+        now = self._clock()
+        if self._started is None:
+            self._started = self._at = now
+        self._weighted = self._weighted * math.exp(-(now - self._at) / _RATE_SPAN_S) + tokens
+        self._at = now
+
+    @property
+    def value(self) -> float:
+        if self._started is None:
+            return 0.0
+        now = self._clock()
+        kept = self._weighted * math.exp(-(now - self._at) / _RATE_SPAN_S)
+        seen = _RATE_SPAN_S * (1 - math.exp(-(now - self._started) / _RATE_SPAN_S))
+        return kept / max(seen, 1.0)
+
+
 def share_out(
-    backlog: Sequence[Backlog],
-    room: Room,
-    fair: FairShare,
-    settings: DispatchSettings,
-    now: float,
-    tokens_per_s: float,
+    backlog: Sequence[Backlog], free: Allowance, fair: FairShare, now: float, tokens_per_s: float
 ) -> tuple[dict[int, int], int]:
     """How many lines of each batch to take, and how many of those jump the fair order.
 
     Batches whose window gets tight come first, the one that closes first before the others, but only for a
-    part of the room: a key cannot starve others by asking for short windows. The rest goes to the key served
-    least, and within a key to the batch that closes first.
+    part of what is free: a key cannot starve others by asking for short windows. The rest goes to the key
+    served least, and within a key to the batch that closes first.
     """
     open_now = {b.batch: b.pending for b in backlog if b.accepting and b.pending > 0}
     by_deadline = sorted((b for b in backlog if b.batch in open_now), key=lambda b: (b.expires_at, b.batch))
-    fair.keep({b.owner for b in by_deadline})
+    fair.restrict({b.owner for b in by_deadline})
     taken: dict[int, int] = {}
-    tokens = room.tokens
+    tokens = free.tokens
 
     def take(batch: Backlog, count: int) -> int:
         nonlocal tokens
-        fit = max(
-            tokens // batch.est_tokens, 0 if taken else 1
-        )  # one that is larger than all room goes alone
+        fit = max(tokens // batch.est_tokens, 0 if taken else 1)  # one larger than all of it goes alone
         count = min(count, open_now[batch.batch], fit)
         tokens -= count * batch.est_tokens
         open_now[batch.batch] -= count
@@ -113,11 +165,11 @@ def share_out(
         return count
 
     urgent = 0
-    for_urgent = math.ceil(room.requests * settings.urgent_share)
+    for_urgent = math.ceil(free.requests * _URGENT_SHARE)
     for batch in by_deadline:
-        if urgent < for_urgent and _is_tight(batch, settings, now, tokens_per_s):
+        if urgent < for_urgent and _is_tight(batch, now, tokens_per_s):
             urgent += take(batch, for_urgent - urgent)
-    left = room.requests - urgent
+    left = free.requests - urgent
     while left > 0:
         first_of: dict[str, Backlog] = {}
         for batch in by_deadline:
@@ -132,27 +184,25 @@ def share_out(
     return {batch: count for batch, count in taken.items() if count}, urgent
 
 
-def _is_tight(batch: Backlog, settings: DispatchSettings, now: float, tokens_per_s: float) -> bool:
-    time_left = batch.expires_at - now
+def _is_tight(batch: Backlog, now: float, tokens_per_s: float) -> bool:
     if tokens_per_s <= 0:
         return False
     needed = (batch.pending + batch.leased) * batch.est_tokens / tokens_per_s
-    return needed * (1 + settings.tight_fraction) >= time_left
+    return needed * (1 + _TIGHT_FRACTION) >= batch.expires_at - now
 
 
 def assign(
     jobs: Iterable[AnyJob],
-    engines: Sequence[EngineView],
-    rooms: Mapping[str, Room],
+    engines: Sequence[EngineSlots],
+    allowances: Mapping[str, Allowance],
     warm: Mapping[str, str],
-    settings: DispatchSettings,
 ) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
     """To the decoder that holds the job's prefix if it is not much more loaded, else to the least loaded.
 
-    Returns the assignments and the jobs for which there was no room.
+    Returns the assignments and the jobs that fit nowhere.
     """
-    slots = {e.engine: rooms[e.engine].requests for e in engines if rooms[e.engine].requests > 0}
-    tokens = {e.engine: rooms[e.engine].tokens for e in engines}
+    slots = {e.engine: allowances[e.engine].requests for e in engines if allowances[e.engine].requests > 0}
+    tokens = {e.engine: allowances[e.engine].tokens for e in engines}
     suspects = {e.engine: e.suspects for e in engines}
     load = {e.engine: _load(e) for e in engines}
     step = {e.engine: 1 / (1 + slots[e.engine] + e.in_flight) for e in engines if e.engine in slots}
@@ -173,8 +223,8 @@ def assign(
         holder = warm_now.get(group_of(job.prefix))
         if holder is not None and slots.get(holder, 0) > 0 and load[holder] <= least + _WARM_WORTH:
             chosen = holder
-        suspect = job.tries >= settings.suspect_after
-        alone = slots[chosen] == rooms[chosen].requests  # nothing given to it in this round yet
+        suspect = job.tries >= SUSPECT_AFTER
+        alone = slots[chosen] == allowances[chosen].requests  # nothing given to it in this pass yet
         if (suspect and suspects[chosen]) or (job.est_tokens > tokens[chosen] and not alone):
             left.append(job)
             continue
@@ -187,11 +237,10 @@ def assign(
     return placed, left
 
 
-def _load(engine: EngineView) -> float:
+def _load(engine: EngineSlots) -> float:
     """KV of live conversations as a share of the engine, plus how full its offline window is."""
     if engine.state is None:
         return engine.in_flight / (1 + engine.in_flight)
     window = 1 + engine.state.offline_running + engine.state.offline_waiting
-    return engine.state.live_tokens / max(1, engine.kv_tokens) + engine.in_flight / (
-        window + engine.in_flight
-    )
+    live = engine.state.live_tokens / max(1, engine.kv_tokens)
+    return live + engine.in_flight / (window + engine.in_flight)

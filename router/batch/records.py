@@ -1,6 +1,5 @@
-"""The things the store keeps, as plain data."""
+"""Plain data of the store: files, batches, their lines and results."""
 
-import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,7 +17,8 @@ class BatchStatus(StrEnum):
 
 LIVE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+EMBEDDINGS = "/v1/embeddings"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", EMBEDDINGS)
 
 
 class RequestState(StrEnum):
@@ -29,8 +29,9 @@ class RequestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
+    """A file as it is added; read, it is a row of `database.files`."""
+
     id: str
-    seq: int
     owner: str
     filename: str
     purpose: str
@@ -58,35 +59,15 @@ class BatchError:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRecord:
-    id: str
-    seq: int
-    owner: str
-    endpoint: str
+class NewBatch:
+    """What the caller asked for, checked; then it is a row of `database.batches`."""
+
     input_file_id: str
+    endpoint: str
     completion_window: str
-    status: BatchStatus
-    outcome: BatchStatus | None  # the state that finalizing leads to
-    created_at: int
-    expires_at: int
-    in_progress_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    output_file_id: str | None
-    error_file_id: str | None
-    output_ttl_s: int | None
-    errors: tuple[BatchError, ...]
-    metadata: dict[str, str] | None
-    model: str | None
-    total: int
-    completed: int
-    failed: int
-    est_tokens: int
-    usage: Usage
+    window_s: int
+    output_ttl_s: int | None = None
+    metadata: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +84,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
-    """A line this dispatcher holds the lease of."""
+    """A line that is leased: at an engine, or on its way there."""
 
     batch: int  # the batch's seq
     line: int
@@ -146,7 +127,3 @@ class Backlog:
     est_tokens: int  # of an average line
     created_at: int
     expires_at: int
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}{secrets.token_hex(16)}"

@@ -1,66 +1,193 @@
-"""Everything of `router/batch`, put together for a gateway: the app to mount, the dispatcher to run."""
+"""The batch process, put together: `python -m router.batch --config FILE.json`."""
 
+import argparse
 import asyncio
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
-from starlette.applications import Starlette
-from starlette.requests import Request
+import orjson
+import uvloop
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request as AppRequest
 
-from router.batch.api.app import make_app
+from router.batch.api import make_app
 from router.batch.blobs import Blobs
-from router.batch.config import BatchConfig
+from router.batch.config import BatchConfig, load
 from router.batch.dispatcher import Dispatcher
-from router.batch.fleet import Fleet
-from router.batch.flex import FlexDesk
-from router.batch.store.store import Store
-from router.http import Handler, UpstreamPool
+from router.batch.executor import offline_body
+from router.batch.forwarding import PREFIXES, caller_of
+from router.batch.in_flight import Engines
+from router.batch.metrics import REQUEUED
+from router.batch.store import Store
+from router.directory.client import DirectoryClient
+from router.directory.push import BATCH
+from router.errors import ANTHROPIC, GatewayConfigError, NotFound
+from router.http import (
+    Endpoint,
+    Headers,
+    RelayEnd,
+    Request,
+    Responder,
+    Server,
+    UpstreamPool,
+    UpstreamRequest,
+    relay,
+)
 from router.http.asgi import asgi_handler
+from router.logs import log_to_stderr
+from router.turn import Api
 
-# Threads of offline work share the interpreter with the token path, which would wait 5 ms for each of them.
-_SWITCH_S = 0.0005
+log = logging.getLogger("conserve.router.batch")
+
+_NICENESS = 10  # offline work leaves the processor to the relay of interactive turns
+_DRAIN_S = 5.0
+_TURN_BYTES = 1 << 30  # the gateway has bounded it
+_OF_THE_HOP = (b"authorization", b"x-conserve-caller")
 
 
 class BatchService:
-    """Make it inside the event loop; `start` and `stop` once. `owner_of` names the caller, or refuses."""
+    """The Files and Batch APIs, flex turns and the dispatcher. Make it inside the event loop."""
 
     def __init__(
-        self,
-        config: BatchConfig,
-        fleet: Fleet,
-        pool: UpstreamPool,
-        owner_of: Callable[[Request], str],
-        engine_api_key: str = "",
-        clock: Callable[[], float] = time.time,
+        self, config: BatchConfig, engines: Callable[[], Engines], clock: Callable[[], float] = time.time
     ) -> None:
+        self.config = config
         self._store = Store(config.store_url)
+        self._pool = UpstreamPool(config.upstream)
         blobs = Blobs(config.files_url)
-        self._dispatcher = Dispatcher(self._store, blobs, fleet, pool, config, engine_api_key, clock)
-        self.app: Starlette = make_app(
-            self._store, blobs, config, owner_of, self._dispatcher.batches_changed, clock
-        )
+        self._dispatcher = Dispatcher(self._store, blobs, engines, self._pool, config, clock)
+        changed = self._dispatcher.batches_changed
+        self._apis = asgi_handler(make_app(self._store, blobs, config, self._owner_of, changed, clock))
+        self._flex = {api.target.decode(): api for api in Api}
+        self._server = Server(self._handle, config.server)
         self._running: asyncio.Task[None] | None = None
 
-    def mounts(self) -> dict[str, Handler]:
-        """Handlers by path prefix, for the gateway's routes."""
-        handler = asgi_handler(self.app)
-        return {"/v1/files": handler, "/v1/batches": handler}
+    async def start(self) -> int:
+        """Take the store over and serve; returns the port."""
+        requeued = await asyncio.to_thread(self._store.take_over)
+        if requeued:
+            REQUEUED.inc(requeued)
+            log.warning("lines in flight of a former process are queued again requests=%d", requeued)
+        self._running = asyncio.create_task(self._dispatcher.run(), name="dispatcher")
+        return await self._server.start(self.config.host, self.config.port)
 
-    @property
-    def flex(self) -> FlexDesk:
-        return self._dispatcher.flex
-
-    def start(self) -> asyncio.Task[None]:
-        """The task ends only by `stop` or by a fault: whoever runs the gateway watches it."""
-        sys.setswitchinterval(_SWITCH_S)
-        self._running = asyncio.create_task(self._dispatcher.run(), name="batch dispatcher")
-        return self._running
+    async def run_until_signal(self) -> bool:
+        """False when the dispatcher ended first: another process has the store, or by a fault."""
+        assert self._running is not None
+        serving = asyncio.create_task(self._server.run_until_signal(_DRAIN_S))
+        await asyncio.wait({serving, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            log.critical("the dispatcher ended, and so does this process", exc_info=self._running.exception())
+        serving.cancel()
+        return not self._running.done()
 
     async def stop(self) -> None:
+        await self._server.drain(0.1)
         if self._running is not None:
             self._running.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._running
+            await asyncio.gather(self._running, return_exceptions=True)
+        await self._pool.close()
         self._store.close()
+
+    async def _handle(self, request: Request, responder: Responder) -> None:
+        if request.path == "/metrics":  # as open as every other process's
+            page = (b"content-type", CONTENT_TYPE_LATEST.encode())
+            responder.respond(200, generate_latest(), [page])
+        elif request.path.startswith(PREFIXES):
+            await self._apis(request, responder)
+        elif request.path in self._flex:
+            await self._serve_flex(self._flex[request.path], request, responder)
+        else:
+            raise NotFound(f"There is no {request.path[:200]} here.")
+
+    def _owner_of(self, request: AppRequest) -> str:
+        return caller_of(Headers(list(request.headers.raw)), self.config.secret)
+
+    async def _serve_flex(self, api: Api, request: Request, responder: Responder) -> None:
+        """A client that leaves while its turn waits gives its place up."""
+        if api is Api.MESSAGES:
+            responder.error_shape = ANTHROPIC
+        space = caller_of(request.headers, self.config.secret)
+        raw = await request.body.read(_TURN_BYTES)
+        working = asyncio.create_task(self._relay_flex(api, request.headers, space, raw, responder))
+
+        def leave() -> None:
+            working.cancel()
+
+        forget = responder.on_disconnect(leave)
+        try:
+            await working
+        except asyncio.CancelledError:
+            if not responder.disconnected:
+                raise
+        finally:
+            forget()
+            working.cancel()
+
+    async def _relay_flex(
+        self, api: Api, headers: Headers, space: str, raw: bytes, responder: Responder
+    ) -> None:
+        body = orjson.loads(raw)
+        async with self._dispatcher.flex.slot(space, body, len(raw)) as slot:
+            passed = [pair for pair in headers if pair[0].lower() not in _OF_THE_HOP]
+            request = UpstreamRequest(
+                method="POST",
+                target=api.target,
+                headers=passed,
+                body=offline_body(body),
+                repeatable=True,
+                first_byte_timeout_s=slot.timeout_s,
+            )
+            engine = Endpoint.parse(f"http://{slot.engine.http}")
+            outcome = await relay(self._pool, engine, request, responder)
+            if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
+                raise outcome.error
+
+
+def engines_of(directory: DirectoryClient) -> Engines:
+    """Those that serve now, as the directory last pushed them."""
+    loads = [(info, directory.engines.load(info.engine)) for info in directory.engines.infos()]
+    known = [(info, load.state) for info, load in loads if not load.suspect]
+    return [(info, state if state.seq else None) for info, state in known]  # 0: it has not reported yet
+
+
+async def serve(config: BatchConfig) -> bool:
+    """Until SIGTERM or SIGINT, or a failure. The directory may come later: until then lines wait."""
+    directory = DirectoryClient(config.directory, BATCH, secret=config.secret)
+    service = BatchService(config, lambda: engines_of(directory))
+    try:
+        port = await service.start()
+        await directory.start(f"{config.host}:{port}")
+        log.info("serving address=%s:%d", config.host, port)
+        return await service.run_until_signal()
+    finally:
+        await service.stop()
+        await directory.stop()
+
+
+def _yield_the_processor() -> None:
+    """Where Linux shares it among sessions, ours counts and not the process."""
+    os.nice(_NICENESS)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m router.batch", description=__doc__)
+    parser.add_argument(
+        "--config", type=Path, required=True, help="a JSON file of router.batch.config.BatchConfig"
+    )
+    options = parser.parse_args(arguments)
+    log_to_stderr()
+    try:
+        config = load(options.config)
+        _yield_the_processor()
+        return 0 if uvloop.run(serve(config)) else 1
+    except GatewayConfigError as wrong:
+        print(wrong, file=sys.stderr)
+        return 2

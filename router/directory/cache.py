@@ -1,12 +1,26 @@
-"""What a gateway knows without asking: bindings of conversations it serves, and where requests ended."""
+"""What a gateway knows without asking: bindings and prompts of conversations it serves, and the engines as
+the directory pushed them. Enough to serve later turns while the directory is away."""
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from router.identity.chain import End
-from router.identity.nodes import NodeTable
+from placement.engines import EngineInfo, EngineState
+from router import metrics
+from router.chains import End
+from router.directory.messages import EngineRecord, Engines
+from router.identity import NodeTable
+
+_KV_KINDS = {  # label of the metric: field of the state
+    "live": "live_tokens",
+    "parked": "parked_tokens",
+    "offline": "offline_tokens",
+    "free": "free_tokens",
+    "host_used": "host_used_tokens",
+    "host_free": "host_free_tokens",
+}
 
 
 @dataclass(slots=True)
@@ -24,6 +38,8 @@ class Known:
 
 
 class Cache:
+    """Conversations that this gateway serves, the least recently used first to go."""
+
     def __init__(self, max_conversations: int, max_nodes: int) -> None:
         self._limit = max_conversations
         self._known: OrderedDict[str, Known] = OrderedDict()
@@ -72,3 +88,73 @@ class Cache:
     def alone(self, key: str) -> bool:
         """At most one turn of it is in flight here: the one that asks."""
         return self._running.get(key, 0) <= 1
+
+
+class EngineList:
+    """The engines as the directory pushed them."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, EngineRecord] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def infos(self) -> list[EngineInfo]:
+        return [record.info for record in self._records.values()]
+
+    def load(self, engine: str) -> EngineRecord:
+        return self._records[engine]
+
+    def state(self, engine: str) -> EngineState | None:
+        record = self._records.get(engine)
+        return record.state if record is not None else None
+
+    def get(self, engine: str) -> EngineInfo | None:
+        record = self._records.get(engine)
+        return record.info if record is not None else None
+
+    def alive(self, engine: str, epoch: int) -> EngineInfo | None:
+        """The engine, if it still is in that epoch: what it held for a conversation is there."""
+        info = self.get(engine)
+        return info if info is not None and info.epoch == epoch else None
+
+    def usable(self) -> list[EngineInfo]:
+        """Engines any of which may answer what needs no conversation, the least busy first."""
+        able = [record for record in self._records.values() if not record.suspect]
+        able.sort(key=lambda one: (one.state.draining, one.state.running + one.state.waiting))
+        return [record.info for record in able]
+
+    def take(self, pushed: Engines) -> None:
+        if pushed.settled:  # before, the directory may not have heard of all that are alive
+            for gone in self._records.keys() - {record.info.engine for record in pushed.engines}:
+                del self._records[gone]
+                _forget(gone)
+        for record in pushed.engines:
+            name, state = record.info.engine, record.state
+            if not state.seq and self.alive(name, record.info.epoch):
+                continue  # it has not reported to a directory that restarted: what was known of it holds
+            self._records[name] = record
+            metrics.ENGINE_CONVERSATIONS.labels(name).set(record.conversations)
+            metrics.ENGINE_KV_TOKENS.labels(name, "in_use").set(record.kv_in_use)
+            for kind, field in _KV_KINDS.items():
+                metrics.ENGINE_KV_TOKENS.labels(name, kind).set(getattr(state, field))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for(self, engine: str, epoch: int, bound_s: float) -> EngineInfo | None:
+        """An answer may name an engine before the push that announces it has come."""
+        try:
+            async with asyncio.timeout(bound_s):
+                while (info := self.alive(engine, epoch)) is None:
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return info
+
+
+def _forget(engine: str) -> None:
+    """An engine that left for good is not shown with what it last held."""
+    metrics.ENGINE_CONVERSATIONS.remove(engine)
+    for kind in ("in_use", *_KV_KINDS):
+        metrics.ENGINE_KV_TOKENS.remove(engine, kind)

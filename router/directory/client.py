@@ -5,26 +5,24 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import grpc
-import orjson
 
-from placement.admission import Refusal
 from placement.engines import EngineInfo
+from placement.fleet.answers import Refusal
 from router import metrics
-from router.directory import auth, incarnation, messages
-from router.directory import directory_pb2 as pb
-from router.directory import directory_pb2_grpc as rpc
-from router.directory.asker import Asker
-from router.directory.cache import Cache, Known
-from router.directory.engine_list import EngineList
-from router.directory.reporter import Reporter
-from router.directory.waiting import Ask, Placed
-from router.identity.chain import Chain, End
-from router.identity.nodes import Found, Holder
+from router.chains import Chain, End
+from router.directory import messages as m
+from router.directory.cache import Cache, EngineList, Known
+from router.directory.messages import Activity, Ask, Placed
+from router.directory.push import process_name
+from router.directory.rpc import MAX_MESSAGE, BadReply, Method, Stub
+from router.errors import DirectoryUnreachable
+from router.identity import Found, Holder
 
 log = logging.getLogger("conserve.router.directory.client")
 
@@ -35,22 +33,23 @@ _CHANNEL = [
     ("grpc.dns_min_time_between_resolutions_ms", 500),  # by default a lost directory is not found for 30 s
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.max_receive_message_length", 64 << 20),
+    MAX_MESSAGE,
 ]
+_CALL_TIMEOUT_S = 2.0
+_PLACE_GRACE_S = 3.0  # beyond a placement's own waiting time: a directory restart fits into it
+_MAX_CONVERSATIONS = 200_000
+_MAX_NODES = 500_000
 _RETRY_S = 0.1
 _ENGINE_PUSH_S = 2.0
+_PLACES_A_CALL = 500
+_PLACE_CALLS_EVERY_S = 0.002
+_ACTIVITIES_A_CALL = 2000
+_ACTIVITIES_PENDING = 200_000
+_REPORT_EVERY_S = 0.02
+_REPORT_TIMEOUT_S = 5.0
+_REPORT_RETRY_S = 0.25
 
-
-class DirectoryUnreachable(RuntimeError):
-    """The directory did not answer within the time a caller may be kept waiting."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientSettings:
-    call_timeout_s: float = 2.0
-    place_grace_s: float = 3.0  # beyond a placement's own waiting time: a directory restart fits into it
-    max_conversations: int = 200_000
-    max_nodes: int = 500_000
+Reply = TypeVar("Reply")
 
 
 class DirectoryClient:
@@ -60,28 +59,26 @@ class DirectoryClient:
         gateway: str,
         *,
         secret: str = "",
-        settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings or ClientSettings()
-        self.gateway = incarnation.begin(gateway)  # its turns are not those of the process before it
+        self.gateway = process_name(gateway)  # its turns are not those of the process before it
         self.engines = EngineList()
-        self.cache = Cache(self.settings.max_conversations, self.settings.max_nodes)
+        self.cache = Cache(_MAX_CONVERSATIONS, _MAX_NODES)
         self.connected = False
         self._clock = clock
         self._turns = itertools.count(1)
-        self._channel = grpc.aio.insecure_channel(address, _CHANNEL, interceptors=auth.saying(secret))
-        self._stub: Any = rpc.DirectoryStub(self._channel)  # type: ignore[no-untyped-call]
-        self._asker = Asker(self._stub)
-        self._reporter = Reporter(self._stub, self.gateway, self._unknown)
+        self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
+        self._stub = Stub(self._channel, secret)
+        self._places = PlaceCalls(self._stub)
+        self._reports = ActivityReports(self._stub, self.gateway, self._unknown)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, metrics_page: str = "") -> None:
         """`metrics_page`: host:port of this process's own, for who looks for all of them."""
         self._tasks = [
             asyncio.create_task(self._watch_forever(metrics_page)),
-            asyncio.create_task(self._asker.run()),
-            asyncio.create_task(self._reporter.run()),
+            asyncio.create_task(self._places.run()),
+            asyncio.create_task(self._reports.run()),
         ]
 
     async def stop(self) -> None:
@@ -127,13 +124,18 @@ class DirectoryClient:
         running: Callable[[str], bool] = self.cache.running
         try:
             remote, running = await self._find_remotely(chain)
-        except grpc.aio.AioRpcError as wrong:
+        except (grpc.aio.AioRpcError, BadReply) as wrong:
             metrics.FALLBACKS.labels("identify_failed").inc()
-            log.warning("not looked up, counts as a new conversation reason=%s", wrong.code().name)
+            log.warning("not looked up, counts as a new conversation reason=%s", _reason(wrong))
         found = self.cache.nodes.find(chain)  # its twin may have come meanwhile
         if found is not None and (remote is None or found.size >= remote.size):
             return found, self.cache.running
         return remote, running
+
+    @property
+    def unreported(self) -> int:
+        """Activities that the directory has not been told of yet."""
+        return len(self._reports)
 
     def next_turn(self) -> int:
         """A number by which the directory knows a turn of this gateway from its others."""
@@ -142,20 +144,19 @@ class DirectoryClient:
     def turn_began(self, known: Known, turn: int, end: End) -> None:
         """A turn that needs no place; one that was placed has begun by that."""
         self.cache.touch(known)
-        self._reporter.add(pb.Activity(key=known.key, turn=turn, turn_began=messages.node(end)))
+        self._reports.add(Activity(known.key, turn, began=end))
 
-    def prefill_done(self, key: str, prompt_tokens: int, lost: EngineInfo | None = None) -> None:
+    def prefill_done(self, key: str, lost: EngineInfo | None = None) -> None:
         """`lost`: the prefiller could not be reached."""
-        epoch = pb.Epoch(engine=lost.engine, epoch=lost.epoch) if lost else None
-        done = pb.PrefillDone(prompt_tokens=prompt_tokens, lost=epoch)
-        self._reporter.add(pb.Activity(key=key, prefill_done=done))
+        epoch = (lost.engine, lost.epoch) if lost else None
+        self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch)))
 
     def first_token(self, key: str) -> None:
-        self._reporter.add(pb.Activity(key=key, first_token=pb.FirstToken()))
+        self._reports.add(Activity(key, first_token=True))
 
     def abandon(self, key: str, turn: int) -> None:
         """Whoever asked for a place has left. The answer may have been on its way: its turn will not run."""
-        self._reporter.add(pb.Activity(key=key, turn=turn, turn_ended=pb.TurnEnded()))
+        self._reports.add(Activity(key, turn, ended=m.TurnEnded()))
 
     def turn_ended(
         self,
@@ -173,79 +174,66 @@ class DirectoryClient:
             known.turns += 1
             known.completion_tokens = completion_tokens
             known.context_tokens = prompt_tokens + completion_tokens
-        ended = pb.TurnEnded(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            tool_call=tool_call,
-            met=met,
-            missed=missed,
+        if answer is not None and self.cache.get(known.key) is known:
+            self.cache.nodes.record(answer, known.key, alias=True)
+        ended = m.TurnEnded(
+            prompt_tokens, completion_tokens, tool_call, answer, tuple(met), tuple(missed)
         )
-        if answer is not None:
-            ended.answer.CopyFrom(messages.node(answer))
-            if self.cache.get(known.key) is known:
-                self.cache.nodes.record(answer, known.key, alias=True)
-        self._reporter.add(pb.Activity(key=known.key, turn=turn, turn_ended=ended))
+        self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:
         """False when the directory does not know it; raises DirectoryUnreachable."""
-        reply = await self._call(self._stub.End, pb.EndRequest(key=key, cause=cause))
+        known = await self._ask(m.END, m.EndRequest(key, cause))
         self.cache.drop(key)
-        return bool(reply.known)
+        return known
 
     async def describe(self, key: str) -> dict[str, Any] | None:
-        reply = await self._call(self._stub.Describe, pb.DescribeRequest(key=key))
-        return orjson.loads(reply.json) if reply.json else None
+        return await self._ask(m.DESCRIBE, key)
 
-    async def lanes(self, seconds: float) -> dict[str, Any]:
-        reply = await self._call(self._stub.Lanes, pb.LanesRequest(seconds=seconds))
-        lanes: dict[str, Any] = orjson.loads(reply.json)
-        return lanes
+    async def timeline(self, seconds: float) -> m.TimelineReport:
+        return await self._ask(m.TIMELINE, seconds)
 
     async def page(self, prefix: str, after: str, limit: int) -> list[dict[str, Any]]:
-        request = pb.ListRequest(prefix=prefix, after=after, limit=limit)
-        found: list[dict[str, Any]] = orjson.loads((await self._call(self._stub.List, request)).json)
-        return found
+        return await self._ask(m.LIST, m.ListRequest(prefix, after or None, limit))
 
     async def engine(self, engine: str, epoch: int) -> Any:
         return await self.engines.wait_for(engine, epoch, _ENGINE_PUSH_S)
 
-    async def _call(self, method: Any, request: Any) -> Any:
+    async def _ask(self, method: Method[Any, Reply], request: object) -> Reply:
         try:
-            return await method(request, timeout=self.settings.call_timeout_s, wait_for_ready=True)
-        except grpc.aio.AioRpcError as wrong:
-            raise DirectoryUnreachable(f"the directory did not answer ({wrong.code().name})") from wrong
+            return await self._stub.ask(method, request, _CALL_TIMEOUT_S, wait_for_ready=True)
+        except (grpc.aio.AioRpcError, BadReply) as wrong:
+            raise DirectoryUnreachable(f"the directory did not answer ({_reason(wrong)})") from wrong
 
     async def _place(self, ask: Ask) -> Placed | Refusal:
         """Tries again while a directory restarts: a placement made meanwhile is found, not doubled."""
-        until = self._clock() + ask.wait_s + self.settings.place_grace_s
+        until = self._clock() + ask.wait_s + _PLACE_GRACE_S
         while True:
             left = until - self._clock()
-            asked = replace(ask, wait_s=max(0.0, min(ask.wait_s, left - self.settings.place_grace_s)))
+            asked = replace(ask, wait_s=max(0.0, min(ask.wait_s, left - _PLACE_GRACE_S)))
             try:
-                reply = await self._asker.ask(messages.place_request(asked), max(left, 0.05))
-            except (grpc.aio.AioRpcError, TimeoutError) as wrong:
+                return await self._places.ask(asked, max(left, 0.05))
+            except (grpc.aio.AioRpcError, BadReply, TimeoutError) as wrong:
                 if self._clock() + _RETRY_S >= until:
                     self.abandon(ask.key, ask.turn)
-                    reason = wrong.code().name if isinstance(wrong, grpc.aio.AioRpcError) else "no answer"
-                    raise DirectoryUnreachable(f"the directory did not answer ({reason})") from wrong
+                    raise DirectoryUnreachable(f"the directory did not answer ({_reason(wrong)})") from wrong
                 ask = replace(ask, again=True)
                 await asyncio.sleep(_RETRY_S)
-                continue
-            return messages.placed_or_refusal(ask.key, reply)
 
     async def _find_remotely(self, chain: Chain) -> tuple[Found | None, Callable[[str], bool]]:
-        timeout = self.settings.call_timeout_s
+        timeout_s = _CALL_TIMEOUT_S
         last = len(chain.links) - 1
-        reply = await self._stub.Identify(pb.IdentifyRequest(links=chain.links[::-1]), timeout=timeout)
+        request = m.IdentifyRequest(links=tuple(chain.links[::-1]))
+        reply = await self._stub.ask(m.IDENTIFY, request, timeout_s)
         prefixes = [
-            (digest, chain.sizes[last - tails.index] + length)
-            for tails in reply.tails
-            for length in tails.lengths
-            if (digest := chain.digest_at(last - tails.index, length)) is not None
+            (digest, chain.sizes[last - index] + length)
+            for index, lengths in reply.tails
+            for length in lengths
+            if (digest := chain.digest_at(last - index, length)) is not None
         ]
         if prefixes:
-            request = pb.IdentifyRequest(digests=[digest for digest, _ in prefixes])
-            with_tail = await self._stub.Identify(request, timeout=timeout)
+            request = m.IdentifyRequest(digests=tuple(digest for digest, _ in prefixes))
+            with_tail = await self._stub.ask(m.IDENTIFY, request, timeout_s)
             if with_tail.index >= 0:
                 digest, size = prefixes[with_tail.index]
                 return _found(digest, size, with_tail)
@@ -260,31 +248,142 @@ class DirectoryClient:
         self.cache.drop(key)
 
     async def _watch_forever(self, metrics_page: str) -> None:
-        request = pb.WatchRequest(gateway=self.gateway, metrics=metrics_page)
+        request = m.WatchRequest(self.gateway, metrics_page)
         while True:
             try:
-                async for news in self._stub.Watch(request, wait_for_ready=True):
-                    self._take(news)
-            except grpc.aio.AioRpcError as wrong:
-                log.warning("directory lost, serving from what is known reason=%s", wrong.code().name)
+                async for push in self._stub.stream(m.WATCH, request):
+                    self._take(push)
+            except (grpc.aio.AioRpcError, BadReply) as wrong:
+                log.warning("directory lost, serving from what is known reason=%s", _reason(wrong))
             self.connected = False
             metrics.DIRECTORY_UP.set(0)
             await asyncio.sleep(_RETRY_S)
 
-    def _take(self, news: pb.News) -> None:
+    def _take(self, push: m.Push) -> None:
         if not self.connected:
             self.connected = True
             metrics.DIRECTORY_UP.set(1)
-        if news.HasField("engines"):
-            self.engines.take(news.engines)
-        for ended in news.ended:
-            self.cache.drop(ended.key)
-        for key in news.foreign:
+        if push.engines is not None:
+            self.engines.take(push.engines)
+        for key, _ in push.ended:
+            self.cache.drop(key)
+        for key in push.foreign:
             self.cache.drop(key)  # its prompts and sizes as known here are old: ask when it comes back
         metrics.CACHED_BINDINGS.set(len(self.cache))
 
 
-def _found(digest: bytes, size: int, reply: pb.IdentifyReply) -> tuple[Found, Callable[[str], bool]]:
+@dataclass(slots=True)
+class _Waiting:
+    ask: Ask
+    timeout_s: float
+    outcome: asyncio.Future[Placed | Refusal] = field(default_factory=asyncio.Future)
+
+
+class PlaceCalls:
+    """Asks for places, many in one call: turns that begin together share its cost."""
+
+    def __init__(self, stub: Stub) -> None:
+        self._stub = stub
+        self._pending: list[_Waiting] = []
+        self._some = asyncio.Event()
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def ask(self, ask: Ask, timeout_s: float) -> Placed | Refusal:
+        """Raises grpc's error or TimeoutError. Who gives up on it reports its turn as ended."""
+        waiting = _Waiting(ask, timeout_s)
+        self._pending.append(waiting)
+        self._some.set()
+        async with asyncio.timeout(timeout_s):
+            return await waiting.outcome
+
+    async def run(self) -> None:
+        """The first after a pause is asked at once; what comes while it is, in the next call."""
+        try:
+            while True:
+                await self._some.wait()
+                self._some.clear()
+                while self._pending:
+                    batch, self._pending = self._pending[:_PLACES_A_CALL], self._pending[_PLACES_A_CALL:]
+                    call = asyncio.create_task(self._call([one for one in batch if not one.outcome.done()]))
+                    self._calls.add(call)
+                    call.add_done_callback(self._calls.discard)
+                    await asyncio.sleep(_PLACE_CALLS_EVERY_S)
+        finally:
+            for call in self._calls:
+                call.cancel()
+
+    async def _call(self, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        asks = tuple(one.ask for one in batch)
+        longest_s = max(one.timeout_s for one in batch)
+        wrong: Exception = TimeoutError("the directory ended the call without an answer")
+        try:
+            async for answers in self._stub.stream(m.PLACE, asks, longest_s):
+                for answer in answers:
+                    outcome = answer.placed or answer.refused
+                    if outcome is not None and not batch[answer.index].outcome.done():
+                        batch[answer.index].outcome.set_result(outcome)
+        except (grpc.aio.AioRpcError, BadReply) as error:
+            wrong = error
+        finally:
+            for one in batch:
+                if not one.outcome.done():
+                    one.outcome.set_exception(wrong)
+
+
+class ActivityReports:
+    """What happened to turns, sent in order, many at a time, off the request's path."""
+
+    def __init__(self, stub: Stub, gateway: str, on_unknown: Callable[[str], None]) -> None:
+        self._stub, self._gateway, self._on_unknown = stub, gateway, on_unknown
+        self._pending: deque[Activity] = deque()
+        self._some = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, activity: Activity) -> None:
+        if len(self._pending) >= _ACTIVITIES_PENDING:
+            self._pending.popleft()
+            metrics.FALLBACKS.labels("report_dropped").inc()
+        self._pending.append(activity)
+        self._some.set()
+
+    async def run(self) -> None:
+        """No delay after a pause; then at most one call every `_REPORT_EVERY_S`, with all that came
+        meanwhile: a call costs the gateway as much as a turn."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._pending:
+                count = min(_ACTIVITIES_A_CALL, len(self._pending))
+                batch = tuple(self._pending.popleft() for _ in range(count))
+                if await self._send(batch):
+                    await asyncio.sleep(_REPORT_EVERY_S)
+                else:
+                    self._pending.extendleft(reversed(batch))
+                    await asyncio.sleep(_REPORT_RETRY_S)
+
+    async def _send(self, batch: tuple[Activity, ...]) -> bool:
+        request = m.ReportRequest(self._gateway, batch)
+        try:
+            unknown = await self._stub.ask(m.REPORT, request, _REPORT_TIMEOUT_S)
+        except (grpc.aio.AioRpcError, BadReply) as wrong:
+            log.debug("report not delivered reason=%s", _reason(wrong))
+            return False
+        for key in unknown:
+            self._on_unknown(key)
+        return True
+
+
+def _found(digest: bytes, size: int, reply: m.IdentifyReply) -> tuple[Found, Callable[[str], bool]]:
     running = {holder.conversation for holder in reply.holders if holder.running}
     holders = tuple(Holder(holder.conversation, holder.tip) for holder in reply.holders)
     return Found(digest, size, holders), running.__contains__
+
+
+def _reason(wrong: Exception) -> str:
+    if isinstance(wrong, grpc.aio.AioRpcError):
+        return str(wrong.code().name)
+    return str(wrong) or "no answer"

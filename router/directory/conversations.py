@@ -1,4 +1,4 @@
-"""What the directory knows about each live conversation, apart from where it is bound."""
+"""Records of conversations: what the directory knows of each live one, apart from where it is bound."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
-from placement.bindings import Binding
+from placement.fleet.bindings import Binding
 
 MAX_NOTES = 8
 MAX_OVER = 10_000
+ENDED_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class Conversation:
+class ConversationRecord:
     key: str
     parent: str | None
     created_at: float
@@ -56,12 +57,11 @@ class Conversation:
             del self.notes[1]  # the first one says how it began
 
 
-class Conversations:
+class ConversationRecords:
     """Live conversations, least recently used first, and a bounded memory of ended ones."""
 
-    def __init__(self, remember_ended: int) -> None:
-        self._remember = remember_ended
-        self._live: OrderedDict[str, Conversation] = OrderedDict()
+    def __init__(self) -> None:
+        self._live: OrderedDict[str, ConversationRecord] = OrderedDict()
         self._running: dict[str, set[str]] = {}  # gateway -> conversations with a turn there
         self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # ended before they were heard of
@@ -70,21 +70,21 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[Conversation]:
+    def __iter__(self) -> Iterator[ConversationRecord]:
         return iter(tuple(self._live.values()))
 
-    def get(self, key: str) -> Conversation | None:
+    def get(self, key: str) -> ConversationRecord | None:
         return self._live.get(key)
 
-    def add(self, conversation: Conversation) -> None:
+    def add(self, conversation: ConversationRecord) -> None:
         self._live[conversation.key] = conversation
         self._ended.pop(conversation.key, None)
 
-    def touch(self, conversation: Conversation, now: float) -> None:
+    def touch(self, conversation: ConversationRecord, now: float) -> None:
         conversation.used_at = now
         self._live.move_to_end(conversation.key)
 
-    def pop(self, key: str) -> Conversation | None:
+    def pop(self, key: str) -> ConversationRecord | None:
         conversation = self._live.pop(key, None)
         if conversation is not None:
             for gateway in conversation.running:
@@ -107,14 +107,14 @@ class Conversations:
     def parked(self) -> int:
         return len(self._parked)
 
-    def turn_began(self, conversation: Conversation, gateway: str, turn: int) -> None:
+    def turn_began(self, conversation: ConversationRecord, gateway: str, turn: int) -> None:
         conversation.gateway = gateway
         self._parked.pop(conversation.key, None)
         if self._over.pop((gateway, turn), None) is None:
             conversation.running.setdefault(gateway, set()).add(turn)
             self._running.setdefault(gateway, set()).add(conversation.key)
 
-    def turn_ended(self, conversation: Conversation | None, gateway: str, turn: int) -> None:
+    def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
         """An end may be heard of before its beginning: calls overtake each other."""
         here = conversation.running.get(gateway) if conversation is not None else None
         if conversation is None or here is None or turn not in here:
@@ -131,14 +131,14 @@ class Conversations:
     def is_over(self, gateway: str, turn: int) -> bool:
         return (gateway, turn) in self._over
 
-    def gateway_gone(self, gateway: str) -> list[Conversation]:
+    def gateway_gone(self, gateway: str) -> list[ConversationRecord]:
         """Its turns run no more; returns the conversations that had one there."""
         had = [self._live[key] for key in self._running.pop(gateway, ())]
         for conversation in had:
             conversation.running.pop(gateway, None)
         return had
 
-    def idle_since(self, before: float) -> list[Conversation]:
+    def idle_since(self, before: float) -> list[ConversationRecord]:
         """Unused since then and without a running turn. Those that run are used: they move to the end."""
         unused = list(takewhile(lambda one: one.used_at <= before, self._live.values()))
         for conversation in unused:
@@ -148,7 +148,7 @@ class Conversations:
 
     def remember_ended(self, key: str, description: dict[str, Any]) -> None:
         self._ended[key] = description
-        if len(self._ended) > self._remember:
+        if len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
 
     def ended(self, key: str) -> dict[str, Any] | None:
@@ -158,8 +158,8 @@ class Conversations:
         """Of conversations with a turn under way, as of their newest finished one."""
         return sum(one.context_tokens for one in self._live.values() if one.running)
 
-    def page(self, prefix: str, after: str | None, limit: int) -> list[Conversation]:
-        """Conversations of one name space, oldest use first; `after` is the last key of the page before."""
+    def page(self, prefix: str, after: str | None, limit: int) -> list[ConversationRecord]:
+        """Those of one name space, oldest use first; `after` is the last key of the page before."""
         keys = iter([key for key in self._live if key.startswith(prefix)])
         if after is not None:
             next((key for key in keys if key == after), None)

@@ -1,19 +1,25 @@
-"""The engines as the directory sees them: announced, reported, suspected, gone."""
+"""The engines as the directory sees them: announced, reported, suspected, gone; and how full they are."""
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable
 
 from placement.engines import EngineInfo, EngineState
-from placement.placer import Placer
+from placement.fleet.capacity import Action, Thresholds, advise
+from placement.fleet.placer import Placer
+from router import metrics
+from router.directory.conversations import ConversationRecords
+from router.directory.messages import CapacityReport, EngineRecord
+
+_LOOK_S = 1.0
+_ADVISE_EVERY = 5  # looks: advice goes through all conversations
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    info: EngineInfo
-    state: EngineState | None
-    suspect: bool
+def unreported(info: EngineInfo) -> EngineState:
+    """The state of an engine that has not said anything yet."""
+    return EngineState(info.engine, info.epoch, 0, 0, 0, 0, 0, 0, 0)
 
 
-class Fleet:
+class FleetView:
     """Keeps the placer's engines. A suspect takes no conversation until it reports again; one that is known
     from before a restart, until it reports at all."""
 
@@ -46,9 +52,9 @@ class Fleet:
     def info(self, engine: str) -> EngineInfo | None:
         return self._infos.get(engine)
 
-    def views(self) -> list[EngineView]:
+    def records(self) -> list[EngineRecord]:
         return [
-            EngineView(info, self._states.get(engine), engine in self._suspects)
+            EngineRecord(info, self._states.get(engine) or unreported(info), engine in self._suspects)
             for engine, info in self._infos.items()
         ]
 
@@ -79,10 +85,17 @@ class Fleet:
             self.version += 1
         return not goes_on
 
+    def newly_parked(self, state: EngineState) -> list[str]:
+        """What a report names that the one taken in before it did not."""
+        before = self._states.get(state.engine)
+        since = before.seq if before is not None else 0
+        return [key for key, named in state.parked.items() if named > since]
+
     def observe(self, state: EngineState, now: float) -> bool:
         """Take in a report; False when it is of another epoch, out of order, or of an unknown engine."""
         info = self._infos.get(state.engine)
-        if info is None or info.epoch != state.epoch:
+        before = self._states.get(state.engine)
+        if info is None or info.epoch != state.epoch or (before is not None and state.seq <= before.seq):
             return False
         if state.engine in self._suspects:
             self._trust(state.engine)
@@ -119,3 +132,44 @@ class Fleet:
     def _trust(self, engine: str) -> None:
         self._suspects.discard(engine)
         self._recalled.discard(engine)
+
+
+class CapacityWatcher:
+    """How full the fleet is, looked at from time to time: gauges, and advice for whoever asks."""
+
+    def __init__(
+        self,
+        thresholds: Thresholds,
+        placer: Placer,
+        conversations: ConversationRecords,
+        clock: Callable[[], float],
+    ) -> None:
+        self._thresholds, self._placer = thresholds, placer
+        self._conversations, self._clock = conversations, clock
+
+    def now(self) -> CapacityReport:
+        signals = self._placer.signals(self._conversations.running_tokens(), self._clock())
+        wait_s, policy = self._placer.settings.max_prefill_wait_s, self._placer.settings.policy
+        advice = advise(signals, self._thresholds, wait_s, prefills=policy.disaggregates)
+        return CapacityReport(signals, advice)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        looks = 0
+        while True:
+            self._placer.look(self._clock())
+            if looks % _ADVISE_EVERY == 0:
+                self._show()
+            looks += 1
+            await asyncio.sleep(_LOOK_S)
+
+    def _show(self) -> None:
+        report = self.now()
+        signals = report.signals
+        metrics.PREFILL_LOAD.set(signals.prefill_load)
+        metrics.PREFILL_WAIT.set(signals.prefill_wait_s)
+        metrics.PREFILL_SATURATES.set(signals.saturates_in_s(self._placer.settings.max_prefill_wait_s))
+        metrics.DECODER_PRESSURE.set(signals.decoder_pressure)
+        given = {one.action: max(1, one.count) for one in report.advice}
+        for action in Action:
+            metrics.CAPACITY_ADVICE.labels(action).set(given.get(action, 0))

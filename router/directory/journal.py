@@ -1,179 +1,170 @@
-"""An append-only log that survives `kill -9`: length, checksum, payload; fsync in groups.
+"""Journal of the directory: what must survive it, one row a thing, in SQLite.
 
 `append` is cheap and reaches the disk soon; `durable` returns when all that was appended before it is there.
-Compaction writes a snapshot beside the log while appends go on to both, and then renames it over the log:
-every record is self-contained, so that replaying an append before the snapshot entry it belongs to does no
-harm.
+Callers that come together share one transaction, and so one sync of the disk.
 """
 
 import asyncio
-import fcntl
 import logging
-import os
-import struct
-from collections.abc import Callable, Iterable
+import sqlite3
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from xxhash import xxh3_64_intdigest
+import msgspec
+import orjson
+
+from placement.engines import EngineInfo
+from placement.fleet.bindings import Binding
+from router.chains import End
+from router.directory.conversations import ConversationRecord
+from router.errors import RouterError
 
 log = logging.getLogger("conserve.router.directory.journal")
 
-_HEAD = struct.Struct("<IQ")
-_MAX_RECORD = 1 << 24
-_LAZY_S = 0.05  # how long a record that nobody waits for may stay in memory
-_SNAPSHOT_SLICE = 200  # records between two turns of the event loop
+VERSION = 1
+_LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
+_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a write that failed, doubled each time
+MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
+_SCHEMA = """
+CREATE TABLE rows (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, UNIQUE (subject, slot));
+PRAGMA user_version = 1;
+"""
+_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload) VALUES (?, ?, ?)"  # the newest id: written last
+_DROP = "DELETE FROM rows WHERE subject = ? AND slot = ?"
+_DROP_ALL = "DELETE FROM rows WHERE subject = ?"
 
 
-class JournalError(RuntimeError):
+class JournalError(RouterError):
     """The journal cannot be read or written; the text says what to do."""
 
 
-def frame(payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload), xxh3_64_intdigest(payload)) + payload
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing about a conversation or an engine; without a payload it is forgotten, and without a slot all
+    about its subject."""
 
-
-def read(data: bytes) -> tuple[list[bytes], int]:
-    """The records of a log, and how many bytes of it are whole: a crash can tear the last record."""
-    records: list[bytes] = []
-    at = 0
-    while at + _HEAD.size <= len(data):
-        length, checksum = _HEAD.unpack_from(data, at)
-        start = at + _HEAD.size
-        payload = data[start : start + length]
-        if length > _MAX_RECORD or len(payload) < length or xxh3_64_intdigest(payload) != checksum:
-            break
-        records.append(payload)
-        at = start + length
-    return records, at
+    subject: str
+    slot: str = ""
+    payload: bytes | None = None
 
 
 class Journal:
-    def __init__(self, path: Path, sync: Callable[[int], None] = os.fdatasync) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._sync = sync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._buffer = bytearray()
-        self._second: bytearray | None = None  # appends of a compaction under way
+        self._pending: list[Row] = []
         self._flushing: asyncio.Task[None] | None = None
-        self._swapping: asyncio.Future[None] | None = None  # the end of a compaction: no flush may begin
-        self._lazy: asyncio.TimerHandle | None = None
-        self._fd = -1
-        self.size = 0
+        self._lazy: asyncio.TimerHandle | None = None  # of the next flush that nobody waits for
+        self._retry_s = _RETRY_S
+        self._failing = ""  # why the last flush failed
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        self._rows = sqlite3.connect(path, timeout=0.5, isolation_level=None, check_same_thread=False)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise JournalError(f"{path} is in use by another directory; stop that one first") from None
+            self._prepare()
+        except sqlite3.Error as wrong:
+            self._rows.close()
+            raise JournalError(_sentence(path, wrong)) from wrong
+        except JournalError:
+            self._rows.close()
+            raise
 
-    def open(self) -> list[bytes]:
-        """Replay, cut off a torn tail, and be ready to append."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        data = self._path.read_bytes()
-        records, whole = read(data)
-        if whole < len(data):
-            torn = self._path.with_suffix(".torn")
-            torn.write_bytes(data[whole:])
-            log.warning("torn end cut off bytes=%d file=%s kept=%s", len(data) - whole, self._path, torn.name)
-            os.ftruncate(self._fd, whole)
-        os.fsync(self._fd)
-        self.size = whole
-        return records
+    def read(self) -> list[Row]:
+        """What has been written, in the order in which it was."""
+        try:
+            found = self._rows.execute("SELECT subject, slot, payload FROM rows ORDER BY id").fetchall()
+        except sqlite3.Error as wrong:
+            raise JournalError(_sentence(self._path, wrong)) from wrong
+        return [Row(*row) for row in found]
 
-    def append(self, payload: bytes) -> None:
-        data = frame(payload)
-        self._buffer += data
-        if self._second is not None:
-            self._second += data
+    def append(self, row: Row) -> None:
+        """Refuses what could never be written: it would hold up all rows behind it."""
+        try:
+            f"{row.subject}{row.slot}".encode()
+        except UnicodeEncodeError as wrong:
+            raise JournalError(f"{row.subject!r} {row.slot!r} is no text that a journal can hold") from wrong
+        self._pending.append(row)
         if self._lazy is None and self._flushing is None:
             self._lazy = asyncio.get_running_loop().call_later(_LAZY_S, self._start_flush)
 
     async def durable(self) -> None:
-        """All that was appended before is on the disk. Callers that come together share one fsync."""
+        """All that was appended before is on the disk."""
         if self._flushing is not None:
             await asyncio.shield(self._flushing)
-        if self._swapping is not None:
-            await asyncio.shield(self._swapping)
-        if self._buffer:
+        if self._pending:
             self._start_flush()
         if self._flushing is not None:
             await asyncio.shield(self._flushing)
 
-    async def compact(self, records: Iterable[bytes]) -> None:
-        """Replace the log by `records` and whatever is appended meanwhile."""
-        await self.durable()
-        self._second = bytearray()
-        path = self._path.with_suffix(".compacting")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        size = 0
-        loop = asyncio.get_running_loop()
-        try:
-            remaining = iter(records)
-            while part := b"".join(frame(record) for record in islice(remaining, _SNAPSHOT_SLICE)):
-                size += await loop.run_in_executor(self._thread, _write_all, fd, part)
-            await loop.run_in_executor(self._thread, self._sync, fd)
-            self._swapping = loop.create_future()
-            if self._flushing is not None:
-                await asyncio.wait([self._flushing])
-            # From here on nothing awaits: no append can fall between the two files.
-            size += _write_all(fd, self._second)
-            self._sync(fd)
-            os.rename(path, self._path)
-            _sync_folder(self._path.parent)
-            os.close(self._fd)
-            self._fd, self.size = fd, size
-            self._buffer.clear()
-        except BaseException:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            self._second = None
-            if self._swapping is not None:
-                self._swapping.set_result(None)
-                self._swapping = None
+    def check_capacity(self) -> None:
+        """Refuses new work while the disk takes nothing and too much waits for it."""
+        if self._failing and len(self._pending) > MAX_UNWRITTEN:
+            raise JournalError(self._failing)
 
     async def close(self) -> None:
-        if self._lazy is not None:
-            self._lazy.cancel()
         with suppress(JournalError):
             await self.durable()
+        if self._lazy is not None:
+            self._lazy.cancel()
         self._thread.shutdown(wait=True)
-        os.close(self._fd)
-        os.close(self._lock)
+        self._rows.close()
+
+    def _prepare(self) -> None:
+        self._rows.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._rows.execute("PRAGMA journal_mode = WAL")
+        self._rows.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
+        (version,) = self._rows.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise JournalError(
+                f"{self._path} is a journal of version {version}, and this is version {VERSION}: start the "
+                "version of conserve that wrote it, or move the file away (its conversations begin anew)"
+            )
+        self._rows.execute("BEGIN IMMEDIATE")
+        self._rows.execute("COMMIT")
+        if version == 0:
+            self._rows.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
 
     def _start_flush(self) -> None:
         if self._lazy is not None:
             self._lazy.cancel()
             self._lazy = None
-        if self._flushing is None and self._swapping is None and self._buffer:
+        if self._flushing is None and self._pending:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
             self._flushing.add_done_callback(_retrieve)
 
     async def _flush(self) -> None:
-        data = bytes(self._buffer)
-        self._buffer.clear()
+        loop, rows = asyncio.get_running_loop(), self._pending[:]
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, data)
-        except OSError as wrong:
-            self._buffer[:0] = data  # the next flush tries again
+            await loop.run_in_executor(self._thread, self._write, rows)
+        except Exception as wrong:  # whatever it is: the rows stay, and are tried again
             self._flushing = None
-            log.error("cannot write file=%s reason=%r", self._path, str(wrong))
-            raise JournalError(f"cannot write {self._path}: {wrong}; free space or fix the disk") from wrong
-        self.size += len(data)
-        self._flushing = None
+            self._failing = f"cannot write {self._path}: {wrong}; free space or fix the disk"
+            self._lazy = loop.call_later(self._retry_s, self._start_flush)
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            log.error("cannot write file=%s rows=%d reason=%r", self._path, len(rows), str(wrong))
+            raise JournalError(self._failing) from wrong
+        del self._pending[: len(rows)]
+        self._flushing, self._failing, self._retry_s = None, "", _RETRY_S
         self._start_flush()
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, rows: list[Row]) -> None:
+        execute = self._rows.execute
+        execute("BEGIN")
         try:
-            _write_all(self._fd, data)
-            self._sync(self._fd)
-        except OSError:
-            os.ftruncate(self._fd, self.size)  # half a record would hide those after it
+            for row in rows:
+                if row.payload is not None:
+                    execute(_PUT, (row.subject, row.slot, row.payload))
+                elif row.slot:
+                    execute(_DROP, (row.subject, row.slot))
+                else:
+                    execute(_DROP_ALL, (row.subject,))
+            execute("COMMIT")
+        except Exception:
+            if self._rows.in_transaction:
+                execute("ROLLBACK")
             raise
 
 
@@ -183,16 +174,104 @@ def _retrieve(flush: asyncio.Task[None]) -> None:
         flush.exception()
 
 
-def _write_all(fd: int, data: bytes | bytearray) -> int:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    return len(data)
+def _sentence(path: Path, wrong: sqlite3.Error) -> str:
+    if "locked" in str(wrong):
+        return f"{path} is in use by another directory; stop that one first"
+    return (
+        f"{path} is no journal that this version can read ({wrong}): it is damaged, or of a version before "
+        "1. Move it away; its conversations begin anew"
+    )
 
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+# What is written of a conversation and an engine
+
+_CONVERSATION, _ENGINE = "c:", "e:"
+_WHOLE, _TURNS, _BINDING, _NODE = "whole", "turns", "binding", "n:"
+_BOUND = tuple[str, int, float]  # engine, epoch, since when
+_COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tokens")
+
+
+def placed(conversation: ConversationRecord, binding: Binding) -> Iterator[Row]:
+    fields = asdict(conversation)
+    for name in ("running", "gateway"):
+        del fields[name]
+    subject = _CONVERSATION + conversation.key
+    yield Row(subject, _WHOLE, orjson.dumps(fields))
+    yield Row(subject, _BINDING, orjson.dumps([binding.engine, binding.epoch, binding.bound_at]))
+
+
+def turn_ended(conversation: ConversationRecord) -> Row:
+    counts = {name: getattr(conversation, name) for name in _COUNTS}
+    return Row(_CONVERSATION + conversation.key, _TURNS, orjson.dumps(counts))
+
+
+def node(key: str, at: float, end: End, alias: bool = False) -> Row:
+    place = [end.link.hex(), end.tail_bytes, end.tail_digest.hex(), alias, at]
+    return Row(_CONVERSATION + key, _NODE + end.digest.hex(), orjson.dumps(place))
+
+
+def unbound(key: str) -> Row:
+    return Row(_CONVERSATION + key, _BINDING)
+
+
+def ended(key: str) -> Row:
+    return Row(_CONVERSATION + key)
+
+
+def engine(info: EngineInfo) -> Row:
+    return Row(_ENGINE + info.engine, _WHOLE, orjson.dumps(asdict(info)))
+
+
+def engine_gone(name: str) -> Row:
+    return Row(_ENGINE + name)
+
+
+@dataclass(slots=True)
+class Remembered:
+    """What the rows say, in order of use."""
+
+    engines: list[EngineInfo]
+    conversations: list[tuple[ConversationRecord, tuple[str, int, float] | None, list[tuple[End, bool]]]]
+
+
+def remembered(rows: list[Row]) -> Remembered:
+    """Of rows as they were written, or of those that are left of them. Fields that only a newer version knows
+    are passed over."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return _remembered(rows)
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as wrong:
+        raise JournalError(
+            f"a row of the directory's journal cannot be read ({wrong}): it is damaged, or of a newer "
+            "version. Start that version, or move the journal away (its conversations begin anew)"
+        ) from wrong
+
+
+def _remembered(rows: list[Row]) -> Remembered:
+    subjects: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        slots = subjects.setdefault(row.subject, {})
+        slots.pop(row.slot, None)
+        if row.payload is not None:
+            slots[row.slot] = orjson.loads(row.payload)
+        elif not row.slot:
+            del subjects[row.subject]
+    found = Remembered([], [])
+    for subject, slots in subjects.items():
+        whole = slots.get(_WHOLE)
+        if whole is None:
+            continue
+        if subject.startswith(_ENGINE):
+            found.engines.append(msgspec.convert(whole, EngineInfo))
+            continue
+        record = msgspec.convert({**whole, **slots.get(_TURNS, {})}, ConversationRecord)
+        nodes = []
+        for slot, place in slots.items():
+            if slot.startswith(_NODE):
+                end = End(bytes.fromhex(place[0]), place[1], bytes.fromhex(place[2]))
+                nodes.append((end, bool(place[3])))
+                record.used_at = max(record.used_at, place[4])
+        record.used_at = max(record.used_at, whole["used_at"])
+        bound = msgspec.convert(slots[_BINDING][:3], _BOUND) if _BINDING in slots else None
+        found.conversations.append((record, bound, nodes))
+    found.conversations.sort(key=lambda one: one[0].used_at)
+    return found

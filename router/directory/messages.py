@@ -1,173 +1,194 @@
-"""Between the wire's messages and the rooms' own data."""
+"""Messages between gateways and the directory: plain data, sent as it is (`rpc.py`)."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import dataclass, field
+from typing import Any
 
-import orjson
-
-from placement.admission import Refusal, RefusalReason
-from placement.advice import Action, Recommendation
-from placement.capacity import Signals
-from placement.engines import EngineInfo, EngineState, Role
-from router.directory import directory_pb2 as pb
-from router.directory.fleet import EngineView
-from router.directory.waiting import Ask, Placed
-from router.identity.chain import End
+from placement.engines import EngineInfo, EngineState
+from placement.fleet.answers import Refusal
+from placement.fleet.capacity import Recommendation, Signals
+from router.chains import End
+from router.directory.rpc import Method
 
 
-def node(end: End) -> pb.Node:
-    return pb.Node(link=end.link, tail_bytes=end.tail_bytes, tail_digest=end.tail_digest)
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A turn that needs a place: the first of a conversation, or a later one that may have to be moved
+    through a prefiller (`uncached_tokens`), or one whose decoder was lost (`lost`)."""
+
+    key: str
+    gateway: str
+    prompt_tokens: int
+    wait_s: float
+    parent: str | None = None
+    uncached_tokens: int | None = None
+    lost: tuple[str, int] | None = None  # engine and epoch that did not answer
+    end: End | None = None  # of the prompt, recorded as the conversation's newest node
+    turn: int = 0  # the gateway's number of it, by which its end is known
+    again: bool = False  # an earlier call with this very ask got no answer: what it placed did not run
+    alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
 
 
-def end_of(message: pb.Node) -> End:
-    return End(message.link, message.tail_bytes, message.tail_digest)
+@dataclass(frozen=True, slots=True)
+class Placed:
+    key: str
+    engine: str
+    epoch: int
+    prefiller: str | None  # None: the decoder computes the prompt
+    known: bool  # it was bound already
+    cause: str
+    note: dict[str, Any]  # cause, engines, receipt
+    context_tokens: int
 
 
-def place_request(ask: Ask) -> pb.PlaceRequest:
-    return pb.PlaceRequest(
-        key=ask.key,
-        gateway=ask.gateway,
-        parent=ask.parent or "",
-        prompt_tokens=ask.prompt_tokens,
-        wait_s=ask.wait_s,
-        uncached_tokens=ask.uncached_tokens,
-        lost=pb.Epoch(engine=ask.lost[0], epoch=ask.lost[1]) if ask.lost else None,
-        end=node(ask.end) if ask.end else None,
-        again=ask.again,
-        alone=ask.alone,
-        turn=ask.turn,
-    )
+@dataclass(frozen=True, slots=True)
+class PlaceAnswer:
+    """To one ask of a call: one of the two."""
+
+    index: int
+    placed: Placed | None = None
+    refused: Refusal | None = None
 
 
-def ask(request: pb.PlaceRequest) -> Ask:
-    return Ask(
-        key=request.key,
-        gateway=request.gateway,
-        prompt_tokens=request.prompt_tokens,
-        wait_s=request.wait_s,
-        parent=request.parent or None,
-        uncached_tokens=request.uncached_tokens if request.HasField("uncached_tokens") else None,
-        lost=(request.lost.engine, request.lost.epoch) if request.HasField("lost") else None,
-        end=end_of(request.end) if request.HasField("end") else None,
-        again=request.again,
-        alone=request.alone,
-        turn=request.turn,
-    )
+@dataclass(frozen=True, slots=True)
+class IdentifyRequest:
+    """Which conversation a prompt goes on from: by its links, longest prefix first; or by the prefixes with
+    a tail that the answer to those asked about, longest first."""
+
+    links: tuple[bytes, ...] = ()
+    digests: tuple[bytes, ...] = ()
 
 
-def place_reply(index: int, outcome: Placed | Refusal) -> pb.PlaceReply:
-    if isinstance(outcome, Refusal):
-        refused = pb.Refused(
-            reason=outcome.reason, message=outcome.message, retry_after_s=outcome.retry_after_s
-        )
-        return pb.PlaceReply(index=index, refused=refused)
-    placed = pb.Placed(
-        decoder=pb.Epoch(engine=outcome.engine, epoch=outcome.epoch),
-        prefiller=outcome.prefiller or "",
-        known=outcome.known,
-        cause=outcome.cause,
-        note=orjson.dumps(outcome.note),
-        context_tokens=outcome.context_tokens,
-    )
-    return pb.PlaceReply(index=index, placed=placed)
+@dataclass(frozen=True, slots=True)
+class FoundHolder:
+    conversation: str
+    tip: bool
+    running: bool
 
 
-def placed_or_refusal(key: str, reply: pb.PlaceReply) -> Placed | Refusal:
-    if reply.HasField("refused"):
-        refused = reply.refused
-        return Refusal(RefusalReason(refused.reason), refused.message, refused.retry_after_s)
-    placed = reply.placed
-    return Placed(
-        key=key,
-        engine=placed.decoder.engine,
-        epoch=placed.decoder.epoch,
-        prefiller=placed.prefiller or None,
-        known=placed.known,
-        cause=placed.cause,
-        note=orjson.loads(placed.note),
-        context_tokens=placed.context_tokens,
-    )
+@dataclass(frozen=True, slots=True)
+class IdentifyReply:
+    index: int = -1  # of the longest known prefix in the question's list
+    holders: tuple[FoundHolder, ...] = ()
+    tails: tuple[tuple[int, tuple[int, ...]], ...] = ()  # links with known tails, lengths
 
 
-def capacity_reply(signals: Signals, advice: Iterable[Recommendation]) -> pb.CapacityReply:
-    made = [pb.Recommendation(action=one.action, count=one.count, reason=one.reason) for one in advice]
-    return pb.CapacityReply(**asdict(signals), advice=made)
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    lost: tuple[str, int] | None = None  # the prefiller and its epoch, when it could not be reached
 
 
-def signals(reply: pb.CapacityReply) -> Signals:
-    return Signals(**{field.name: getattr(reply, field.name) for field in fields(Signals)})
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    prompt_tokens: int = 0  # 0: the turn came to nothing
+    completion_tokens: int = 0
+    tool_call: bool = False  # it asked for a tool: the conversation goes on without its user
+    answer: End | None = None  # by which the next turn may name this one (`previous_response_id`)
+    met: tuple[str, ...] = ()  # SLO targets of the answer that were met
+    missed: tuple[str, ...] = ()
 
 
-def advice(reply: pb.CapacityReply) -> tuple[Recommendation, ...]:
-    return tuple(Recommendation(Action(one.action), one.count, one.reason) for one in reply.advice)
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What happened to a turn: one of the four."""
+
+    key: str
+    turn: int = 0  # as in `Ask`
+    began: End | None = None
+    prefilled: PrefillDone | None = None
+    first_token: bool = False
+    ended: TurnEnded | None = None
 
 
-def engine(view: EngineView, conversations: int, kv_in_use: int) -> pb.Engine:
-    info, state = view.info, view.state
-    message = pb.Engine(
-        engine=info.engine,
-        tier=info.tier,
-        role=info.role,
-        epoch=info.epoch,
-        http=info.http,
-        transfer=info.transfer,
-        control=info.control,
-        kv_tokens=info.kv_tokens,
-        block_tokens=info.block_tokens,
-        max_context=info.max_context,
-        suspect=view.suspect,
-        conversations=conversations,
-        kv_in_use=kv_in_use,
-    )
-    if state is not None:
-        message.live_tokens = state.live_tokens
-        message.parked_tokens = state.parked_tokens
-        message.offline_tokens = state.offline_tokens
-        message.free_tokens = state.free_tokens
-        message.running = state.running
-        message.waiting = state.waiting
-        message.draining = state.draining
-        message.seq = state.seq
-        message.offline_running = state.offline_running
-        message.offline_waiting = state.offline_waiting
-        message.host_used_tokens = state.host_used_tokens
-        message.host_free_tokens = state.host_free_tokens
-        message.host_offline_tokens = state.host_offline_tokens
-        message.idle_tokens = state.idle_tokens
-    return message
+@dataclass(frozen=True, slots=True)
+class ReportRequest:
+    gateway: str
+    activities: tuple[Activity, ...]
 
 
-def engine_info(message: pb.Engine) -> EngineInfo:
-    return EngineInfo(
-        engine=message.engine,
-        tier=message.tier,
-        role=Role(message.role),
-        epoch=message.epoch,
-        http=message.http,
-        transfer=message.transfer,
-        control=message.control,
-        kv_tokens=message.kv_tokens,
-        block_tokens=message.block_tokens,
-        max_context=message.max_context,
-    )
+@dataclass(frozen=True, slots=True)
+class WatchRequest:
+    """A gateway is present while this stream is open: turns of one whose stream broke run no longer."""
+
+    gateway: str
+    metrics: str = ""  # host:port of this very process's metrics page
 
 
-def engine_state(message: pb.Engine) -> EngineState:
-    return EngineState(
-        engine=message.engine,
-        epoch=message.epoch,
-        seq=message.seq,
-        live_tokens=message.live_tokens,
-        parked_tokens=message.parked_tokens,
-        offline_tokens=message.offline_tokens,
-        free_tokens=message.free_tokens,
-        running=message.running,
-        waiting=message.waiting,
-        draining=message.draining,
-        offline_running=message.offline_running,
-        offline_waiting=message.offline_waiting,
-        host_used_tokens=message.host_used_tokens,
-        host_free_tokens=message.host_free_tokens,
-        host_offline_tokens=message.host_offline_tokens,
-        idle_tokens=message.idle_tokens,
-    )
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    info: EngineInfo
+    state: EngineState  # without a number (seq): it has not reported to this directory
+    suspect: bool
+    conversations: int = 0
+    kv_in_use: int = 0  # with what is reserved for conversations that it has not reported yet
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    engines: tuple[EngineRecord, ...]
+    settled: bool  # false soon after a restart: engines may be missing that are alive
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a gateway is told without asking."""
+
+    engines: Engines | None = None
+    ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
+    foreign: tuple[str, ...] = ()  # another gateway serves these now
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequest:
+    key: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListRequest:
+    prefix: str
+    after: str | None
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatus:
+    engines: tuple[EngineRecord, ...]
+    waiting: int
+    metrics: str  # host:port of the directory's metrics page
+    gateways: tuple[str, ...]  # and of each gateway process's
+    batch: tuple[str, ...]  # and of the batch process's
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityReport:
+    signals: Signals
+    advice: tuple[Recommendation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineReport:
+    """What conversations did lately, for a person to look at."""
+
+    now: float = 0.0
+    conversations: list[dict[str, Any]] = field(default_factory=list)
+    met: dict[str, int] = field(default_factory=dict)  # answers by SLO target
+    missed: dict[str, int] = field(default_factory=dict)
+
+
+Described = dict[str, Any]  # a conversation, as the API shows it
+
+_SERVICE = "/conserve.directory.v2.Directory"
+# Turns that begin together. Each is answered as soon as it can be, and waits at most its `wait_s`.
+Asks = tuple[Ask, ...]
+PlaceAnswers = tuple[PlaceAnswer, ...]
+PLACE = Method[Asks, PlaceAnswers](f"{_SERVICE}/Place", Asks, PlaceAnswers)
+IDENTIFY = Method[IdentifyRequest, IdentifyReply](f"{_SERVICE}/Identify", IdentifyRequest, IdentifyReply)
+# What happened to turns, in order; answered with conversations that are to be placed again.
+REPORT = Method[ReportRequest, tuple[str, ...]](f"{_SERVICE}/Report", ReportRequest, tuple[str, ...])
+END = Method[EndRequest, bool](f"{_SERVICE}/End", EndRequest, bool)  # whether it was known
+WATCH = Method[WatchRequest, Push](f"{_SERVICE}/Watch", WatchRequest, Push)
+DESCRIBE = Method[str, Described | None](f"{_SERVICE}/Describe", str, Described | None)
+LIST = Method[ListRequest, list[Described]](f"{_SERVICE}/List", ListRequest, list[Described])
+STATUS = Method[None, DirectoryStatus](f"{_SERVICE}/Status", None, DirectoryStatus)
+CAPACITY = Method[None, CapacityReport](f"{_SERVICE}/Capacity", None, CapacityReport)
+TIMELINE = Method[float, TimelineReport](f"{_SERVICE}/Timeline", float, TimelineReport)  # of so many seconds

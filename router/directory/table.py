@@ -1,51 +1,108 @@
 """The one authoritative table: which conversations live, where each is bound, who waits for a place.
 
 A state machine without I/O and without a clock. What has to leave it (journal records, releases on engines,
-news for gateways) collects in `effects`, which the server takes after every call.
+pushes to gateways) collects in `effects`, which the server takes after every call.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.admission import Refusal
-from placement.bindings import Binding, Bindings, StaleEpoch
 from placement.engines import EngineInfo, EngineState
-from placement.placer import FirstTurn, LaterTurn, Placement, Placer
-from router.directory import records
-from router.directory.conversations import Conversation, Conversations
-from router.directory.fleet import Fleet
-from router.directory.waiting import BEHIND, LEFT, RESTARTED, Ask, Placed, Waiter, Waiting
-from router.identity.chain import End
-from router.identity.nodes import NodeTable
+from placement.fleet.answers import Refusal, RefusalReason
+from placement.fleet.bindings import Binding, Bindings, StaleEpoch
+from placement.fleet.placer import FirstTurn, LaterTurn, Placement, Placer
+from router.chains import End
+from router.directory import journal
+from router.directory.conversations import ConversationRecord, ConversationRecords
+from router.directory.fleet import FleetView
+from router.directory.messages import Ask, Placed
+from router.identity import NodeTable
 
+LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
+BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that came earlier still wait for capacity", 1.0)
+RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
-@dataclass(frozen=True, slots=True)
-class TableSettings:
-    ttl_s: float = 3600.0  # a conversation without a turn for this long ends
-    max_waiting: int = 4096
-    max_nodes: int = 500_000
-    remember_ended: int = 4096
+MAX_WAITING = 4096
+MAX_NODES = 500_000  # ends of prompts remembered for identity
 
 
 @dataclass(slots=True)
 class Effects:
-    records: list[bytes] = field(default_factory=list)
+    rows: list[journal.Row] = field(default_factory=list)  # for the journal
     releases: list[tuple[str, str]] = field(default_factory=list)  # engine, conversation
     ended: list[tuple[str, str]] = field(default_factory=list)  # conversation, cause
     foreign: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation served elsewhere now
     placed: list[Placed] = field(default_factory=list)
 
 
-class Table:
-    def __init__(self, settings: TableSettings, placer: Placer) -> None:
-        self._settings = settings
+@dataclass(slots=True, eq=False)
+class Waiter:
+    ask: Ask
+    deadline: float
+    refusal: Refusal
+    settle: Callable[[Placed | Refusal], None] = field(repr=False)
+
+
+class Waiting:
+    """Conversations that wait for capacity: first come, first served, each for a bounded time."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[Waiter, None] = OrderedDict()
+        self._of_turn: dict[tuple[str, int], Waiter] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        return len(self._queue) >= MAX_WAITING
+
+    def add(self, waiter: Waiter) -> None:
+        self._queue[waiter] = None
+        self._of_turn[waiter.ask.gateway, waiter.ask.turn] = waiter
+
+    def of_turn(self, gateway: str, turn: int) -> Waiter | None:
+        return self._of_turn.get((gateway, turn))
+
+    def remove(self, waiter: Waiter) -> None:
+        self._queue.pop(waiter, None)
+        if self._of_turn.get((waiter.ask.gateway, waiter.ask.turn)) is waiter:
+            del self._of_turn[waiter.ask.gateway, waiter.ask.turn]
+
+    def serve(self, now: float, attempt: Callable[[Ask], Placed | Refusal]) -> int:
+        """Place from the front until one does not fit; refuse those whose time is over. Returns how many
+        were placed. Later ones do not overtake: a large conversation would never get its place."""
+        placed = 0
+        while self._queue:
+            first = next(iter(self._queue))
+            outcome = attempt(first.ask)
+            if isinstance(outcome, Refusal):
+                first.refusal = outcome
+                if outcome.retry_after_s > 0:
+                    break
+            else:
+                placed += 1
+            self.remove(first)
+            first.settle(outcome)
+        for waiter in [waiter for waiter in self._queue if waiter.deadline <= now]:
+            self.remove(waiter)
+            waiter.settle(waiter.refusal)
+        return placed
+
+
+class BindingTable:
+    def __init__(self, ttl_s: float, placer: Placer) -> None:
+        """`ttl_s`: a conversation without a turn for this long ends."""
+        self._ttl_s = ttl_s
         self._placer = placer
         self._bindings = Bindings()
-        self._waiting = Waiting(settings.max_waiting)
-        self.conversations = Conversations(settings.remember_ended)
-        self.fleet = Fleet(placer)
-        self.nodes = NodeTable(settings.max_nodes)
+        self._waiting = Waiting()
+        self.conversations = ConversationRecords()
+        self.fleet = FleetView(placer)
+        self.nodes = NodeTable(MAX_NODES)
         self._effects = Effects()
 
     def effects(self) -> Effects:
@@ -132,10 +189,10 @@ class Table:
             conversation.output_tokens += completion_tokens
         elif not conversation.turns and not conversation.running:
             return self.end(key, "failed_first_turn", now)
-        self._effects.records.append(records.done(conversation))
+        self._effects.rows.append(journal.turn_ended(conversation))
         if answer is not None:
             self.nodes.record(answer, key, alias=True)
-            self._effects.records.append(records.turn(key, now, answer, alias=True))
+            self._effects.rows.append(journal.node(key, now, answer, alias=True))
         return True
 
     def end(self, key: str, cause: str, now: float) -> bool:
@@ -150,15 +207,15 @@ class Table:
         if binding is not None:
             self._effects.releases.append((binding.engine, key))
         self._effects.ended.append((key, cause))
-        self._effects.records.append(records.end(key, cause, now))
+        self._effects.rows.append(journal.ended(key))
         return True
 
     def expire(self, now: float) -> int:
-        idle = self.conversations.idle_since(now - self._settings.ttl_s)
+        idle = self.conversations.idle_since(now - self._ttl_s)
         return sum(self.end(conversation.key, "idle", now) for conversation in idle)
 
     def gateway_gone(self, gateway: str, now: float) -> None:
-        """Its clients are gone with it. Conversations whose first turn never ended have nothing to keep."""
+        """Its clients are gone with it. What had no first turn has nothing to keep."""
         for conversation in self.conversations.gateway_gone(gateway):
             self._placer.prefill_done(conversation.key, now)
             if not conversation.turns and not conversation.running:
@@ -169,7 +226,7 @@ class Table:
     def engine_up(self, info: EngineInfo) -> bool:
         """False when it only goes on: its keeper or this directory restarted."""
         if self.fleet.info(info.engine) != info:
-            self._effects.records.append(records.engine(info))
+            self._effects.rows.append(journal.engine(info))
         new = self.fleet.up(info)
         self._void(info.engine, info.epoch - 1)
         return new
@@ -181,7 +238,7 @@ class Table:
         """Its epoch is over. (A keeper that is out of reach is no reason to say so: its engine may live.)"""
         info = self.fleet.down(engine)
         if info is not None:
-            self._effects.records.append(records.engine_gone(engine))
+            self._effects.rows.append(journal.engine_gone(engine))
             self._void(engine, info.epoch)
 
     def absent(self) -> list[Binding]:
@@ -225,26 +282,19 @@ class Table:
 
     # Restart
 
-    def replay(self, payloads: Iterable[bytes]) -> None:
-        for payload in payloads:
-            match records.read(payload):
-                case {"k": "engine", "i": info}:
-                    self.fleet.recall(records.read_engine(info))
-                case {"k": "engine_gone", "engine": name}:
-                    self.fleet.down(name)
-                case record:
-                    self._replay(record)
-        self._effects = Effects()
-
-    def snapshot(self) -> Iterator[bytes]:
-        """Records from which `replay` makes this table again; lazily, against the state at each step."""
-        for view in self.fleet.views():
-            yield records.engine(view.info)
-        for conversation in self.conversations:
-            if self.conversations.get(conversation.key) is conversation:
-                yield records.put(conversation, self._bindings.look_up(conversation.key))
-                for node, alias in self.nodes.ends_of(conversation.key):
-                    yield records.turn(conversation.key, conversation.used_at, node, alias)
+    def replay(self, rows: list[journal.Row]) -> None:
+        """Be again what these rows tell of; before anything else."""
+        found = journal.remembered(rows)
+        for info in found.engines:
+            self.fleet.recall(info)
+        for conversation, bound, nodes in found.conversations:
+            self.conversations.add(conversation)
+            if bound is not None:
+                engine, epoch, at = bound
+                with suppress(StaleEpoch):
+                    self._bindings.bind(conversation.key, engine, epoch, at)
+            for end, alias in nodes:
+                self.nodes.record(end, conversation.key, alias=alias)
 
     def _attempt(self, ask: Ask, now: float) -> Placed | Refusal:
         binding = self._bindings.look_up(ask.key)
@@ -269,7 +319,7 @@ class Table:
         if binding is not None:
             self._effects.releases.append((binding.engine, binding.key))
         if conversation is None:
-            conversation = Conversation(ask.key, ask.parent, now, now)
+            conversation = ConversationRecord(ask.key, ask.parent, now, now)
             self.conversations.add(conversation)
         binding = self._bindings.bind(ask.key, info.engine, info.epoch, now)
         return self._placed(ask, conversation, binding, outcome, cause, now)
@@ -308,7 +358,7 @@ class Table:
     def _placed(
         self,
         ask: Ask,
-        conversation: Conversation,
+        conversation: ConversationRecord,
         binding: Binding,
         placement: Placement,
         cause: str,
@@ -325,7 +375,7 @@ class Table:
         conversation.note(note)
         conversation.transfers += placement.prefiller is not None
         context, known = conversation.context_tokens, cause == "redisaggregated"
-        self._effects.records.append(records.put(conversation, binding))
+        self._effects.rows.extend(journal.placed(conversation, binding))
         self._began(conversation, ask.gateway, ask.turn, ask.end, now)
         placed = Placed(
             ask.key, binding.engine, binding.epoch, placement.prefiller, known, cause, note, context
@@ -334,7 +384,7 @@ class Table:
         return placed
 
     def _began(
-        self, conversation: Conversation, gateway: str, turn: int, node: End | None, now: float
+        self, conversation: ConversationRecord, gateway: str, turn: int, node: End | None, now: float
     ) -> None:
         if conversation.gateway and conversation.gateway != gateway:
             self._effects.foreign.append((conversation.gateway, conversation.key))
@@ -342,7 +392,7 @@ class Table:
         self.conversations.turn_began(conversation, gateway, turn)
         if node is not None:
             self.nodes.record(node, conversation.key)
-            self._effects.records.append(records.turn(conversation.key, now, node))
+            self._effects.rows.append(journal.node(conversation.key, now, node))
 
     def _lost(self, ask: Ask, engine: str, epoch: int, now: float) -> None:
         """A gateway could not reach the decoder of a conversation. If the engine lives, it says so with its
@@ -357,40 +407,10 @@ class Table:
 
     def _void(self, engine: str, epoch: int) -> None:
         for binding in self._bindings.void_epoch(engine, epoch):
-            self._effects.records.append(records.unbound(binding.key))
+            self._effects.rows.append(journal.unbound(binding.key))
 
     def _unbind(self, binding: Binding, now: float) -> None:
         self._bindings.end(binding.key)
         self._placer.release(binding.key, now)
         self._effects.releases.append((binding.engine, binding.key))
-        self._effects.records.append(records.unbound(binding.key))
-
-    def _replay(self, record: dict[str, Any]) -> None:
-        kind = record["k"]
-        if kind == "put":
-            conversation = Conversation(**record["c"])
-            self.conversations.add(conversation)
-            self.conversations.touch(conversation, conversation.used_at)
-            self._bindings.end(conversation.key)
-            if record["b"] is not None:
-                engine, epoch, at = record["b"]
-                try:
-                    self._bindings.bind(conversation.key, engine, epoch, at)
-                except StaleEpoch:
-                    return
-            return
-        key = record["key"]
-        conversation_or_none = self.conversations.get(key)
-        if kind == "end":
-            self.end(key, record["cause"], record["at"])
-        elif conversation_or_none is None:
-            return
-        elif kind == "turn":
-            self.conversations.touch(conversation_or_none, record["at"])
-            self.nodes.record(records.read_node(record["n"]), key, alias=record["alias"])
-        elif kind == "done":
-            self.conversations.touch(conversation_or_none, record["at"])
-            for name in ("turns", "prompt_tokens", "completion_tokens", "output_tokens"):
-                setattr(conversation_or_none, name, record[name])
-        elif kind == "unbound":
-            self._bindings.end(key)
+        self._effects.rows.append(journal.unbound(binding.key))

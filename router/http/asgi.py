@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as AppRequest
 from starlette.responses import Response
 
-from router.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
-from router.http.message import Handler, RawHeaders, Request, end_to_end
-from router.http.responder import Responder
+from router.errors import ApiError, BadRequest, ClientLeft, MethodNotAllowed, NotFound
+from router.http.request import RawHeaders, Request, end_to_end
+from router.http.responder import Handler, Responder
 
 log = logging.getLogger("conserve.router.http.asgi")
 
@@ -28,10 +28,6 @@ Message = MutableMapping[str, Any]
 Application = Callable[
     [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
-
-
-class ClientLeft(OSError):
-    """What ``send`` raises once nobody listens (ASGI 2.4)."""
 
 
 def asgi_handler(application: Application) -> Handler:

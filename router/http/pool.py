@@ -8,11 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from router.errors import EngineBusy, EngineUnreachable
-from router.http.deadlines import Sweeper
-from router.http.exchange import Endpoint
-from router.http.limits import UpstreamLimits
-from router.http.pump import pump_of
-from router.http.upstream import UpstreamConnection
+from router.http.limits import Sweeper, UpstreamLimits
+from router.http.stream import pump_of
+from router.http.upstream import Endpoint, UpstreamConnection
 
 log = logging.getLogger("conserve.router.http.pool")
 
@@ -45,10 +43,7 @@ class UpstreamPool:
         self._places: dict[Endpoint, _Places] = {}
         self._all: set[UpstreamConnection] = set()
         self.pump = pump_of(self.loop)
-        bounds = self.limits
-        self._sweeper = Sweeper(
-            self.loop, min(bounds.first_byte_timeout_s, bounds.chunk_timeout_s, bounds.idle_timeout_s)
-        )
+        self._sweeper = Sweeper(self.loop, self.limits.shortest_s)
 
     def idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
         """The most recently used of those that wait for work.
@@ -97,7 +92,10 @@ class UpstreamPool:
         try:
             async with asyncio.timeout(self.limits.connect_timeout_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: UpstreamConnection(endpoint, self, self.limits), endpoint.host, endpoint.port
+                    lambda: UpstreamConnection(
+                        endpoint, self.limits, self.pump, self.connection_free, self.connection_gone
+                    ),
+                    *endpoint,
                 )
         except (OSError, TimeoutError) as error:
             self._free_place(places)
@@ -154,12 +152,6 @@ class UpstreamPool:
         if connection in places.idle:
             places.idle.remove(connection)
         self._free_place(places)
-
-    def forget(self, endpoint: Endpoint) -> None:
-        """The engine is gone: drop its idle connections. Running exchanges end by themselves."""
-        places = self._places.get(endpoint)
-        for connection in tuple(places.idle) if places else ():
-            connection.abort()
 
     async def close(self) -> None:
         """Abort every connection and wait until the sockets are closed."""

@@ -11,18 +11,17 @@ import enum
 import logging
 from typing import NamedTuple
 
-from router.errors import EngineGarbled, EngineLost, UpstreamError
-from router.http.exchange import Endpoint, ResponseSink, UpstreamRequest
-from router.http.message import Headers, RawHeaders, end_to_end
-from router.http.observer import StreamObserver
+from router.errors import ApiError, EngineGarbled, EngineLost, Unavailable, UpstreamError
 from router.http.pool import UpstreamPool
+from router.http.request import Headers, RawHeaders, end_to_end
 from router.http.responder import Responder
-from router.http.sse import EventBoundary
-from router.http.upstream import UpstreamConnection
+from router.http.stream import StreamObserver
+from router.http.upstream import Endpoint, ResponseSink, UpstreamConnection, UpstreamRequest
 
 log = logging.getLogger("conserve.router.http.relay")
 
 HELD_BODY_BYTES = 1024 * 1024
+FORWARD_RETRY_S = 2.0
 
 
 class RelayEnd(enum.StrEnum):
@@ -48,7 +47,8 @@ class UpstreamResponse(NamedTuple):
 class RelayOutcome(NamedTuple):
     end: RelayEnd
     status: int | None = None
-    error: UpstreamError | None = None
+    error: ApiError | None = None
+    """An ``UpstreamError``; what the client did wrong only where its body was streamed."""
     response: UpstreamResponse | None = None
 
 
@@ -66,12 +66,28 @@ async def relay(
     ``hold``: statuses that are given back instead of passed on (503 of an engine that is going down, say).
     ``observer`` sees the response's bytes in passing and is finished when this returns.
     """
-    passing = _Passing(pool.loop, responder, observer, hold)
+    passing = Passing(pool.loop, responder, observer, hold)
     remove = responder.on_disconnect(passing.client_left)
     try:
         return await _exchange(pool, endpoint, request, passing)
     finally:
         remove()
+
+
+async def forward(
+    pool: UpstreamPool, endpoint: Endpoint, request: UpstreamRequest, responder: Responder, *, absent: str
+) -> None:
+    """Pass a request on to another of our processes, and its answer back; what fails is raised.
+
+    ``absent`` is what a 503 says when that process does not answer, for whatever reason.
+    """
+    if request.stream is not None:
+        request.stream.check_length(request.max_bytes)
+    outcome = await relay(pool, endpoint, request, responder)
+    if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
+        if isinstance(outcome.error, UpstreamError):
+            raise Unavailable(absent, retry_after_s=FORWARD_RETRY_S)
+        raise outcome.error
 
 
 async def fetch(
@@ -82,12 +98,12 @@ async def fetch(
     max_bytes: int = 64 * 1024 * 1024,
 ) -> UpstreamResponse:
     """Send ``request``, give back the whole response; raises ``UpstreamError``. Cancelling aborts it."""
-    collecting = _Collecting(pool.loop, max_bytes)
+    collecting = Collecting(pool.loop, max_bytes)
     await _exchange(pool, endpoint, request, collecting)
     return collecting.result()
 
 
-class _Exchange(ResponseSink):
+class Exchange(ResponseSink):
     """One request's way to its end: what ``relay`` and ``fetch`` share."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -107,9 +123,19 @@ class _Exchange(ResponseSink):
     def on_failure(self, error: UpstreamError) -> None:
         self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
 
+    async def send_body(self, connection: UpstreamConnection, request: UpstreamRequest) -> None:
+        """A streamed request body; what is wrong with it ends the exchange, unless the answer has begun."""
+        assert request.stream is not None
+        try:
+            await connection.send_body(request.stream, request.max_bytes)
+        except ApiError as error:
+            if not connection.answered:
+                connection.abort()
+                self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
+
 
 async def _exchange(
-    pool: UpstreamPool, endpoint: Endpoint, request: UpstreamRequest, exchange: _Exchange
+    pool: UpstreamPool, endpoint: Endpoint, request: UpstreamRequest, exchange: Exchange
 ) -> RelayOutcome:
     fresh = False
     try:
@@ -124,6 +150,8 @@ async def _exchange(
                 return exchange.ended.result()
             exchange.connection = connection
             connection.send(request, exchange)
+            if request.stream is not None:
+                return await _while_sending(exchange, connection, request)
             outcome = await exchange.ended
             if not _was_stale(connection, outcome) or fresh or not request.may_repeat:
                 return outcome
@@ -137,6 +165,16 @@ async def _exchange(
             exchange.connection = None
 
 
+async def _while_sending(
+    exchange: Exchange, connection: UpstreamConnection, request: UpstreamRequest
+) -> RelayOutcome:
+    sending = exchange.loop.create_task(exchange.send_body(connection, request))
+    try:
+        return await exchange.ended
+    finally:
+        sending.cancel()
+
+
 def _was_stale(connection: UpstreamConnection, outcome: RelayOutcome) -> bool:
     """The engine closed a kept-alive connection while our request was on its way to it."""
     return (
@@ -147,7 +185,7 @@ def _was_stale(connection: UpstreamConnection, outcome: RelayOutcome) -> bool:
     )
 
 
-class _Passing(_Exchange):
+class Passing(Exchange):
     """Passes a response on to a client."""
 
     def __init__(
@@ -161,7 +199,7 @@ class _Passing(_Exchange):
         self._responder = responder
         self._observer = observer
         self._hold = hold
-        self._held: _Collecting | None = None
+        self._held: Collecting | None = None
         self._events: EventBoundary | None = None
 
     def client_left(self) -> None:
@@ -172,7 +210,7 @@ class _Passing(_Exchange):
 
     def on_head(self, status: int, headers: RawHeaders) -> None:
         if status in self._hold:
-            self._held = _Collecting(self.loop, HELD_BODY_BYTES)
+            self._held = Collecting(self.loop, HELD_BODY_BYTES)
             self._held.on_head(status, headers)
             return
         content_type = _content_type(headers)
@@ -247,7 +285,7 @@ class _Passing(_Exchange):
         self.end(RelayOutcome(RelayEnd.BROKEN, responder.status, error))
 
 
-class _Collecting(_Exchange):
+class Collecting(Exchange):
     """Gathers a response, up to a bound."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_bytes: int) -> None:
@@ -294,3 +332,40 @@ def _content_type(headers: RawHeaders) -> bytes:
         if len(name) == 12 and name.lower() == b"content-type":
             return value
     return b""
+
+
+ENDS = (b"\n\n", b"\r\n\r\n")
+LARGEST_HELD = 64 * 1024
+
+
+class EventBoundary:
+    """Passes whole events on; keeps the beginning of the next until its end has come.
+
+    An engine writes an event at a time, so that nearly every piece passes as it is. Should the engine die
+    inside an event, the error event we add still stands alone. An event longer than ``LARGEST_HELD`` is
+    passed in parts.
+    """
+
+    __slots__ = ("holding",)
+
+    def __init__(self) -> None:
+        self.holding = b""
+        """The beginning of an event whose end has not come."""
+
+    def whole(self, data: bytes) -> bytes:
+        """What can go to the client now; may be empty."""
+        if self.holding:
+            data = self.holding + data
+            self.holding = b""
+        if data.endswith(ENDS):
+            return data
+        end = max((data.rfind(mark) + len(mark) for mark in ENDS if mark in data), default=0)
+        if len(data) - end > LARGEST_HELD:
+            return data
+        self.holding = data[end:]
+        return data[:end]
+
+    def rest(self, tail: bytes) -> bytes:
+        """The stream has ended with ``tail``: what is left of it, as it came."""
+        held, self.holding = self.holding, b""
+        return held + tail

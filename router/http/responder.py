@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol
 
-from router.error_shapes import OPENAI, ErrorShape
-from router.errors import ApiError
-from router.http.message import RawHeaders
+from router.errors import OPENAI, ApiError, ErrorShape
+from router.http.request import RawHeaders, Request
 
 STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
@@ -40,25 +39,9 @@ class Responder:
     """
 
     __slots__ = (
-        "_chunked",
-        "_disconnect_callbacks",
-        "_extra",
-        "_head_only",
-        "_host",
-        "_http10",
-        "_keep_alive",
-        "_resumed",
-        "_to_send",
-        "_transport",
-        "_unsent",
-        "disconnected",
-        "error_shape",
-        "finished",
-        "on_pause",
-        "on_resume",
-        "paused",
-        "started",
-        "status",
+        "_chunked", "_disconnect_callbacks", "_extra", "_head_only", "_host", "_http10",
+        "_keep_alive", "_resumed", "_to_send", "_transport", "_unsent", "disconnected", "error_shape",
+        "finished", "on_pause", "on_resume", "paused", "started", "status",
     )
 
     def __init__(
@@ -187,7 +170,7 @@ class Responder:
         """The client's socket, if chunks may be written to it past the transport, where nothing waits."""
         if not self._chunked or self._unsent or self.disconnected or self._transport.is_closing():
             return None
-        if self._transport.get_write_buffer_size() or self._transport.get_extra_info("ssl_object"):
+        if self._transport.get_write_buffer_size():
             return None
         descriptor: int = self._transport.get_extra_info("socket").fileno()
         return descriptor
@@ -274,3 +257,6 @@ class Responder:
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
         self._resumed = None
+
+
+Handler = Callable[[Request, Responder], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""One connection to an engine: writes a request, parses the response, hands it to a sink in order."""
+"""Connection to an engine: what is asked, who takes the answer, and the parsing of the answer."""
 
 from __future__ import annotations
 
@@ -6,40 +6,120 @@ import asyncio
 import contextlib
 import logging
 import socket
-from typing import Protocol, cast
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple, Protocol, Self, cast
+from urllib.parse import urlsplit
 
 import httptools
 
 from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
-from router.http.exchange import Endpoint, ResponseSink, UpstreamRequest
 from router.http.limits import UpstreamLimits
-from router.http.message import RawHeaders
-from router.http.observer import StreamObserver
-from router.http.pump import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump
+from router.http.request import HOP_BY_HOP, RawHeaders, RequestBody, end_to_end
 from router.http.responder import BODILESS, Responder
+from router.http.stream import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump, StreamObserver
 
 log = logging.getLogger("conserve.router.http.upstream")
+
+# Besides the hop-by-hop ones: ours to write (host, content-length), or met here already (expect).
+NOT_PASSED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Endpoint(NamedTuple):
+    host: str
+    port: int
+
+    @classmethod
+    @lru_cache(4096)
+    def parse(cls, url: str) -> Self:
+        """From ``host:port`` or ``http://host:port`` (a path is ignored)."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r} is not an engine's address; expected http://HOST:PORT")
+        return cls(parts.hostname, parts.port or 80)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class UpstreamRequest(NamedTuple):
+    """What goes to an engine. ``headers`` may be the client's own: hop-by-hop ones are dropped here."""
+
+    method: str
+    target: bytes
+    """Path and query as they go on the wire."""
+    headers: RawHeaders
+    body: bytes = b""
+    repeatable: bool | None = None
+    """May it be sent twice when a kept-alive connection turns out dead? None: only a safe method may.
+
+    A generation is repeatable as long as nothing of its answer has been seen: the engine aborts a request
+    whose connection is gone, and computing one twice changes nothing but time. A leg of a KV transfer is
+    not: its transfer id may be used up.
+    """
+    first_byte_timeout_s: float | None = None
+    stream: RequestBody | None = None
+    """Instead of ``body``: what a client is still sending. It can go out only once."""
+    max_bytes: int = 0
+    """Of ``stream``, whatever the server's bound for bodies that are read whole."""
+
+    @property
+    def may_repeat(self) -> bool:
+        if self.stream is not None:
+            return False
+        return self.method in SAFE_METHODS if self.repeatable is None else self.repeatable
+
+    def head(self, host: bytes) -> bytes:
+        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method.encode(), self.target, host)]
+        lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_PASSED)]
+        length = len(self.body) if self.stream is None else self.stream.length
+        if length is None:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        elif length or self.method not in SAFE_METHODS:
+            lines.append(b"content-length: %d\r\n" % length)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class ResponseSink(Protocol):
+    """Receives one response: head, body pieces, then one of end and failure (which may come alone).
+
+    The end brings the last piece along, so that it can leave in one write with the end of the response.
+    """
+
+    def on_head(self, status: int, headers: RawHeaders) -> None: ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+    def on_chunk(self, framed: bytes, start: int) -> None:
+        """One body piece still in its chunk framing; the content, ``framed[start:-2]``, ends an event."""
+
+    def on_end(self, tail: bytes) -> None: ...
+
+    def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        """Head and end at once: the response came in one piece."""
+
+    def on_failure(self, error: UpstreamError) -> None: ...
+
 
 QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
 EVENT_CHUNK_END = b"\n\n\r\n"
 CHEAPLY_COPIED = 64 * 1024
 
 
-class ConnectionOwner(Protocol):
-    @property
-    def pump(self) -> Pump | None: ...
-
-    def connection_free(self, connection: UpstreamConnection) -> None:
-        """Its response is complete and it can carry another request."""
-
-    def connection_gone(self, connection: UpstreamConnection) -> None:
-        """It is closed. Called once."""
-
-
 class UpstreamConnection(asyncio.Protocol):
     """Carries one exchange at a time. The pool owns it; ``send`` lends it to a sink until end or failure."""
 
-    def __init__(self, endpoint: Endpoint, owner: ConnectionOwner, limits: UpstreamLimits) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        limits: UpstreamLimits,
+        pump: Pump | None,
+        free: Callable[[UpstreamConnection], None],
+        gone: Callable[[UpstreamConnection], None],
+    ) -> None:
+        """``free`` is told when it can carry another request, ``gone`` once, when it is closed."""
         self.endpoint = endpoint
         self._host = str(endpoint).encode()
         self.exchanges = 0
@@ -47,15 +127,16 @@ class UpstreamConnection(asyncio.Protocol):
         self.closed = False
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the socket is closed."""
-        self._owner = owner
+        self._pump, self._tell_free, self._tell_gone = pump, free, gone
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._sink: ResponseSink | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._deadline = 0.0
-        self._chunk_timeout_s = limits.chunk_timeout_s
+        self._deadline = self._first_byte_s = 0.0
         self._paused = False
         self._excess = False
+        self._sending = False  # a request's body is still on its way
+        self._writable: asyncio.Future[None] | None = None
         self._passage: Passage | None = None
         self._pumped_events = 0
         self._reset()
@@ -80,9 +161,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_only = request.method == "HEAD"
         self.exchanges += 1
         self._sink = sink
-        first_byte = request.first_byte_timeout_s or self._limits.first_byte_timeout_s
-        self._chunk_timeout_s = request.chunk_timeout_s or self._limits.chunk_timeout_s
-        self._deadline = self._loop.time() + first_byte
+        self._first_byte_s = request.first_byte_timeout_s or self._limits.first_byte_timeout_s
+        self._deadline = self._loop.time() + self._first_byte_s
         # One system call: uvloop writes at once, so that two writes would be two packets.
         head, body = request.head(self._host), request.body
         if len(body) <= CHEAPLY_COPIED:
@@ -90,15 +170,33 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))
 
+    async def send_body(self, body: RequestBody, max_bytes: int) -> None:
+        """The body of the request just sent, as it comes from the client, no faster than the peer takes it.
+
+        Raises what the client did wrong; returns early when the exchange is over before the body is.
+        """
+        self._sending = True
+        async for piece in body.pieces(max_bytes):
+            if self.closed or self._sink is None:
+                return
+            self._heard = True
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if body.length is None else piece)
+            if self._writable is not None:
+                await self._writable
+        if body.length is None and not self.closed:
+            self._transport.write(b"0\r\n\r\n")
+        self._sending = False
+        self._heard = True  # the time for the answer begins
+
     def _acknowledge_late(self) -> None:
         """Acknowledge every second token instead of each: a quarter less of the packets that we send.
 
         The system falls back to one each after a pause longer than its own delay (40 ms), so that this is
         said again from time to time. Systems without the option go on as they are.
         """
-        if QUICK_ACKNOWLEDGEMENT is not None and self._socket is not None:
+        if QUICK_ACKNOWLEDGEMENT is not None and self.socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACKNOWLEDGEMENT, 0)
+                self.socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACKNOWLEDGEMENT, 0)
 
     def pause(self) -> None:
         """Back-pressure: the client does not keep up."""
@@ -128,7 +226,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._heard = True
         elif self._heard or self._heard_by_pump():
             self._heard = False
-            self._deadline = now + self._chunk_timeout_s
+            limit = self._limits.chunk_timeout_s
+            if not (self.answered or self._sending):
+                limit = max(limit, self._first_byte_s)
+            self._deadline = now + limit
             if self._streaming:
                 self._acknowledge_late()
         elif now > self._deadline:
@@ -148,7 +249,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class does not inherit it
-        self._socket = transport.get_extra_info("socket")
+        self.socket = transport.get_extra_info("socket")
 
     def data_received(self, data: bytes) -> None:
         sink = self._sink
@@ -188,14 +289,16 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pump_to(self, responder: Responder, observer: StreamObserver, event_bytes: int) -> None:
         """Between two chunks: what comes next may go straight to the client."""
-        pump = self._owner.pump
+        pump = self._pump
         if pump is None or self._passage is not None or self._paused:
             return
         client = responder.free_socket()
         if client is not None:
             self._transport.pause_reading()
-            self._passage = Passage(client, responder, observer, self, event_bytes)
-            pump.take(self._socket.fileno(), self._passage)
+            self._passage = Passage(
+                client, responder, observer, self.read_aside, self.write_aside, event_bytes
+            )
+            pump.take(self.socket.fileno(), self._passage)
 
     def read_aside(self, data: bytes) -> None:
         passage = self._passage
@@ -219,12 +322,21 @@ class UpstreamConnection(asyncio.Protocol):
         passage.responder.write_rest(rest)
 
     def _leave_pump(self) -> None:
-        pump = self._owner.pump
+        pump = self._pump
         if self._passage is not None and pump is not None:
             self._passage = None
-            pump.drop(self._socket.fileno())
+            pump.drop(self.socket.fileno())
             if not self._paused:
                 self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        if self._writable is None:
+            self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
 
     def eof_received(self) -> bool:
         if self._until_close and self._sink is not None:
@@ -235,8 +347,9 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._leave_pump()
         self.closed = True
+        self.resume_writing()
         self.gone.set_result(None)
-        self._owner.connection_gone(self)
+        self._tell_gone(self)
         sink, self._sink = self._sink, None
         if sink is not None:
             when = "in the middle of its answer" if self.answered else "before it answered"
@@ -300,14 +413,14 @@ class UpstreamConnection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _finish(self, sink: ResponseSink) -> None:
-        reusable = self._keep_alive and not self._excess and not self._until_close
+        reusable = not (self._excess or self._until_close or self._sending) and self._keep_alive
         self._sink = None
         self._heard = False
         self._leave_pump()
         if self._paused:
             self.resume()
         if reusable and not self.closed and not self._transport.is_closing():
-            self._owner.connection_free(self)
+            self._tell_free(self)
         else:
             self._transport.abort()
         if self._head_due:

@@ -1,6 +1,7 @@
 """The `ray up` files are taken by Ray's own schema and loader, and say what the fleet relies on."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def test_the_loss_of_the_head_ends_nothing(path: Path) -> None:
     assert "RAY_gcs_storage=rocksdb" in head
     for command in (head, worker):
         assert "RAY_gcs_rpc_server_reconnect_timeout_s=600" in command
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_its_first_line_says_to_make_can_be_made(path: Path) -> None:
+    (target,) = re.findall(r"make (\w+)", path.read_text().splitlines()[0])
+    assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.commands.plan import plan
-from deploy.cli.commands.simulate import simulate
-from deploy.cli.errors import CommandError
+from deploy.cli.commands.simulate import plan, simulate, simulated_fleet, simulation_settings
+from deploy.errors import DeployError
 from deploy.fleet import load_fleet
-from deploy.simulated import settings, simulated
 from placement.engines import Role
-from traces.format import Conversation, Header, Turn, write
+from placement.errors import PlacementError
+from traces.errors import TraceError
+from traces.format import TraceConversation, TraceHeader, TraceTurn, write
 from traces.simulator.policies import System
 from traces.simulator.profiles import find, from_json, to_json
 
@@ -21,9 +21,9 @@ FLEET = REPOSITORY / "configs" / "a40-paper.yaml"
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    turns = (Turn(8_000, 0, 100), Turn(300, 8_100, 100, 1.0))
+    turns = (TraceTurn(8_000, 0, 100), TraceTurn(300, 8_100, 100, 1.0))
     path = tmp_path / "trace.jsonl"
-    write(path, [Conversation(f"c{i}", i * 1.0, turns) for i in range(20)], Header())
+    write(path, [TraceConversation(f"c{i}", i * 1.0, turns) for i in range(20)], TraceHeader())
     return path
 
 
@@ -41,20 +41,20 @@ def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[st
 
 
 def test_what_cannot_be_done_is_said_in_a_sentence(trace: Path) -> None:
-    with pytest.raises(CommandError, match="not one fits"):
+    with pytest.raises(PlacementError, match="not one fits"):
         plan(peak_tokens=400_000)
-    with pytest.raises(CommandError, match=r"a40-qwen3-0\.6b"):
+    with pytest.raises(TraceError, match=r"a40-qwen3-0\.6b"):
         plan(trace, profile="nothing")
-    with pytest.raises(CommandError, match="wrong"):
+    with pytest.raises(DeployError, match="wrong"):
         simulate(FLEET, trace, systems="wrong")
 
 
 def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
     file = load_fleet(FLEET)
-    fleet = simulated(file, find("a40-qwen3-0.6b"))
+    fleet = simulated_fleet(file, find("a40-qwen3-0.6b"))
     assert [(tier.role, tier.replicas) for tier in fleet.tiers] == [(Role.PREFILL, 1), (Role.DECODE, 3)]
     assert fleet.of(Role.DECODE)[0].profile.power.limit_w == 200
-    chosen = settings(file, None, 0.1, 0)
+    chosen = simulation_settings(file, None, 0.1, 0)
     assert chosen.system.system is System.CONSERVE
     assert chosen.placer.redisaggregation.above_tokens == file.conversation.redisaggregate_tokens
 

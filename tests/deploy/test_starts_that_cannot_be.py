@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.errors import LifecycleError
 from deploy.fleet import parse_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
-from deploy.lifecycle.errors import LifecycleError
-from deploy.lifecycle.prepare import refuse_what_does_not_fit
+from deploy.lifecycle.up import refuse_what_does_not_fit
 from tests.support.fleet import ROOT, conserve
-from workers.ports import free_port
+from workers.processes import free_port
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workers.process_tree import session
+from workers.processes import session
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

@@ -1,6 +1,7 @@
 """However a fleet ends (Ctrl-C, down, a start that fails, a killed terminal), no process of it is left."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,10 @@ from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from tests.support.fleet import ROOT, conserve, environment
 from tests.support.whole_life import CAP_W, CLIENTS_SPAN, CLIENTS_TRACE, Life
-from workers.ports import free_port
+from workers.processes import free_port
 
 pytestmark = pytest.mark.fleet
+DOWN_S = 15.0  # a whole `conserve down`, on two cores
 
 ONE_ENGINE = """\
 name: one
@@ -48,11 +50,15 @@ class Rig:
         file.write_text(ONE_ENGINE.format(extra=extra, port=self.port))
         return file
 
-    def up(self) -> "subprocess.Popen[str]":
-        """In the foreground, in a session of its own as in a terminal."""
+    def up(self, *, background: bool = False) -> "subprocess.Popen[str]":
+        """In the foreground, in a session of its own as in a terminal; or in a script's background, where
+        SIGINT is ignored."""
+        command = [sys.executable, "-m", "deploy.cli", "up", str(self.file())]
+        if background:
+            command = ["sh", "-c", f"{shlex.join(command)} & wait"]
         with (self.base / "up.out").open("w") as output:
             self.running = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", "up", str(self.file())],
+                command,
                 env=environment(self.base),
                 cwd=ROOT,
                 stdout=output,
@@ -105,6 +111,23 @@ def test_ctrl_c_while_engines_start_leaves_nothing(rig: Rig) -> None:
     os.killpg(running.pid, signal.SIGINT)
     assert running.wait(90) == 130
     assert "everything is down again" in rig.output()
+    assert rig.processes() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Rig) -> None:
+    """And until it is up, `conserve status` says what it is doing."""
+    running = rig.up(background=True)
+    until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
+    said = conserve(rig.base, "status").stdout
+    assert "mixed-0" in said and "starting" in said
+    assert "0 of 1 engines serve" in said
+    until(lambda: "Ctrl-C ends it" in rig.output(), 300, "the fleet to serve")
+    assert "0 of 1 engines serve" not in conserve(rig.base, "status").stdout
+    began = time.monotonic()
+    assert "processes ended" in conserve(rig.base, "down").stdout
+    assert time.monotonic() - began < DOWN_S
+    assert running.wait(5) == 0
     assert rig.processes() == []
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from openai import OpenAI
 
+from tests.support.fleet import RunningFleet
+
 CITY_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -92,6 +94,18 @@ def get(url: str, path: str, key: str = "test") -> Any:
     request = urllib.request.Request(f"{url}{path}", headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=20) as answer:
         return json.load(answer)
+
+
+def conversation(fleet: RunningFleet, key: str, turns: int = 0) -> dict[str, Any]:
+    """The only one of an API key, once so many of its turns have ended."""
+
+    def found() -> dict[str, Any]:
+        (one,) = get(fleet.url, "/v1/conversations", key)["data"]
+        return dict(one)
+
+    if turns:
+        fleet.until(lambda: found()["turns"] >= turns, 60, f"{turns} finished turns of {key}")
+    return found()
 
 
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)

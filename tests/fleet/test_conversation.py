@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from tests.fleet.talk import client, get, metric, opening, text_turn, tool_turn
+from tests.fleet.talk import client, conversation, get, metric, opening, text_turn, tool_turn
 from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
@@ -17,11 +17,6 @@ def engine_urls(fleet: RunningFleet, role: str) -> dict[str, str]:
     return {
         name: f"http://{engine['http']}" for name, engine in fleet.engines().items() if engine["role"] == role
     }
-
-
-def the_only_conversation(fleet: RunningFleet, key: str) -> dict:
-    (found,) = get(fleet.url, "/v1/conversations", key)["data"]
-    return found
 
 
 def kv_in_use(fleet: RunningFleet, engine: str) -> int:
@@ -40,9 +35,8 @@ def test_six_turns_with_tools_are_one_conversation_on_one_decoder(laptop_fleet: 
 
     cities = [json.loads(arguments)["city"] for turn in turns for arguments in turn.arguments]
     assert len(cities) == 5 and set(cities) <= {"Paris", "Rome"}
-    fleet.until(lambda: the_only_conversation(fleet, "six-turns")["turns"] == 6, 60, "six finished turns")
-    found = the_only_conversation(fleet, "six-turns")
-    assert found["transfers"] == 1
+    found = conversation(fleet, "six-turns", 6)
+    assert (found["turns"], found["transfers"]) == (6, 1)
     (placement,) = found["placements"]
     assert placement["cause"] == "first_turn" and placement["prefiller"] in engine_urls(fleet, "prefill")
     assert placement["decoder"] == found["decoder"]
@@ -85,8 +79,8 @@ def test_the_responses_api_continues_by_response_id(laptop_fleet: RunningFleet) 
         model=fleet.model, input="And its bridges?", previous_response_id=first.id, max_output_tokens=16
     )
     assert second.previous_response_id == first.id
-    fleet.until(lambda: the_only_conversation(fleet, "responses")["turns"] == 2, 60, "two finished turns")
-    assert the_only_conversation(fleet, "responses")["transfers"] == 1
+    found = conversation(fleet, "responses", 2)
+    assert (found["turns"], found["transfers"]) == (2, 1)
 
 
 def test_completions_go_on_from_their_text(laptop_fleet: RunningFleet) -> None:
@@ -96,16 +90,15 @@ def test_completions_go_on_from_their_text(laptop_fleet: RunningFleet) -> None:
     for _ in range(3):
         answer = sdk.completions.create(model=fleet.model, prompt=prompt, max_tokens=12, temperature=0)
         prompt += answer.choices[0].text + " And then it went on. "
-    fleet.until(lambda: the_only_conversation(fleet, "completions")["turns"] == 3, 60, "three finished turns")
-    assert the_only_conversation(fleet, "completions")["transfers"] == 1
+    found = conversation(fleet, "completions", 3)
+    assert (found["turns"], found["transfers"]) == (3, 1)
 
 
 def test_ending_a_conversation_gives_its_kv_back(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     sdk, messages = client(fleet.url, "ending"), opening(seed=3, words=300)
     text_turn(sdk, fleet.model, messages)
-    fleet.until(lambda: the_only_conversation(fleet, "ending")["turns"] == 1, 60, "the turn's end")
-    found = the_only_conversation(fleet, "ending")
+    found = conversation(fleet, "ending", 1)
     fleet.until(lambda: kv_in_use(fleet, found["decoder"]) > 0, 60, "occupancy")
     held = kv_in_use(fleet, found["decoder"])
     request = urllib.request.Request(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.fleet.streams import Stream
-from tests.fleet.talk import client, get, opening, text_turn
+from tests.fleet.talk import client, conversation, get, opening, text_turn
 from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
@@ -42,16 +42,6 @@ def serving(fleet: RunningFleet) -> None:
     fleet.until(whole, RECOVERY_S, "the fleet to be whole")
 
 
-def conversation(fleet: RunningFleet, key: str) -> dict:
-    (found,) = get(fleet.url, "/v1/conversations", key)["data"]
-    return found
-
-
-def settled(fleet: RunningFleet, key: str, turns: int) -> dict:
-    fleet.until(lambda: conversation(fleet, key)["turns"] >= turns, 60, f"{turns} finished turns of {key}")
-    return conversation(fleet, key)
-
-
 def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
     """Pid of one of the engine's processes, by vLLM's name for it."""
     root = psutil.Process(fleet.engines()[engine]["pid"])
@@ -62,13 +52,13 @@ def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
 def test_a_killed_decoder_ends_its_streams_properly_and_the_others_go_on(fleet: RunningFleet) -> None:
     messages = opening(51, 60)
     text_turn(client(fleet.url, "victim"), fleet.model, messages)
-    where = settled(fleet, "victim", 1)["decoder"]
+    where = conversation(fleet, "victim", 1)["decoder"]
     bystander, on = 0, where
     while on == where:  # a conversation on the other decoder
         bystander += 1
         others = opening(5100 + bystander, 60)
         text_turn(client(fleet.url, f"bystander-{bystander}"), fleet.model, others)
-        on = settled(fleet, f"bystander-{bystander}", 1)["decoder"]
+        on = conversation(fleet, f"bystander-{bystander}", 1)["decoder"]
     messages.append({"role": "user", "content": "Go on at length."})
     others.append({"role": "user", "content": "Go on at length."})
     engine_core = vllm_process(fleet, where, "EngineCore")
@@ -83,14 +73,14 @@ def test_a_killed_decoder_ends_its_streams_properly_and_the_others_go_on(fleet: 
 
     # The conversation goes on, placed anew, without its agent doing anything special.
     text_turn(client(fleet.url, "victim"), fleet.model, messages)
-    again = settled(fleet, "victim", 2)
+    again = conversation(fleet, "victim", 2)
     assert again["placements"][-1]["cause"] == "rebound"
 
 
 def test_a_prefiller_killed_during_the_transfer_costs_time_not_the_answer(fleet: RunningFleet) -> None:
     messages = opening(52, 900)
     reference = text_turn(client(fleet.url, "undisturbed"), fleet.model, list(messages))
-    settled(fleet, "undisturbed", 1)
+    conversation(fleet, "undisturbed", 1)
     engine_core = vllm_process(fleet, "prefill-0", "EngineCore")
     stream = Stream(fleet.url, fleet.model, messages, "disturbed", 24)
     time.sleep(0.4)  # the prompt takes a second and more
@@ -103,7 +93,7 @@ def test_a_prefiller_killed_during_the_transfer_costs_time_not_the_answer(fleet:
 def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> None:
     messages = opening(53, 60)
     text_turn(client(fleet.url, "gateway"), fleet.model, messages)
-    before = settled(fleet, "gateway", 1)
+    before = conversation(fleet, "gateway", 1)
     messages.append({"role": "user", "content": "Go on."})
     gateways = set(fleet.processes("router.gateway")) - set(fleet.processes("workers.host"))
     stream = Stream(fleet.url, fleet.model, messages, "gateway", 3000)
@@ -115,7 +105,7 @@ def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> 
     # The directory waits a moment for a gateway's stream to come back before it takes its turns for lost.
     fleet.until(lambda: conversation(fleet, "gateway")["state"] == "idle", 60, "the lost turn to be noticed")
     answer = text_turn(client(fleet.url, "gateway"), fleet.model, messages)
-    after = settled(fleet, "gateway", before["turns"] + 1)
+    after = conversation(fleet, "gateway", before["turns"] + 1)
     assert (after["decoder"], after["epoch"], after["transfers"]) == (before["decoder"], before["epoch"], 1)
     assert answer.cached_tokens > 0
 
@@ -123,7 +113,7 @@ def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> 
 def test_a_killed_directory_keeps_bindings_and_later_turns_do_not_notice(fleet: RunningFleet) -> None:
     messages = opening(54, 60)
     text_turn(client(fleet.url, "directory"), fleet.model, messages)
-    before = settled(fleet, "directory", 1)
+    before = conversation(fleet, "directory", 1)
     messages.append({"role": "user", "content": "Go on."})
     time.sleep(0.5)  # bindings are on disk before they are answered; counts of turns follow within 50 ms
     fleet.kill(fleet.actor("DirectoryActor"))
@@ -131,7 +121,7 @@ def test_a_killed_directory_keeps_bindings_and_later_turns_do_not_notice(fleet: 
     text_turn(client(fleet.url, "directory"), fleet.model, messages)
     assert time.monotonic() - began < 30
     serving(fleet)
-    after = settled(fleet, "directory", 2)
+    after = conversation(fleet, "directory", 2)
     assert (after["decoder"], after["epoch"], after["transfers"]) == (before["decoder"], before["epoch"], 1)
     text_turn(client(fleet.url, "new-after-directory"), fleet.model, opening(541, 40))
 
@@ -139,7 +129,7 @@ def test_a_killed_directory_keeps_bindings_and_later_turns_do_not_notice(fleet: 
 def test_a_killed_keeper_costs_no_kv(fleet: RunningFleet) -> None:
     messages = opening(55, 60)
     text_turn(client(fleet.url, "keeper"), fleet.model, messages)
-    before = settled(fleet, "keeper", 1)
+    before = conversation(fleet, "keeper", 1)
     engine = fleet.engines()[before["decoder"]]
     for pid in fleet.processes("ray::KeeperActor"):
         fleet.kill(pid)
@@ -150,14 +140,14 @@ def test_a_killed_keeper_costs_no_kv(fleet: RunningFleet) -> None:
     serving(fleet)
     now = fleet.engines()[before["decoder"]]
     assert (now["pid"], now["epoch"]) == (engine["pid"], engine["epoch"])
-    assert settled(fleet, "keeper", 2)["decoder"] == before["decoder"]
+    assert conversation(fleet, "keeper", 2)["decoder"] == before["decoder"]
 
 
 @pytest.mark.slow
 def test_ninety_seconds_without_rays_head_cost_nothing(fleet: RunningFleet) -> None:
     messages = opening(56, 60)
     text_turn(client(fleet.url, "head"), fleet.model, messages)
-    before = settled(fleet, "head", 1)
+    before = conversation(fleet, "head", 1)
     engines = {name: (one["pid"], one["epoch"]) for name, one in fleet.engines().items()}
     (supervisor,) = fleet.processes("deploy.supervisor")
     (head,) = fleet.processes("ray.scripts.scripts", "--head")
@@ -177,6 +167,6 @@ def test_ninety_seconds_without_rays_head_cost_nothing(fleet: RunningFleet) -> N
         os.kill(supervisor, signal.SIGCONT)
     time.sleep(10)
     serving(fleet)
-    after = settled(fleet, "head", turns)
+    after = conversation(fleet, "head", turns)
     assert (after["decoder"], after["epoch"], after["transfers"]) == (before["decoder"], before["epoch"], 1)
     assert {name: (one["pid"], one["epoch"]) for name, one in fleet.engines().items()} == engines

@@ -1,30 +1,16 @@
 """A later turn that appends a lot goes through the prefiller once more, to the decoder where it lives; and a
 conversation that is parked comes back."""
 
-import asyncio
-import hashlib
 from typing import Any
 
 import pytest
 
-from kvtransfer.feed import EngineFeed
-from router.identity.explicit import conversation_key
-from tests.fleet.talk import Turn, client, get, metric, opening, text_turn
+from tests.fleet.talk import Turn, client, conversation, get, metric, opening, text_turn
 from tests.support.fleet import RunningFleet
-from workers.command import FEED_SOCKET
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
-
-
-def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:
-    def found() -> dict[str, Any]:
-        (one,) = get(fleet.url, "/v1/conversations", key)["data"]
-        return one
-
-    fleet.until(lambda: found()["turns"] >= turns, 60, f"{turns} finished turns of {key}")
-    return found()
 
 
 class Decoder:
@@ -100,21 +86,12 @@ def test_a_parked_conversation_is_shown_as_parked_and_comes_back(laptop_fleet: R
         (one,) = [engine["kv"] for engine in shown if engine["engine"] == here]
         return dict(one)
 
-    async def park() -> bool:
-        key = conversation_key(hashlib.sha256(b"parks").hexdigest()[:16], found["id"])
-        async with EngineFeed(fleet.home.engine(here) / FEED_SOCKET) as feed:
-            return await feed.park(key)
-
-    engine = client(f"http://{fleet.engines()[here]['http']}")
-    before = kv()["parked"]
-
     def parked() -> bool:
-        """Its last blocks may still be on their way to the host: they arrive with a step."""
-        engine.completions.create(model=fleet.model, prompt="A step.", max_tokens=1)
-        return asyncio.run(park())
+        shown = get(fleet.url, "/dashboard/state")["timelines"]
+        (spans,) = [timeline["spans"] for timeline in shown if timeline["key"].endswith(found["id"])]
+        return bool(spans[-1][0] == "parked" and kv()["parked"] > 0)
 
-    fleet.until(parked, 60, "its blocks to be on the host")
-    fleet.until(lambda: kv()["parked"] > before, 60, "the page to show it parked")
+    fleet.until(parked, fleet.fleet.conversation.park_after + 60, "the page to show it parked")
     decoder = Decoder(fleet, here)
     messages.append({"role": "user", "content": "Are you still there?"})
     second = text_turn(sdk, fleet.model, messages)

@@ -52,7 +52,7 @@ def test_prompts_and_answers_are_in_no_log_and_ids_are(laptop_fleet: RunningFlee
     loggers = {match["logger"] for line in ours if (match := LINE.match(line))}
     assert {
         "conserve.router.life",
-        "conserve.router.directory.server",
+        "conserve.router.directory.directory",
         "conserve.workers.keeper",
     } <= loggers
     turns = [fields(line) for line in ours if " turn conversation=" in line and conversation in line]

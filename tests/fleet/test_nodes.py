@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fleet.streams import Stream
-from tests.fleet.talk import client, get, opening, text_turn
+from tests.fleet.talk import client, conversation, opening, text_turn
 from tests.support.fleet import RunningFleet, fleet_up
 from tests.support.nodes import Nodes
 
@@ -43,16 +43,6 @@ def fleet(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFlee
         yield fleet
 
 
-def told(fleet: RunningFleet, key: str) -> dict:
-    (found,) = get(fleet.url, "/v1/conversations", key)["data"]
-    return found
-
-
-def settled(fleet: RunningFleet, key: str, turns: int) -> dict:
-    fleet.until(lambda: told(fleet, key)["turns"] >= turns, 60, f"{turns} turns of {key}")
-    return told(fleet, key)
-
-
 def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_prefill(
     fleet: RunningFleet, nodes: Nodes
 ) -> None:
@@ -67,8 +57,8 @@ def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_pref
         assert number < 20, f"all on {list(on)}"
         messages = opening(700 + number, 60)
         text_turn(client(fleet.url, f"c{number}"), fleet.model, messages)
-        on.setdefault(settled(fleet, f"c{number}", 1)["decoder"], (f"c{number}", messages))
-    lost = told(fleet, on["decode-1"][0])["decoder"]
+        on.setdefault(conversation(fleet, f"c{number}", 1)["decoder"], (f"c{number}", messages))
+    lost = conversation(fleet, on["decode-1"][0])["decoder"]
     (victim, messages), (bystander, others) = on["decode-1"], on["decode-0"]
     messages.append({"role": "user", "content": "Go on at length."})
     others.append({"role": "user", "content": "Go on at length."})
@@ -83,7 +73,7 @@ def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_pref
     assert other.finished and other.error is None and other.broken is None
 
     text_turn(client(fleet.url, victim), fleet.model, messages)
-    again = settled(fleet, victim, 2)
+    again = conversation(fleet, victim, 2)
     assert (again["decoder"], again["placements"][-1]["cause"]) == ("decode-0", "rebound")
 
     nodes.join({"decode-node-c": "127.0.0.6"}, {"decode-node-c": {"decode_tier": 1.0}})
@@ -97,7 +87,7 @@ def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_pref
     )
     messages.append({"role": "user", "content": "And on."})
     text_turn(client(fleet.url, victim), fleet.model, messages)
-    assert settled(fleet, victim, 3)["decoder"] == "decode-0", "bound for life"
+    assert conversation(fleet, victim, 3)["decoder"] == "decode-0", "bound for life"
     fresh = opening(799, 60)
     text_turn(client(fleet.url, "fresh"), fleet.model, fresh)
-    assert settled(fleet, "fresh", 1)["decoder"] == lost, "the empty one has the least KV in use"
+    assert conversation(fleet, "fresh", 1)["decoder"] == lost, "the empty one has the least KV in use"

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deploy.observe.panels import quantile, rate
+from deploy.observe.dashboards import quantile, rate
 from tests.deploy.observe.test_catalogue_is_complete import compared, expressions
 from tests.fleet.talk import client, opening, tool_turn
 from tests.router.batch.jobs import jsonl
@@ -81,7 +81,7 @@ def test_every_page_of_the_fleet_is_scraped_as_what_it_is(
     }
     engines = set(laptop_fleet.engines())
     of_engines = {(process, engine) for process in ("engine", "keeper") for engine in engines}
-    assert up == {("gateway", ""), ("directory", "")} | of_engines
+    assert up == {("gateway", ""), ("directory", ""), ("batch", "")} | of_engines
     labels = {label for series in scraping.ask('{__name__=~"conserve_.+"}') for label in series["metric"]}
     assert not [label for label in labels if label.startswith("exported_")]
 

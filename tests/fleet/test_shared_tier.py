@@ -5,12 +5,11 @@ A fleet of its own, with the shared tier. Only where LMCache is installed (requi
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.fleet.talk import client, get, metric, opening, text_turn
+from tests.fleet.talk import client, conversation, metric, opening, text_turn
 from tests.support.fleet import RunningFleet, fleet_up
 
 pytest.importorskip("lmcache", reason="no LMCache: pip install --no-deps -r requirements/lmcache.txt")
@@ -26,15 +25,6 @@ def fleet() -> Iterator[RunningFleet]:
     kv = {"host_kv_gib": 1, "kv_tiers": ["host", "lmcache"], "lmcache": {"gib": 1}}
     with fleet_up("laptop", lambda content: content.update(name="shared", kv=kv)) as fleet:
         yield fleet
-
-
-def conversation(fleet: RunningFleet, key: str, turns: int) -> dict[str, Any]:
-    def found() -> dict[str, Any]:
-        (one,) = get(fleet.url, "/v1/conversations", key)["data"]
-        return one
-
-    fleet.until(lambda: found()["turns"] >= turns, 60, f"{turns} finished turns of {key}")
-    return found()
 
 
 def by_source(fleet: RunningFleet, engine: str) -> dict[str, float]:

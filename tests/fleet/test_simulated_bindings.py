@@ -5,12 +5,12 @@ import asyncio
 import aiohttp
 import pytest
 
-from deploy import simulated
+from deploy.cli.commands.simulate import simulated_fleet, simulation_settings
 from tests.fleet.talk import get
 from tests.support.agreement import Agents, conversations
+from tests.support.binding_agreement import LiveBinding, compare
 from tests.support.fleet import RunningFleet
-from traces.format import Conversation
-from traces.simulator.agreement import LiveBinding, compare
+from traces.format import TraceConversation
 from traces.simulator.profiles import find
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
@@ -21,7 +21,7 @@ def in_use(fleet: RunningFleet) -> int:
     return sum(one["kv"]["live"] + one["kv"]["reserved"] for one in engines if one["role"] == "decode")
 
 
-async def run(fleet: RunningFleet, trace: list[Conversation]) -> list[LiveBinding]:
+async def run(fleet: RunningFleet, trace: list[TraceConversation]) -> list[LiveBinding]:
     headers, patience = {"Authorization": "Bearer agreement"}, aiohttp.ClientTimeout(300)
     async with aiohttp.ClientSession(fleet.url, headers=headers, timeout=patience) as session:
         agents = Agents(session, fleet.model)
@@ -33,16 +33,16 @@ async def run(fleet: RunningFleet, trace: list[Conversation]) -> list[LiveBindin
         return await agents.play(trace)
 
 
-def test_every_binding_is_the_one_that_the_simulation_makes(laptop_fleet: RunningFleet) -> None:
-    file = laptop_fleet.fleet
+def test_every_binding_is_the_one_that_the_simulation_makes(unused_fleet: RunningFleet) -> None:
+    file = unused_fleet.fleet
     trace = list(conversations(12, file.conversation.headroom_tokens))
-    live = asyncio.run(run(laptop_fleet, trace))
+    live = asyncio.run(run(unused_fleet, trace))
     # What has been idle for `park_after` is parked: on a slow machine later than in the simulation.
     parks_from = min(one.at for one in live) + file.conversation.park_after
     live = [one for one in live if one.at < parks_from]
     assert len(live) >= 8
     assert len({one.decoder for one in live}) == 2
-    settings = simulated.settings(file, None, 0.0, 0)
-    found = compare(simulated.simulated(file, find("laptop")), settings, trace, live)
+    settings = simulation_settings(file, None, 0.0, 0)
+    found = compare(simulated_fleet(file, find("laptop")), settings, trace, live)
     assert found.compared == len(live)
     assert found.differences == ()

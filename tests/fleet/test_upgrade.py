@@ -13,8 +13,8 @@ import yaml
 from openai import OpenAIError
 
 from tests.fleet.streams import Stream
-from tests.fleet.talk import client, get, opening, text_turn, tool_turn
-from tests.support.fleet import ROOT, RunningFleet
+from tests.fleet.talk import client, conversation, opening, text_turn, tool_turn
+from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
@@ -28,14 +28,13 @@ class Changing:
 
     def __init__(self, fleet: RunningFleet, base: Path) -> None:
         self.fleet, self._file = fleet, base / "changed.yaml"
-        self._content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+        self._content = yaml.safe_load(fleet.file.read_text())
 
     def up(self, edit: Edit = lambda content: None, *options: str) -> str:
         """`conserve up` with the file as changed; what it said."""
         edit(self._content)
         self._file.write_text(yaml.safe_dump(self._content))
-        port = self.fleet.url.rsplit(":", 1)[1]
-        answer = self.fleet.cli("up", str(self._file), "--port", port, *options, timeout_s=UPGRADE_S)
+        answer = self.fleet.cli("up", str(self._file), *options, timeout_s=UPGRADE_S)
         assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
         return answer.stdout
 
@@ -52,22 +51,16 @@ def decode(**values: Any) -> Edit:
     return lambda content: content["tiers"][1].update(values)
 
 
-def conversation(fleet: RunningFleet, key: str) -> dict[str, Any]:
-    (found,) = get(fleet.url, "/v1/conversations", key)["data"]
-    return found
-
-
 def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[dict[str, Any]]]:
     """New conversations, each placed where the least KV is in use, until one is placed there: of decoders
     that hold nothing the first by name is chosen. Returns the key and the messages of that one."""
     for number in range(6):
         key, messages = f"light-{number}", opening(960 + number, 40)
         text_turn(client(fleet.url, key), fleet.model, messages)
-        fleet.until(lambda key=key: conversation(fleet, key)["turns"] == 1, 60, "the turn's end")
-        told = conversation(fleet, key)
+        told = conversation(fleet, key, 1)
         choice = told["placements"][0]["receipt"]["decoder"]
         others = [option["kv_in_use"] for option in choice["runners_up"]]
-        assert choice["considered"] == 1 + len(others) + choice["without_room"] == 3
+        assert choice["considered"] == 1 + len(others) + choice["without_capacity"] == 3
         assert all(choice["chosen"]["kv_in_use"] <= other for other in others), choice
         if told["decoder"] == decoder:
             return key, messages

@@ -1,22 +1,23 @@
 import pytest
 
-from kvtransfer.config import ConfigError, ConnectorConfig, transfer_secret
-from kvtransfer.selection import selected_part_paths
+from kvtransfer.config import ConnectorConfig, transfer_secret
+from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.plugins import plugin_paths
 
 
 def test_settings_survive_the_command_line() -> None:
-    config = ConnectorConfig(engine="d0", epoch=3, port=5000, parts=("a:B",))
+    config = ConnectorConfig(engine="d0", epoch=3, port=5000, plugins=("a:B",))
     assert ConnectorConfig.from_extra_config(config.to_extra_config()) == config
 
 
 def test_unknown_settings_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="lease_seconds"):
+    with pytest.raises(ConnectorConfigError, match="lease_seconds"):
         ConnectorConfig.from_extra_config({"lease_seconds": 3})
 
 
 @pytest.mark.parametrize("wrong", [{"lease_s": 0}, {"host_kv_gib": -1}, {"port": 70000}])
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConnectorConfigError):
         ConnectorConfig.from_extra_config(wrong)
 
 
@@ -27,8 +28,8 @@ def test_nixl_moves_and_ours_keeps() -> None:
     assert argument["kv_connector"] == "SeveralConnectors" and moving["kv_connector"] == "NixlConnector"
     assert ConnectorConfig.from_extra_config(keeping["kv_connector_extra_config"]) == config
     assert config.environment()["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    names = [part.split(":")[1] for part in selected_part_paths(config)]
-    assert "TransferPart" not in names and "CheckpointPart" in names
+    names = [part.split(":")[1] for part in plugin_paths(config)]
+    assert "TransferPlugin" not in names and "CheckpointPlugin" in names
 
 
 def test_a_shared_tier_is_asked_last_and_never_waited_for_long() -> None:
@@ -36,12 +37,12 @@ def test_a_shared_tier_is_asked_last_and_never_waited_for_long() -> None:
     ours, tier = config.to_kv_transfer_config()["kv_connector_extra_config"]["connectors"]
     assert ours["kv_connector"] == "ConServeConnector"
     assert tier["kv_connector_extra_config"]["lmcache.mp.mq_timeout"] == 0.5
-    with pytest.raises(ConfigError, match="safepoint"):
+    with pytest.raises(ConnectorConfigError, match="safepoint"):
         ConnectorConfig(lmcache="127.0.0.1:5555", safepoint="page")
-    with pytest.raises(ConfigError, match="host:port"):
+    with pytest.raises(ConnectorConfigError, match="host:port"):
         ConnectorConfig(lmcache="somewhere")
 
 
 def test_a_missing_secret_is_refused() -> None:
-    with pytest.raises(ConfigError, match="CONSERVE_TRANSFER_SECRET"):
+    with pytest.raises(ConnectorConfigError, match="CONSERVE_TRANSFER_SECRET"):
         transfer_secret({})

@@ -1,13 +1,22 @@
 """The engine's line to its keeper, over a real socket."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtransfer.feed import EngineFeed, FeedError, FeedServer
+from kvtransfer.feed import (
+    NAMED_AT_MOST,
+    NAMED_S,
+    EngineFeed,
+    FeedCommand,
+    FeedError,
+    FeedServer,
+    RecentlyNamed,
+    Reply,
+)
 from placement.engines import EngineState
 
 
@@ -15,17 +24,17 @@ class Engine:
     def __init__(self, path: Path) -> None:
         self.released: list[str] = []
         self.seq = 0
-        self.confirmed: tuple[str, ...] = ()
+        self.confirmed = RecentlyNamed()
         self.server = FeedServer(path, self.snapshot, {"release": self.release})
 
     def snapshot(self) -> EngineState:
         self.seq += 1
-        confirmed, self.confirmed = self.confirmed, ()
-        return EngineState("d0", 1, self.seq, 10, 0, 0, 90, 1, 0, confirmed=confirmed)
+        confirmed, after = self.confirmed.all(), self.confirmed.after
+        return EngineState("d0", 1, self.seq, 10, 0, 0, 90, 1, 0, confirmed=confirmed, named_after=after)
 
-    def release(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self.released.append(message["conversation"])
-        return {"done": True}
+    def release(self, command: FeedCommand) -> Reply:
+        self.released.append(command.conversation)
+        return Reply(command.id, True)
 
 
 @pytest.fixture
@@ -59,6 +68,17 @@ async def test_changes_are_told_soon_but_not_one_by_one(engine: Engine, tmp_path
         assert 2 <= engine.seq - before <= 12
 
 
+async def test_a_report_of_the_longest_ids_arrives(engine: Engine, tmp_path: Path) -> None:
+    longest = {f"{number:04}".ljust(512, "\x01"): 1 for number in range(NAMED_AT_MOST)}
+    state = replace(engine.snapshot(), confirmed=longest, parked=longest)
+    server = FeedServer(tmp_path / "long.sock", lambda: state, {})
+    try:
+        async with EngineFeed(tmp_path / "long.sock") as feed:
+            assert len((await asyncio.wait_for(first(feed), 5)).parked) == NAMED_AT_MOST
+    finally:
+        server.close()
+
+
 async def test_a_command_is_done_and_answered(engine: Engine, tmp_path: Path) -> None:
     async with EngineFeed(tmp_path / "engine.sock") as feed:
         assert await feed.release("a conversation")
@@ -68,7 +88,7 @@ async def test_a_command_is_done_and_answered(engine: Engine, tmp_path: Path) ->
 async def test_an_unknown_command_is_refused_with_the_known_ones(engine: Engine, tmp_path: Path) -> None:
     async with EngineFeed(tmp_path / "engine.sock") as feed:
         with pytest.raises(FeedError, match="release"):
-            await asyncio.wait_for(feed.park("a"), 7)
+            await asyncio.wait_for(feed.drain(), 7)
 
 
 async def test_states_end_when_the_engine_does(engine: Engine, tmp_path: Path) -> None:
@@ -94,12 +114,47 @@ async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: 
     engine.server.close()
 
 
-async def test_a_slow_keeper_loses_states_but_no_confirmation(engine: Engine, tmp_path: Path) -> None:
+async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
+    engine: Engine, tmp_path: Path
+) -> None:
     async with EngineFeed(tmp_path / "engine.sock") as feed:
-        await first(feed)
-        feed._states = asyncio.Queue(maxsize=2)
-        for name in ("a", "b", "c", "d"):
-            feed._keep_newest(EngineState("d0", 1, 1, 0, 0, 0, 0, 0, 0, confirmed=(name,), parked=(name,)))
-        seen = [feed._states.get_nowait() for _ in range(2)]
-        for news in ("confirmed", "parked"):
-            assert {key for state in seen if state for key in getattr(state, news)} == {"a", "b", "c", "d"}
+        before = await first(feed)
+        for name in ("a", "b", "c"):  # nobody reads meanwhile: all but the newest report are skipped
+            engine.confirmed.add([name], engine.seq + 1)
+            engine.server.notify()
+            await asyncio.sleep(0.12)
+        late = await first(feed)
+        assert late.seq >= before.seq + 3
+        assert set(late.confirmed) == {"a", "b", "c"}
+        assert all(before.seq < seq <= late.seq for seq in late.confirmed.values())
+    async with EngineFeed(tmp_path / "engine.sock") as again:
+        assert set((await first(again)).confirmed) == {"a", "b", "c"}
+
+
+def test_what_is_named_no_more_is_said_to_be_missing() -> None:
+    now = 0.0
+    named = RecentlyNamed(clock=lambda: now)
+    named.add(["a", "b"], 1)
+    now = NAMED_S / 2
+    named.add(["a"], 2)  # once more: with its newest report
+    assert (named.all(), named.after) == ({"b": 1, "a": 2}, 0)
+    now = NAMED_S + 1
+    named.add([], 3)
+    assert (named.all(), named.after) == ({"a": 2}, 1)
+    named.add([f"c{number}" for number in range(2 * NAMED_AT_MOST)], 4)
+    assert len(named.all()) == NAMED_AT_MOST
+    assert named.after == 4
+
+
+async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(engine: Engine, tmp_path: Path) -> None:
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
+    for line in (b"not JSON\n", b"[1]\n", b'{"command": 5, "id": 1}\n'):
+        writer.write(line)
+        while b'"reply":{' not in (answer := await reader.readline()):
+            pass
+        assert b"not a command" in answer
+    writer.write(b'{"command": "release", "id": 9, "conversation": "c", "unknown": 1}\n')
+    while b'"id":9' not in await reader.readline():
+        pass
+    assert engine.released == ["c"]
+    writer.close()

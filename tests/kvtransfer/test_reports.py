@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from kvtransfer.checkpoint.orders import CheckpointReport
-from kvtransfer.transfer.orders import TransferReport
+from kvtransfer.checkpoint.scheduler import CheckpointReport
+from kvtransfer.transfer.scheduler import TransferReport
 
 
 def test_ranks_that_released_a_transfer_are_counted() -> None:

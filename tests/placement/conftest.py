@@ -3,9 +3,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
-from placement.curve import PrefillCurve
 from placement.engines import EngineInfo, EngineState, Role
-from placement.placer import Placer, PlacerSettings
+from placement.fleet.placer import Placer, PlacerSettings
+from placement.fleet.prefillers import PrefillCurve
 
 settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")

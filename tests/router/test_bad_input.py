@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config import Model
+from router.config import ServedModel
 from router.http import ServerLimits
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, get, user
 from tests.support.waiting import until
@@ -20,7 +20,7 @@ LIMITS = ServerLimits(max_body_bytes=1 << 20, head_timeout_s=0.3, body_timeout_s
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
     """Whatever a test did, sockets and reservations must return to zero."""
-    models = (Model(MODEL, aliases=("alias",)),)
+    models = (ServedModel(MODEL, aliases=("alias",)),)
     async with fleet(
         tmp_path, limits=LIMITS, models=models, api_keys=("right",), admin_keys=("boss",)
     ) as one:

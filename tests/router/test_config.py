@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from router.config import ConfigError, GatewayConfig, Model, Slo, dump, load
+from router.config import GatewayConfig, ServedModel, SloTargets, dump, load
+from router.errors import GatewayConfigError
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
-    config = GatewayConfig("127.0.0.1:1", (Model("m", ("n",)),), api_keys=("k",), slo=Slo(ttfet_s=1.5))
+    models = (ServedModel("m", ("n",)),)
+    config = GatewayConfig("127.0.0.1:1", models, api_keys=("k",), slo=SloTargets(ttfet_s=1.5))
     file = tmp_path / "gateway.json"
     file.write_bytes(dump(config))
     assert load(file) == config
-    assert config.model("n") == config.models[0]
+    assert config.models_by_name["n"] == config.models[0]
 
 
 @pytest.mark.parametrize(
@@ -29,5 +31,5 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, where: str) -> None:
     file = tmp_path / "gateway.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=where):
+    with pytest.raises(GatewayConfigError, match=where):
         load(file)

@@ -62,7 +62,7 @@ async def test_with_nowhere_else_to_go_it_stays(tmp_path: Path) -> None:
         _, told = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
         assert (told["decoder"], told["turns"], told["transfers"]) == (only, 2, 1)
         refused = await ask(made.urls[0], [user("a new one")])
-        assert (refused.status, refused.error["code"]) == (429, "no_room")
+        assert (refused.status, refused.error["code"]) == (429, "no_capacity")
 
 
 async def test_a_decoder_that_drains_no_more_takes_conversations_again(tmp_path: Path) -> None:

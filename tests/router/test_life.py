@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from placement.policies import PlacingPolicy
-from router.config import Slo
+from placement.fleet.policies import PlacingPolicy
+from router.config import SloTargets
 from tests.support.fake_engine import Seen
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
@@ -89,7 +89,7 @@ async def test_30_conversations_each_bind_where_least_kv_is_in_use_and_transfer_
             choice = told["placements"][0]["receipt"]["decoder"]
             others = [option["kv_in_use"] for option in choice["runners_up"]]
             assert choice["considered"] == 3
-            assert len(others) + 1 + choice["without_room"] == 3
+            assert len(others) + 1 + choice["without_capacity"] == 3
             assert choice["chosen"]["kv_in_use"] <= min(others)
         transfers = [seen.params["transfer_id"] for seen in made.decoder_requests() if seen.params]
         assert len(transfers) == len(set(transfers)) == 30
@@ -248,7 +248,7 @@ async def test_what_happened_can_be_read_from_the_metrics(tmp_path: Path) -> Non
         "missed": 'conserve_slo_total{met="no",objective="e2e"}',
         "ended": 'conserve_conversations_ended_total{cause="deleted"}',
     }
-    async with fleet(tmp_path, slo=Slo(ttfet_s=60.0, e2e_s=1e-6)) as made:
+    async with fleet(tmp_path, slo=SloTargets(ttfet_s=60.0, e2e_s=1e-6)) as made:
 
         async def read() -> dict[str, float]:
             _, text = await get(f"{made.urls[0]}/metrics")

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.config import GatewayConfig, Model, dump
+from router.config import GatewayConfig, ServedModel, dump
 from tests.support.fake_fleet import MODEL, Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
@@ -60,7 +60,7 @@ async def test_an_agent_that_asks_again_after_a_kill_goes_on_with_its_conversati
         url = f"http://127.0.0.1:{port}"
 
         def config(name: str) -> GatewayConfig:
-            models = (Model(MODEL),)
+            models = (ServedModel(MODEL),)
             return GatewayConfig(
                 made.address, models, name=name, port=port, directory_secret="s3cret", tokens_per_byte=1.0
             )
@@ -90,7 +90,7 @@ async def test_an_agent_that_asks_again_after_a_kill_goes_on_with_its_conversati
 
 async def turns_on_pages(made: Fleet) -> float:
     """Complete turns as the processes' own pages count them, added up."""
-    pages = made.directory.watchers.pages
+    pages = made.directory.gateways.pages(of_batch=False)
     assert len(pages) == 2
     total = 0.0
     async with aiohttp.ClientSession() as session:
@@ -118,7 +118,7 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
         def config(name: str) -> GatewayConfig:
             return GatewayConfig(
                 made.address,
-                (Model(MODEL),),
+                (ServedModel(MODEL),),
                 name=name,
                 port=port,
                 reuse_port=True,
@@ -131,7 +131,7 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
             gateway_process(tmp_path, config("one")) as one,
             gateway_process(tmp_path, config("two")) as two,
         ):
-            await until(lambda: len(made.directory.watchers) == 2)
+            await until(lambda: len(made.directory.gateways.pages(of_batch=False)) == 2)
             # Every request comes over a connection of its own, and the system spreads those.
             ids = set()
             for number in range(6):

@@ -1,13 +1,14 @@
 """Sizes of prompts from what was observed: never from a prediction."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import sizes
+from router import chains
 from router.directory.cache import Known
-from router.identity import chain as chains
-from router.identity.explicit import Explicit
-from router.turn import Api, Turn
+from router.identity import Explicit
+from router.turn import Api, TokenRatio, Turn
 
 SEED = chains.seed("s", "m")
 
@@ -26,38 +27,38 @@ def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
 
 @given(st.floats(0.1, 2.0), st.integers(100, 10**6))
 def test_the_ratio_follows_what_engines_count(truth: float, size: int) -> None:
-    ratio = sizes.TokenRatio(0.3)
+    ratio = TokenRatio(0.3)
     for _ in range(30):
         ratio.learn(size, max(1, int(size * truth)))
     assert abs(ratio.tokens(size) - size * truth) <= size * 0.02 + 2
 
 
 def test_an_estimate_is_never_above_what_an_engine_takes() -> None:
-    assert sizes.prompt_tokens(turn(10_000_000), sizes.TokenRatio(1.0), 32_768) == 32_768
+    assert TokenRatio(1.0).prompt_tokens(turn(10_000_000), 32_768) == 32_768
 
 
 def test_what_the_decoder_has_is_not_counted_as_uncached() -> None:
-    ratio = sizes.TokenRatio(0.5)
+    ratio = TokenRatio(0.5)
     grown = turn(10_000)
-    assert sizes.uncached_tokens(grown, known(8_000, completion=600), 8_000, ratio) == 400
-    assert sizes.uncached_tokens(grown, known(8_000, completion=2_000), 8_000, ratio) == 0
+    assert ratio.uncached_tokens(grown, known(8_000, completion=600), 8_000) == 400
+    assert ratio.uncached_tokens(grown, known(8_000, completion=2_000), 8_000) == 0
 
 
 def test_tools_count_once_and_not_again_with_every_turn() -> None:
-    ratio = sizes.TokenRatio(1.0)
-    assert sizes.prompt_tokens(turn(1_000, tools=5_000), ratio, 0) == 6_000
-    assert sizes.uncached_tokens(turn(1_000, tools=5_000), known(900), 900, ratio) == 100
+    ratio = TokenRatio(1.0)
+    assert ratio.prompt_tokens(turn(1_000, tools=5_000), 0) == 6_000
+    assert ratio.uncached_tokens(turn(1_000, tools=5_000), known(900), 900) == 100
 
 
 def test_a_prefix_that_broke_is_uncached_as_a_whole() -> None:
-    assert sizes.uncached_tokens(turn(10_000), known(8_000, 600, 5_000), 0, sizes.TokenRatio(0.5)) == 5_000
+    assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(8_000, 600, 5_000), 0) == 5_000
 
 
 def test_a_gateway_that_has_not_seen_the_conversation_goes_by_the_decoders_count() -> None:
-    assert sizes.uncached_tokens(turn(10_000), known(0, 0, 4_000), 0, sizes.TokenRatio(0.5)) == 1_000
+    assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(0, 0, 4_000), 0) == 1_000
 
 
 def test_token_ids_are_counted_exactly() -> None:
     asked = turn(0)
-    exact = type(asked)(**{**{n: getattr(asked, n) for n in Turn.__slots__}, "body": {"prompt": [1] * 77}})
-    assert sizes.prompt_tokens(exact, sizes.TokenRatio(9.0), 0) == 77
+    exact = replace(asked, body={"prompt": [1] * 77})
+    assert TokenRatio(9.0).prompt_tokens(exact, 0) == 77

@@ -5,16 +5,16 @@ import random
 import string
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from prometheus_client import REGISTRY
 
-from router.config import Tracing
-from router.metrics import TRACES_DROPPED
-from router.tracing.sender import MOST_WAITING, Sender
-from router.tracing.turn import Parent, TurnTrace
+from router.config import TracingConfig
+from router.tracing import MOST_WAITING, TurnTracer
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
 from tests.support.waiting import until
@@ -22,6 +22,7 @@ from tests.support.waiting import until
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
 CANARY = "canary-of-a-prompt"
+CAUSES = ("queue_full", "not_taken")
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ async def spans_after(made: Fleet, received: Receiver) -> list[Received]:
 
 
 def dropped() -> dict[str, float]:
-    causes = ("queue_full", "not_taken", "not_sent")
-    return {cause: TRACES_DROPPED.labels(cause)._value.get() for cause in causes}
+    name = "conserve_traces_dropped_total"
+    return {cause: REGISTRY.get_sample_value(name, {"cause": cause}) or 0.0 for cause in CAUSES}
 
 
 def by_name(spans: list[Received]) -> dict[str, Received]:
@@ -49,7 +50,7 @@ def by_name(spans: list[Received]) -> dict[str, Received]:
 
 
 async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, receiver: Receiver) -> None:
-    tracing = Tracing(receiver.endpoint, sample=0.0)  # the client's flag decides
+    tracing = TracingConfig(receiver.endpoint, sample=0.0)  # the client's flag decides
     async with fleet(tmp_path, tracing=tracing) as made:
         answer = await ask(
             made.urls[0], [user(CANARY)], stream=True, headers={"traceparent": SAMPLED, "tracestate": "a=1"}
@@ -78,7 +79,7 @@ async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, rec
 
 
 async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> None:
-    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+    async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         messages = [user("hello " * 20)]
         await ask(made.urls[0], messages)
         messages += [assistant("answer"), user("more")]
@@ -92,7 +93,7 @@ async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> N
 
 
 async def test_a_turn_that_is_not_sampled_passes_as_it_came(tmp_path: Path, receiver: Receiver) -> None:
-    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+    async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         await ask(made.urls[0], [user("a")], headers={"traceparent": NOT_SAMPLED})
         (decode,) = made.decoder_requests()
         assert decode.headers["traceparent"] == NOT_SAMPLED
@@ -103,7 +104,7 @@ async def test_a_turn_that_is_not_sampled_passes_as_it_came(tmp_path: Path, rece
 async def test_a_turn_that_fails_leaves_no_span_open(
     tmp_path: Path, receiver: Receiver, outcome: str
 ) -> None:
-    tracing = Tracing(receiver.endpoint, sample=1.0)
+    tracing = TracingConfig(receiver.endpoint, sample=1.0)
     async with fleet(
         tmp_path, decoders=2 if outcome == "broken" else 0, tracing=tracing, place_wait_s=0.2
     ) as made:
@@ -134,7 +135,7 @@ async def test_a_bad_traceparent_begins_a_new_trace_and_harms_nothing(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     odd = odd_traceparents()
-    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+    async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         answers = [await send_raw(made.urls[0], value) for value in odd]
         assert set(answers) == {b"200"}
         turns = [span for span in await spans_after(made, receiver) if span.name == "turn"]
@@ -160,7 +161,7 @@ async def send_raw(url: str, traceparent: str) -> bytes:
 
 async def test_without_a_receiver_turns_are_served_and_their_traces_counted(tmp_path: Path) -> None:
     before = dropped()["not_taken"]
-    async with fleet(tmp_path, tracing=Tracing("http://127.0.0.1:9", sample=1.0)) as made:
+    async with fleet(tmp_path, tracing=TracingConfig("http://127.0.0.1:9", sample=1.0)) as made:
         assert (await ask(made.urls[0], [user("a")])).status == 200
     assert dropped()["not_taken"] == before + 1
 
@@ -171,7 +172,7 @@ async def test_a_receiver_that_is_busy_for_a_moment_gets_every_span(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret,x-team=a%20b")
     receiver.refusals = [503]
     before = dropped()
-    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+    async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         await ask(made.urls[0], [user("a")])
         spans = await asyncio.to_thread(receiver.until, lambda spans: len(spans) > 0)
     assert "turn" in {span.name for span in spans}
@@ -186,7 +187,7 @@ async def test_what_a_receiver_refuses_is_counted_and_said_once(
 ) -> None:
     receiver.refusals = [400, 400]
     before = dropped()
-    async with fleet(tmp_path, tracing=Tracing(receiver.endpoint, sample=1.0)) as made:
+    async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         for served in (1, 2):
             assert (await ask(made.urls[0], [user("a" * served)])).status == 200
             await until(lambda served=served: dropped()["not_taken"] == before["not_taken"] + served)
@@ -196,54 +197,70 @@ async def test_what_a_receiver_refuses_is_counted_and_said_once(
     assert len([line for line in caplog.messages if "traces of turns are dropped" in line]) == 1
 
 
-async def test_what_cannot_be_sent_does_not_end_the_sending(receiver: Receiver) -> None:
-    before, encoded = dropped()["not_sent"], []
+class Exporter(SpanExporter):
+    """Takes spans after what `before` does, by its number, in the SDK's thread."""
 
-    def encode(turns: list[TurnTrace]) -> bytes:
-        encoded.append(len(turns))
-        if len(encoded) == 1:
+    def __init__(self, before: Callable[[int], object]) -> None:
+        self._before = before
+        self.calls = 0
+        self.turns = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.calls += 1
+        self._before(self.calls)
+        self.turns += sum(span.name == "turn" for span in spans)
+        return SpanExportResult.SUCCESS
+
+
+def tracer_with(exporter: Exporter) -> TurnTracer:
+    return TurnTracer(TracingConfig("http://127.0.0.1:9", sample=1.0), "fleet", "gateway", exporter=exporter)
+
+
+def serve_a_turn(tracer: TurnTracer) -> None:
+    trace = tracer.begin([], 0.0, {})
+    assert trace is not None
+    with trace:
+        trace.identified("c", "new")
+
+
+async def test_what_cannot_be_sent_does_not_end_the_sending() -> None:
+    def fault_at_first(call: int) -> None:
+        if call == 1:
             raise TypeError("a fault")
-        return b""
 
-    sender = Sender(receiver.endpoint, encode, {})
-    turn = TurnTrace(Parent(1), time.monotonic, 0, 0.0, sender.add)
-    sender.add(turn)
-    await until(lambda: dropped()["not_sent"] == before + 1)
-    sender.add(turn)
-    await until(lambda: len(receiver.headers) == 1)
-    sender.close(30)
-
-    unsendable = Sender(receiver.endpoint, lambda turns: b"", {"x-key": "two\nlines"})
-    for served in (2, 3):
-        unsendable.add(turn)
-        await until(lambda served=served: dropped()["not_sent"] == before + served)
-    unsendable.close(30)
+    before, exporter = dropped()["not_taken"], Exporter(fault_at_first)
+    tracer = tracer_with(exporter)
+    serve_a_turn(tracer)
+    await until(lambda: dropped()["not_taken"] == before + 1)
+    serve_a_turn(tracer)
+    await until(lambda: exporter.turns == 1)
+    tracer.close()
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "http://collector:port", "http://c:99999"])
 def test_an_endpoint_that_is_none_is_refused_with_what_is_wanted(endpoint: str) -> None:
     with pytest.raises(ValueError, match="http://host:port"):
-        Tracing(endpoint)
+        TracingConfig(endpoint)
 
 
-def test_a_full_queue_drops_turns_and_not_memory(receiver: Receiver) -> None:
-    begun, going, before = threading.Event(), threading.Event(), dropped()["queue_full"]
+def test_a_full_queue_drops_turns_and_not_memory() -> None:
+    begun, going, before = threading.Event(), threading.Event(), dropped()
 
-    def encode(turns: list[TurnTrace]) -> bytes:
+    def wait(_: int) -> None:
         begun.set()
         going.wait(30)
-        return b""
 
-    sender = Sender(receiver.endpoint, encode, {})
-    turn = TurnTrace(Parent(1), time.monotonic, 0, 0.0, sender.add)
-    sender.add(turn)
+    exporter = Exporter(wait)
+    tracer = tracer_with(exporter)
+    serve_a_turn(tracer)
     assert begun.wait(30)
     for _ in range(MOST_WAITING + 7):
-        sender.add(turn)
-    assert dropped()["queue_full"] == before + 7
+        serve_a_turn(tracer)
+    # The one that is being sent waits too.
+    assert dropped() == {**before, "queue_full": before["queue_full"] + 8}
     going.set()
-    sender.close(30)
-    assert len(receiver.headers) == 1 + MOST_WAITING // 256
+    tracer.close()
+    assert exporter.turns == MOST_WAITING
 
 
 async def test_off_the_libraries_are_not_even_loaded(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from random import Random
 
 import aiohttp
 
-from traces.format import Conversation, Turn
-from traces.replay import words
-from traces.simulator.agreement import LiveBinding
+from tests.support.binding_agreement import LiveBinding
+from traces.format import TraceConversation, TraceTurn
+from traces.replay import client
 
 AT_ONCE = 3
 
 
-def conversations(count: int, headroom: int) -> Iterator[Conversation]:
+def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
     """First prompts such that two decoders always differ by more than what is promised beyond prompts.
 
     When an engine reports a conversation, and its promise ends, is not the same to the millisecond on both
@@ -28,8 +28,8 @@ def conversations(count: int, headroom: int) -> Iterator[Conversation]:
             if abs(held[less] + prompt + grown - held[1 - less]) > apart:
                 break
         held[less] += prompt + grown
-        turns = (Turn(prompt, 0, 8), Turn(150, prompt + 8, 8, 0.1))
-        yield Conversation(f"bound-{number}", 0.2 * number, turns)
+        turns = (TraceTurn(prompt, 0, 8), TraceTurn(150, prompt + 8, 8, 0.1))
+        yield TraceConversation(f"bound-{number}", 0.2 * number, turns)
 
 
 class Agents:
@@ -42,11 +42,13 @@ class Agents:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def learn_sizes(self) -> None:
-        """And let the gateway learn them, too."""
-        usage = await self._ask("sizes", [{"role": "user", "content": words.text("sizes", 4_000)}], 1)
+        """And let the gateway learn them, too; nothing of it stays."""
+        usage = await self._ask("sizes", [{"role": "user", "content": client.text("sizes", 4_000)}], 1)
         self._chars_per_token = 4_000 / usage["prompt_tokens"]
+        async with self._session.delete("/v1/conversations/sizes") as answer:
+            assert answer.status == 200, await answer.text()
 
-    async def play(self, trace: list[Conversation]) -> list[LiveBinding]:
+    async def play(self, trace: list[TraceConversation]) -> list[LiveBinding]:
         playing = []
         for conversation in trace:
             await self._places.acquire()
@@ -55,12 +57,12 @@ class Agents:
         await asyncio.gather(*playing)
         return [await self._bound(conversation.id) for conversation in trace]
 
-    async def _play(self, conversation: Conversation) -> None:
+    async def _play(self, conversation: TraceConversation) -> None:
         messages: list[dict[str, str]] = []
         try:
             for number, turn in enumerate(conversation.turns):
                 size = round(turn.appended_tokens * self._chars_per_token)
-                text = words.text(f"{conversation.id}/{number}", size)
+                text = client.text(f"{conversation.id}/{number}", size)
                 messages.append({"role": "user", "content": text})
                 await self._ask(conversation.id, messages, turn.output_tokens)
                 messages.append({"role": "assistant", "content": "yes"})

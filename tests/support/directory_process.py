@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
 from placement.engines import EngineInfo, EngineState, Role
-from router.directory.server import DirectoryServer, DirectorySettings
+from router.directory.directory import DirectorySettings
+from router.directory.server import DirectoryServer
 from tests.support.engines import placer
 
 
@@ -55,10 +55,13 @@ async def _main(options: argparse.Namespace) -> None:
                 pass
 
         server = DirectoryServer(
-            DirectorySettings(push_states_s=0.1, settle_s=2.0, compact_bytes=20_000),
+            DirectorySettings(
+                3600.0, push_states_s=0.1, settle_s=2.0
+            ),
             placer(),
             options.journal,
             release,
+            secret="s3cret",
         )
         port = await server.start("127.0.0.1", options.port)
         infos = [EngineInfo(**{**one, "role": Role(one["role"])}) for one in json.loads(options.engines)]
@@ -69,14 +72,10 @@ async def _main(options: argparse.Namespace) -> None:
             for info in infos:
                 try:
                     async with session.get(f"http://{info.http}/_state") as response:
-                        server.engine_state(_state(await response.json()))
+                        server.engine_state(EngineState(**await response.json()))
                 except aiohttp.ClientError:
                     continue
             await asyncio.sleep(0.05)
-
-
-def _state(fields: dict[str, Any]) -> EngineState:
-    return EngineState(**{**fields, "confirmed": tuple(fields["confirmed"])})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Engine facts for tests that need a table and no engine."""
 
-from placement.curve import PrefillCurve
 from placement.engines import EngineInfo, EngineState, Role
-from placement.placer import Placer, PlacerSettings
+from placement.fleet.placer import Placer, PlacerSettings
+from placement.fleet.prefillers import PrefillCurve
 
 CURVES = {"prefill": PrefillCurve(0.01, 1e-5, 0.0)}
 
@@ -20,7 +20,8 @@ def state(
     confirmed: tuple[str, ...] = (),
     draining: bool = False,
 ) -> EngineState:
-    return EngineState(engine, epoch, seq, live, 0, 0, 10_000 - live, 0, 0, 0, 0, confirmed, draining)
+    named = dict.fromkeys(confirmed, seq)
+    return EngineState(engine, epoch, seq, live, 0, 0, 10_000 - live, 0, 0, 0, 0, named, draining)
 
 
 def placer(**changes: object) -> Placer:

@@ -56,7 +56,7 @@ class FakeEngine:
     fail_body: str = ""
     fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
     port: int = 0
-    _seq: int = 0
+    reports: int = 0  # of its state
     _runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> None:
@@ -72,7 +72,7 @@ class FakeEngine:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -87,13 +87,13 @@ class FakeEngine:
         )
 
     def state(self) -> EngineState:
-        self._seq += 1
+        self.reports += 1
         live = self.held.total()
-        confirmed, self.confirmed = tuple(self.confirmed), []
+        confirmed, self.confirmed = dict.fromkeys(self.confirmed, self.reports), []
         return EngineState(
             self.name,
             self.epoch,
-            self._seq,
+            self.reports,
             live,
             0,
             0,

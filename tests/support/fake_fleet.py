@@ -11,10 +11,10 @@ import aiohttp
 import orjson
 
 from placement.engines import EngineInfo, Role
-from placement.redisaggregation import Redisaggregation
-from router.config import GatewayConfig, Model
-from router.directory.server import DirectoryServer, DirectorySettings
-from router.directory.table import TableSettings
+from placement.fleet.policies import Redisaggregation
+from router.config import GatewayConfig, ServedModel
+from router.directory.directory import DirectorySettings
+from router.directory.server import DirectoryServer
 from router.gateway import Gateway
 from tests.support.engines import placer
 from tests.support.fake_engine import FakeEngine, Seen
@@ -37,16 +37,16 @@ class Fleet:
     async def add_gateway(self, **changes: Any) -> str:
         config = GatewayConfig(
             directory=self.address,
-            models=(Model(MODEL),),
+            models=(ServedModel(MODEL),),
             name=f"g{len(self.gateways)}",
             port=0,
             place_wait_s=2.0,
-            redisaggregate_tokens=REDISAGGREGATE_TOKENS,
+            redisaggregation=Redisaggregation(REDISAGGREGATE_TOKENS),
             tokens_per_byte=1.0,
         )
         gateway = Gateway(replace(config, **changes))
         port = await gateway.start()
-        assert await gateway.directory.engines.wait_for_any(5.0)
+        await until(lambda: len(gateway.directory.engines))
         self.gateways.append(gateway)
         self.urls.append(f"http://127.0.0.1:{port}")
         return self.urls[-1]
@@ -75,10 +75,10 @@ class Fleet:
     async def settle(self) -> None:
         """Until reports have arrived everywhere. Some of it is counted in rounds of the feed and not in
         seconds: on a busy machine those take as long as all else does."""
-        await until(lambda: not any(gateway.directory._reporter._pending for gateway in self.gateways))
+        await until(lambda: not any(gateway.directory.unreported for gateway in self.gateways))
         rounds = self.rounds
         await until(lambda: self.rounds >= rounds + 8)
-        reported = {name: one._seq for name, one in self.engines.items() if self._known(one)}
+        reported = {name: one.reports for name, one in self.engines.items() if self._known(one)}
         await until(
             lambda: all(
                 (state := gateway.directory.engines.state(name)) and state.seq >= seq
@@ -111,7 +111,7 @@ async def fleet(
         await one.start()
     made = Fleet(engines, None, "")  # type: ignore[arg-type]
     settings = DirectorySettings(
-        table=TableSettings(ttl_s=ttl_s), gateway_grace_s=gateway_grace_s, push_states_s=0.1
+        ttl_s=ttl_s, gateway_grace_s=gateway_grace_s, push_states_s=0.1
     )
     placing = {"redisaggregation": Redisaggregation(REDISAGGREGATE_TOKENS), **(placing or {})}
     journal = tmp_path / "journal"

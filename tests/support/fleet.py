@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from deploy.fleet import Fleet, load_fleet
+from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
-from workers.ports import free_port
+from workers.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 UP_LIMIT_S, DOWN_LIMIT_S = 900, 200
@@ -30,7 +30,7 @@ Edit = Callable[[Any], object]
 class RunningFleet:
     url: str
     model: str
-    fleet: Fleet
+    fleet: FleetSpec
     home: FleetHome
     base: Path
     file: Path
@@ -79,6 +79,7 @@ def fleet_up(shipped: str, edit: Edit = lambda content: None) -> Iterator[Runnin
     base = Path(tempfile.mkdtemp(prefix="conserve-"))  # a short path: sockets lie below it
     content = yaml.safe_load((ROOT / "configs" / f"{shipped}.yaml").read_text())
     content["gateway"]["port"] = free_port("127.0.0.1")
+    content["engine"]["start_together"] = 2  # on two cores sooner than one by one
     edit(content)
     file = base / "fleet.yaml"
     file.write_text(yaml.safe_dump(content))

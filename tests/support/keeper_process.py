@@ -6,21 +6,19 @@ import logging
 import sys
 from pathlib import Path
 
+from deploy.ray.control import ControlServer
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
-from workers.board import Board
-from workers.command import FEED_SOCKET
-from workers.control.server import ControlServer
-from workers.feed import ConnectorFeed
-from workers.keeper import Keeper
-from workers.spec import Device, EngineSpec, KeeperSettings
+from workers.keeper import Keeper, KeeperSettings
+from workers.launch import FEED_SOCKET, Device, LaunchSpec
+from workers.status import ConnectorFeed, StatusStore
 
 SECRET = "the-secret-of-this-test"
 LEASE_S = 20.0
 
 
-def spec(directory: Path, model: str, options: dict[str, object]) -> EngineSpec:
-    return EngineSpec(
+def spec(directory: Path, model: str, options: dict[str, object]) -> LaunchSpec:
+    return LaunchSpec(
         engine="engine-0",
         tier="mixed",
         role=Role.MIXED,
@@ -38,7 +36,7 @@ def spec(directory: Path, model: str, options: dict[str, object]) -> EngineSpec:
 
 
 async def keep(directory: Path, model: str, options: dict[str, object]) -> None:
-    board = Board("engine-0")
+    board = StatusStore("engine-0")
     feed = ConnectorFeed("engine-0", directory / FEED_SOCKET)
     control = ControlServer(board, feed, SECRET)
     address = await control.start("127.0.0.1")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from deploy.ray.settings import common_environment, ray_command
-from workers.ports import free_port
+from deploy.ray.own_cluster import common_environment, ray_command
+from workers.processes import free_port
 
 START_LIMIT_S = 180
 HEAD_HOST = "127.0.0.2"

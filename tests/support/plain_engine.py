@@ -8,10 +8,10 @@ import urllib.request
 from dataclasses import replace
 from types import TracebackType
 
-from deploy.fleet.rooms import engine_spec, engines
+from deploy.fleet.components import engine_spec, engines
 from tests.support.fleet import RunningFleet
-from workers.command import Start, engine_command
-from workers.ports import free_port
+from workers.launch import Start, engine_command
+from workers.processes import free_port
 
 START_LIMIT_S = 600
 

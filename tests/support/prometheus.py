@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from tests.deploy.observe.test_catalogue_is_complete import RULES
-from workers.ports import free_port
+from workers.processes import free_port
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 MISSING = "needs Debian's prometheus package: deploy/setup/packages.sh"

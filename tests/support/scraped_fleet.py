@@ -23,7 +23,7 @@ def scraped(fleet: RunningFleet, folder: Path) -> Iterator[Prometheus]:
         url = process.stdout.readline().partition("url: ")[2].strip().rstrip("}]")
         pages = [{"url": url, "refresh_interval": "5s"}]
         with prometheus(folder, "1s", http_sd_configs=pages) as running:
-            count = 2 + 2 * len(fleet.engines())
+            count = 3 + 2 * len(fleet.engines())  # gateway, directory, batch; engines and keepers
             running.until(lambda: len(running.ask("count_over_time(up[1m]) > 1")) == count, f"{count} pages")
             yield running
     finally:

@@ -10,7 +10,7 @@ from rich.console import Console
 import traces
 from traces import charts, drawing
 from traces.describe import describe, spread
-from traces.format import Conversation, Turn, load
+from traces.format import TraceConversation, TraceTurn, load
 from traces.generators import bursts
 
 SAMPLE = load(Path(traces.__file__).parent / "samples" / "agents.jsonl.gz")
@@ -31,12 +31,12 @@ def test_arrivals_show_their_rate_and_burstiness() -> None:
     what = describe(bursts(20_000, rate=3.0, cv=2.0).conversations)
     assert what.rate == pytest.approx(3.0, rel=0.08)
     assert what.gap_cv == pytest.approx(2.0, rel=0.08)
-    assert describe([Conversation(n, 0.0, (Turn(1, 0, 1),)) for n in "ab"]).rate == 0.0
+    assert describe([TraceConversation(n, 0.0, (TraceTurn(1, 0, 1),)) for n in "ab"]).rate == 0.0
 
 
 def test_large_appends_are_counted_by_turns_conversations_and_tokens() -> None:
-    def conversation(name: str, *appended: int) -> Conversation:
-        return Conversation(name, 0.0, (Turn(100, 0, 1), *(Turn(n, 0, 1) for n in appended)))
+    def conversation(name: str, *appended: int) -> TraceConversation:
+        return TraceConversation(name, 0.0, (TraceTurn(100, 0, 1), *(TraceTurn(n, 0, 1) for n in appended)))
 
     large = describe([conversation("a", 9000, 500, 500), conversation("b", 0 + 1)]).large_appends
     assert large.share_of_later_turns == 1 / 4

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traces.format import (
-    Conversation,
-    Ending,
-    Header,
+    TraceConversation,
     TraceError,
-    Turn,
+    TraceHeader,
+    TraceTurn,
+    TurnEnding,
     from_json,
     load,
     read,
@@ -25,24 +25,24 @@ TOKENS = st.integers(0, 10**6)
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> Conversation:
-    turns: list[Turn] = []
+def conversations(draw: st.DrawFn) -> TraceConversation:
+    turns: list[TraceTurn] = []
     largest = 0
     parent = draw(st.none() | st.just("parent"))
     for number in range(draw(st.integers(1, 5))):
         cached = draw(st.integers(0, largest) if number or parent is None else TOKENS)
         appended = draw(st.integers(0 if cached else 1, 10**6))
-        turn = Turn(
+        turn = TraceTurn(
             appended_tokens=appended,
             cached_tokens=cached,
             output_tokens=draw(TOKENS),
             wait_s=draw(SECONDS),
-            ending=draw(st.sampled_from(Ending)),
+            ending=draw(st.sampled_from(TurnEnding)),
             served_s=draw(st.none() | SECONDS),
         )
         largest = max(largest, turn.context_tokens)
         turns.append(turn)
-    return Conversation(
+    return TraceConversation(
         id=draw(st.text(min_size=1, max_size=8).filter(lambda name: name != "parent")),
         arrival_s=draw(SECONDS),
         turns=tuple(turns),
@@ -52,20 +52,20 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 
 @given(conversations())
-def test_a_line_reads_back_as_the_conversation_written(conversation: Conversation) -> None:
+def test_a_line_reads_back_as_the_conversation_written(conversation: TraceConversation) -> None:
     assert from_json(to_json(conversation)) == conversation
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(conversations(), max_size=4, unique_by=lambda c: c.id), st.booleans())
 def test_a_file_reads_back_and_its_bytes_depend_only_on_its_content(
-    tmp_path_factory: pytest.TempPathFactory, found: list[Conversation], zipped: bool
+    tmp_path_factory: pytest.TempPathFactory, found: list[TraceConversation], zipped: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("trace")
     ordered = sorted(found, key=lambda c: c.arrival_s)
     suffix = ".jsonl.gz" if zipped else ".jsonl"
     one, two = folder / f"one{suffix}", folder / f"two{suffix}"
-    header = Header(source="here", licence="CC-BY-4.0", attribution="us", notes="n")
+    header = TraceHeader(source="here", licence="CC-BY-4.0", attribution="us", notes="n")
     assert write(one, ordered, header) == write(two, ordered, header) == len(ordered)
     assert one.read_bytes() == two.read_bytes()
     assert load(one).header == header
@@ -122,19 +122,21 @@ def test_a_file_of_another_format_is_refused_by_its_first_line(tmp_path: Path) -
 
 def test_a_cut_off_gzip_is_an_error_and_not_a_short_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl.gz"
-    write(path, [Conversation("a", 0.0, (Turn(5, 0, 2),))], Header())
+    write(path, [TraceConversation("a", 0.0, (TraceTurn(5, 0, 2),))], TraceHeader())
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(TraceError, match="cannot be read"):
         list(read(path))
 
 
 def test_writing_refuses_conversations_out_of_order(tmp_path: Path) -> None:
-    later, sooner = (Conversation(name, at, (Turn(5, 0, 2),)) for name, at in (("a", 2.0), ("b", 1.0)))
+    later, sooner = (
+        TraceConversation(name, at, (TraceTurn(5, 0, 2),)) for name, at in (("a", 2.0), ("b", 1.0))
+    )
     with pytest.raises(TraceError, match="sort first"):
-        write(tmp_path / "t.jsonl", [later, sooner], Header())
+        write(tmp_path / "t.jsonl", [later, sooner], TraceHeader())
 
 
 def test_the_effective_turn_is_the_first_that_speaks_to_the_user() -> None:
-    tool, said = Turn(5, 0, 2, ending=Ending.TOOL_USE), Turn(1, 7, 2)
-    assert Conversation("a", 0.0, (tool, said, tool, said)).effective_turn == 1
-    assert Conversation("a", 0.0, (tool, tool)).effective_turn == 1
+    tool, said = TraceTurn(5, 0, 2, ending=TurnEnding.TOOL_USE), TraceTurn(1, 7, 2)
+    assert TraceConversation("a", 0.0, (tool, said, tool, said)).effective_turn == 1
+    assert TraceConversation("a", 0.0, (tool, tool)).effective_turn == 1

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traces.format import Conversation, Ending, TraceError, check
+from traces.format import TraceConversation, TraceError, TurnEnding, check
 from traces.generators import (
-    Lengths,
-    Step,
+    RateStep,
+    RequestLengths,
     SweBench,
     bursts,
     paper,
+    parse,
     saturating,
     step_bursts,
 )
-from traces.generators.arrivals import parse
 
 COUNT = 6000
 
 
-def gaps(conversations: tuple[Conversation, ...]) -> list[float]:
+def gaps(conversations: tuple[TraceConversation, ...]) -> list[float]:
     return [b.arrival_s - a.arrival_s for a, b in pairwise(conversations)]
 
 
@@ -36,10 +36,10 @@ def test_the_papers_mix_has_its_means_and_its_two_phases() -> None:
     assert statistics.mean(turn.appended_tokens for turn in later) == pytest.approx(250, rel=0.05)
     for conversation in found[:200]:
         check(conversation)
-        assert [t.ending for t in conversation.turns[:-1]] == [Ending.TOOL_USE] * (
+        assert [t.ending for t in conversation.turns[:-1]] == [TurnEnding.TOOL_USE] * (
             len(conversation.turns) - 1
         )
-        assert conversation.turns[-1].ending is Ending.END_OF_TURN
+        assert conversation.turns[-1].ending is TurnEnding.END_OF_TURN
         for before, turn in pairwise(conversation.turns):
             assert turn.cached_tokens == before.context_tokens
 
@@ -54,7 +54,7 @@ def test_gamma_gaps_have_their_rate_and_their_coefficient_of_variation(cv: float
 def test_request_lengths_follow_their_mean_and_spread() -> None:
     fixed = bursts(50, 1.0, 1.0).conversations
     assert {(c.turns[0].appended_tokens, c.turns[0].output_tokens) for c in fixed} == {(4096, 256)}
-    spread = bursts(COUNT, 1.0, 1.0, lengths=Lengths(600, 1.2, 250, 0.8)).conversations
+    spread = bursts(COUNT, 1.0, 1.0, lengths=RequestLengths(600, 1.2, 250, 0.8)).conversations
     prompts = [c.turns[0].appended_tokens for c in spread]
     assert statistics.mean(prompts) == pytest.approx(600, rel=0.06)
     assert statistics.pstdev(prompts) / statistics.mean(prompts) == pytest.approx(1.2, rel=0.15)
@@ -77,7 +77,7 @@ def test_at_the_papers_rates_saturation_is_at_the_papers_rate() -> None:
 
 
 def test_steps_change_the_rate_where_they_say() -> None:
-    pattern = (Step(1.0, 60.0), Step(6.0, 20.0), Step(0.0, 10.0))
+    pattern = (RateStep(1.0, 60.0), RateStep(6.0, 20.0), RateStep(0.0, 10.0))
     found = step_bursts(5000, pattern).conversations
     cycles = int(found[-1].arrival_s // 90.0)
     inside = [c.arrival_s % 90.0 for c in found if c.arrival_s < cycles * 90.0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import traces
-from traces.format import Conversation, Ending, TraceError, load, read
+from traces.format import TraceConversation, TraceError, TurnEnding, load, read
 from traces.importers import IMPORTERS, detect, import_files
 
 SAMPLES = Path(traces.__file__).parent / "samples"
@@ -31,7 +31,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def totals(conversations: tuple[Conversation, ...]) -> tuple[int, int, int]:
+def totals(conversations: tuple[TraceConversation, ...]) -> tuple[int, int, int]:
     turns = [turn for conversation in conversations for turn in conversation.turns]
     return (
         len(turns),
@@ -40,7 +40,7 @@ def totals(conversations: tuple[Conversation, ...]) -> tuple[int, int, int]:
     )
 
 
-def imported(name: str) -> tuple[Conversation, ...]:
+def imported(name: str) -> tuple[TraceConversation, ...]:
     return import_files([SOURCES / name]).conversations
 
 
@@ -74,7 +74,9 @@ def test_condensed_conversations_keep_every_token_and_stop_reason() -> None:
     assert totals(found) == (len(entries), sum(e["in"] for e in entries), sum(e["out"] for e in entries))
     turns = [turn for c in found for turn in c.turns]
     assert sum(t.cached_tokens for t in turns) == sum(e["cached"] for e in entries)
-    assert sum(t.ending is Ending.TOOL_USE for t in turns) == sum(e["stop"] == "tool_use" for e in entries)
+    assert sum(t.ending is TurnEnding.TOOL_USE for t in turns) == sum(
+        e["stop"] == "tool_use" for e in entries
+    )
     for row, conversation in zip(source, found, strict=True):
         assert conversation.id == row["id"]
         gaps = [b["t"] - a["t"] for a, b in pairwise(row["turns"])]
@@ -180,7 +182,9 @@ def test_swe_agent_token_counts_add_up_to_the_files_totals() -> None:
     assert count == stats["api_calls"]
     assert prompts == pytest.approx(stats["tokens_sent"], abs=count)
     assert outputs == pytest.approx(stats["tokens_received"], abs=count)
-    assert [turn.ending for turn in conversation.turns] == [Ending.TOOL_USE] * 3 + [Ending.END_OF_TURN]
+    assert [turn.ending for turn in conversation.turns] == [TurnEnding.TOOL_USE] * 3 + [
+        TurnEnding.END_OF_TURN
+    ]
     assert [turn.wait_s for turn in conversation.turns] == [0.0, 0.31, 1.84, 0.22]
     assert all(turn.cached_tokens > 0 for turn in conversation.turns[1:])
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import traces
-from traces.format import Conversation, TraceError, Turn, check, load
-from traces.generators import paper
-from traces.scaling import Scale, fit, rebased, scale
+from traces.format import TraceConversation, TraceError, TraceTurn, check, load
+from traces.generators import Scale, fit, paper, rebased, scale
 
 AGENTS = load(Path(traces.__file__).parent / "samples" / "agents.jsonl.gz").conversations
 
@@ -52,9 +51,9 @@ def test_a_turn_that_went_on_from_everything_still_does() -> None:
 
 
 def test_rounding_never_leaves_more_cached_than_there_was() -> None:
-    grows = [Turn(5, context, 5) for context in (0, 10, 20)]
-    almost_all = Turn(100, 29, 5)
-    (scaled,) = scale([Conversation("a", 0.0, (*grows, almost_all))], Scale(lengths=0.25))
+    grows = [TraceTurn(5, context, 5) for context in (0, 10, 20)]
+    almost_all = TraceTurn(100, 29, 5)
+    (scaled,) = scale([TraceConversation("a", 0.0, (*grows, almost_all))], Scale(lengths=0.25))
     assert scaled.turns[2].context_tokens == 6
     assert scaled.turns[3].cached_tokens == 6
 

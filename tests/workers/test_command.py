@@ -5,13 +5,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
-from workers.command import Start, engine_command
-from workers.spec import Device, EngineSpec
+from workers.launch import Device, LaunchSpec, Start, engine_command
 
 SECRET = "a-secret-of-16-chars"
-SPEC = EngineSpec(
+SPEC = LaunchSpec(
     engine="decode-0",
     tier="decode",
     role=Role.DECODE,
@@ -81,3 +82,12 @@ def test_rays_environment_does_not_reach_an_engine() -> None:
 def test_specs_that_need_other_engines_have_other_fingerprints() -> None:
     others = [replace(SPEC, model="/models/n"), replace(SPEC, options=()), replace(SPEC, host="10.0.0.1")]
     assert len({spec.fingerprint() for spec in (SPEC, replace(SPEC), *others)}) == 4
+
+
+def test_an_engine_whose_feed_is_of_another_version_is_not_the_one_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A keeper that was upgraded could not hear an engine from before, nor ask anything of it."""
+    before = SPEC.fingerprint()
+    monkeypatch.setattr("kvtransfer.feed.VERSION", -1)
+    assert SPEC.fingerprint() != before

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.diagnose import diagnose
+from workers.engine_log import diagnose
 
 LOGS = Path(__file__).parent / "engine_logs"
 
@@ -39,9 +39,10 @@ def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> No
             "out of memory",
         ),
         (
-            "kvtransfer.config.ConfigError: CONSERVE_TRANSFER_SECRET must hold the fleet's secret",
+            "kvtransfer.errors.ConnectorConfigError: CONSERVE_TRANSFER_SECRET must hold the fleet's secret",
             "wrong transfer settings",
         ),
+        ("kvtransfer.errors.ConnectorConfigError: lease_s must be above 0, not 0", "wrong transfer settings"),
         ("RuntimeError: operator torchvision::nms does not exist", "broken installation"),
     ],
 )

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.model import make_model
+from deploy.ray.control import ControlClient, ControlError
+from deploy.small_model import make_model
 from tests.support.keeper_process import LEASE_S, SECRET
-from workers import process_tree
-from workers.board import Change, Phase
-from workers.control.client import ControlClient, ControlError
-from workers.leased import Record
+from workers import processes
+from workers.leased import ProcessRecord
+from workers.status import KeeperPhase, KeeperReport
 
 pytestmark = pytest.mark.engine
 
@@ -46,38 +46,38 @@ class Rig:
         self.keeper.kill()
         self.keeper.wait()
 
-    def info(self) -> Change:
-        async def ask() -> Change:
+    def info(self) -> KeeperReport:
+        async def ask() -> KeeperReport:
             async with ControlClient((self.directory / "control").read_text(), SECRET) as client:
                 return await client.info()
 
         return asyncio.run(ask())
 
-    def serving(self, after_a_loss: bool = False) -> Change:
+    def serving(self, after_a_loss: bool = False) -> KeeperReport:
         """Wait for an engine that serves and has reported its state."""
-        found: list[Change] = []
+        found: list[KeeperReport] = []
 
         def look() -> bool:
             try:
                 change = self.info()
             except ControlError:
                 return False
-            assert change.status is not None
             assert after_a_loss or not change.status.failure, change.status
-            if change.up is not None and change.state is not None and change.status.phase is Phase.SERVING:
+            serving = change.status.phase is KeeperPhase.SERVING
+            if serving and change.info is not None and change.state is not None:
                 found.append(change)
             return bool(found)
 
         until(look, START_S, "the engine to serve")
         return found[0]
 
-    def record(self) -> Record:
-        record = Record.read(self.directory / "engine.json")
+    def record(self) -> ProcessRecord:
+        record = ProcessRecord.read(self.directory / "engine.json")
         assert record is not None
         return record
 
     def session(self) -> list[int]:
-        return [process.pid for process in process_tree.session(self.record().pid)]
+        return [process.pid for process in processes.session(self.record().pid)]
 
     def close(self) -> None:
         if self.keeper is not None:
@@ -108,25 +108,25 @@ def rig() -> Iterator[Rig]:
 @pytest.mark.timeout(900)
 def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig) -> None:
     first = rig.serving()
-    assert first.up is not None and first.status is not None
-    assert (first.up.kv_tokens, first.up.block_tokens, first.up.max_context) == (256 * 32, 32, 4096)
+    assert first.info is not None
+    assert (first.info.kv_tokens, first.info.block_tokens, first.info.max_context) == (256 * 32, 32, 4096)
     before = sorted(rig.session())
 
     rig.kill_keeper()
     assert sorted(rig.session()) == before
     rig.start_keeper()
     adopted = rig.serving()
-    assert adopted.up is not None and adopted.status is not None
-    assert (adopted.up.epoch, adopted.status.pid) == (first.up.epoch, first.status.pid)
-    assert adopted.up.http == first.up.http
+    assert adopted.info is not None
+    assert (adopted.info.epoch, adopted.status.pid) == (first.info.epoch, first.status.pid)
+    assert adopted.info.http == first.info.http
     assert sorted(rig.session()) == before
 
     front_end = psutil.Process(first.status.pid).children()[0]
     os.kill(front_end.pid, signal.SIGKILL)
     until(lambda: not front_end.is_running(), 10, "the front end to die")
-    until(lambda: rig.record().epoch > first.up.epoch, 60, "a new start")  # type: ignore[union-attr]
+    until(lambda: rig.record().epoch > first.info.epoch, 60, "a new start")
     again = rig.serving(after_a_loss=True)
-    assert again.up is not None and again.up.epoch > first.up.epoch
+    assert again.info is not None and again.info.epoch > first.info.epoch
     assert not set(before) & {process.pid for process in psutil.process_iter()}, (
         "a process of the old epoch is left"
     )
@@ -143,9 +143,8 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     rig = Rig(base)
     rig.start_keeper({"max-numb-seqs": 4})
     try:
-        until(lambda: rig.info().status.failure, 120, "the failure")  # type: ignore[union-attr]
+        until(lambda: rig.info().status.failure, 120, "the failure")
         status = rig.info().status
-        assert status is not None
         assert status.failure.startswith("wrong argument: ")
         assert any("--max-numb-seqs" in line for line in status.log_lines)
     finally:

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workers import process_tree
-from workers.command import Command
+from workers import processes
+from workers.launch import ProcessCommand
 from workers.leased import LEASE, LeasedProcess
 
 # A parent with a child of its own, both deaf to SIGTERM: what an engine is at its worst.
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 def start(directory: Path, lease_s: float = 30.0, grace_s: float = 0.2) -> LeasedProcess:
-    command = Command((sys.executable, "-c", STUBBORN), dict(os.environ, MARK_OF_TEST=str(directory)))
+    command = ProcessCommand((sys.executable, "-c", STUBBORN), dict(os.environ, MARK_OF_TEST=str(directory)))
     process = LeasedProcess.start(
         directory, command, fingerprint="one", epoch=7, ports=(1, 2), lease_s=lease_s, grace_s=grace_s
     )
@@ -123,5 +123,5 @@ def test_what_a_killed_host_left_is_found_and_ended(directory: Path) -> None:
 
 def test_a_pid_that_went_to_another_process_is_not_ours() -> None:
     own = psutil.Process()
-    assert process_tree.find(own.pid, own.create_time()) is not None
-    assert process_tree.find(own.pid, own.create_time() - 60) is None
+    assert processes.find(own.pid, own.create_time()) is not None
+    assert processes.find(own.pid, own.create_time() - 60) is None

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from workers import process_tree
-from workers.command import Command
-from workers.leased import RECORD, LeasedProcess, Record
+from workers import processes
+from workers.launch import ProcessCommand
+from workers.leased import RECORD, LeasedProcess, ProcessRecord
 from workers.lmcache_server import LmcacheServer
 
 
 class AnyServer(LmcacheServer):
     """Something that answers over HTTP: what is tested is its keeping."""
 
-    def _command(self, port: int, http_port: int) -> Command:
+    def _command(self, port: int, http_port: int) -> ProcessCommand:
         argv = (sys.executable, "-m", "http.server", str(http_port), "--bind", "127.0.0.1")
-        return Command(argv, dict(os.environ))
+        return ProcessCommand(argv, dict(os.environ))
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     LeasedProcess(tmp_path / "lmcache", record_in(tmp_path / "lmcache")).end(1.0)
 
 
-def record_in(directory: Path) -> Record:
-    record = Record.read(directory / RECORD)
+def record_in(directory: Path) -> ProcessRecord:
+    record = ProcessRecord.read(directory / RECORD)
     assert record is not None
     return record
 
@@ -50,7 +50,7 @@ def test_keepers_share_a_server_and_start_it_again_where_it_was(directory: Path)
 
     os.killpg(began.pid, signal.SIGKILL)
     limit = time.monotonic() + 30
-    while process_tree.find(began.pid, began.started) is not None and time.monotonic() < limit:
+    while processes.find(began.pid, began.started) is not None and time.monotonic() < limit:
         time.sleep(0.01)
     second.ensure()
     again = record_in(directory)

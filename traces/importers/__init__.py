@@ -1,22 +1,16 @@
-"""Workloads from elsewhere, as conversations. Each source is one file; its kind is told from its content."""
+"""Workloads from elsewhere, as conversations. The kind of a file is told from its content."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from traces.format import Conversation, Trace, TraceError, check
-from traces.importers import agents, azure, kv_cache_tester, mooncake, swe_agent
+from traces.format import Trace, TraceConversation, TraceError, check
+from traces.importers.agents import CONDENSED, RECORDING, TRAJECTORY
+from traces.importers.requests import AZURE, MOONCAKE
 from traces.importers.source import Importer, look
 
 IMPORTERS: dict[str, Importer] = {
-    importer.name: importer
-    for importer in (
-        agents.IMPORTER,
-        kv_cache_tester.IMPORTER,
-        mooncake.IMPORTER,
-        azure.IMPORTER,
-        swe_agent.IMPORTER,
-    )
+    importer.name: importer for importer in (CONDENSED, RECORDING, MOONCAKE, AZURE, TRAJECTORY)
 }
 
 
@@ -64,7 +58,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             yield path
 
 
-def _checked(sources: Iterable[tuple[Path, Importer]]) -> Iterator[Conversation]:
+def _checked(sources: Iterable[tuple[Path, Importer]]) -> Iterator[TraceConversation]:
     homes: dict[str, Path] = {}
     for path, importer in sources:
         for conversation in importer.read(path):

@@ -1,18 +1,31 @@
-"""The condensed set of coding-agent conversations: one conversation a line, cached tokens already counted."""
+"""Conversations of agents: condensed ones, kv-cache-tester's recordings, SWE-agent's trajectories.
+
+Condensed: one conversation a line, cached tokens already counted. kv-cache-tester's own files: one recording
+a file, prompts as ids of 64-token blocks, sub-agents nested. SWE-agent's and mini-SWE-agent's files hold
+texts and, in `info.model_stats`, how many tokens were sent and received in all: lengths in characters are
+divided by the ratio that makes these totals come out; without them, by `CHARS_PER_TOKEN`.
+"""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traces.format import Conversation, Ending, Header, TraceError, Turn
-from traces.importers.source import Head, Importer, rows
+import orjson
 
-ENDINGS = {"tool_use": Ending.TOOL_USE, "end_turn": Ending.END_OF_TURN, "stop_sequence": Ending.END_OF_TURN}
+from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
+from traces.importers.source import FileHead, Importer, document, plain_name, rows
+
+ENDINGS = {
+    "tool_use": TurnEnding.TOOL_USE,
+    "end_turn": TurnEnding.END_OF_TURN,
+    "stop_sequence": TurnEnding.END_OF_TURN,
+}
 CLASSES = ("opus", "sonnet", "haiku")
 CLOCK_STEP_S = 1.0  # the recordings' timestamps are whole seconds
 
-HEADER = Header(
+CONDENSED_HEADER = TraceHeader(
     source="callanjfox/kv-cache-tester, condensed",
     licence="Apache-2.0",
     attribution="callanjfox/kv-cache-tester contributors",
@@ -21,9 +34,9 @@ HEADER = Header(
 )
 
 
-def ending(stop: str) -> Ending:
+def ending(stop: str) -> TurnEnding:
     """An empty stop reason is a stream that nobody saw end."""
-    return ENDINGS.get(stop, Ending.CUT)
+    return ENDINGS.get(stop, TurnEnding.CUT)
 
 
 def model_class(models: Iterator[str]) -> str:
@@ -43,11 +56,11 @@ def wait(think_s: float, gap_s: float, served_s: float | None) -> float:
     return max(0.0, min(think_s, gap_s - (served_s or 0.0)))
 
 
-def _turns(entries: list[dict[str, Any]]) -> Iterator[Turn]:
+def _turns(entries: list[dict[str, Any]]) -> Iterator[TraceTurn]:
     before: dict[str, Any] | None = None
     for entry in entries:
         gap = entry["t"] - before["t"] if before else 0.0
-        yield Turn(
+        yield TraceTurn(
             appended_tokens=entry["in"] - entry["cached"],
             cached_tokens=entry["cached"],
             output_tokens=entry["out"],
@@ -58,10 +71,10 @@ def _turns(entries: list[dict[str, Any]]) -> Iterator[Turn]:
         before = entry
 
 
-def read(path: Path) -> Iterator[Conversation]:
+def read_condensed(path: Path) -> Iterator[TraceConversation]:
     for number, row in rows(path):
         try:
-            yield Conversation(
+            yield TraceConversation(
                 id=row["id"],
                 arrival_s=0.0,
                 turns=tuple(_turns(row["turns"])),
@@ -71,8 +84,232 @@ def read(path: Path) -> Iterator[Conversation]:
             raise TraceError(f"{path}:{number}: not a condensed conversation: {error!r}") from error
 
 
-def recognises(head: Head) -> bool:
+def recognises_condensed(head: FileHead) -> bool:
     return {"id", "block_size", "turns"} <= head.fields
 
 
-IMPORTER = Importer("agents", "condensed coding-agent conversations (JSON lines)", HEADER, recognises, read)
+CONDENSED = Importer(
+    "agents",
+    "condensed coding-agent conversations (JSON lines)",
+    CONDENSED_HEADER,
+    recognises_condensed,
+    read_condensed,
+)
+
+
+RECORDING_HEADER = TraceHeader(
+    source="callanjfox/kv-cache-tester",
+    licence="Apache-2.0",
+    attribution="callanjfox/kv-cache-tester contributors",
+    notes="Cached tokens are whole blocks of earlier prompts of the conversation or its parents. "
+    "Every recording arrives at 0, its sub-agents when they were started.",
+)
+
+
+def _leading_known(blocks: list[int], known: set[int]) -> int:
+    for count, block in enumerate(blocks):
+        if block not in known:
+            return count
+    return len(blocks)
+
+
+def _ending(request: dict[str, Any], following: dict[str, Any] | None) -> TurnEnding:
+    """The stop reason; where none was recorded, a tool result that comes next shows what it was."""
+    if not request["stop"] and following and "tool_result" in following.get("input_types", ()):
+        return TurnEnding.TOOL_USE
+    return ending(request["stop"])
+
+
+class _Recording:
+    """One conversation of a file and, after it, its sub-agents."""
+
+    def __init__(self, block_tokens: int, known: set[int]) -> None:
+        self._block_tokens = block_tokens
+        self._known = known
+
+    def conversations(
+        self, name: str, parent: str | None, start_s: float, entries: list[dict[str, Any]]
+    ) -> Iterator[TraceConversation]:
+        requests = [entry for entry in entries if entry["type"] != "subagent"]
+        inherited = frozenset(self._known)
+        if requests:
+            yield TraceConversation(
+                id=name,
+                arrival_s=start_s + requests[0]["t"],
+                turns=tuple(self._turns(requests)),
+                parent=parent,
+                model_class=model_class(request["model"] for request in requests),
+            )
+        agents = [entry for entry in entries if entry["type"] == "subagent"]
+        for number, agent in enumerate(agents, start=1):
+            shared = set(inherited).union(*(r["hash_ids"] for r in requests if r["t"] <= agent["t"]))
+            yield from _Recording(self._block_tokens, shared).conversations(
+                f"{name}/{number}",
+                name if requests else parent,
+                start_s + agent["t"],
+                agent.get("requests", []),
+            )
+
+    def _turns(self, requests: list[dict[str, Any]]) -> Iterator[TraceTurn]:
+        for index, request in enumerate(requests):
+            before = requests[index - 1] if index else None
+            cached = _leading_known(request["hash_ids"], self._known) * self._block_tokens
+            cached = min(cached, request["in"])
+            self._known.update(request["hash_ids"])
+            yield TraceTurn(
+                appended_tokens=request["in"] - cached,
+                cached_tokens=cached,
+                output_tokens=request["out"],
+                wait_s=_wait(request, before) if before else 0.0,
+                ending=_ending(request, requests[index + 1] if index + 1 < len(requests) else None),
+                served_s=request.get("api_time"),
+            )
+
+
+def _wait(request: dict[str, Any], before: dict[str, Any]) -> float:
+    gap = request["t"] - before["t"]
+    return wait(request.get("think_time", gap), gap, before.get("api_time"))
+
+
+def read_recording(path: Path) -> Iterator[TraceConversation]:
+    recording = document(path)
+    try:
+        yield from _Recording(recording["block_size"], set()).conversations(
+            recording["id"], None, 0.0, recording["requests"]
+        )
+    except (KeyError, TypeError) as error:
+        raise TraceError(f"{path}: not a recording of kv-cache-tester: {error!r}") from error
+
+
+def recognises_recording(head: FileHead) -> bool:
+    return {"block_size", "requests", "hash_id_scope"} <= head.fields or (
+        {"block_size", "requests", "tool_tokens"} <= head.fields
+    )
+
+
+RECORDING = Importer(
+    "kv-cache-tester",
+    "kv-cache-tester recordings (one JSON file each)",
+    RECORDING_HEADER,
+    recognises_recording,
+    read_recording,
+)
+
+
+CHARS_PER_TOKEN = 3.6  # English and code under current byte-pair vocabularies: 3 to 4
+PLAUSIBLE = (1.5, 12.0)  # a ratio outside means the totals are of something else (retries, another tokenizer)
+
+TRAJECTORY_HEADER = TraceHeader(
+    source="SWE-agent trajectories",
+    licence="",
+    attribution="",
+    notes="Token counts are estimated from characters and the file's totals. Every run arrives at 0.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the model, in characters."""
+
+    prompt: tuple[str, ...]  # messages
+    answer: str
+    tool_s: float  # time its action took
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text") or "" for part in content)
+    calls = message.get("tool_calls")
+    return content + (orjson.dumps(calls).decode() if calls else "")
+
+
+def _from_queries(steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
+    """SWE-agent from 1.1 on: each step says exactly what the model was shown."""
+    for step in steps:
+        prompt = tuple(_text(message) for message in step["query"])
+        yield _Call(prompt, step.get("response") or "", float(step.get("execution_time") or 0.0))
+
+
+def _from_messages(messages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
+    """Older files and mini-SWE-agent: every assistant message answers all that stands before it."""
+    shown: list[str] = []
+    times = [float(step.get("execution_time") or 0.0) for step in steps]
+    for message in messages:
+        if message.get("role") == "assistant" and not message.get("is_demo"):
+            yield _Call(tuple(shown), _text(message), times.pop(0) if times else 0.0)
+        shown.append(_text(message))
+
+
+def _calls(run: dict[str, Any]) -> list[_Call]:
+    steps = run.get("trajectory") or []
+    if steps and all("query" in step for step in steps):
+        return list(_from_queries(steps))
+    return list(_from_messages(run.get("history") or run.get("messages") or [], steps))
+
+
+def _ratio(characters: int, tokens: float | None) -> float:
+    if not tokens or not PLAUSIBLE[0] <= characters / tokens <= PLAUSIBLE[1]:
+        return CHARS_PER_TOKEN
+    return characters / tokens
+
+
+def _common(before: Sequence[str], now: Sequence[str]) -> int:
+    """Characters of the whole leading messages that two prompts share."""
+    same = 0
+    for old, new in zip(before, now, strict=False):
+        if old != new:
+            break
+        same += len(new)
+    return same
+
+
+def _trajectory_turns(calls: Sequence[_Call], stats: dict[str, Any], finished: bool) -> Iterator[TraceTurn]:
+    sent = _ratio(sum(len(text) for call in calls for text in call.prompt), stats.get("tokens_sent"))
+    received = _ratio(sum(len(call.answer) for call in calls), stats.get("tokens_received"))
+    known: tuple[str, ...] = ()
+    largest = 0
+    for index, call in enumerate(calls):
+        prompt = max(1, round(sum(map(len, call.prompt)) / sent))
+        cached = min(int(_common(known, call.prompt) / sent), prompt - 1, largest)
+        last = index == len(calls) - 1
+        turn = TraceTurn(
+            appended_tokens=prompt - cached,
+            cached_tokens=cached,
+            output_tokens=max(1, round(len(call.answer) / received)),
+            wait_s=calls[index - 1].tool_s if index else 0.0,
+            ending=TurnEnding.TOOL_USE
+            if not last
+            else TurnEnding.END_OF_TURN
+            if finished
+            else TurnEnding.CUT,
+        )
+        known = (*call.prompt, call.answer)
+        largest = max(largest, turn.context_tokens)
+        yield turn
+
+
+def read_trajectory(path: Path) -> Iterator[TraceConversation]:
+    run = document(path)
+    try:
+        calls, info = _calls(run), run.get("info") or {}
+        if not calls:
+            raise TraceError(f"{path}: no answer of a model in it")
+        finished = str(info.get("exit_status") or "").lower().startswith("submitted")
+        turns = tuple(_trajectory_turns(calls, info.get("model_stats") or {}, finished))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise TraceError(f"{path}: not a SWE-agent trajectory: {error!r}") from error
+    yield TraceConversation(plain_name(path), 0.0, turns)
+
+
+def recognises_trajectory(head: FileHead) -> bool:
+    return "info" in head.fields and bool({"trajectory", "history", "messages"} & head.fields)
+
+
+TRAJECTORY = Importer(
+    "swe-agent",
+    "SWE-agent and mini-SWE-agent trajectories (.traj)",
+    TRAJECTORY_HEADER,
+    recognises_trajectory,
+    read_trajectory,
+)

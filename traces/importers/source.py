@@ -7,11 +7,11 @@ from typing import Any
 
 import orjson
 
-from traces.format import Conversation, Header, TraceError, open_text
+from traces.format import TraceConversation, TraceError, TraceHeader, open_text
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class FileHead:
     """What is seen of a file before its kind is known."""
 
     first_line: str
@@ -22,18 +22,18 @@ class Head:
 class Importer:
     name: str
     summary: str
-    header: Header
-    recognises: Callable[[Head], bool]
-    read: Callable[[Path], Iterator[Conversation]]
+    header: TraceHeader
+    recognises: Callable[[FileHead], bool]
+    read: Callable[[Path], Iterator[TraceConversation]]
 
 
-def look(path: Path) -> Head:
+def look(path: Path) -> FileHead:
     with open_text(path) as lines:
         first = lines.readline()
         found = _object(first)
         if found is None and first.lstrip().startswith("{"):
             found = _object(first + lines.read())
-    return Head(first.rstrip("\n"), frozenset(found or ()))
+    return FileHead(first.rstrip("\n"), frozenset(found or ()))
 
 
 def _object(text: str) -> dict[str, Any] | None:

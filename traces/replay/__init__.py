@@ -1,20 +1,19 @@
 """Play a trace against an OpenAI endpoint as its agents would, and measure what they would see."""
 
 from traces.errors import ReplayError
-from traces.replay.options import Dialect, ReplayOptions, ToolStyle
+from traces.replay.client import Dialect, ReplayOptions, ToolStyle
 from traces.replay.results import Replay
-from traces.replay.run import Silent, Watcher, replay
-from traces.replay.summary import Summary, summarise
+from traces.replay.run import ReplayWatcher, replay
+from traces.replay.summary import ReplaySummary, summarise
 
 __all__ = [
     "Dialect",
     "Replay",
     "ReplayError",
     "ReplayOptions",
-    "Silent",
-    "Summary",
+    "ReplaySummary",
+    "ReplayWatcher",
     "ToolStyle",
-    "Watcher",
     "replay",
     "summarise",
 ]

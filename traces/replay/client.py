@@ -1,16 +1,77 @@
-"""One streamed chat completion with every arrival timed. Raw aiohttp: a client library would time itself."""
+"""Client of an OpenAI endpoint: a streamed chat completion with every arrival timed; its tokenizer's sizes.
+
+Raw aiohttp: a client library would time itself.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
 from typing import Any
 
 import aiohttp
 import orjson
 
 from traces.errors import ReplayError
-from traces.replay.options import Dialect, ReplayOptions
+
+
+class Dialect(StrEnum):
+    VLLM = "vllm"  # asks for exactly as many tokens as the trace has (`ignore_eos`, `min_tokens`)
+    OPENAI = "openai"  # standard fields only: an answer may end early
+
+
+class ToolStyle(StrEnum):
+    CALLS = "calls"  # assistant tool calls and tool results
+    TEXT = "text"  # user messages, for chat templates without tools
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    url: str  # up to and without /v1
+    model: str = ""  # empty: the first the endpoint lists
+    api_key: str = ""
+    dialect: Dialect = Dialect.VLLM
+    tools: ToolStyle = ToolStyle.CALLS
+    max_conversations: int = 256  # in flight; later ones start late, which is counted
+    time_limit_s: float = 600.0  # of the replay proper: what is not done then is reported as unfinished
+    request_timeout_s: float = 300.0
+    retries: int = 8  # of a turn that was refused with 429 or 503
+    probes: int = 3  # conversations played alone first, to know the unloaded latency; 0: no SLO
+    slo_factor: float = 5.0
+    conversation_header: str = ""  # send the conversation's id in this header; agents do not
+    metrics_urls: tuple[str, ...] = ()  # besides the endpoint's own /metrics: the engines'
+    salt: str = "0"  # another salt, other texts: nothing in a cache from the run before
+
+
+VOCABULARY = (
+    "about after again air all along also an and another any are around as at away back be because been "
+    "before below between both but by call can change come could day did do does down each end even every "
+    "find first for from get give go good great had has have he help her here him his home house how if in "
+    "into is it just keep kind know large last learn left life like line little live long look made make "
+    "man many may me men might more most move much must my name need never new next no not now number of "
+    "off old on one only or other our out over own page part people place plant point put read right said "
+    "same saw say school see sentence set she should show small so some something sound still stop story "
+    "study such take tell than that the their them then there these they thing think this those three "
+    "through time to together too tree try turn two under until up us use very want was water way we well"
+)
+WORDS = tuple(VOCABULARY.split())
+AVERAGE = sum(len(word) + 1 for word in WORDS) / len(WORDS)
+
+
+def text(stream: str, characters: int) -> str:
+    if characters <= 0:
+        return ""
+    random = Random(stream)
+    parts: list[str] = []
+    length = -1
+    while length < characters:
+        chosen = random.choices(WORDS, k=int((characters - length) / AVERAGE) + 8)
+        parts.extend(chosen)
+        length += sum(map(len, chosen)) + len(chosen)
+    return " ".join(parts)[:characters]
+
 
 Clock = Callable[[], float]
 Message = dict[str, Any]
@@ -27,7 +88,7 @@ class Refused(ReplayError):
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What came back, by the client's clock."""
 
     sent_at: float
@@ -57,7 +118,7 @@ class ChatClient:
         self.model = model
         self._url = f"{options.url.rstrip('/')}/v1/chat/completions"
 
-    async def ask(self, messages: list[Message], output_tokens: int, conversation: str = "") -> Answer:
+    async def ask(self, messages: list[Message], output_tokens: int, conversation: str = "") -> TimedAnswer:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -72,7 +133,7 @@ class ChatClient:
         if self._options.conversation_header and conversation:
             headers[self._options.conversation_header] = conversation
         raw = orjson.dumps(body)
-        answer = Answer(sent_at=self._clock())
+        answer = TimedAnswer(sent_at=self._clock())
         try:
             async with asyncio.timeout(self._options.request_timeout_s):
                 async with self._session.post(self._url, data=raw, headers=headers) as response:
@@ -91,7 +152,7 @@ class ChatClient:
             raise ReplayError(f"an empty answer (finish reason {answer.finish_reason})")
         return answer
 
-    def _take(self, data: bytes, answer: Answer) -> bool:
+    def _take(self, data: bytes, answer: TimedAnswer) -> bool:
         """One event; True when it was the last."""
         if data == b"[DONE]":
             return True
@@ -141,3 +202,84 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         raise ReplayError(
             f"{address} lists no model ({reason}): is the endpoint up? If it is, name a model with --model"
         ) from error
+
+
+SHORT, LONG = 400, 4_000  # characters
+TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Characters of a token for the served tokenizer, and what the chat template adds."""
+
+    chars_per_token: float
+    opening_tokens: int  # the template's part of a first prompt
+    exchange_tokens: int  # what the template adds for an answer and the message after it
+    source: str  # "tokenize" or "usage"
+
+    def characters(self, tokens: float) -> int:
+        return max(1, round(tokens * self.chars_per_token))
+
+    def tokens(self, characters: int) -> float:
+        return characters / self.chars_per_token
+
+
+def _user(characters: int) -> Message:
+    return {"role": "user", "content": text("calibration", characters)}
+
+
+def _exchange(tools: ToolStyle) -> list[Message]:
+    """An answer and what comes back, as most turns of an agent have them."""
+    if tools is ToolStyle.TEXT:
+        return [{"role": "assistant", "content": "yes"}, _user(SHORT)]
+    result = {"role": "tool", "tool_call_id": "call_0", "content": text("calibration", SHORT)}
+    return [{"role": "assistant", "content": "yes", "tool_calls": [tool_call(0)]}, result]
+
+
+def tool_call(index: int) -> Message:
+    call = {"name": "run", "arguments": f'{{"step": {index}}}'}
+    return {"id": f"call_{index}", "type": "function", "function": call}
+
+
+async def calibrate(
+    session: aiohttp.ClientSession, url: str, client: ChatClient, tools: ToolStyle
+) -> Calibration:
+    """By the endpoint's own /tokenize where it has one, else by the prompt tokens that requests report."""
+    short, long = [_user(SHORT)], [_user(LONG)]
+    pair = [_user(SHORT), *_exchange(tools)]
+    counted = [await _tokenize(session, url, client.model, messages) for messages in (short, long, pair)]
+    source = "tokenize"
+    if None in counted:
+        counted = [await _usage(client, messages) for messages in (short, long, pair)]
+        source = "usage"
+    low, high, exchange = (float(count or 0) for count in counted)
+    if high <= low:
+        raise ReplayError(
+            f"{LONG} characters count {high} tokens and {SHORT} count {low}: cannot size prompts"
+        )
+    ratio = (LONG - SHORT) / (high - low)
+    opening = max(0, round(low - SHORT / ratio))
+    added = max(0, round(exchange - low - (SHORT + len("yes")) / ratio))
+    return Calibration(ratio, opening, added, source)
+
+
+async def _tokenize(
+    session: aiohttp.ClientSession, url: str, model: str, messages: list[Message]
+) -> int | None:
+    body = orjson.dumps({"model": model, "messages": messages})
+    headers = {"Content-Type": "application/json"}
+    address = f"{url.rstrip('/')}/tokenize"
+    try:
+        async with session.post(address, data=body, headers=headers, timeout=TIMEOUT) as response:
+            if response.status != 200:
+                return None
+            return int(orjson.loads(await response.read())["count"])
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
+        return None
+
+
+async def _usage(client: ChatClient, messages: list[Message]) -> int:
+    answer = await client.ask(messages, 1)
+    if answer.prompt_tokens is None:
+        raise ReplayError("the endpoint has neither /tokenize nor usage in its answers: cannot size prompts")
+    return answer.prompt_tokens

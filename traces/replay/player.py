@@ -1,15 +1,137 @@
-"""One conversation, as its agent would have it: ask, wait for the answer, run the tool, append, go on."""
+"""Player of one conversation, as its agent would have it: ask, wait, run the tool, append, go on."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from traces.errors import ReplayError
-from traces.format import Conversation, Turn
-from traces.replay.client import Answer, ChatClient, Clock, Message, Refused
-from traces.replay.dialogue import Dialogue
-from traces.replay.results import ConversationResult, Outcome, TurnResult
+from traces.format import TraceConversation, TraceTurn, TurnEnding
+from traces.replay.client import (
+    Calibration,
+    ChatClient,
+    Clock,
+    Message,
+    Refused,
+    TimedAnswer,
+    ToolStyle,
+    text,
+    tool_call,
+)
+from traces.replay.results import ConversationResult, PlayOutcome, TurnResult
+
+BLOCK_SLACK = 128  # sources count cached tokens in whole blocks: a little less than everything is everything
+
+
+@dataclass(slots=True)
+class _Piece:
+    message: Message
+    tokens: float
+
+
+class Dialogue:
+    """The messages of a conversation as an agent would send them, sized to the trace's tokens.
+
+    Sizes correct themselves: each answer says how many tokens the prompt really had, and the next message
+    makes up the difference, so errors of the character estimate do not add up over a conversation.
+    """
+
+    def __init__(
+        self, conversation: TraceConversation, sizes: Calibration, tools: ToolStyle, salt: str, root: str
+    ) -> None:
+        self._conversation = conversation
+        self._sizes = sizes
+        self._tools = tools
+        self._name = f"{salt}/{conversation.id}"
+        self._root = f"{salt}/{root}"
+        self._pieces: list[_Piece] = []
+        self._prompt_tokens = 0.0  # of the latest prompt, as counted by the endpoint where it says
+        self._answer_tokens = 0.0
+        self.retained_tokens = 0  # of the latest prompt: what a server that forgets nothing has already
+
+    def prompt(self, index: int) -> list[Message]:
+        """The messages of turn `index`; every turn before it must have been answered."""
+        turn = self._conversation.turns[index]
+        if index == 0:
+            self.retained_tokens = 0
+            self._open(turn)
+        elif _goes_on(self._conversation.turns[index - 1], turn):
+            self.retained_tokens = round(self._prompt_tokens + self._answer_tokens)
+            self._append(index, turn)
+        else:
+            self.retained_tokens = turn.cached_tokens
+            self._break_off(index, turn)
+        return [piece.message for piece in self._pieces]
+
+    @property
+    def estimated_tokens(self) -> int:
+        """Of the latest prompt, for endpoints that do not report usage."""
+        return round(sum(piece.tokens for piece in self._pieces) + self._sizes.opening_tokens)
+
+    def answered(self, index: int, answer: TimedAnswer) -> None:
+        turn = self._conversation.turns[index]
+        estimate = self.estimated_tokens
+        self._prompt_tokens = float(answer.prompt_tokens or estimate)
+        self._answer_tokens = float(answer.completion_tokens or len(answer.arrivals))
+        self._pieces[-1].tokens += self._prompt_tokens - estimate
+        message: Message = {"role": "assistant", "content": answer.text}
+        if turn.ending is TurnEnding.TOOL_USE and self._tools is ToolStyle.CALLS:
+            message["tool_calls"] = [tool_call(index)]
+        self._pieces.append(_Piece(message, self._answer_tokens))
+
+    def _open(self, turn: TraceTurn) -> None:
+        """A child begins with its parent's first words, as many as the trace says it shares."""
+        wanted = turn.prompt_tokens - self._sizes.opening_tokens
+        shared = self._sizes.characters(turn.cached_tokens) if turn.cached_tokens else 0
+        own = max(1, self._sizes.characters(wanted) - shared)
+        content = text(f"{self._root}/0", shared) + text(f"{self._name}/0", own)
+        self._pieces = [_Piece({"role": "user", "content": content}, wanted)]
+
+    def _append(self, index: int, turn: TraceTurn) -> None:
+        missing = turn.prompt_tokens - self._prompt_tokens - self._answer_tokens - self._sizes.exchange_tokens
+        self._pieces.append(self._following(index, max(1.0, missing)))
+
+    def _following(self, index: int, tokens: float) -> _Piece:
+        content = text(f"{self._name}/{index}", self._sizes.characters(tokens))
+        calls = self._pieces[-1].message.get("tool_calls")
+        if calls:
+            message = {"role": "tool", "tool_call_id": calls[0]["id"], "content": content}
+        else:
+            message = {"role": "user", "content": content}
+        return _Piece(message, tokens + self._sizes.exchange_tokens)
+
+    def _break_off(self, index: int, turn: TraceTurn) -> None:
+        """The prefix broke (compaction, an edited history): keep what is still cached, then go on anew."""
+        kept: list[_Piece] = []
+        left = float(turn.cached_tokens - self._sizes.opening_tokens)
+        tail = ""
+        for piece in self._pieces:
+            if piece.tokens > left:
+                tail = _beginning(piece, max(0.0, left)) if piece.message["role"] != "assistant" else ""
+                break
+            kept.append(piece)
+            left -= piece.tokens
+        while kept and kept[-1].message["role"] == "assistant":
+            kept.pop()
+        held = sum(piece.tokens for piece in kept) + self._sizes.opening_tokens
+        wanted = max(1.0, turn.prompt_tokens - held)
+        fresh = max(1, self._sizes.characters(wanted) - len(tail))
+        content = tail + text(f"{self._name}/{index}", fresh)
+        self._pieces = [*kept, _Piece({"role": "user", "content": content}, wanted)]
+
+
+def _goes_on(before: TraceTurn, turn: TraceTurn) -> bool:
+    """Everything of the prompt before is still there."""
+    return turn.cached_tokens >= before.prompt_tokens - BLOCK_SLACK and (
+        turn.prompt_tokens > before.prompt_tokens
+    )
+
+
+def _beginning(piece: _Piece, tokens: float) -> str:
+    content = str(piece.message["content"])
+    return content[: int(len(content) * tokens / piece.tokens)] if piece.tokens else ""
+
 
 log = logging.getLogger("conserve.traces.replay")
 
@@ -21,7 +143,7 @@ class Player:
 
     def __init__(
         self,
-        conversation: Conversation,
+        conversation: TraceConversation,
         dialogue: Dialogue,
         client: ChatClient,
         clock: Clock,
@@ -55,14 +177,14 @@ class Player:
             log.warning(
                 "conversation %s turn %d failed: %s", self._conversation.id, len(self._turns) + 1, error
             )
-            return self._result(Outcome.FAILED, f"turn {len(self._turns) + 1}: {error}")
-        return self._result(Outcome.DONE)
+            return self._result(PlayOutcome.FAILED, f"turn {len(self._turns) + 1}: {error}")
+        return self._result(PlayOutcome.DONE)
 
     def unfinished(self) -> ConversationResult:
         """What is known of it when it was stopped from outside."""
-        return self._result(Outcome.UNFINISHED)
+        return self._result(PlayOutcome.UNFINISHED)
 
-    async def _turn(self, index: int, turn: Turn) -> TurnResult:
+    async def _turn(self, index: int, turn: TraceTurn) -> TurnResult:
         messages = self._dialogue.prompt(index)
         asked = self._now()
         answer, refusals = await self._ask(messages, turn.output_tokens)
@@ -83,7 +205,7 @@ class Player:
             refusals=refusals,
         )
 
-    async def _ask(self, messages: list[Message], output_tokens: int) -> tuple[Answer, int]:
+    async def _ask(self, messages: list[Message], output_tokens: int) -> tuple[TimedAnswer, int]:
         """Come back when told to, as agents' clients do; the time counts."""
         refusals = 0
         while True:
@@ -99,7 +221,7 @@ class Player:
     def _now(self) -> float:
         return self._clock() - self._epoch
 
-    def _result(self, outcome: Outcome, error: str = "") -> ConversationResult:
+    def _result(self, outcome: PlayOutcome, error: str = "") -> ConversationResult:
         return ConversationResult(
             id=self._conversation.id,
             arrival_s=self._conversation.arrival_s,

@@ -1,12 +1,20 @@
-"""What a replay measured, turn by turn. Times are seconds by the client's clock, since the replay began."""
+"""Results of a replay, turn by turn, and the unloaded latency they are compared with.
 
-from dataclasses import dataclass, field
+Times are seconds by the client's clock, since the replay began.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from traces.format import Ending
+import numpy as np
+
+from placement.objectives import tbt_s, ttfet_s
+from traces.errors import ReplayError
+from traces.format import TraceConversation, TurnEnding
 
 
-class Outcome(StrEnum):
+class PlayOutcome(StrEnum):
     DONE = "done"
     FAILED = "failed"  # an error ended it; `error` says which
     UNFINISHED = "unfinished"  # the time limit came first
@@ -15,7 +23,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    ending: Ending  # what the trace says of it
+    ending: TurnEnding  # what the trace says of it
     wait_s: float  # tool or human time before it
     asked_s: float  # when it was first sent
     ttft_s: float  # from then to the first text, refused attempts included
@@ -29,10 +37,7 @@ class TurnResult:
 
     @property
     def tbt_s(self) -> float | None:
-        """Mean time between tokens; an answer of one token has none."""
-        if self.output_tokens < 2:
-            return None
-        return (self.answered_s - self.asked_s - self.ttft_s) / (self.output_tokens - 1)
+        return tbt_s(self.asked_s + self.ttft_s, self.answered_s, self.output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class ConversationResult:
     id: str
     arrival_s: float  # by the trace
     started_s: float
-    outcome: Outcome
+    outcome: PlayOutcome
     effective_turn: int
     turns: tuple[TurnResult, ...]
     refusals: int = 0
@@ -52,11 +57,10 @@ class ConversationResult:
 
     @property
     def ttfet_s(self) -> float | None:
-        """From arrival to the first token of the turn that speaks to the user, tools included."""
         if len(self.turns) <= self.effective_turn:
             return None
         turn = self.turns[self.effective_turn]
-        return turn.asked_s + turn.ttft_s - self.started_s
+        return ttfet_s(self.started_s, turn.asked_s + turn.ttft_s)
 
     @property
     def served_ttfet_s(self) -> float | None:
@@ -68,7 +72,7 @@ class ConversationResult:
 
     @property
     def e2e_s(self) -> float | None:
-        if self.outcome is not Outcome.DONE:
+        if self.outcome is not PlayOutcome.DONE:
             return None
         return self.turns[-1].answered_s - self.started_s
 
@@ -79,7 +83,7 @@ class ConversationResult:
 
     @property
     def last_turn_tbt_s(self) -> float | None:
-        return self.turns[-1].tbt_s if self.outcome is Outcome.DONE else None
+        return self.turns[-1].tbt_s if self.outcome is PlayOutcome.DONE else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +149,74 @@ class Replay:
     unloaded: Unloaded | None
     meters: MeterReading
     conversations: tuple[ConversationResult, ...]
+
+
+PROBE_TURNS = 4
+
+
+def probes(conversations: Sequence[TraceConversation], count: int) -> list[TraceConversation]:
+    """Conversations from small to large first turns, their beginnings only, without waits."""
+    by_size = sorted(conversations, key=lambda c: (c.turns[0].prompt_tokens, c.id))
+    if not by_size or count < 1:
+        return []
+    picks = np.linspace(0.05, 0.95, count) if count > 1 else np.array([0.5])
+    chosen = [by_size[round(float(pick) * (len(by_size) - 1))] for pick in picks]
+    return [
+        replace(
+            conversation,
+            id=f"probe-{number}-{conversation.id}",
+            parent=None,
+            turns=(
+                replace(
+                    conversation.turns[0],
+                    appended_tokens=conversation.turns[0].prompt_tokens,
+                    cached_tokens=0,
+                ),
+                *(replace(turn, wait_s=0.0) for turn in conversation.turns[1:PROBE_TURNS]),
+            ),
+        )
+        for number, conversation in enumerate(chosen)
+    ]
+
+
+def fit(played: Sequence[ConversationResult]) -> Unloaded:
+    """TTFT by relative errors: no probe is worth more for being slow. TBT by the time of whole answers: the
+    gaps of an answer of few tokens say more about buffers than about the engine."""
+    turns = [turn for conversation in played for turn in conversation.turns]
+    spoken = [turn for turn in turns if turn.tbt_s]
+    if not turns or not spoken:
+        raise ReplayError(
+            "no probe gave a timed answer of two tokens or more: no unloaded latency to compare with"
+        )
+    ttft = [turn.ttft_s for turn in turns]
+    prefill, ttft_error = _nonnegative([_prefill_terms(turn) for turn in turns], ttft, ttft)
+    decoding = [(turn.tbt_s or 0.0) * (turn.output_tokens - 1) for turn in spoken]
+    decode, tbt_error = _nonnegative([_decode_terms(t) for t in spoken], decoding, [1.0] * len(spoken))
+    fixed, per_token, per_product = prefill
+    step, per_context = decode
+    return Unloaded(fixed, per_token, per_product, step, per_context, len(played), ttft_error, tbt_error)
+
+
+def _prefill_terms(turn: TurnResult) -> tuple[float, ...]:
+    new, retained = turn.new_tokens, turn.prompt_tokens - turn.new_tokens
+    return 1.0, float(new), new * (retained + new / 2.0)
+
+
+def _decode_terms(turn: TurnResult) -> tuple[float, ...]:
+    gaps = turn.output_tokens - 1
+    return float(gaps), gaps * (turn.prompt_tokens + turn.output_tokens / 2.0)
+
+
+def _nonnegative(
+    terms: Sequence[tuple[float, ...]], seconds: Sequence[float], scales: Sequence[float]
+) -> tuple[list[float], float]:
+    """Non-negative least squares of errors in units of `scales`; and the mean error over the mean."""
+    from scipy.optimize import nnls  # half a second to import, which only a replay with probes should pay
+
+    unit = np.asarray(scales, dtype=float)
+    rows = np.asarray(terms, dtype=float) / unit[:, None]
+    wanted = np.asarray(seconds, dtype=float) / unit
+    size = np.maximum(rows.max(axis=0), 1e-12)
+    found, _ = nnls(rows / size, wanted)
+    error = float(np.abs(rows @ (found / size) - wanted).mean() / wanted.mean())
+    return [float(value) for value in found / size], error

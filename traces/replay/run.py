@@ -1,44 +1,155 @@
-"""A whole replay: size the texts, measure the unloaded latency, then let the conversations arrive."""
+"""Run of a replay: calibrate, probe, play every conversation, count."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from traces.errors import ReplayError
-from traces.format import Conversation
-from traces.replay import meters
-from traces.replay.calibration import Calibration, calibrate
-from traces.replay.client import ChatClient, Clock, first_model
-from traces.replay.dialogue import Dialogue
-from traces.replay.options import ReplayOptions
-from traces.replay.player import Player
-from traces.replay.results import ConversationResult, Outcome, Replay, TurnResult, Unloaded
-from traces.replay.unloaded import fit, probes
+from traces.format import TraceConversation
+from traces.replay.client import Calibration, ChatClient, Clock, ReplayOptions, calibrate, first_model
+from traces.replay.player import Dialogue, Player
+from traces.replay.results import (
+    ConversationResult,
+    MeterReading,
+    PlayOutcome,
+    Replay,
+    TurnResult,
+    Unloaded,
+    fit,
+    probes,
+)
+
+WINDOW_S = 10.0  # of the live rate
+
+
+class ReplayWatcher:
+    """Told what happens while it happens. This one shows nothing."""
+
+    def phase(self, name: str, conversations: int) -> None: ...
+    def started(self, conversation: TraceConversation) -> None: ...
+    def answered(self, turn: TurnResult) -> None: ...
+    def ended(self, result: ConversationResult) -> None: ...
+
+
+class ProgressBar(ReplayWatcher):
+    """A progress bar: conversations done, in flight, failed, and the rate of the last seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._live = self._failed = 0
+        self._recent: list[tuple[float, int]] = []
+
+    def __enter__(self) -> "ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def phase(self, name: str, conversations: int) -> None:
+        self._live = self._failed = 0
+        self._task = self._progress.add_task(name, total=conversations, state="")
+
+    def started(self, conversation: TraceConversation) -> None:
+        self._live += 1
+        self._show(0)
+
+    def answered(self, turn: TurnResult) -> None:
+        self._recent.append((time.monotonic(), turn.output_tokens))
+        self._show(0)
+
+    def ended(self, result: ConversationResult) -> None:
+        self._live = max(0, self._live - 1)
+        self._failed += result.outcome is PlayOutcome.FAILED
+        self._show(1)
+
+    def _show(self, advance: int) -> None:
+        if self._task is None:
+            return
+        now = time.monotonic()
+        self._recent = [(at, tokens) for at, tokens in self._recent if now - at <= WINDOW_S]
+        rate = sum(tokens for _, tokens in self._recent) / WINDOW_S
+        failed = f", {self._failed} failed" if self._failed else ""
+        state = f"{self._live} in flight{failed}, {rate:,.0f} tok/s"
+        self._progress.update(self._task, advance=advance, state=state)
+
+
+PREFIXES = ("conserve_", "vllm:")
+JOULES = "conserve_energy_joules_total"
+TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    counters: dict[str, float]  # summed over labels and pages
+    unread: tuple[str, ...]
+
+
+async def read_counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> Snapshot:
+    pages = await asyncio.gather(*(_page(session, url) for url in urls))
+    counters: dict[str, float] = {}
+    unread: list[str] = []
+    for url, (page, problem) in zip(urls, pages, strict=True):
+        if problem:
+            unread.append(f"{url}: {problem}")
+            continue
+        for name, value in _counters(page).items():
+            counters[name] = counters.get(name, 0.0) + value
+    return Snapshot(counters, tuple(unread))
+
+
+async def _page(session: aiohttp.ClientSession, url: str) -> tuple[str, str]:
+    try:
+        async with session.get(url, timeout=TIMEOUT) as response:
+            if response.status != 200:
+                return "", f"HTTP {response.status}"
+            return await response.text(), ""
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return "", f"{type(error).__name__}: {error}"
+
+
+def _counters(page: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        if family.type not in ("counter", "histogram", "summary") or not family.name.startswith(PREFIXES):
+            continue
+        for sample in family.samples:
+            if sample.name.endswith(("_total", "_sum", "_count")):
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def between(before: Snapshot, after: Snapshot) -> MeterReading:
+    """What was counted in between. A counter that fell was restarted: what it says now is all one knows."""
+    grown: dict[str, float] = {}
+    for name, value in after.counters.items():
+        earlier = before.counters.get(name, 0.0)
+        grown[name] = value - earlier if value >= earlier else value
+    unread = tuple(dict.fromkeys((*before.unread, *after.unread)))
+    return MeterReading(
+        {name: grown[name] for name in sorted(grown) if grown[name]}, grown.get(JOULES), unread
+    )
+
 
 log = logging.getLogger("conserve.traces.replay")
-
-
-class Watcher(Protocol):
-    """Told what happens while it happens."""
-
-    def phase(self, name: str, conversations: int) -> None: ...
-    def started(self, conversation: Conversation) -> None: ...
-    def answered(self, turn: TurnResult) -> None: ...
-    def ended(self, result: ConversationResult) -> None: ...
-
-
-class Silent:
-    """A watcher that shows nothing."""
-
-    def phase(self, name: str, conversations: int) -> None: ...
-    def started(self, conversation: Conversation) -> None: ...
-    def answered(self, turn: TurnResult) -> None: ...
-    def ended(self, result: ConversationResult) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +159,10 @@ class Stage:
     client: ChatClient
     sizes: Calibration
     options: ReplayOptions
-    watcher: Watcher
+    watcher: ReplayWatcher
     clock: Clock
 
-    def player(self, conversation: Conversation, root: str, epoch: float) -> Player:
+    def player(self, conversation: TraceConversation, root: str, epoch: float) -> Player:
         options = self.options
         dialogue = Dialogue(conversation, self.sizes, options.tools, options.salt, root)
         return Player(
@@ -60,9 +171,9 @@ class Stage:
 
 
 async def replay(
-    conversations: Sequence[Conversation],
+    conversations: Sequence[TraceConversation],
     options: ReplayOptions,
-    watcher: Watcher,
+    watcher: ReplayWatcher,
     label: str = "",
     trace: str = "",
     stop: asyncio.Event | None = None,
@@ -79,12 +190,12 @@ async def replay(
         stage = Stage(client, sizes, options, watcher, clock)
         unloaded = await _unloaded(conversations, stage)
         pages = (f"{options.url.rstrip('/')}/metrics", *options.metrics_urls)
-        before = await meters.read(session, pages)
+        before = await read_counters(session, pages)
         watcher.phase("replay", len(conversations))
         epoch = clock()
         results = await _Run(stage, conversations, epoch).play(stop or asyncio.Event())
         duration = clock() - epoch
-        after = await meters.read(session, pages)
+        after = await read_counters(session, pages)
     return Replay(
         label=label or trace or options.url,
         trace=trace,
@@ -96,26 +207,18 @@ async def replay(
         calibrated_by=sizes.source,
         slo_factor=options.slo_factor,
         unloaded=unloaded,
-        meters=meters.between(before, after),
+        meters=between(before, after),
         conversations=tuple(results),
     )
 
 
 def _told(options: ReplayOptions) -> dict[str, str | float | int | bool]:
-    """Options for the record: no key, no addresses twice."""
-    return {
-        "dialect": options.dialect.value,
-        "tools": options.tools.value,
-        "max_conversations": options.max_conversations,
-        "time_limit_s": options.time_limit_s,
-        "request_timeout_s": options.request_timeout_s,
-        "retries": options.retries,
-        "conversation_header": options.conversation_header,
-        "salt": options.salt,
-    }
+    """Options for the record: no key, nothing that the record has elsewhere."""
+    elsewhere = {"url", "model", "api_key", "probes", "slo_factor", "metrics_urls"}
+    return {name: value for name, value in asdict(options).items() if name not in elsewhere}
 
 
-async def _unloaded(conversations: Sequence[Conversation], stage: Stage) -> Unloaded | None:
+async def _unloaded(conversations: Sequence[TraceConversation], stage: Stage) -> Unloaded | None:
     chosen = probes(conversations, stage.options.probes)
     if not chosen:
         return None
@@ -123,12 +226,12 @@ async def _unloaded(conversations: Sequence[Conversation], stage: Stage) -> Unlo
     played: list[ConversationResult] = []
     first = replace(chosen[0], id=f"warm-up-{chosen[0].id}")  # words of its own: a probe must find no cache
     warm_up = await stage.player(first, first.id, stage.clock()).play()
-    if warm_up.outcome is not Outcome.DONE:
+    if warm_up.outcome is not PlayOutcome.DONE:
         raise ReplayError(f"the first probe failed, so the replay would: {warm_up.error}")
     for conversation in chosen:
         result = await stage.player(conversation, conversation.id, stage.clock()).play()
         stage.watcher.ended(result)
-        if result.outcome is not Outcome.DONE:
+        if result.outcome is not PlayOutcome.DONE:
             raise ReplayError(f"a probe failed with nothing else running: {result.error}")
         played.append(result)
     return fit(played)
@@ -137,7 +240,7 @@ async def _unloaded(conversations: Sequence[Conversation], stage: Stage) -> Unlo
 class _Run:
     """Conversations in flight: each starts at its arrival, or when a slot is free."""
 
-    def __init__(self, stage: Stage, conversations: Sequence[Conversation], epoch: float) -> None:
+    def __init__(self, stage: Stage, conversations: Sequence[TraceConversation], epoch: float) -> None:
         self._stage = stage
         self._conversations = conversations
         self._epoch = epoch
@@ -177,7 +280,7 @@ class _Run:
         if task.cancelled() or task.exception() is None:
             self._tasks.discard(task)
 
-    async def _one(self, conversation: Conversation) -> None:
+    async def _one(self, conversation: TraceConversation) -> None:
         player = self._stage.player(conversation, self._root(conversation), self._epoch)
         self._players[conversation.id] = player
         self._stage.watcher.started(conversation)
@@ -185,15 +288,15 @@ class _Run:
         self._results[conversation.id] = result
         self._stage.watcher.ended(result)
 
-    def _root(self, conversation: Conversation) -> str:
+    def _root(self, conversation: TraceConversation) -> str:
         parent = conversation.parent
         return parent if parent is not None and parent in self._known else conversation.id
 
-    def _result(self, conversation: Conversation) -> ConversationResult:
+    def _result(self, conversation: TraceConversation) -> ConversationResult:
         if conversation.id in self._results:
             return self._results[conversation.id]
         if conversation.id in self._players:
             return self._players[conversation.id].unfinished()
         arrival = conversation.arrival_s
         effective = conversation.effective_turn
-        return ConversationResult(conversation.id, arrival, arrival, Outcome.NOT_STARTED, effective, ())
+        return ConversationResult(conversation.id, arrival, arrival, PlayOutcome.NOT_STARTED, effective, ())

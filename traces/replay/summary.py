@@ -1,12 +1,18 @@
-"""Figures of a replay: percentiles, violations of the objective, tokens, rates."""
+"""Figures of a replay (percentiles, violations of the objective, tokens, rates), and its file."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from traces.describe import Spread, spread
-from traces.replay.results import ConversationResult, Outcome, Replay, TurnResult
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from traces.describe import PERCENTILES, Spread, spread
+from traces.errors import TraceError
+from traces.replay.results import ConversationResult, PlayOutcome, Replay, TurnResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ReplaySummary:
     outcomes: dict[str, int]
     errors: dict[str, int]  # message -> how often, the most frequent ones
     refusals: int
@@ -47,24 +53,27 @@ LATE_S = 0.25
 ERRORS_SHOWN = 10
 
 
-def summarise(run: Replay) -> Summary:
+def summarise(run: Replay) -> ReplaySummary:
     results = run.conversations
     turns = [turn for result in results for turn in result.turns]
-    done = sum(result.outcome is Outcome.DONE for result in results)
+    done = sum(result.outcome is PlayOutcome.DONE for result in results)
     output, new = sum(t.output_tokens for t in turns), sum(t.new_tokens for t in turns)
     told = [turn for turn in turns if turn.cached_tokens is not None]
     joules = run.meters.joules
-    return Summary(
-        outcomes={outcome.value: sum(r.outcome is outcome for r in results) for outcome in Outcome},
-        errors=dict(Counter(_kind(r.error) for r in results if r.error).most_common(ERRORS_SHOWN)),
+    # Without the turn's number, so that the same error counts as one.
+    errors = Counter(r.error.partition(": ")[2] or r.error for r in results if r.error)
+    retained = [(turn.prompt_tokens - turn.new_tokens, turn.cached_tokens or 0) for turn in told]
+    return ReplaySummary(
+        outcomes={outcome.value: sum(r.outcome is outcome for r in results) for outcome in PlayOutcome},
+        errors=dict(errors.most_common(ERRORS_SHOWN)),
         refusals=sum(result.refusals for result in results),
         late_starts=sum(result.started_s - result.arrival_s > LATE_S for result in results),
         turns=len(turns),
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         new_tokens=new,
         output_tokens=output,
-        reported_cached_tokens=sum(turn.cached_tokens or 0 for turn in told) if told else None,
-        recomputed_tokens=sum(map(_recomputed, told)) if told else None,
+        reported_cached_tokens=sum(cached for _, cached in retained) if told else None,
+        recomputed_tokens=sum(max(0, kept - cached) for kept, cached in retained) if told else None,
         output_tokens_per_s=output / run.duration_s if run.duration_s else 0.0,
         conversations_per_s=done / run.duration_s if run.duration_s else 0.0,
         output_tokens_per_joule=output / joules if joules else None,
@@ -72,15 +81,6 @@ def summarise(run: Replay) -> Summary:
         spreads=_spreads(results, turns),
         objectives=_objectives(run),
     )
-
-
-def _kind(error: str) -> str:
-    """Without the turn's number, so that the same error counts as one."""
-    return error.partition(": ")[2] or error
-
-
-def _recomputed(turn: TurnResult) -> int:
-    return max(0, turn.prompt_tokens - turn.new_tokens - (turn.cached_tokens or 0))
 
 
 def _spreads(results: Sequence[ConversationResult], turns: Sequence[TurnResult]) -> dict[str, Spread]:
@@ -122,3 +122,32 @@ def _objective(ratios: Sequence[float], factor: float) -> Objective:
     mean = math.exp(sum(logs) / len(logs)) if logs else 0.0
     found = spread(ratios)
     return Objective(len(ratios), over, mean, found.at(95) if found else 0.0)
+
+
+FORMAT = "conserve-replay/1"
+_REPLAY = TypeAdapter(Replay)
+
+
+def to_json(run: Replay) -> dict[str, Any]:
+    summary = summarise(run)
+    figures = asdict(summary)
+    figures["percentiles"] = list(PERCENTILES)
+    for name, objective in summary.objectives.items():
+        figures["objectives"][name]["violation_share"] = objective.violation_share
+    return {"format": FORMAT, "summary": figures, "run": asdict(run)}
+
+
+def write(path: Path, run: Replay) -> None:
+    path.write_bytes(orjson.dumps(to_json(run)))
+
+
+def read(path: Path) -> Replay:
+    try:
+        row = orjson.loads(path.read_bytes())
+        if not isinstance(row, dict) or row.get("format") != FORMAT:
+            raise TraceError(f"{path}: not a result of `conserve replay` ({FORMAT})")
+        return _REPLAY.validate_python(row["run"])
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    except (orjson.JSONDecodeError, KeyError, ValidationError) as error:
+        raise TraceError(f"{path}: not a result of `conserve replay`: {error}") from error

@@ -1,16 +1,66 @@
-"""What a run measured: one row a conversation, one a turn, in flat arrays."""
+"""Metrics of a simulation: what was recorded, its figures, and the check that what goes in comes out."""
 
-from __future__ import annotations  # array is generic to type checkers only
+from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.simulator.entities.gaps import Gaps
-from traces.simulator.entities.live import Live
+from placement.objectives import tbt_s, ttfet_s
+from traces.errors import TraceError
+from traces.simulator.engine import Gaps, SimulatedEngine
+from traces.simulator.kv import LiveConversation
+
+
+class Leak(TraceError, AssertionError):
+    """A run lost or invented something: its results are not to be trusted."""
+
+
+@dataclass
+class SimulationTally:
+    """What the router of a simulation asked for, to be compared with what the engines did."""
+
+    to_prefill: int = 0
+    to_decode: int = 0
+    needed_prefill: int = 0  # by a fleet that forgets nothing
+    sent: int = 0  # prompts as clients send them, what is cached included
+    refused: int = 0
+    abandoned: int = 0
+    transfers: int = 0
+    transferred: int = 0
+    restored: int = 0
+    through_prefiller_again: int = 0
+    taken_back: int = 0
+    last_resorts: int = 0
+    gate_wait_s: float = 0.0
+
+
+def check(tally: SimulationTally, engines: Iterable[SimulatedEngine], horizon: float, waiting: int) -> None:
+    if waiting:
+        raise Leak(f"{waiting} conversations still wait at the gate although nothing is left to happen")
+    prefilled = decoded = again = 0
+    for engine in engines:
+        prefilled += engine.prefilled
+        decoded += engine.decoded
+        again += engine.recomputed
+        kv = engine.kv
+        if kv.resident or kv.parked or engine.running or engine.waiting:
+            raise Leak(
+                f"{engine.name} ends with {kv.resident} tokens resident, {kv.parked} parked, "
+                f"{engine.running} turns running and {len(engine.waiting)} waiting"
+            )
+        spent = sum(engine.seconds_until(horizon))
+        if not isclose(spent, horizon, rel_tol=1e-6, abs_tol=1e-6):
+            raise Leak(f"{engine.name} accounts for {spent} of {horizon} s, so its joules are wrong")
+    if prefilled != tally.to_prefill + again:
+        raise Leak(f"{prefilled} tokens were prefilled, {tally.to_prefill} + {again} again were asked for")
+    if decoded != tally.to_decode:
+        raise Leak(f"{decoded} tokens were decoded, {tally.to_decode} were asked for")
+
 
 Values = NDArray[np.float64]
 
@@ -36,14 +86,14 @@ class Recorder:
     turn_is_first: array[int] = field(default_factory=lambda: array("b"))
     _effective: dict[str, float] = field(default_factory=dict)
 
-    def turn_ended(self, live: Live, now: float) -> None:
+    def turn_ended(self, live: LiveConversation, now: float) -> None:
         self.turn_ttft.append(live.first_token_at - live.turn_at)
-        gaps = live.output_tokens - 1
-        tbt = (now - live.first_token_at) / gaps if gaps > 0 else float("nan")
+        mean_gap = tbt_s(live.first_token_at, now, live.output_tokens - 1)
+        tbt = float("nan") if mean_gap is None else mean_gap
         self.turn_tbt.append(tbt)
         self.turn_is_first.append(live.turn_index == 0)
         if live.turn_index == live.conversation.effective_turn:
-            self._effective[live.key] = live.first_token_at - live.arrived
+            self._effective[live.key] = ttfet_s(live.arrived, live.first_token_at)
         if live.is_last_turn:
             self.order.append(live.order)
             self.ttfet.append(self._effective.pop(live.key))
@@ -75,6 +125,8 @@ class Totals:
     dropped_tokens: int
     preemptions: int
     through_prefiller_again: int  # later turns
+    taken_back: int  # from a prefiller's queue, because the decoder became free
+    last_resorts: int  # conversations that a prefiller holds
     gate_wait_s: float
     joules: float
     joules_by_tier: dict[str, float]
@@ -90,7 +142,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     recorder: Recorder
     totals: Totals
     gaps: Gaps | None = None
@@ -106,3 +158,51 @@ class Result:
     @property
     def e2e(self) -> Values:
         return self.recorder.in_trace_order(self.recorder.e2e)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSummary:
+    system: str
+    conversations: int
+    refused: int
+    abandoned: int
+    horizon_s: float
+    ttfet_p50_s: float
+    ttfet_p95_s: float
+    first_turn_ttft_p50_s: float
+    first_turn_ttft_p95_s: float
+    later_turn_ttft_p50_s: float
+    later_turn_ttft_p95_s: float
+    last_turn_tbt_p50_s: float
+    last_turn_tbt_p95_s: float
+    e2e_p50_s: float
+    e2e_p95_s: float
+    transfers: int
+    recomputed_tokens: int
+    parked_tokens: int
+    through_prefiller_again: int
+    taken_back: int
+    last_resorts: int
+    gate_wait_mean_s: float
+    tokens_per_joule: float
+    joules_per_conversation: float
+    events: int
+
+
+def summarise(system: str, result: SimulationResult) -> SimulationSummary:
+    totals, recorder = result.totals, result.recorder
+    ttft = np.asarray(recorder.turn_ttft)
+    first = np.asarray(recorder.turn_is_first, dtype=bool)
+    tbt = result.last_tbt[~np.isnan(result.last_tbt)]
+    return SimulationSummary(
+        system, totals.conversations, totals.refused, totals.abandoned, totals.horizon_s,
+        *_p50_p95(result.ttfet), *_p50_p95(ttft[first]), *_p50_p95(ttft[~first]), *_p50_p95(tbt),
+        *_p50_p95(result.e2e), totals.transfers, totals.recomputed_tokens, totals.parked_tokens,
+        totals.through_prefiller_again, totals.taken_back, totals.last_resorts,
+        totals.gate_wait_s / max(1, totals.conversations),
+        totals.tokens_per_joule, totals.joules / max(1, totals.conversations), totals.events,
+    )  # fmt: skip
+
+
+def _p50_p95(values: Values) -> tuple[float, float]:
+    return percentile(values, 50), percentile(values, 95)

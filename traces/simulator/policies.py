@@ -3,18 +3,22 @@
 Placing is the product's `Placer` in all of them; what differs from ConServe is written here, by name.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 
-from placement.placer import FirstTurn, LaterTurn, Placer, PlacerSettings, Refusal
-from placement.policies import PlacingPolicy
-from placement.redisaggregation import Redisaggregation
-from traces.simulator.entities.live import Live
+from placement.fleet.answers import Refusal
+from placement.fleet.elastic import FirstTurns
+from placement.fleet.placer import FirstTurn, LaterTurn, Placer, PlacerSettings
+from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from traces.simulator.kv import LiveConversation
+from traces.simulator.sticky import StickyRouting, StickySettings
 
 
 class System(StrEnum):
-    CONSERVE = "conserve"
+    CONSERVE = "conserve"  # also called prefiller: first turns always go through one
+    ELASTIC = "elastic"  # first turns, and large later ones, where their first token comes first
     STRICT = "strict"  # the paper to the letter: a later turn never leaves its decoder, whatever it appends
     COLLOCATED = "collocated"
     FULL_DISAGGREGATION = "full_disaggregation"
@@ -22,11 +26,15 @@ class System(StrEnum):
     PULL_BACK = (
         "pull_back"  # every later turn on the prefiller, its KV pulled there and the new part sent back
     )
-    STICKY = "sticky"  # per turn, no disaggregation: where the prefix is, unless that engine is too busy
+    STICKY = "sticky"  # per turn, no disaggregation: as SGLang's router does it
+
+    @classmethod
+    def _missing_(cls, value: object) -> "System | None":
+        return cls.CONSERVE if value == "prefiller" else None
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TurnRoute:
     """Where one turn goes. `pull` is history that must reach the prefiller before it can compute."""
 
     decoder: str
@@ -38,8 +46,7 @@ class Route:
 class SystemSettings:
     system: System = System.CONSERVE
     error_rate: float = 0.1  # of AMPD's predictions
-    sticky_abs: int = 32  # sglang-router's balance thresholds, its defaults
-    sticky_rel: float = 1.5
+    sticky: StickySettings = field(default_factory=StickySettings)
 
     def placer_settings(self, base: PlacerSettings) -> PlacerSettings:
         policy = {
@@ -48,7 +55,7 @@ class SystemSettings:
             System.FULL_DISAGGREGATION: PlacingPolicy.FULL_DISAGGREGATION,
         }.get(self.system, PlacingPolicy.CONSERVE)
         rule = base.redisaggregation
-        if self.system is not System.CONSERVE:
+        if self.system not in (System.CONSERVE, System.ELASTIC):
             rule = Redisaggregation(above_tokens=NEVER)
         return PlacerSettings(
             policy=policy,
@@ -56,53 +63,56 @@ class SystemSettings:
             fill=base.fill,
             max_prefill_wait_s=base.max_prefill_wait_s,
             redisaggregation=rule,
+            first_turns=FirstTurns.ELASTIC if self.system is System.ELASTIC else FirstTurns.PREFILLER,
+            last_resort_fill=base.last_resort_fill,
         )
 
 
 NEVER = 1 << 60
 
 
-class Router:
+class SimulatedRouter:
     """Asks the placer, and adds what the system under test does differently."""
 
-    def __init__(self, settings: SystemSettings, placer: Placer, loads: "Loads", seed: int) -> None:
+    def __init__(
+        self,
+        settings: SystemSettings,
+        placer: Placer,
+        turns: Mapping[str, int],
+        prefillers: tuple[str, ...],
+        seed: int,
+    ) -> None:
+        """`turns` each engine has now, and the names of the prefillers: what per-turn baselines look at."""
         self._settings = settings
         self._placer = placer
-        self._loads = loads
-        self._random = Random(f"{seed}/predictions")
-
-    def first(self, live: Live, preferred: str | None, now: float) -> Route | Refusal:
-        placed = self._placer.place(FirstTurn(live.key, live.turn.prompt_tokens, preferred), now)
-        return placed if isinstance(placed, Refusal) else Route(placed.decoder, placed.prefiller)
-
-    def later(self, live: Live, uncached: int, now: float) -> Route:
-        system, settings = self._settings.system, self._settings
-        if system is System.STICKY:
-            return Route(
-                self._loads.least_busy_unless_near(live.engine, settings.sticky_abs, settings.sticky_rel)
-            )
-        wrong = system is System.AMPD and self._random.random() < settings.error_rate
-        if wrong or system is System.PULL_BACK:
-            return Route(live.engine, self._loads.shortest_prefill_queue(), pull=True)
-        prompt = live.turn.prompt_tokens
-        if not self._placer.through_prefiller(uncached, prompt):
-            return Route(live.engine)
-        placed = self._placer.place_later(LaterTurn(live.key, live.engine, prompt, uncached), now)
-        return Route(placed.decoder, placed.prefiller)
-
-
-class Loads:
-    """What the per-turn baselines look at: how many turns each engine has."""
-
-    def __init__(self, turns: dict[str, int], prefillers: tuple[str, ...]) -> None:
         self._turns = turns
         self._prefillers = prefillers
+        sticky = settings.system is System.STICKY
+        self._sticky = StickyRouting(settings.sticky, turns) if sticky else None
+        self._random = Random(f"{seed}/predictions")
 
-    def shortest_prefill_queue(self) -> str:
+    def first(self, live: LiveConversation, preferred: str | None, now: float) -> TurnRoute | Refusal:
+        if self._sticky is not None:
+            return TurnRoute(self._sticky.choose(live.key, live.turn.prompt_tokens, 0))
+        placed = self._placer.place(FirstTurn(live.key, live.turn.prompt_tokens, preferred), now)
+        return placed if isinstance(placed, Refusal) else TurnRoute(placed.decoder, placed.prefiller)
+
+    def later(
+        self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float
+    ) -> TurnRoute:
+        """`prefix`: a prefiller, and how much of the prompt it still has."""
+        system, settings = self._settings.system, self._settings
+        if self._sticky is not None:
+            turn = live.turn
+            return TurnRoute(self._sticky.choose(live.key, turn.prompt_tokens, turn.cached_tokens))
+        wrong = system is System.AMPD and self._random.random() < settings.error_rate
+        if wrong or system is System.PULL_BACK:
+            return TurnRoute(live.engine, self._shortest_prefill_queue(), pull=True)
+        prompt = live.turn.prompt_tokens
+        if not self._placer.through_prefiller(uncached, prompt):
+            return TurnRoute(live.engine)
+        placed = self._placer.place_later(LaterTurn(live.key, live.engine, prompt, uncached, *prefix), now)
+        return TurnRoute(placed.decoder, placed.prefiller)
+
+    def _shortest_prefill_queue(self) -> str:
         return min(self._prefillers, key=self._turns.__getitem__)
-
-    def least_busy_unless_near(self, engine: str, absolute: int, relative: float) -> str:
-        busiest, least = max(self._turns.values()), min(self._turns.values())
-        if busiest - least > absolute and busiest > relative * least:
-            return min(self._turns, key=self._turns.__getitem__)
-        return engine

@@ -1,26 +1,41 @@
-"""Engine profiles: by name, from a JSON file, or from the unloaded latency that a replay measured."""
+"""Profiles of simulated engines: by name, from a JSON file, or from the latency that a replay measured."""
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from placement.latency import BatchWork, LatencyModel, Sample, fit
-from placement.power import PowerCurve
-from traces.replay import record
+from placement.fleet.provisioning import PowerCurve
+from placement.iteration.latency import BatchWork, LatencyModel, Sample, fit
+from traces.errors import TraceError
+from traces.replay import summary
 from traces.replay.results import Unloaded
-from traces.simulator import a40
-from traces.simulator.profile import EngineProfile
+from traces.simulator.tiers import EngineProfile
 
 
-class ProfileError(ValueError):
+class ProfileError(TraceError):
     """A profile that is not known or cannot be read."""
 
 
-def _laptop() -> EngineProfile:
-    """The small model on one core of a desktop processor, as `conserve profile configs/laptop.yaml decode`
-    measured it."""
-    return EngineProfile(
+NAMED = {
+    # The conversation paper's accelerator and model, derived from what it states: benchmarks/paper/a40.py.
+    "a40-qwen3-0.6b": EngineProfile(
+        latency=LatencyModel(
+            per_token=9.606759808555602e-06,
+            per_attended=2.5040456111900564e-09,
+            per_context=1.8579778728076143e-08,
+            constant=0.012079898879792569,
+        ),
+        power=PowerCurve(limit_w=300.0, idle_w=75.0, decode_w=288.0, prefill_w=300.0),
+        chunk_tokens=8_192,
+        kv_tokens=300_000,
+        kv_bytes_per_token=114_688.0,
+        network_bytes_per_s=25e9,
+        host_bytes_per_s=25e9,
+    ),
+    # The small model on one core of a desktop processor, as `conserve profile configs/laptop.yaml decode`
+    # measured it.
+    "laptop": EngineProfile(
         latency=LatencyModel(per_token=6.3e-5, per_attended=4.6e-8, per_context=6e-7, constant=5.5e-3),
         power=PowerCurve(limit_w=45, idle_w=8, decode_w=35, prefill_w=45),
         chunk_tokens=512,
@@ -28,18 +43,13 @@ def _laptop() -> EngineProfile:
         kv_bytes_per_token=8 * 2 * 2 * 32 * 4,  # 8 layers, 2 KV heads of 32, K and V, float32
         network_bytes_per_s=1e9,
         host_bytes_per_s=5e9,
-    )
-
-
-NAMED = {
-    "a40-qwen3-0.6b": lambda: a40.Calibration().engine(a40.PREFILL_CHUNK),
-    "laptop": _laptop,
+    ),
 }
 
 
 def find(name: str) -> EngineProfile:
     if name in NAMED:
-        return NAMED[name]()
+        return NAMED[name]
     path = Path(name)
     if not path.is_file():
         raise ProfileError(
@@ -47,18 +57,18 @@ def find(name: str) -> EngineProfile:
         )
     try:
         row = json.loads(path.read_text())
-        return _of_replay(path) if row.get("format") == record.FORMAT else from_json(row)
-    except (json.JSONDecodeError, TypeError, KeyError, ValueError) as wrong:
+        return _of_replay(path) if row.get("format") == summary.FORMAT else from_json(row)
+    except (json.JSONDecodeError, TypeError, KeyError, ValueError, TraceError) as wrong:
         raise ProfileError(
             f"{path}: not an engine profile ({wrong}); see traces/simulator/README.md"
         ) from wrong
 
 
 def _of_replay(path: Path) -> EngineProfile:
-    run = record.read(path)
+    run = summary.read(path)
     if run.unloaded is None:
         raise ProfileError(f"{path}: replayed without probes, so nothing was measured alone")
-    return of_unloaded(run.unloaded, _laptop())
+    return of_unloaded(run.unloaded, NAMED["laptop"])
 
 
 def of_unloaded(alone: Unloaded, base: EngineProfile) -> EngineProfile:

@@ -1,28 +1,97 @@
-"""The life of conversations on a simulated fleet, in the order in which it happens.
-
-Arrive, be placed (or wait at the gate), be prefilled, be transferred, decode; between turns be kept or
-parked; come back; end.
-"""
+"""Simulation of a fleet: events, engines, and the product's own placing classes deciding."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.bindings import Bindings
-from placement.placer import PlacerSettings, Refusal, RefusalReason
-from traces.format import Conversation
-from traces.simulator.conservation import Books, check
-from traces.simulator.entities.engine import Engine
-from traces.simulator.entities.gaps import Gaps
-from traces.simulator.entities.kv import Pressure
-from traces.simulator.entities.live import Live, Where
-from traces.simulator.entities.prefixes import Prefixes
-from traces.simulator.events import EventQueue
-from traces.simulator.fleet import SimulatedFleet
-from traces.simulator.metrics import Recorder, Result, Totals
-from traces.simulator.policies import Loads, Route, Router, SystemSettings
-from traces.simulator.profile import Fleet
+from placement.engines import EngineInfo, EngineState, Role
+from placement.fleet.answers import Refusal, RefusalReason
+from placement.fleet.bindings import Bindings
+from placement.fleet.elastic import FirstTurns
+from placement.fleet.placer import Placer, PlacerSettings
+from placement.fleet.prefillers import curve_of
+from placement.iteration.interface import DEFAULT_TARGETS
+from placement.iteration.prompts import PromptSharing
+from traces.format import TraceConversation
+from traces.simulator.engine import EventQueue, Gaps, OnLive, SimulatedEngine
+from traces.simulator.kv import LiveConversation, Prefixes, Pressure, Where
+from traces.simulator.metrics import Recorder, SimulationResult, SimulationTally, Totals, check
+from traces.simulator.policies import SimulatedRouter, System, SystemSettings, TurnRoute
+from traces.simulator.tiers import SimulatedFleet
+
+
+class SimulatedEngines:
+    """Engines report on change, as real ones do; a report is only made when the placer is about to look."""
+
+    def __init__(
+        self,
+        fleet: SimulatedFleet,
+        settings: PlacerSettings,
+        pressure: Pressure,
+        idle_reported: bool,
+        events: EventQueue,
+        on_prefilled: OnLive,
+        on_finished: OnLive,
+    ) -> None:
+        self.engines: dict[str, SimulatedEngine] = {}
+        self.infos: dict[str, EngineInfo] = {}
+        self.tier_of: dict[str, str] = {}
+        self.prefillers: tuple[str, ...] = ()
+        self.elastic = settings.first_turns is FirstTurns.ELASTIC
+        curves = {}
+        for tier in fleet.tiers:
+            chunk, model = tier.profile.chunk_tokens, tier.profile.latency
+            curves[tier.name] = curve_of(model, PromptSharing.chunk(model, chunk) if self.elastic else chunk)
+        self.placer = Placer(settings, curves)
+        self._confirmed: dict[str, list[str]] = {}  # changed engines, with what became visible on them
+        self._seq = 0
+        self._idle_reported = idle_reported
+        for tier in fleet.tiers:
+            for number in range(tier.replicas):
+                name = f"{tier.name}-{number}"
+                self.engines[name] = SimulatedEngine(
+                    name, tier.profile, events, pressure, on_prefilled, on_finished
+                )
+                self.tier_of[name] = tier.name
+                if tier.role is Role.PREFILL:
+                    self.prefillers += (name,)
+                kv_tokens = tier.profile.kv_tokens
+                info = EngineInfo(name, tier.name, tier.role, 1, "", "", "", kv_tokens, 16, kv_tokens)
+                self.infos[name] = info
+                self.placer.engine_up(info)
+
+    def changed(self, engine: str, confirmed: str | None = None) -> None:
+        visible = self._confirmed.setdefault(engine, [])
+        if confirmed is not None:
+            visible.append(confirmed)
+
+    def report(self, now: float) -> None:
+        """What changed since the last look."""
+        for name in self.engines if self.elastic else ():
+            self.changed(name)  # prompts are computed all the time
+        for name, confirmed in self._confirmed.items():
+            engine = self.engines[name]
+            kv = engine.kv
+            self._seq += 1
+            state = EngineState(
+                engine=name,
+                epoch=1,
+                seq=self._seq,
+                live_tokens=kv.live,
+                parked_tokens=kv.parked,
+                offline_tokens=0,
+                free_tokens=max(0, kv.free),
+                running=engine.running,
+                waiting=len(engine.waiting) + engine.restoring,
+                confirmed=dict.fromkeys(confirmed, self._seq),
+                idle_tokens=kv.idle if self._idle_reported else 0,
+                waiting_prompt_tokens=engine.waiting_prompt_tokens(),
+                prompt_tokens_per_s=engine.prompt_tokens_per_s(),
+                prompt_share=engine.prompt_share(),
+            )
+            self.placer.observe(state, now)
+        self._confirmed.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +103,33 @@ class SimulationSettings:
     linger_s: float = 0.0  # a conversation nobody ends holds its KV this long after its last turn
     prefillers_cache: bool = False  # prefillers keep prefixes of earlier turns, as vLLM does by default
     pull_blocks: bool = True  # an engine waits for history it pulls, as LMCache's load does
-    idle_reported: bool = True  # engines say which of their KV gives way; else all of it counts against room
+    idle_reported: bool = (
+        True  # engines say which of their KV gives way; else all of it counts against what fits
+    )
     token_gaps: bool = False  # record the time before each token
+    tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns keep it
     seed: int = 0
 
 
 class Simulation:
-    def __init__(self, fleet: Fleet, settings: SimulationSettings) -> None:
+    """The life of conversations: arrive, be placed (or wait at the gate), be prefilled, be transferred,
+    decode; between turns be retained or parked; come back; end.
+    """
+
+    def __init__(self, fleet: SimulatedFleet, settings: SimulationSettings) -> None:
         self.settings = settings
+        self._sticky = settings.system.system is System.STICKY
         self.events = EventQueue()
         self.recorder = Recorder()
-        self.books = Books()
+        self.tally = SimulationTally()
         self.gaps = Gaps() if settings.token_gaps else None
         self.bindings = Bindings()
         self.bound: list[tuple[str, str]] = []  # conversation and decoder, in the order of binding
-        self.fleet = SimulatedFleet(
+        self.fleet = SimulatedEngines(
             fleet,
             settings.system.placer_settings(settings.placer),
-            settings.pressure,
+            # A router that places without asking cannot have anything pinned: engines would fill up for good.
+            Pressure.DROP if self._sticky and settings.pressure is Pressure.PIN else settings.pressure,
             settings.idle_reported,
             self.events,
             self._prefilled,
@@ -59,26 +137,32 @@ class Simulation:
         )
         for engine in self.fleet.engines.values():
             engine.gaps = self.gaps
+            if self.fleet.elastic:
+                engine.prompts = PromptSharing(settings.tbt_s)
+                engine.on_free = self._became_free
         self._turns_on = dict.fromkeys(self.fleet.engines, 0)
-        self._router = Router(
-            settings.system, self.fleet.placer, Loads(self._turns_on, self.fleet.prefillers), settings.seed
+        self._largest = min(engine.kv.capacity for engine in self.fleet.engines.values())
+        self._router = SimulatedRouter(
+            settings.system, self.fleet.placer, self._turns_on, self.fleet.prefillers, settings.seed
         )
         self._prefixes = {
             name: Prefixes(engine.kv.capacity if settings.prefillers_cache else 0)
             for name, engine in self.fleet.engines.items()
         }
-        self._gate: deque[Live] = deque()
-        self._arrivals: Iterator[Conversation] = iter(())
+        self._gate: deque[LiveConversation] = deque()
+        # With the prefiller, and what the decoder has cached.
+        self._at_prefillers: dict[str, tuple[LiveConversation, str, int]] = {}
+        self._arrivals: Iterator[TraceConversation] = iter(())
         self._arrived = 0
         self._served_at = 0.0  # the last turn's end: what lingers after it is nobody's work
 
-    def run(self, conversations: Iterable[Conversation]) -> Result:
+    def run(self, conversations: Iterable[TraceConversation]) -> SimulationResult:
         """Play a whole trace, in order of arrival; conversations are read as their time comes."""
         self._arrivals = iter(conversations)
         self._expect_next_arrival()
         self.events.run()
-        check(self.books, self.fleet.engines.values(), self._served_at, waiting=len(self._gate))
-        return Result(self.recorder, self._totals(), self.gaps)
+        check(self.tally, self.fleet.engines.values(), self._served_at, waiting=len(self._gate))
+        return SimulationResult(self.recorder, self._totals(), self.gaps)
 
     def _expect_next_arrival(self) -> None:
         conversation = next(self._arrivals, None)
@@ -86,42 +170,46 @@ class Simulation:
             self.events.at(max(conversation.arrival_s, self.events.now), self._arrive, conversation)
 
     def _arrive(self, conversation: Any) -> None:
-        live = Live(conversation, self._arrived, self.events.now)
+        live = LiveConversation(conversation, self._arrived, self.events.now)
         self._arrived += 1
         self._expect_next_arrival()
         if self._gate or not self._place(live):
             self._gate.append(live)
 
-    def _place(self, live: Live) -> bool:
+    def _place(self, live: LiveConversation) -> bool:
         """Place a first turn; False when it has to wait."""
         now = self.events.now
         self.fleet.report(now)
         parent = self.bindings.look_up(live.conversation.parent) if live.conversation.parent else None
+        if self._sticky and live.turn.prompt_tokens + live.output_tokens > self._largest:
+            self.tally.refused += 1
+            return True
         answer = self._router.first(live, parent.engine if parent else None, now)
         if isinstance(answer, Refusal):
             if answer.reason is RefusalReason.TOO_LARGE:
-                self.books.refused += 1
+                self.tally.refused += 1
                 return True
             return False
-        self.books.gate_wait_s += now - live.arrived
+        self.tally.gate_wait_s += now - live.arrived
+        self.tally.last_resorts += answer.decoder in self.fleet.prefillers
         self.bindings.bind(live.key, answer.decoder, 1, now)
         self.bound.append((live.key, answer.decoder))
         self._start_turn(live, answer, cached=0, ready=now)
         self.fleet.changed(answer.decoder, confirmed=live.key)
         return True
 
-    def _start_turn(self, live: Live, route: Route, cached: int, ready: float) -> None:
+    def _start_turn(self, live: LiveConversation, route: TurnRoute, cached: int, ready: float) -> None:
         """Hold the prompt's KV on the decoder; compute it there, or on a prefiller first."""
         prompt = live.turn.prompt_tokens
         decoder = self.fleet.engines[route.decoder]
         live.engine, live.where = route.decoder, Where.ACCELERATOR
-        live.first_token_at = 0.0
+        live.first_token_at, live.begun = 0.0, False
         live.todo, live.context = prompt - cached, cached
         live.left = live.output_tokens
-        self.books.to_prefill += prompt - cached
-        self.books.to_decode += live.left
-        self.books.sent += prompt
-        self.books.needed_prefill += prompt - (live.turn.cached_tokens if live.turn_index else 0)
+        self.tally.to_prefill += prompt - cached
+        self.tally.to_decode += live.left
+        self.tally.sent += prompt
+        self.tally.needed_prefill += prompt - (live.turn.cached_tokens if live.turn_index else 0)
         self._turns_on[route.decoder] += 1
         if route.prefiller is None:
             self._at(ready, self._submit, (decoder, live))
@@ -130,21 +218,50 @@ class Simulation:
         live.held = prompt
         live.left = 0  # the prefill leg decodes nothing
         live.lacking = prompt - cached
-        self.books.transfers += 1
+        self.tally.transfers += 1
         self._turns_on[route.prefiller] += 1
         prefiller = self.fleet.engines[route.prefiller]
         if not route.pull:
-            still = min(self._prefixes[route.prefiller].of(live.key), live.turn.cached_tokens, prompt - 1)
+            still = self._still_on(route.prefiller, live)
+            self._at_prefillers[live.key] = live, route.prefiller, cached
             live.todo, live.context = prompt - still, still
-            self.books.to_prefill += cached - still  # of what the decoder has, the prefiller has only this
+            self.tally.to_prefill += cached - still  # of what the decoder has, the prefiller has only this
         else:
             ready = self._pull(live, decoder, cached, ready)
         self._at(ready, self._submit, (prefiller, live))
 
-    def _pull(self, live: Live, decoder: Engine, cached: int, ready: float) -> float:
+    def _still_on(self, prefiller: str, live: LiveConversation) -> int:
+        turn = live.turn
+        return min(self._prefixes[prefiller].of(live.key), turn.cached_tokens, turn.prompt_tokens - 1)
+
+    def _became_free(self, decoder: SimulatedEngine) -> None:
+        """No prompt waits here any more: one that still waits for a prefiller may be computed here."""
+        now = self.events.now
+        self.fleet.report(now)
+        for key in self.fleet.placer.second_thoughts(decoder.name, now):
+            live, prefiller, cached = self._at_prefillers[key]
+            if self.fleet.engines[prefiller].withdraw(live):
+                del self._at_prefillers[key]
+                self._take_back(live, prefiller, decoder, cached)
+                return
+
+    def _take_back(
+        self, live: LiveConversation, prefiller: str, decoder: SimulatedEngine, cached: int
+    ) -> None:
+        self.tally.taken_back += 1
+        self.tally.transfers -= 1
+        self._turns_on[prefiller] -= 1
+        self.tally.to_prefill -= live.todo
+        live.todo, live.context, live.left = live.turn.prompt_tokens - cached, cached, live.output_tokens
+        self.tally.to_prefill += live.todo
+        self.fleet.placer.taken_back(live.key, decoder.name, live.todo, self.events.now)
+        self.fleet.changed(decoder.name, confirmed=live.key)
+        decoder.submit(live)
+
+    def _pull(self, live: LiveConversation, decoder: SimulatedEngine, cached: int, ready: float) -> float:
         size = cached * decoder.profile.kv_bytes_per_token
         arrives = decoder.network.send(size, ready)
-        self.books.transferred += cached
+        self.tally.transferred += cached
         if not self.settings.pull_blocks:
             return arrives
         live.stall_s = arrives - ready
@@ -154,27 +271,28 @@ class Simulation:
         engine, live = argument
         engine.submit(live)
 
-    def _prefilled(self, prefiller: Engine, live: Live) -> None:
+    def _prefilled(self, prefiller: SimulatedEngine, live: LiveConversation) -> None:
         now = self.events.now
         self.fleet.placer.prefill_done(live.key, now)
+        self._at_prefillers.pop(live.key, None)
         self._turns_on[prefiller.name] -= 1
         self._prefixes[prefiller.name].remember(live.key, live.context)
-        self.books.transferred += live.lacking
+        self.tally.transferred += live.lacking
         arrives = prefiller.network.send(live.lacking * prefiller.profile.kv_bytes_per_token, now)
+        self.fleet.placer.transferred(live.lacking, arrives - now)
         # The decoder computes the last prompt token itself, which gives it the first output token.
         live.todo, live.context, live.left = 1, live.context - 1, live.output_tokens
-        self.books.to_prefill += 1
+        self.tally.to_prefill += 1
         self._at(arrives, self._submit, (self.fleet.engines[live.engine], live))
         self._retry_gate()
 
-    def _finished(self, engine: Engine, live: Live) -> None:
+    def _finished(self, engine: SimulatedEngine, live: LiveConversation) -> None:
         now = self.events.now
         self.recorder.turn_ended(live, now)
         self._served_at = now
         self._turns_on[engine.name] -= 1
-        self.bindings.touch(live.key, now)
         self.fleet.changed(engine.name)
-        engine.kv.keep(live)
+        engine.kv.retain(live)
         settings, over = self.settings, live.is_last_turn
         live.turn_index += 1
         idle_s = settings.linger_s if over else live.turn.wait_s
@@ -189,21 +307,23 @@ class Simulation:
         engine, live = argument
         if live.where is Where.ACCELERATOR:  # pressure may have been earlier
             engine.kv.evict(live)
-            self._room_was_made(engine)
+            self._place_was_made(engine)
 
     def _come_back(self, argument: Any) -> None:
         """The next turn of a bound conversation."""
-        live: Live = argument
+        live: LiveConversation = argument
         now = live.turn_at = self.events.now
         binding = self.bindings.look_up(live.key)
         assert binding is not None and binding.engine == live.engine
         engine, turn = self.fleet.engines[live.engine], live.turn
         if turn.prompt_tokens + live.output_tokens > engine.kv.capacity:
-            self.books.abandoned += 1
+            self.tally.abandoned += 1
             self._end(live)
             return
         cached = min(turn.cached_tokens, live.held, turn.prompt_tokens - 1)
-        route = self._router.later(live, turn.prompt_tokens - cached, now)
+        if self.fleet.elastic:
+            self.fleet.report(now)
+        route = self._router.later(live, turn.prompt_tokens - cached, self._prefix(live), now)
         if route.decoder != live.engine:
             engine.kv.forget(live)
             self.bindings.bind(live.key, route.decoder, 1, now)
@@ -211,25 +331,30 @@ class Simulation:
             engine, cached = self.fleet.engines[route.decoder], 0
         ready = now
         if live.where is Where.HOST:
-            self.books.restored += cached
+            self.tally.restored += cached
             ready = engine.host.send(cached * engine.profile.kv_bytes_per_token, now)
         engine.kv.wake(live)
         engine.kv.trim(live, cached)
-        self.books.through_prefiller_again += route.prefiller is not None
+        self.tally.through_prefiller_again += route.prefiller is not None
         self._start_turn(live, route, cached, ready)
         self.fleet.changed(live.engine, confirmed=live.key)
 
+    def _prefix(self, live: LiveConversation) -> tuple[str, int]:
+        """The prefiller that still has most of a turn's prompt."""
+        name = max(self.fleet.prefillers, key=lambda name: self._still_on(name, live), default="")
+        return name, self._still_on(name, live) if name else 0
+
     def _end(self, argument: Any) -> None:
-        live: Live = argument
+        live: LiveConversation = argument
         engine = self.fleet.engines[live.engine]
         engine.kv.forget(live)
         self.bindings.end(live.key)
         self.fleet.placer.release(live.key, self.events.now)
-        self._room_was_made(engine)
+        self._place_was_made(engine)
 
-    def _room_was_made(self, engine: Engine) -> None:
+    def _place_was_made(self, engine: SimulatedEngine) -> None:
         self.fleet.changed(engine.name)
-        engine.room_was_made()
+        engine.place_was_made()
         self._retry_gate()
 
     def _retry_gate(self) -> None:
@@ -243,7 +368,7 @@ class Simulation:
             self.events.at(time, action, argument)
 
     def _totals(self) -> Totals:
-        books, horizon = self.books, self._served_at
+        tally, horizon = self.tally, self._served_at
         by_tier: dict[str, float] = {}
         engines = self.fleet.engines.values()
         for engine in engines:
@@ -251,21 +376,23 @@ class Simulation:
             by_tier[tier] = by_tier.get(tier, 0.0) + engine.joules(horizon)
         return Totals(
             conversations=self._arrived,
-            refused=books.refused,
-            abandoned=books.abandoned,
+            refused=tally.refused,
+            abandoned=tally.abandoned,
             horizon_s=horizon,
             prefilled_tokens=sum(engine.prefilled for engine in engines),
             decoded_tokens=sum(engine.decoded for engine in engines),
-            served_tokens=books.sent + books.to_decode,
-            needed_tokens=books.needed_prefill + books.to_decode,
-            transfers=books.transfers,
-            transferred_tokens=books.transferred,
+            served_tokens=tally.sent + tally.to_decode,
+            needed_tokens=tally.needed_prefill + tally.to_decode,
+            transfers=tally.transfers,
+            transferred_tokens=tally.transferred,
             parked_tokens=sum(engine.kv.parked_in_all for engine in engines),
-            restored_tokens=books.restored + sum(engine.restored for engine in engines),
+            restored_tokens=tally.restored + sum(engine.restored for engine in engines),
             dropped_tokens=sum(engine.kv.dropped for engine in engines),
             preemptions=sum(engine.preempted for engine in engines),
-            through_prefiller_again=books.through_prefiller_again,
-            gate_wait_s=books.gate_wait_s,
+            through_prefiller_again=tally.through_prefiller_again,
+            taken_back=tally.taken_back,
+            last_resorts=tally.last_resorts,
+            gate_wait_s=tally.gate_wait_s,
             joules=sum(by_tier.values()),
             joules_by_tier=by_tier,
             events=self.events.handled,

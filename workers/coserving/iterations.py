@@ -1,38 +1,114 @@
-"""One JSON line an iteration, for whoever wants to know what an engine decided (`iteration_log`)."""
+"""The iterations of a co-serving engine: between scheduling and result, in the log, and what is counted.
+
+vLLM's front end serves the counts at `/metrics` (kvtransfer/vllm_metrics.py).
+"""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from placement.latency import BatchWork
+from kvtransfer.metrics import CounterSpec, HistogramSpec
+from placement.iteration.interface import RequestView, RunningBatch
+from placement.iteration.latency import BatchWork
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request of the iteration, noted right after it was scheduled."""
+
+    request: Any
+    tokens: int  # scheduled
+    start: int  # tokens computed before
+    written: tuple[tuple[int, ...], ...]  # ids of the blocks it writes, by KV cache group
+    not_its_to_register: tuple[int, ...]  # full blocks before `start`, or adopted as prefix hits, by group
+    admitted: bool  # it entered the batch with this iteration, and may have taken prefix hits
+
+
+@dataclass(slots=True)
+class PendingIteration:
+    """An iteration between its scheduling and its result."""
+
+    started: float
+    batch: RunningBatch
+    epoch: int  # 0: it cannot be aborted
+    scheduled: tuple[ScheduledRequest, ...]
+    offline_tokens: int
+    preempted: int
+    budget_tokens: int = 0  # offline tokens that would have fit
+    again_tokens: int = 0  # offline tokens computed before, and lost to a preemption
+    aborted: bool = False
+    disowned: int = 0
+    # For the arrival watch, in another thread, while it is armed and in the model.
+    queued: BatchWork = field(default_factory=BatchWork)  # online work that waits for the next iteration
+    arrivals: list[RequestView] = field(default_factory=list)
+    raised: bool = False  # the flag, for one of them
+
+    @property
+    def classes(self) -> str:
+        if not self.batch.online_requests:
+            return "offline"
+        return "mixed" if self.batch.offline_requests else "online"
+
+
+def count(iteration: PendingIteration, counts: MutableMapping[str, Any], seconds: float, late: int) -> None:
+    counts[f"coserving_iterations.{iteration.classes}"] += 1
+    counts["coserving_preemptions"] += iteration.preempted
+    counts["coserving_late_tokens"] += late
+    counts["coserving_disowned_blocks"] += iteration.disowned
+    counts["coserving_budget_tokens"] += iteration.budget_tokens
+    counts["coserving_offline_tokens_lost.preemption"] += iteration.again_tokens
+    if iteration.aborted:
+        counts["coserving_aborts"] += 1
+        counts["coserving_aborted_seconds"] += seconds
+        counts["coserving_offline_tokens_lost.abort"] += iteration.offline_tokens
+        return
+    counts[f"coserving_seconds.{iteration.classes}"] += seconds
+    counts[f"coserving_predicted_seconds.{iteration.classes}"] += iteration.batch.seconds
+    counts["coserving_offline_tokens"] += iteration.offline_tokens
+    counts["coserving_online_tokens"] += iteration.batch.work.new_tokens - iteration.offline_tokens
+
+
+def observe(
+    iteration: PendingIteration,
+    observations: MutableMapping[str, list[float]],
+    seconds: float,
+    abort_wait_s: float,
+) -> None:
+    if iteration.aborted:
+        observations["coserving_abort_wait"].append(abort_wait_s)
+    else:
+        observations["coserving_model_error"].append(abs(iteration.batch.seconds - seconds) / seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
+    """One JSON line of the log, for whoever wants to know what an engine decided (`iteration_log`)."""
+
     at: float  # monotonic clock, at its end
     seconds: float
     predicted_s: float
     new_tokens: int
     attended: int
     context: int
-    online_rows: int
-    offline_rows: int
+    online_requests: int
+    offline_requests: int
     offline_tokens: int
     preempted: int
-    late_rows: int
+    late_requests: int
     aborted: bool
     abort_layer: int = -1
     signal_to_abort_s: float = 0.0
     check_gap_s: float = 0.0  # at an abort: time since the check of the flag before
     disowned_blocks: int = 0
     again_tokens: int = 0  # offline tokens that a preemption had lost
-    before: int = 0  # sum over the rows of new tokens times context
+    before: int = 0  # sum over the requests of new tokens times context
 
     @property
     def work(self) -> BatchWork:
-        rows = self.online_rows + self.offline_rows
-        return BatchWork(self.new_tokens, self.attended, self.context, self.before, rows)
+        requests = self.online_requests + self.offline_requests
+        return BatchWork(self.new_tokens, self.attended, self.context, self.before, requests)
 
 
 class IterationLog:
@@ -52,3 +128,74 @@ def read_iterations(path: Path) -> list[IterationRecord]:
     """The complete lines of a log that may still be written to."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [IterationRecord(**json.loads(line)) for line in lines]
+
+
+CLASSES = ("online", "offline", "mixed")
+
+COUNTERS: Mapping[str, CounterSpec] = {
+    "coserving_iterations": CounterSpec(
+        "conserve_coserving_iterations",
+        "Iterations that ended, by the requests in them: online, offline, mixed.", "requests", CLASSES,
+    ),
+    "coserving_seconds": CounterSpec(
+        "conserve_coserving_seconds",
+        "Time of iterations that were not aborted, by the requests in them.", "requests", CLASSES,
+    ),
+    "coserving_predicted_seconds": CounterSpec(
+        "conserve_coserving_predicted_seconds",
+        "What the latency model had predicted for the iterations in conserve_coserving_seconds.",
+        "requests", CLASSES,
+    ),
+    "coserving_aborted_seconds": CounterSpec(
+        "conserve_coserving_aborted_seconds", "Time of iterations that were aborted."
+    ),
+    "coserving_signals": CounterSpec(
+        "conserve_coserving_signals", "Arrivals for which the running iteration was to be aborted."
+    ),
+    "coserving_unjudged": CounterSpec(
+        "conserve_coserving_unjudged_arrivals",
+        "Arrivals that waited for the running iteration because judging them failed; the log has it. "
+        "0 is right.",
+    ),
+    "coserving_aborts": CounterSpec(
+        "conserve_coserving_aborts", "Iterations left at a safepoint and rolled back."
+    ),
+    "coserving_disowned_blocks": CounterSpec(
+        "conserve_coserving_disowned_blocks", "Blocks that roll-backs took out of the prefix cache again."
+    ),
+    "coserving_preemptions": CounterSpec(
+        "conserve_coserving_preemptions", "Offline requests that gave their memory to online ones."
+    ),
+    "coserving_online_tokens": CounterSpec(
+        "conserve_coserving_online_tokens", "Online tokens computed, in iterations that were not aborted."
+    ),
+    "coserving_offline_tokens": CounterSpec(
+        "conserve_coserving_offline_tokens", "Offline tokens computed, in iterations that were not aborted.",
+    ),
+    "coserving_budget_tokens": CounterSpec(
+        "conserve_coserving_budget_tokens",
+        "Offline tokens that fit into iterations, by the latency model and the tightest SLO target.",
+    ),
+    "coserving_offline_tokens_lost": CounterSpec(
+        "conserve_coserving_offline_tokens_lost",
+        "Offline tokens whose work was thrown away, by cause: abort (an iteration left at a safepoint), "
+        "preemption (computed again, because neither the host nor the prefix cache held them).", "cause",
+        ("abort", "preemption"),
+    ),
+    "coserving_late_tokens": CounterSpec(
+        "conserve_coserving_late_tokens", "Online tokens made later than their SLO target."
+    ),
+}
+
+HISTOGRAMS: Mapping[str, HistogramSpec] = {
+    "coserving_abort_wait": HistogramSpec(
+        "conserve_coserving_abort_wait_seconds",
+        "From the signal of an arrival to the safepoint at which the iteration was left.",
+        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+    ),
+    "coserving_model_error": HistogramSpec(
+        "conserve_coserving_model_error_ratio",
+        "How far the latency model was off, of the time an iteration took; aborted ones are left out.",
+        (0.01, 0.02, 0.04, 0.07, 0.1, 0.2, 0.5, 1.0, 2.0),
+    ),
+}

@@ -1,29 +1,144 @@
-"""Profiling: iterations of many shapes on a real engine, and the latency model that fits them."""
+"""A co-serving vLLM in this process's tree, for profiling, benchmarks and tests: no HTTP, no fleet."""
 
 import asyncio
 import itertools
 import math
+import os
 import random
+import tempfile
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from placement.latency import Sample, error_by_region, fit
-from placement.profiles import Profile
-from workers.coserving.iterations import IterationRecord
-from workers.coserving.standalone import CoServingEngine
+from kvtransfer.config import ConnectorConfig
+from placement.iteration.latency import Sample, error_by_region, fit
+from workers.coserving.config import (
+    CPU_WORKER_CLASS,
+    SAFEPOINT_PLUGIN,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+    CoServingConfig,
+)
+from workers.coserving.iterations import IterationRecord, read_iterations
+from workers.coserving.safepoint import Flag
+from workers.profiles import Profile
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True)
+class StandaloneShape:
+    model: Path | str
+    blocks: int | None = 1024  # None: as many as fit
+    block_tokens: int = 32
+    max_tokens: int = 512
+    max_running: int = 32
+    max_context: int = 4096
+    compiled: bool = False
+    ranks: int = 1
+    scheduler: str = SCHEDULER_CLASS
+    plugins: tuple[str, ...] = (SAFEPOINT_PLUGIN,)
+    host_kv_gib: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's own
+
+
+@dataclass
+class StandaloneEngine:
+    llm: Any  # vLLM's AsyncLLM
+    flag: Flag
+    log: Path
+
+    def iterations(self) -> list[IterationRecord]:
+        return read_iterations(self.log)
+
+    async def empty(self) -> None:
+        """No request and no cached prefix is left."""
+        for _ in range(100):
+            if await self.llm.reset_prefix_cache():
+                return
+            await asyncio.sleep(0.05)
+        raise TimeoutError("the engine still held blocks after 5 s without requests")
+
+
+def on_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+@asynccontextmanager
+async def coserving_engine(
+    shape: StandaloneShape, config: CoServingConfig
+) -> AsyncIterator[StandaloneEngine]:
+    """Starts vLLM with our scheduler, worker and connector; ends its processes."""
+    os.environ.update(
+        {
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            **shape.environment,
+        }
+    )
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with tempfile.TemporaryDirectory(prefix="coserving-") as folder:
+        log = Path(folder) / "iterations.jsonl"
+        connector = ConnectorConfig(
+            safepoint=f"conserve-{uuid.uuid4().hex[:12]}",
+            plugins=shape.plugins,
+            host_kv_gib=shape.host_kv_gib,
+            transfer=False,
+        )
+        settings = config.to_additional_config()
+        settings["coserving"]["iteration_log"] = str(log)
+        own = {
+            "model": str(shape.model),
+            "max_model_len": shape.max_context,
+            "block_size": shape.block_tokens,
+            "num_gpu_blocks_override": shape.blocks,
+            "max_num_batched_tokens": shape.max_tokens,
+            "max_num_seqs": shape.max_running,
+            "enforce_eager": not shape.compiled,
+            "tensor_parallel_size": shape.ranks,
+            "enable_prefix_caching": True,
+            "async_scheduling": False,
+            "scheduling_policy": "priority",
+            "scheduler_cls": shape.scheduler,
+            "worker_cls": WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS,
+            "additional_config": settings,
+            "kv_transfer_config": connector.to_kv_transfer_config(),
+            "disable_log_stats": True,
+        }
+        # Options of the server in front of the engine (tool parsers and the like) mean nothing here.
+        known = {option.name for option in fields(AsyncEngineArgs)}
+        more = {name: value for name, value in shape.arguments.items() if name in known}
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"dtype": "float32", **own, **more}))
+        flag = Flag(connector.safepoint)
+        try:
+            yield StandaloneEngine(llm, flag, log)
+        finally:
+            llm.shutdown()
+            flag.close()
+            flag.remove()
+
 
 CHECK_SHARE = 0.005  # of an iteration's time that checking the flag may cost
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An iteration to provoke: `rows` rows of `new` tokens, each on top of `context` tokens."""
+    """An iteration to provoke: `requests` of `new` tokens, each on top of `context` tokens."""
 
-    rows: int
+    requests: int
     new: int
     context: int
 
@@ -32,7 +147,7 @@ class Point:
 class Grid:
     max_tokens: int  # of an iteration
     max_context: int
-    max_rows: int
+    max_requests: int
     block_tokens: int
     repeats: int = 3
 
@@ -41,9 +156,9 @@ class Grid:
         for new, context in itertools.product(_powers(32, self.max_tokens), contexts):
             if new + context + 8 <= self.max_context:
                 yield Point(1, new, context)
-        for rows, context in itertools.product(_powers(1, self.max_rows), contexts[1:]):
-            if rows * context <= 4 * self.max_tokens:  # more would take minutes to prepare
-                yield Point(rows, 1, context)
+        for requests, context in itertools.product(_powers(1, self.max_requests), contexts[1:]):
+            if requests * context <= 4 * self.max_tokens:  # more would take minutes to prepare
+                yield Point(requests, 1, context)
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -55,7 +170,7 @@ def _powers(first: int, last: int) -> list[int]:
     return [*values, last]
 
 
-async def measure(engine: CoServingEngine, grid: Grid, seed: int = 0) -> list[Sample]:
+async def measure(engine: StandaloneEngine, grid: Grid, seed: int = 0) -> list[Sample]:
     """Provokes every point, `repeats` times over."""
     rng = random.Random(seed)
     points = list(grid.points())
@@ -68,7 +183,7 @@ async def measure(engine: CoServingEngine, grid: Grid, seed: int = 0) -> list[Sa
     return samples_of(engine.iterations()[before:], grid.repeats)
 
 
-async def warm_up(engine: CoServingEngine, grid: Grid, rng: random.Random) -> None:
+async def warm_up(engine: StandaloneEngine, grid: Grid, rng: random.Random) -> None:
     """Every block of KV is used once: memory touched for the first time costs an iteration a third more.
 
     The first iterations also compile and allocate.
@@ -77,7 +192,7 @@ async def warm_up(engine: CoServingEngine, grid: Grid, rng: random.Random) -> No
     length = min(grid.max_tokens, grid.max_context - 8)
     for _ in range(-(-int(config.num_gpu_blocks or 0) * grid.block_tokens // length)):
         await _provoke(engine, Point(1, length, 0), rng)
-    await _provoke(engine, Point(min(grid.max_rows, 16), 1, 4 * grid.block_tokens), rng)
+    await _provoke(engine, Point(min(grid.max_requests, 16), 1, 4 * grid.block_tokens), rng)
 
 
 def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
@@ -91,7 +206,7 @@ def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
     for record in records:
         if not record.aborted:
             work = record.work
-            alike[work.rows, _size(work.new_tokens), _size(work.context)].append(record)
+            alike[work.requests, _size(work.new_tokens), _size(work.context)].append(record)
     samples = []
     for shape in alike.values():
         if len(shape) >= repeats:
@@ -106,9 +221,9 @@ def _size(tokens: int) -> int:
     return round(math.log(max(tokens, 1)) / math.log(1.06))
 
 
-async def _provoke(engine: CoServingEngine, point: Point, rng: random.Random) -> None:
-    """The context is computed first and stays in the prefix cache; then the rows come together."""
-    prompts = [[rng.randint(32, 120) for _ in range(point.context)] for _ in range(point.rows)]
+async def _provoke(engine: StandaloneEngine, point: Point, rng: random.Random) -> None:
+    """The context is computed first and stays in the prefix cache; then the requests come together."""
+    prompts = [[rng.randint(32, 120) for _ in range(point.context)] for _ in range(point.requests)]
     if point.context:
         await asyncio.gather(*(_ask(engine, prompt, 1) for prompt in prompts))
     tails = [[rng.randint(32, 120) for _ in range(point.new)] for _ in prompts]
@@ -117,7 +232,7 @@ async def _provoke(engine: CoServingEngine, point: Point, rng: random.Random) ->
     await asyncio.gather(*asked)
 
 
-async def _ask(engine: CoServingEngine, prompt: list[int], output: int) -> None:
+async def _ask(engine: StandaloneEngine, prompt: list[int], output: int) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
@@ -137,24 +252,3 @@ def safepoint_every(layer_seconds: float, check_seconds: float, layers: int) -> 
     if layer_seconds <= 0:
         return 1
     return max(1, min(layers, math.ceil(check_seconds / (CHECK_SHARE * layer_seconds))))
-
-
-def plot(profile: Profile, samples: list[Sample], path: Path) -> None:
-    """Predicted against measured, one dot a shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    measured = [sample.seconds * 1e3 for sample in samples]
-    predicted = [profile.model.seconds(sample.work) * 1e3 for sample in samples]
-    figure, axis = pyplot.subplots(figsize=(5, 5))
-    tokens: Any = [sample.work.new_tokens for sample in samples]
-    dots = axis.scatter(measured, predicted, c=tokens, norm="log", s=18)
-    ends = [min(measured) * 0.8, max(measured) * 1.25]
-    axis.plot(ends, ends, linewidth=1)
-    axis.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
-    figure.colorbar(dots, label="new tokens")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

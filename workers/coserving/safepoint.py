@@ -1,7 +1,8 @@
-"""The safepoint: a part of the engine's connector that looks at the flag between layers, and leaves.
+"""The safepoint: a plugin of the engine's connector that looks at the preemption flag between layers, and
+leaves.
 
 vLLM calls the connector before the attention of every layer, in eager and in compiled models. That is the
-place where an iteration may end early: no layer is half done, and what it wrote is undone by the roll-back.
+place where an iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
 
 Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
 decides, for a layer far enough ahead that no rank can have passed it: every layer holds a collective, which
@@ -9,17 +10,83 @@ no rank leaves before rank 0 has entered it, and a rank's host runs at most `RUN
 device.
 """
 
+import mmap
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvtransfer.parts import EngineContext, Part, SchedulerHalf, WorkerHalf
-from workers.coserving import flag as page
+from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from workers.coserving.config import CoServingConfig, CoServingConfigError
-from workers.coserving.flag import Flag
-from workers.coserving.metrics import COUNTERS, HISTOGRAMS
+from workers.coserving.iterations import COUNTERS, HISTOGRAMS
+
+_FIELDS = 16
+_LAYER_BITS = 12
+
+RAISED = 0  # epoch of the iteration to abort
+RAISED_NS = 1
+DECIDED = 2  # rank 0's word on it: epoch and layer in one number, so that no rank reads a part of it
+RUNNING = 3  # epoch of the armed iteration in the model now; 0: none
+ABORTED = 4  # epoch of the last iteration aborted
+ABORTED_NS = 5
+ABORTED_LAYER = 6
+ABORTS = 7  # how many iterations have been aborted
+GAP_NS = 8  # at the last abort: time since the check before it, that is, how long the layers between took
+
+
+def new_epoch() -> int:
+    """Where an engine's epochs start: past every epoch that a crashed predecessor left in the page."""
+    return time.time_ns() >> 20
+
+
+def pack(epoch: int, layer: int) -> int:
+    return epoch << _LAYER_BITS | layer
+
+
+def unpack(decision: int) -> tuple[int, int]:
+    return decision >> _LAYER_BITS, decision & ((1 << _LAYER_BITS) - 1)
+
+
+class Flag:
+    """The preemption flag: a page of shared memory between an engine's scheduler process and its workers.
+
+    Every armed iteration has an epoch, and whoever raises the flag writes the epoch it wants gone. A signal
+    that comes late therefore names an iteration that is over, and stops nothing; nothing has to be reset in
+    between. Fields are aligned eight-byte integers, so that each is read and written whole.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.path = Path("/dev/shm") / name
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(handle, _FIELDS * 8)
+            self._map = mmap.mmap(handle, _FIELDS * 8)
+        finally:
+            os.close(handle)
+        self.fields = memoryview(self._map).cast("q")
+
+    def raise_for(self, epoch: int) -> None:
+        """Asks the workers to abort that iteration, if it still runs."""
+        self.fields[RAISED_NS] = time.monotonic_ns()
+        self.fields[RAISED] = epoch
+
+    def aborted(self, epoch: int) -> bool:
+        return self.fields[ABORTED] == epoch
+
+    def abort_wait_s(self) -> float:
+        """Of the last abort: from the signal to the safepoint that heeded it."""
+        return max(self.fields[ABORTED_NS] - self.fields[RAISED_NS], 0) / 1e9
+
+    def close(self) -> None:
+        self.fields.release()
+        self._map.close()
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
 
 NAME = "safepoint"
 RUN_AHEAD = 2  # layers that a host may queue beyond the one its device has finished, in armed iterations
@@ -36,17 +103,17 @@ class Armed:
     epoch: int
 
 
-class SafepointScheduler(SchedulerHalf):
-    """Arms the steps that hold offline rows, each with an epoch of its own."""
+class SafepointScheduler(SchedulerSide):
+    """Arms the steps that hold offline requests, each with an epoch of its own."""
 
     def __init__(self, flag: Flag, enabled: bool) -> None:
-        self._flag = flag
+        self.flag = flag
         self._enabled = enabled
         self._offline: set[str] = set()
-        # The engine's scheduler counts here, too (metrics.py).
+        # The engine's scheduler counts here, too (iterations.py).
         self.counts: Counter[str] = Counter()
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
-        self._epoch = page.new_epoch()
+        self._epoch = new_epoch()
 
     def on_new_request(self, request: Any) -> None:
         if request.priority > 0:
@@ -56,7 +123,7 @@ class SafepointScheduler(SchedulerHalf):
         self._offline.discard(request.request_id)
 
     def order(self, scheduler_output: Any) -> Armed | None:
-        # A step with a synchronous load is not armed: its rows count tokens that the load brings layer by
+        # A step with a synchronous load is not armed: its requests count tokens that the load brings layer by
         # layer.
         if not self._enabled or scheduler_output.has_sync_kv_loads:
             return None
@@ -74,10 +141,10 @@ class SafepointScheduler(SchedulerHalf):
         return observations
 
     def shutdown(self) -> None:
-        self._flag.remove()
+        self.flag.remove()
 
 
-class SafepointWorker(WorkerHalf):
+class SafepointWorker(WorkerSide):
     def __init__(self, flag: Flag, every: int, rank: int, ranks: int, run_ahead: int) -> None:
         self._flag = flag
         self._fields = flag.fields
@@ -101,7 +168,7 @@ class SafepointWorker(WorkerHalf):
         self._epoch = order.epoch if order is not None else 0
         self._checked_ns = time.monotonic_ns()
         if self._decides:
-            self._fields[page.RUNNING] = self._epoch
+            self._fields[RUNNING] = self._epoch
 
     def before_layer(self, layer: str) -> None:
         epoch = self._epoch
@@ -114,7 +181,7 @@ class SafepointWorker(WorkerHalf):
             self._fence.wait(index)
         if self._agree:
             self._check_agreed(epoch, index)
-        elif self._fields[page.RAISED] == epoch:
+        elif self._fields[RAISED] == epoch:
             self._abort(epoch, index)
         self._checked_ns = time.monotonic_ns()
 
@@ -125,28 +192,28 @@ class SafepointWorker(WorkerHalf):
     def after_step(self) -> None:
         self._epoch = 0
         if self._decides:
-            self._fields[page.RUNNING] = 0
+            self._fields[RUNNING] = 0
 
     def shutdown(self) -> None:
         self._fields = memoryview(bytearray(len(self._fields) * 8)).cast("q")
         self._flag.close()
 
     def _check_agreed(self, epoch: int, index: int) -> None:
-        decided_epoch, layer = page.unpack(self._fields[page.DECIDED])
+        decided_epoch, layer = unpack(self._fields[DECIDED])
         if decided_epoch == epoch:
             if index >= layer:
                 self._abort(epoch, index)
-        elif self._decides and self._fields[page.RAISED] == epoch:
-            self._fields[page.DECIDED] = page.pack(epoch, index + self._lead)
+        elif self._decides and self._fields[RAISED] == epoch:
+            self._fields[DECIDED] = pack(epoch, index + self._lead)
 
     def _abort(self, epoch: int, index: int) -> None:
         if self._decides:
             now = time.monotonic_ns()
-            self._fields[page.GAP_NS] = now - self._checked_ns
-            self._fields[page.ABORTED_NS] = now
-            self._fields[page.ABORTED_LAYER] = index
-            self._fields[page.ABORTS] += 1
-            self._fields[page.ABORTED] = epoch
+            self._fields[GAP_NS] = now - self._checked_ns
+            self._fields[ABORTED_NS] = now
+            self._fields[ABORTED_LAYER] = index
+            self._fields[ABORTS] += 1
+            self._fields[ABORTED] = epoch
         raise SafepointAbort
 
 
@@ -171,17 +238,17 @@ class LayerFence:
             self._events[index - self._ahead].synchronize()
 
 
-class SafepointPart(Part):
+class SafepointPlugin(Plugin):
     name = NAME
     counters = COUNTERS
     histograms = HISTOGRAMS
 
-    def scheduler_half(self, context: EngineContext) -> SafepointScheduler:
+    def scheduler_side(self, context: EngineContext) -> SafepointScheduler:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
         enabled = config.serving.safepoints and config.serving.policy == "conserve"
         return SafepointScheduler(_flag(context), enabled)
 
-    def worker_half(self, context: EngineContext, rank: int) -> SafepointWorker:
+    def worker_side(self, context: EngineContext, rank: int) -> SafepointWorker:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
         ranks = context.vllm_config.parallel_config.tensor_parallel_size
         on_cuda = context.vllm_config.device_config.device_type == "cuda"
@@ -193,7 +260,7 @@ class SafepointPart(Part):
 def _flag(context: EngineContext) -> Flag:
     if not context.config.safepoint:
         raise CoServingConfigError(
-            "the safepoint part needs the name of its shared memory: "
+            "the safepoint plugin needs the name of its shared memory: "
             "set `safepoint` in the connector's settings"
         )
     return Flag(context.config.safepoint)

@@ -5,7 +5,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from workers.coserving import vllm_contact as contact
+from kvtransfer.vllm_internals import verify
+from workers.coserving import vllm_internals as internals
 from workers.coserving.safepoint import SafepointAbort
 
 
@@ -17,9 +18,9 @@ class SafepointWorkerMixin:
     _aborted: Any | None = None  # the scheduler output of the iteration that ended early
 
     def load_model(self, **kwargs: Any) -> None:
-        contact.verify()
+        verify(internals.WORKING)
         super().load_model(**kwargs)  # type: ignore[misc]
-        contact.wrap_forward(self.model_runner, self._ending_early)
+        internals.wrap_forward(self.model_runner, self._ending_early)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._left_early = False
@@ -30,7 +31,7 @@ class SafepointWorkerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         aborted, self._aborted = self._aborted, None
         if aborted is not None:
-            return contact.nothing_sampled(self.model_runner, aborted)
+            return internals.nothing_sampled(self.model_runner, aborted)
         return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def _ending_early(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +40,7 @@ class SafepointWorkerMixin:
                 return forward(*args, **kwargs)
             except SafepointAbort:
                 self._left_early = True
-                return contact.empty_hidden_states(self.model_runner, kwargs["positions"])
+                return internals.empty_hidden_states(self.model_runner, kwargs["positions"])
 
         return until_safepoint
 

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from workers.power.caps import restore
+from workers.power.limits import boot_id, read_record, restore
 from workers.power.nvml import Gpus, PowerError
-from workers.power.record import boot_id, read
+from workers.processes import WorkerError
 
 log = logging.getLogger("conserve.workers.power")
 
@@ -24,7 +24,7 @@ log = logging.getLogger("conserve.workers.power")
 KEEPER_ENDS_S = 8.0  # less than what whoever ends us waits before it kills us
 
 
-class Told(Exception):
+class Told(WorkerError):
     """Somebody ends this process."""
 
 
@@ -55,7 +55,7 @@ def _until_keeper_is_gone(limit_s: float | None = None) -> None:
 def _somebody_else_answers(path: Path, holder: str, grace_s: float) -> bool:
     """For what this keeper had set, within the grace; or nothing is left to answer for."""
     end = time.monotonic() + grace_s
-    while any(entry.holder == holder for entry in read(path, boot_id()).values()):
+    while any(entry.holder == holder for entry in read_record(path, boot_id()).values()):
         left = end - time.monotonic()
         if left <= 0.0:
             return False

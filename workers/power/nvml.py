@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+from workers.processes import WorkerError
 
-class PowerError(Exception):
+
+class PowerError(WorkerError):
     """Something about power could not be done; says what, and what to do."""
 
 

@@ -1,1 +1,1 @@
-"""The commands. A module here with `register(app: typer.Typer)` is one."""
+"""The commands, by what a person does; each module registers its own."""

@@ -1,11 +1,11 @@
-"""`conserve batch`: hand in files of requests, watch them, fetch their results."""
+"""conserve batch: hand in files of requests, watch them, fetch their results."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import openai
 import typer
 from openai.types import Batch
@@ -19,7 +19,31 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from deploy.cli.api_client import client, refusals_as_sentences
+from deploy.cli.common import FleetOption, home_of
+from deploy.errors import DeployError
+from deploy.fleet import load_fleet
+from deploy.lifecycle.status import serving
+
+API_KEY = "CONSERVE_API_KEY"
+_TIMEOUT_S = 600.0
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(commands, name="batch")
+
+
+def client(url: str | None, fleet: str | None, api_key: str | None) -> openai.OpenAI:
+    """At `url`, or where the named fleet serves on this machine."""
+    key = api_key or os.environ.get(API_KEY)
+    if url is None:
+        home = home_of(fleet)
+        url = serving(home).endpoint
+        if key is None and home.fleet_file.exists():
+            key = next(iter(load_fleet(home.fleet_file).gateway.api_keys), None)
+    base = url.rstrip("/")
+    base = base if base.endswith("/v1") else f"{base}/v1"
+    return openai.OpenAI(base_url=base, api_key=key or "none", timeout=_TIMEOUT_S)
+
 
 commands = typer.Typer(no_args_is_help=True, help="Offline work: files of requests through the Batch API.")
 console = Console()
@@ -29,14 +53,9 @@ _LOOK_EVERY_S = 1.0
 _SHOWN_ERRORS = 20
 
 Url = Annotated[str | None, typer.Option(help="The gateway's address; else that of --fleet")]
-FleetName = Annotated[str, typer.Option("--fleet", help="The fleet's name or file")]
 Key = Annotated[str | None, typer.Option(help="API key; else CONSERVE_API_KEY, else the fleet's first")]
 Id = Annotated[str, typer.Argument(help="The batch's id")]
 Follow = Annotated[bool, typer.Option("--wait", "-w", help="Show progress until it ends")]
-
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(commands, name="batch")
 
 
 @commands.command("submit")
@@ -50,55 +69,51 @@ def submit(
     wait: Follow = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Wait, then write the results here")] = None,
     url: Url = None,
-    fleet: FleetName = "laptop",
+    fleet: FleetOption = None,
     api_key: Key = None,
 ) -> None:
     """Hand in a file of requests; prints the batch's id."""
     pairs = dict(_pair(text) for text in metadata or ())
     where = endpoint or _endpoint_of(file)
-    with refusals_as_sentences():
-        api = client(url, fleet, api_key)
-        with file.open("rb") as data:
-            uploaded = api.files.create(file=(file.name, data), purpose="batch")
-        given: dict[str, Any] = {"input_file_id": uploaded.id, "endpoint": where, "completion_window": window}
-        batch = api.batches.create(**given, metadata=pairs or None)
-        typer.echo(batch.id)
-        if wait or out is not None:
-            _finish(api, _watched(api, batch), out)
+    api = client(url, fleet, api_key)
+    with file.open("rb") as data:
+        uploaded = api.files.create(file=(file.name, data), purpose="batch")
+    given: dict[str, Any] = {"input_file_id": uploaded.id, "endpoint": where, "completion_window": window}
+    batch = api.batches.create(**given, metadata=pairs or None)
+    typer.echo(batch.id)
+    if wait or out is not None:
+        _finish(api, _watched(api, batch), out)
 
 
 @commands.command("list")
 def list_batches(
     limit: Annotated[int, typer.Option(help="How many, newest first", min=1, max=100)] = 20,
     url: Url = None,
-    fleet: FleetName = "laptop",
+    fleet: FleetOption = None,
     api_key: Key = None,
 ) -> None:
     """The batches of this API key, newest first."""
-    with refusals_as_sentences():
-        for batch in client(url, fleet, api_key).batches.list(limit=limit).data:
-            created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch.created_at))
-            typer.echo(f"{batch.id}  {batch.status:<11}  {created}  {_counts(batch)}")
+    for batch in client(url, fleet, api_key).batches.list(limit=limit).data:
+        created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch.created_at))
+        typer.echo(f"{batch.id}  {batch.status:<11}  {created}  {_counts(batch)}")
 
 
 @commands.command("show")
 def show(
-    id: Id, wait: Follow = False, url: Url = None, fleet: FleetName = "laptop", api_key: Key = None
+    id: Id, wait: Follow = False, url: Url = None, fleet: FleetOption = None, api_key: Key = None
 ) -> None:
     """One batch: its state, counts and errors."""
-    with refusals_as_sentences():
-        api = client(url, fleet, api_key)
-        batch = api.batches.retrieve(id)
-        if wait:
-            batch = _watched(api, batch)
+    api = client(url, fleet, api_key)
+    batch = api.batches.retrieve(id)
+    if wait:
+        batch = _watched(api, batch)
     _print(batch)
 
 
 @commands.command("cancel")
-def cancel(id: Id, url: Url = None, fleet: FleetName = "laptop", api_key: Key = None) -> None:
+def cancel(id: Id, url: Url = None, fleet: FleetOption = None, api_key: Key = None) -> None:
     """End a batch; what is done stays available."""
-    with refusals_as_sentences():
-        _print(client(url, fleet, api_key).batches.cancel(id))
+    _print(client(url, fleet, api_key).batches.cancel(id))
 
 
 @commands.command("results")
@@ -107,20 +122,19 @@ def results(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A file; else the terminal")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="What failed instead of what succeeded")] = False,
     url: Url = None,
-    fleet: FleetName = "laptop",
+    fleet: FleetOption = None,
     api_key: Key = None,
 ) -> None:
     """Write a batch's results, one JSON object a line."""
-    with refusals_as_sentences():
-        api = client(url, fleet, api_key)
-        batch = api.batches.retrieve(id)
-        file_id = batch.error_file_id if errors else batch.output_file_id
-        if file_id is None:
-            if batch.status not in _ENDED:
-                raise click.ClickException(f"batch {id} is {batch.status}: its files come when it has ended")
-            kind = "failed" if errors else "succeeded"
-            raise click.ClickException(f"no request of batch {id} ({batch.status}) {kind}")
-        _fetch(api, file_id, out)
+    api = client(url, fleet, api_key)
+    batch = api.batches.retrieve(id)
+    file_id = batch.error_file_id if errors else batch.output_file_id
+    if file_id is None:
+        if batch.status not in _ENDED:
+            raise DeployError(f"batch {id} is {batch.status}: its files come when it has ended")
+        kind = "failed" if errors else "succeeded"
+        raise DeployError(f"no request of batch {id} ({batch.status}) {kind}")
+    _fetch(api, file_id, out)
 
 
 def _finish(api: openai.OpenAI, batch: Batch, out: Path | None) -> None:
@@ -186,11 +200,11 @@ def _endpoint_of(file: Path) -> str:
     try:
         return str(json.loads(first)["url"])
     except (ValueError, KeyError, TypeError) as wrong:
-        raise click.ClickException(f"{file}: the first line has no url: say --endpoint") from wrong
+        raise DeployError(f"{file}: the first line has no url: say --endpoint") from wrong
 
 
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise click.ClickException(f"--metadata takes KEY=VALUE, not {text!r}")
+        raise DeployError(f"--metadata takes KEY=VALUE, not {text!r}")
     return key, value

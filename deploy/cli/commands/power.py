@@ -2,8 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.cli.errors import CommandError
-from deploy.fleet import Fleet, load_fleet
+from deploy.errors import DeployError
+from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import POWER, conserve_home
-from workers.power import caps
-from workers.power.nvml import Gpus, PowerError
-from workers.power.plan import Change, Wish
-from workers.power.record import boot_id
+from workers.power import limits
+from workers.power.limits import LimitChange, WantedLimit, boot_id
+from workers.power.nvml import Gpus
 
 commands = typer.Typer(
     no_args_is_help=True, help="Power limits of this machine's GPUs: plan, apply, restore."
@@ -35,7 +33,7 @@ def register(app: typer.Typer) -> None:
 @commands.command("plan")
 def plan(file: File, tier: Tier = None) -> None:
     """Show what would be changed, and change nothing."""
-    with _gpus() as gpus:
+    with Gpus() as gpus:
         _show(_planned(gpus, load_fleet(file), tier))
 
 
@@ -46,7 +44,7 @@ def apply(
     yes: Annotated[bool, typer.Option("--yes", help="do it; without, this is a plan")] = False,
 ) -> None:
     """Set the limits. They stay until `conserve power restore`; keepers undo their own by themselves."""
-    with _gpus() as gpus:
+    with Gpus() as gpus:
         fleet = load_fleet(file)
         changes = _planned(gpus, fleet, tier)
         _show(changes)
@@ -55,55 +53,46 @@ def apply(
             return
         wishes = [change.wish for change in changes]
         holder = f"{socket.gethostname()}:{os.getpid()}"
-        _tell(caps.apply(gpus, wishes, conserve_home() / POWER, boot_id(), holder))
+        _tell(limits.apply(gpus, wishes, conserve_home() / POWER, boot_id(), holder))
 
 
 @commands.command("restore")
 def restore() -> None:
     """Set every limit back that was changed on this machine and not set back."""
-    with _gpus() as gpus:
-        outcomes = caps.restore(gpus, conserve_home() / POWER, boot_id())
+    with Gpus() as gpus:
+        outcomes = limits.restore(gpus, conserve_home() / POWER, boot_id())
         if not outcomes:
             console.print("Nothing to set back.")
         _tell(outcomes)
 
 
-@contextmanager
-def _gpus() -> Iterator[Gpus]:
-    try:
-        with Gpus() as gpus:
-            yield gpus
-    except PowerError as error:
-        raise CommandError(str(error)) from error
-
-
-def _planned(gpus: Gpus, fleet: Fleet, tier: str | None) -> list[Change]:
+def _planned(gpus: Gpus, fleet: FleetSpec, tier: str | None) -> list[LimitChange]:
     wishes = wishes_of(fleet, len(gpus.all()), tier)
     if not wishes:
-        raise CommandError(f"no tier of fleet '{fleet.name}' that runs here has a power_cap_w")
-    return caps.look(gpus, wishes, conserve_home() / POWER, boot_id())
+        raise DeployError(f"no tier of fleet '{fleet.name}' that runs here has a power_cap_w")
+    return limits.look(gpus, wishes, conserve_home() / POWER, boot_id())
 
 
-def wishes_of(fleet: Fleet, gpus: int, tier: str | None) -> list[Wish]:
+def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit]:
     """GPUs go to the tiers in the order of the file, as one machine that holds the whole fleet has them."""
     names = [known.name for known in fleet.tiers]
     if tier is not None:
         if tier not in names:
-            raise CommandError(f"fleet '{fleet.name}' has no tier '{tier}'; it has {', '.join(names)}")
+            raise DeployError(f"fleet '{fleet.name}' has no tier '{tier}'; it has {', '.join(names)}")
         cap = fleet.tiers[names.index(tier)].power_cap_w
-        return [Wish(str(at), cap, tier) for at in range(gpus)] if cap is not None else []
+        return [WantedLimit(str(at), cap, tier) for at in range(gpus)] if cap is not None else []
     wishes, at = [], 0
     for known in fleet.tiers:
         each = int(known.resources.get("GPU", 0))
         for index in range(known.replicas):
             if known.power_cap_w is not None:
                 engine = f"{known.name}-{index}"
-                wishes += [Wish(str(at + gpu), known.power_cap_w, engine) for gpu in range(each)]
+                wishes += [WantedLimit(str(at + gpu), known.power_cap_w, engine) for gpu in range(each)]
             at += each
     return wishes
 
 
-def _show(changes: Sequence[Change]) -> None:
+def _show(changes: Sequence[LimitChange]) -> None:
     table = Table("GPU", "for", "now", "cap", "takes", "")
     for change in changes:
         gpu, wish = change.gpu, change.wish
@@ -124,9 +113,9 @@ def _show(changes: Sequence[Change]) -> None:
     console.print(table)
 
 
-def _tell(outcomes: Sequence[caps.Outcome]) -> None:
+def _tell(outcomes: Sequence[limits.Outcome]) -> None:
     for outcome in outcomes:
         console.print(f"GPU {outcome.gpu}, {outcome.owner}: {outcome.text}", markup=False)
     failed = sum(not outcome.done for outcome in outcomes)
     if failed:
-        raise CommandError(f"{failed} of {len(outcomes)} limits were not set")
+        raise DeployError(f"{failed} of {len(outcomes)} limits were not set")

@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.fleet import load_fleet
-from deploy.fleet.schema import SMALL_MODEL, Fleet, Tier
+from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from deploy.home import PROFILES, conserve_home
-from deploy.model.make import make_model
-from deploy.model.shape import ModelShape
-from placement.curve import curve_of
-from placement.latency import Sample
-from placement.profiles import Profile, ProfileKey, ProfileStore
+from deploy.small_model import ModelShape, make_model
+from placement.fleet.prefillers import curve_of
+from placement.iteration.latency import Sample
+from workers.profiles import Profile, ProfileKey, ProfileStore
 
 console = Console()
 CHECK_SECONDS = 2e-7  # of one look at the flag (benchmarks.coserving measures it)
@@ -46,51 +45,50 @@ def profile(
     key, found, samples, chunk = asyncio.run(_measure(fleet, chosen, repeats))
     path = out or store_path()
     ProfileStore(path).save(key, found)
-    _show(key, found, chunk)
+    show(key, found, chunk)
     console.print(f"stored in {path}")
     if picture:
-        from workers.coserving.profile import plot  # matplotlib: no other command should wait for it
-
-        plot(found, samples, picture)
+        draw(found, samples, picture)
         console.print(f"drawn in {picture}")
 
 
-async def _measure(fleet: Fleet, tier: Tier, repeats: int) -> tuple[ProfileKey, Profile, list[Sample], int]:
+async def _measure(
+    fleet: FleetSpec, tier: TierSpec, repeats: int
+) -> tuple[ProfileKey, Profile, list[Sample], int]:
     from workers.coserving import profile as profiling
-    from workers.coserving.config import CoServingConfig
-    from workers.coserving.standalone import EngineShape, coserving_engine
-    from workers.coserving.starting_model import key_of
+    from workers.coserving.config import CoServingConfig, key_of
+    from workers.coserving.profile import StandaloneShape, coserving_engine
 
     arguments = {name.replace("-", "_"): value for name, value in {**fleet.engine.args, **tier.args}.items()}
     max_tokens = int(arguments.pop("max_num_batched_tokens", 2048))
-    max_rows = int(arguments.pop("max_num_seqs", 64))
+    max_requests = int(arguments.pop("max_num_seqs", 64))
     max_context = fleet.model.max_context or 8192
     block = int(arguments.pop("block_size", 32))
     if fleet.model.dtype != "auto":
         arguments["dtype"] = fleet.model.dtype
-    shape = EngineShape(
+    shape = StandaloneShape(
         _model(fleet), blocks=arguments.pop("num_gpu_blocks_override", None), block_tokens=block,
-        max_tokens=max_tokens, max_running=max_rows, max_context=max_context,
+        max_tokens=max_tokens, max_running=max_requests, max_context=max_context,
         compiled=not arguments.pop("enforce_eager", False),
         ranks=int(arguments.pop("tensor_parallel_size", 1)),
         environment={**_threads(fleet), **fleet.engine.env, **tier.env}, arguments=arguments,
     )  # fmt: skip
     async with coserving_engine(shape, CoServingConfig()) as engine:
-        grid = profiling.Grid(max_tokens, min(max_context, 4 * max_tokens), max_rows, block, repeats)
+        grid = profiling.Grid(max_tokens, min(max_context, 4 * max_tokens), max_requests, block, repeats)
         samples = await profiling.measure(engine, grid)
         key = key_of(engine.llm.model_config.model)
         layers = engine.llm.model_config.hf_text_config.num_hidden_layers
     return key, profiling.profile_of(samples, layers, time.time()), samples, max_tokens
 
 
-def _threads(fleet: Fleet) -> dict[str, str]:
+def _threads(fleet: FleetSpec) -> dict[str, str]:
     """As the fleet's engines are bound: the profile is of so many threads."""
     if fleet.engine.threads is None:
         return {}
     return {"OMP_NUM_THREADS": str(fleet.engine.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def _model(fleet: Fleet) -> Any:
+def _model(fleet: FleetSpec) -> Any:
     if fleet.model.path != SMALL_MODEL:
         return fleet.model.path
     out = store_path().parent / "profiled-model"
@@ -98,7 +96,21 @@ def _model(fleet: Fleet) -> Any:
     return out
 
 
-def _show(key: ProfileKey, found: Profile, chunk_tokens: int) -> None:
+def draw(profile: Profile, samples: list[Sample], path: Path) -> None:
+    """Predicted against measured, one dot a shape."""
+    from traces import charts  # matplotlib: no other command should wait for it
+
+    measured = [sample.seconds * 1e3 for sample in samples]
+    predicted = [profile.model.seconds(sample.work) * 1e3 for sample in samples]
+    figure, (axes,) = charts.panels(1)
+    axes.scatter(measured, predicted, s=18, color=charts.COLOURS[0])
+    ends = [min(measured) * 0.8, max(measured) * 1.25]
+    axes.plot(ends, ends, linewidth=1, color=charts.COLOURS[1])
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
+    charts.save(figure, path)
+
+
+def show(key: ProfileKey, found: Profile, chunk_tokens: int) -> None:
     from workers.coserving.profile import safepoint_every
 
     table = Table(title=f"{key}")
@@ -112,7 +124,7 @@ def _show(key: ProfileKey, found: Profile, chunk_tokens: int) -> None:
     console.print(
         f"seconds = {model.per_token:.3g} new + {model.per_attended:.3g} attended "
         f"+ {model.per_before:.3g} before + {model.per_context:.3g} context "
-        f"+ {model.per_row:.3g} rows + {model.constant:.3g}"
+        f"+ {model.per_request:.3g} requests + {model.constant:.3g}"
     )
     console.print(
         f"a layer takes up to {found.layer_seconds * 1e3:.2f} ms; a safepoint every "

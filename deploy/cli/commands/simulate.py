@@ -1,7 +1,7 @@
-"""conserve simulate FLEET TRACE: what this fleet, or another design on it, would do with this workload."""
+"""conserve simulate, plan: what a fleet would do with a workload, and how large it must be."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isnan
 from pathlib import Path
 from typing import Annotated
@@ -10,18 +10,75 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy import simulated
-from deploy.cli.errors import CommandError
+from deploy.cli.common import any_trace
+from deploy.errors import DeployError
 from deploy.fleet import load_fleet
-from traces import importers
-from traces.format import NotATrace, Trace, TraceError, load
-from traces.simulator.conservation import Leak
-from traces.simulator.policies import System
-from traces.simulator.profiles import NAMED, ProfileError, find
-from traces.simulator.simulation import Simulation
-from traces.simulator.summary import Summary, summarise
+from deploy.fleet.components import placer_settings
+from deploy.fleet.schema import FleetSpec
+from placement.fleet.provisioning import (
+    Capacity,
+    Means,
+    Provision,
+    prefillers_for,
+    provision,
+)
+from traces.describe import LARGE_APPEND_TOKENS
+from traces.planner import FleetPlan, PlanRequest
+from traces.planner import plan_fleet as make
+from traces.simulator.kv import Pressure
+from traces.simulator.metrics import SimulationSummary, summarise
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.profiles import NAMED, find
+from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 
 console = Console()
+prose = Console(highlight=False, soft_wrap=True)
+PROFILE_OF_DEVICE = {"cpu": "laptop", "cuda": "a40-qwen3-0.6b"}
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(simulate)
+    app.command()(plan)
+
+
+def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
+    """Tiers of the file; what its arguments say about chunks and KV goes before the profile."""
+    tiers = []
+    for tier in file.tiers:
+        engine = _with_arguments(profile, file.engine.args | tier.args)
+        if tier.power_cap_w is not None:
+            engine = engine.capped(tier.power_cap_w)
+        tiers.append(SimulatedTier(tier.name, tier.role, tier.replicas, engine))
+    return SimulatedFleet(tuple(tiers))
+
+
+def simulation_settings(
+    file: FleetSpec, system: System | None, error_rate: float, seed: int
+) -> SimulationSettings:
+    """The file's own policy, unless another system is to be tried on the same fleet."""
+    prefixes = [(file.engine.args | tier.args).get("enable-prefix-caching") for tier in file.tiers]
+    return SimulationSettings(
+        SystemSettings(system or System(file.policy), error_rate=error_rate),
+        placer_settings(file),
+        pressure=Pressure.PARK,
+        park_after_s=file.conversation.park_after,
+        linger_s=file.conversation.ttl,
+        prefillers_cache=all(cached is not False for cached in prefixes),  # vLLM's default
+        seed=seed,
+    )
+
+
+def _with_arguments(profile: EngineProfile, args: dict[str, object]) -> EngineProfile:
+    chunk, blocks, block = (
+        args.get(name) for name in ("max-num-batched-tokens", "num-gpu-blocks-override", "block-size")
+    )
+    if isinstance(chunk, int):
+        profile = replace(profile, chunk_tokens=chunk)
+    if isinstance(blocks, int) and isinstance(block, int):
+        profile = replace(profile, kv_tokens=blocks * block)
+    return profile
+
 
 SHOWN = {
     "conversations": "conversations",
@@ -37,7 +94,7 @@ SHOWN = {
     "last_turn_tbt_p95_s": "TBT of last turns p95, s",
     "e2e_p50_s": "whole conversation p50, s",
     "e2e_p95_s": "whole conversation p95, s",
-    "gate_wait_mean_s": "wait for a decoder with room, mean, s",
+    "gate_wait_mean_s": "wait for a decoder with capacity, mean, s",
     "transfers": "KV transfers",
     "through_prefiller_again": "later turns through a prefiller",
     "recomputed_tokens": "tokens computed again",
@@ -47,10 +104,6 @@ SHOWN = {
     "horizon_s": "seconds until all was served",
     "events": "events simulated",
 }
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(simulate)
 
 
 def simulate(
@@ -74,19 +127,16 @@ def simulate(
 ) -> None:
     """Play a trace on a fleet that is computed, and say what came of it."""
     file = load_fleet(fleet)
-    try:
-        chosen = [_system(name.strip()) for name in systems.split(",")] if systems else [System(file.policy)]
-        name = profile or simulated.PROFILE_OF_DEVICE[file.engine.device]
-        engine, found = find(name), _any(trace)
-        summaries = []
-        with console.status("") as status:
-            for system in chosen:
-                status.update(f"{system.value}: {len(found.conversations):,} conversations on profile {name}")
-                settings = simulated.settings(file, system, error_rate, seed)
-                result = Simulation(simulated.simulated(file, engine), settings).run(found.conversations)
-                summaries.append(summarise(system.value, result))
-    except (ProfileError, TraceError, Leak, ValueError) as error:
-        raise CommandError(str(error)) from error
+    chosen = [_system(name.strip()) for name in systems.split(",")] if systems else [System(file.policy)]
+    name = profile or PROFILE_OF_DEVICE[file.engine.device]
+    engine, found = find(name), any_trace(trace)
+    summaries = []
+    with console.status("") as status:
+        for system in chosen:
+            status.update(f"{system.value}: {len(found.conversations):,} conversations on profile {name}")
+            settings = simulation_settings(file, system, error_rate, seed)
+            result = Simulation(simulated_fleet(file, engine), settings).run(found.conversations)
+            summaries.append(summarise(system.value, result))
     _show(summaries, name)
     if json_file:
         json_file.write_text(json.dumps([asdict(summary) for summary in summaries], indent=2) + "\n")
@@ -96,17 +146,10 @@ def _system(name: str) -> System:
     try:
         return System(name)
     except ValueError as wrong:
-        raise CommandError(f"no system {name!r}: give some of {', '.join(System)}") from wrong
+        raise DeployError(f"no system {name!r}: give some of {', '.join(System)}") from wrong
 
 
-def _any(path: Path) -> Trace:
-    try:
-        return load(path)
-    except NotATrace:
-        return importers.import_files([path])
-
-
-def _show(summaries: list[Summary], profile: str) -> None:
+def _show(summaries: list[SimulationSummary], profile: str) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column(f"profile {profile}", no_wrap=True)
     for summary in summaries:
@@ -127,3 +170,88 @@ def _number(value: float) -> str:
     if isnan(value):
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def plan(
+    trace: Annotated[Path | None, typer.Argument(help="A trace; else give the means below")] = None,
+    rate: Annotated[float, typer.Option(help="Conversations a second", min=0)] = 1.0,
+    profile: Annotated[str, typer.Option(help="Of a decoder: a name or a JSON file")] = "a40-qwen3-0.6b",
+    prefiller_profile: Annotated[str, typer.Option(help="Of a prefiller; by default the same")] = "",
+    park_after: Annotated[float, typer.Option(help="Idle KV leaves the accelerator after, s", min=0)] = 60.0,
+    large_append: Annotated[
+        int, typer.Option(help="Tokens above which a turn is prefilled again")
+    ] = LARGE_APPEND_TOKENS,
+    caps: Annotated[str, typer.Option(help="Power caps of the decoders to compare, W: 300,250,200")] = "",
+    ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = 2.0,
+    tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = 0.1,
+    first_turn_tokens: Annotated[float, typer.Option(help="L_in")] = 15_000,
+    decoder_tokens: Annotated[float, typer.Option(help="L_d")] = 1_000,
+    lifetime: Annotated[float, typer.Option(help="W, s")] = 15,
+    peak_tokens: Annotated[float, typer.Option(help="KV of a conversation at its end")] = 16_000,
+    prefill_rate: Annotated[float, typer.Option(help="T_p, tokens/s")] = 25_000,
+    decode_rate: Annotated[float, typer.Option(help="T_d, tokens/s")] = 1_000,
+    kv_tokens: Annotated[float, typer.Option(help="KV of a decoder")] = 300_000,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan")] = None,
+) -> None:
+    """Inequalities (1) and (2) of the conversation paper; with a trace, checked by simulation."""
+    if trace is None:
+        means = Means(first_turn_tokens, decoder_tokens, lifetime, peak_tokens)
+        capacity = Capacity(prefill_rate, decode_rate, kv_tokens)
+        found = provision(means, capacity, prefillers_for(means, capacity, rate), rate)
+        _show_provision("from the means given", found)
+        made = asdict(found)
+    else:
+        request = PlanRequest(rate, park_after, large_append, _watts(caps), ttft, tbt)
+        decoder = find(profile)
+        prefiller = find(prefiller_profile) if prefiller_profile else decoder
+        whole = make(any_trace(trace).conversations, prefiller, decoder, request)
+        _show_plan(whole, request)
+        made = asdict(whole)
+    if json_file:
+        json_file.write_text(json.dumps(made, indent=2) + "\n")
+
+
+def _watts(caps: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(cap) for cap in caps.split(",")) if caps else ()
+    except ValueError as wrong:
+        raise DeployError(f"--caps takes watts, as in 300,250, not {caps!r}") from wrong
+
+
+def _show_provision(title: str, found: Provision) -> None:
+    load = found.load
+    prose.print(
+        f"[bold]{title}[/]: {found.prefillers} prefillers, {found.decoders} decoders for {found.rate:g}/s\n"
+        f"  the prefillers fill at R* = {found.saturating_rate:.3f}/s; "
+        f"a decoder has B = {found.slots:.1f} slots\n"
+        f"  decoders by throughput (1): {found.by_throughput:.2f}, by memory (2): {found.by_memory:.2f}; "
+        f"{found.bound.value} binds\n"
+        f"  load: prefill {load.prefill:.0%}, decoding {load.decode:.0%}, decoder memory {load.memory:.0%}; "
+        f"{load.saturates_first} fill first"
+    )
+
+
+def _show_plan(made: FleetPlan, request: PlanRequest) -> None:
+    measured, check = made.measured, made.check
+    pinned, parked = measured.pinned, measured.parked
+    prose.print(
+        f"a conversation: {pinned.first_turn_tokens:.0f} tokens in its first turn, "
+        f"{pinned.decoder_tokens:.0f} on its decoder, {pinned.peak_kv_tokens:.0f} of KV at most,\n"
+        f"  lives {pinned.resident_s:.0f} s, of which {parked.resident_s:.0f} s on the accelerator "
+        f"when idle KV is parked after {request.park_after_s:g} s;\n"
+        f"  {measured.large_turns:.1%} of later turns append more than {request.large_append} tokens"
+    )
+    _show_provision("KV on the decoder for life (the paper's rule)", made.pinned)
+    _show_provision("idle KV parked", made.parked)
+    prose.print(
+        f"[bold]simulated[/] with parking, {check.conversations} conversations: first-turn TTFT p95 "
+        f"{check.first_ttft_p95_s:.3f} s, later {check.later_ttft_p95_s:.3f} s, TBT p95 "
+        f"{check.tbt_p95_s * 1e3:.1f} ms, wait for a place {check.gate_wait_mean_s:.2f} s on average: "
+        + ("the targets hold" if check.holds else "[red]the targets do not hold[/]")
+    )
+    for energy in made.energy:
+        prose.print(
+            f"  decoders at {energy.cap_w:.0f} W: {energy.joules_per_conversation:.0f} J a conversation, "
+            f"{energy.tokens_per_joule:.1f} tokens/J, TTFT p95 {energy.ttft_p95_s:.3f} s, "
+            f"TBT p95 {energy.tbt_p95_s * 1e3:.1f} ms"
+        )

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.cli.top_view import LANE, NOTHING, SPANS, WINDOW_S, cells, kv_bar, render
+from deploy.cli.commands.top import NOTHING, SPANS, TIMELINE, WINDOW_S, cells, kv_bar, render
 
 
 def engine(**changes: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def engine(**changes: Any) -> dict[str, Any]:
 
 
 def state(**changes: Any) -> dict[str, Any]:
-    lane = {
+    timeline = {
         "key": "ab12:agent-7",
         "engine": "decode-0",
         "started": 50.0,
@@ -41,13 +41,13 @@ def state(**changes: Any) -> dict[str, Any]:
         "decoder_kv": 0.5,
         "slo": [{"objective": "ttfet", "target_s": 30.0, "attained": 0.995, "answers": 200}],
         "engines": [engine()],
-        "lanes": [lane],
+        "timelines": [timeline],
     } | changes
 
 
 def text_of(shown: dict[str, Any]) -> str:
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(shown, lanes=5))
+    console.print(render(shown, timelines=5))
     return console.export_text()
 
 
@@ -79,9 +79,9 @@ def test_the_bar_divides_capacity_and_never_overflows() -> None:
 
 def test_a_lane_shows_each_span_where_it_was() -> None:
     row = cells([["prefill", 60.0], ["decode", 90.0]], now=WINDOW_S)
-    assert len(row) == LANE
-    assert row[LANE // 4] == NOTHING
-    assert row[LANE * 5 // 8] == SPANS["prefill"]
+    assert len(row) == TIMELINE
+    assert row[TIMELINE // 4] == NOTHING
+    assert row[TIMELINE * 5 // 8] == SPANS["prefill"]
     assert row[-1] == SPANS["decode"]
 
 
@@ -91,12 +91,12 @@ def test_lanes_can_be_read_without_colours() -> None:
 
 
 def test_a_conversation_keeps_its_place_while_others_move() -> None:
-    older = state()["lanes"][0]
+    older = state()["timelines"][0]
     newer = older | {"key": "ab12:agent-9", "started": 70.0}
     for order in ([older, newer], [newer, older]):
-        text = text_of(state(lanes=order))
+        text = text_of(state(timelines=order))
         assert text.index("agent-9") < text.index("agent-7")
 
 
 def test_without_conversations_it_says_so() -> None:
-    assert "no conversation" in text_of(state(lanes=[]))
+    assert "no conversation" in text_of(state(timelines=[]))

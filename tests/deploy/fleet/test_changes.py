@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.fleet import Fleet, parse_fleet
-from deploy.fleet.changes import Need, Plan, differences, not_while_running, plan
-from deploy.fleet.json_schema import SCHEMA_FILE
+from deploy.fleet import FleetSpec, parse_fleet
+from deploy.fleet.changes import FleetChanges, Need, differences, not_while_running, plan
+from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
 
 HOME = FleetHome(Path("/state"))
@@ -18,13 +18,13 @@ NOTHING = dict.fromkeys(("prefill-0", "decode-0", "decode-1"), Need.NOTHING)
 Edit = Callable[[Any], object]
 
 
-def laptop(edit: Edit = lambda content: None) -> Fleet:
+def laptop(edit: Edit = lambda content: None) -> FleetSpec:
     content = yaml.safe_load(LAPTOP.read_text())
     edit(content)
     return parse_fleet(yaml.safe_dump(content), "laptop.yaml")
 
 
-def planned(edit: Edit, running: dict[str, Need] | None = None, old: Fleet | None = None) -> Plan:
+def planned(edit: Edit, running: dict[str, Need] | None = None, old: FleetSpec | None = None) -> FleetChanges:
     return plan(old or laptop(), laptop(edit), HOME, NOTHING if running is None else running)
 
 

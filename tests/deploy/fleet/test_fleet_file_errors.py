@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy.fleet import FleetFileError, load_fleet, parse_fleet
+from kvtransfer.errors import ConnectorConfigError
 
 GOOD = """\
 name: test
@@ -101,6 +102,37 @@ def test_a_mistake_is_located_and_explained(wrong: str, right: str, expected: st
     assert any(found.startswith(expected) for found in mistakes(GOOD.replace(wrong, right, 1)))
 
 
+CURVE = "    prefill_curve: {a: 0, b: 0, c: 0}\n"
+NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:99999\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD.replace("30s", "0"), "fleet.yaml:10: conversation.park_after: expected greater than 0, not 0"),
+        (GOOD + "transfer: {lease: 0}\n", "fleet.yaml:11: transfer.lease: expected greater than 0, not 0"),
+        (GOOD + "transfer: {timeout: 0s}\n", "fleet.yaml:11: transfer.timeout: expected greater than 0"),
+        (GOOD.replace("  - name: decode\n", f"{CURVE}  - name: decode\n"),
+         "fleet.yaml:5: tiers[0].prefill_curve: prefill curve a=0.0 b=0.0 c=0.0: coefficients must"),
+        (GOOD + NO_RECEIVER, "fleet.yaml:14: observe.tracing.endpoint: endpoint: 'http://here:99999' is not"),
+    ],
+)  # fmt: skip
+def test_what_a_component_would_refuse_at_its_start_is_a_mistake_in_the_file(
+    text: str, expected: str
+) -> None:
+    assert only_mistake(text).startswith(expected)
+
+
+def test_the_key_a_component_names_is_found_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*given: object) -> None:
+        raise ConnectorConfigError("timeout_s must be below 5, not 30.0")
+
+    monkeypatch.setattr("deploy.fleet.components.connector", refuses)
+    text = GOOD + "transfer:\n  lease: 20s\n  timeout: 30s\n"
+    expected = "fleet.yaml:13: transfer.timeout: timeout_s must be below 5, not 30.0"
+    assert only_mistake(text) == expected
+
+
 def test_a_key_without_a_near_one_lists_the_valid_keys() -> None:
     found = only_mistake(GOOD + "gateway:\n  xyzzy: 1\n")
     assert found.startswith(
@@ -133,3 +165,29 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
     assert only_mistake("").startswith("fleet.yaml:1: expected a mapping")
     with pytest.raises(FleetFileError, match=r"none\.yaml:1: cannot be read: No such file"):
         load_fleet(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (
+            "slos:\n  default: {}\n  batch: {ttfet: 5s}\n",
+            "fleet.yaml:13: slos.batch: the class 'batch' would have no effect: all conversations",
+        ),
+        (
+            "coserving:\n  policy: bros\n  offline_share: 0.1\n",
+            "fleet.yaml:13: coserving.offline_share: 'offline_share' has an effect with policy 'conserve'",
+        ),
+        (
+            "coserving:\n  policy: sarathi\n  safepoints: false\n",
+            "fleet.yaml:13: coserving.safepoints: 'safepoints' has an effect with policy 'conserve' only",
+        ),
+        (
+            "model:\n  embeddings: true\n",
+            "fleet.yaml:12: model.embeddings: a model that makes embeddings has no turns: policy",
+        ),
+        ("transfer:\n  secret: x\n", "fleet.yaml:12: transfer.secret: unknown key 'secret'; expected one of"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(block: str, expected: str) -> None:
+    assert only_mistake(GOOD + block).startswith(expected)

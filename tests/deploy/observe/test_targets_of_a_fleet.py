@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from deploy.lifecycle.errors import LifecycleError
+from deploy.errors import LifecycleError
 from deploy.lifecycle.status import EngineStatus, FleetStatus
-from deploy.observe.catalogue import catalogue
-from deploy.observe.metrics_page import serve_metrics
+from deploy.observe.catalogue import catalogue, serve_metrics
 from deploy.observe.targets import Targets, discovery, targets, write
 
 PAGES = ("127.0.0.1:6001", "127.0.0.1:6002")
+BATCH = ("127.0.0.1:6003",)
 
 
 def status(*engines: EngineStatus, metrics: str = "") -> FleetStatus:
-    return FleetStatus("laptop", "http://127.0.0.1:8000", "127.0.0.1:1", True, True, engines, metrics, PAGES)
+    address = "127.0.0.1:1"
+    return FleetStatus("laptop", "http://g:8000", address, True, True, engines, metrics, PAGES, BATCH)
 
 
 def engine(name: str, http: str, metrics: str = "") -> EngineStatus:
@@ -30,6 +31,7 @@ def test_every_process_is_listed_as_what_it_is() -> None:
     assert [(target["labels"]["conserve_process"], *target["targets"]) for target in found] == [
         ("gateway", "127.0.0.1:6001"),  # each process: the port they share answers for one of them
         ("gateway", "127.0.0.1:6002"),
+        ("batch", "127.0.0.1:6003"),
         ("directory", "127.0.0.1:7002"),
         ("engine", "127.0.0.1:9001"),
         ("keeper", "10.0.0.7:7001"),
@@ -48,7 +50,7 @@ def test_no_label_of_a_page_hides_a_label_of_its_metrics() -> None:
 
 def test_what_is_not_there_is_not_listed() -> None:
     found = targets(status(engine("decode-0", "")))
-    assert [target["labels"]["conserve_process"] for target in found] == ["gateway", "gateway"]
+    assert [target["labels"]["conserve_process"] for target in found] == ["gateway", "gateway", "batch"]
 
 
 def test_a_page_is_served_where_it_is_said_to_be() -> None:

@@ -4,20 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from deploy.ray.background import Background
-from deploy.ray.engine_watch import EngineWatch
-from deploy.ray.keeper_actor import KeeperActor
+from deploy.ray.common import Background
+from deploy.ray.control import ControlServer
+from deploy.ray.directory_actor import EngineWatch
+from deploy.ray.keepers import end_in_order
 from placement.engines import EngineInfo, EngineState
-from placement.placer import MissingCurve
-from tests.workers.test_board import INFO, STATE
-from tests.workers.test_control_service import SECRET, Feed
-from workers.board import Board, Phase
-from workers.control.server import ControlServer
+from placement.fleet.placer import MissingCurve
+from tests.deploy.ray.test_control import SECRET, Feed
+from tests.workers.test_status import INFO, STATE
+from workers.status import KeeperPhase, StatusStore
 
 
 @dataclass
@@ -25,6 +23,7 @@ class Told:
     """What a directory would have been told."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
+    confirmed: dict[str, int] = field(default_factory=dict)
     curves: set[str] = field(default_factory=lambda: {INFO.tier})
 
     def engine_up(self, info: EngineInfo) -> None:
@@ -34,6 +33,7 @@ class Told:
 
     def engine_state(self, state: EngineState) -> None:
         self.events.append(("state", state.seq))
+        self.confirmed |= state.confirmed
 
     def engine_down(self, engine: str) -> None:
         self.events.append(("down", 0))
@@ -50,8 +50,8 @@ class Rig:
         self.asked += 1
         return self.address
 
-    async def keeper(self, board: Board, port: int = 0) -> ControlServer:
-        server = ControlServer(board, Feed(), SECRET)
+    async def keeper(self, store: StatusStore, port: int = 0) -> ControlServer:
+        server = ControlServer(store, Feed(), SECRET)
         self.address = await server.start("127.0.0.1", port)
         return server
 
@@ -77,36 +77,55 @@ async def rig() -> AsyncIterator[Rig]:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def board(epoch: int) -> Board:
-    made = Board("decode-0")
+def store(epoch: int) -> StatusStore:
+    made = StatusStore("decode-0")
     made.engine_up(replace(INFO, epoch=epoch))
     made.engine_state(replace(STATE, epoch=epoch, seq=epoch))
     return made
 
 
 async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: Rig) -> None:
-    first = await rig.keeper(board(5))
+    first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
-    second = await rig.keeper(board(5), int(rig.address.rsplit(":", 1)[1]))
-    await rig.hears(("state", 5), ("up", 5), ("state", 5))
+    second = await rig.keeper(store(5), int(rig.address.rsplit(":", 1)[1]))
+    await rig.hears(("up", 5), ("state", 5), ("state", 5))
     assert ("down", 0) not in rig.told.events
     await second.stop()
 
 
 async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(rig: Rig) -> None:
-    first = await rig.keeper(board(5))
+    first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
-    later = board(6)
+    later = store(6)
     later.tell(later.status.phase, epoch=6)
     second = await rig.keeper(later)
     await rig.hears(("down", 0), ("up", 6), ("state", 6))
     await second.stop()
 
 
+async def test_a_watch_that_was_away_hears_what_an_engine_named_and_that_it_went(rig: Rig) -> None:
+    """Reports are whole: nothing that was said while nobody listened is missing from the newest."""
+    serving = store(5)
+    first = await rig.keeper(serving)
+    await rig.hears(("up", 5), ("state", 5))
+    port = int(rig.address.rsplit(":", 1)[1])
+    await first.stop()
+    serving.engine_state(replace(STATE, epoch=5, seq=6, confirmed={"b": 6}))
+    serving.engine_state(replace(STATE, epoch=5, seq=7, confirmed={"b": 6, "c": 7}))
+    second = await rig.keeper(serving, port)
+    await rig.hears(("state", 7))
+    assert rig.told.confirmed == {"a": 1, "b": 6, "c": 7}
+    await second.stop()
+    serving.engine_down()
+    third = await rig.keeper(serving, port)
+    await rig.hears(("down", 0))
+    await third.stop()
+
+
 async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(rig: Rig) -> None:
-    server = await rig.keeper(board(5))
+    server = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await server.stop()
     await asyncio.sleep(1.2)
@@ -116,14 +135,14 @@ async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(ri
 
 
 async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: Rig) -> None:
-    first = await rig.keeper(board(5))
+    first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     where = rig.address
     await first.stop()
     rig.address = ""  # Ray does not know
-    again = ControlServer(board(5), Feed(), SECRET)
+    again = ControlServer(store(5), Feed(), SECRET)
     assert await again.start("127.0.0.1", int(where.rsplit(":", 1)[1])) == where
-    await rig.hears(("state", 5), ("up", 5), ("state", 5))
+    await rig.hears(("up", 5), ("state", 5), ("state", 5))
     await again.stop()
 
 
@@ -148,7 +167,7 @@ async def quiet() -> Rig:
 
 
 async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: Rig) -> None:
-    server = await quiet.keeper(board(5))
+    server = await quiet.keeper(store(5))
     control, quiet.address = quiet.address, ""
     async with remembered(quiet, control):
         await quiet.hears(("up", 5), ("state", 5))
@@ -157,8 +176,8 @@ async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: Rig) -
 
 
 async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: Rig) -> None:
-    starting = Board("decode-0")
-    starting.tell(Phase.STARTING, epoch=6)
+    starting = StatusStore("decode-0")
+    starting.tell(KeeperPhase.STARTING, epoch=6)
     server = await quiet.keeper(starting)
     async with remembered(quiet, quiet.address):
         await quiet.hears(("down", 0))
@@ -177,11 +196,11 @@ async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(qui
 
 async def test_the_keeper_of_another_engine_is_not_followed(quiet: Rig) -> None:
     """An address that a keeper gave up may be another's now."""
-    other = Board("decode-1")
+    other = StatusStore("decode-1")
     other.engine_up(replace(INFO, engine="decode-1", epoch=7))
     wrong = await quiet.keeper(other)
     control = quiet.address
-    right = await quiet.keeper(board(5))
+    right = await quiet.keeper(store(5))
     async with remembered(quiet, control):
         await quiet.hears(("up", 5), ("state", 5))
     assert quiet.told.events == [("up", 5), ("state", 5)]
@@ -192,15 +211,15 @@ async def test_the_keeper_of_another_engine_is_not_followed(quiet: Rig) -> None:
 async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: Rig) -> None:
     """A changed fleet restarts its directory before it retires what the file does not name any more."""
     rig.told.curves.clear()
-    server = await rig.keeper(board(5))
+    server = await rig.keeper(store(5))
     await until(lambda: rig.asked > 1, rig.told.events)
     rig.told.curves.add(INFO.tier)
     await rig.hears(("up", 5), ("state", 5))
     await server.stop()
 
 
-async def test_a_keeper_that_ends_its_engine_says_so_first(rig: Rig, tmp_path: Path) -> None:
-    serving = board(5)
+async def test_a_keeper_that_ends_its_engine_says_so_first(rig: Rig) -> None:
+    serving = store(5)
 
     async def work() -> None:
         server = await rig.keeper(serving)
@@ -209,9 +228,7 @@ async def test_a_keeper_that_ends_its_engine_says_so_first(rig: Rig, tmp_path: P
         finally:
             await server.stop()
 
-    actor = KeeperActor.__new__(KeeperActor)  # without an engine
-    actor._board, actor._spec, actor._keeper = serving, SimpleNamespace(directory=tmp_path), None  # type: ignore[assignment]
-    actor._background = Background(work)
+    background = Background(work)
     await rig.hears(("up", 5), ("state", 5))
-    assert await asyncio.to_thread(actor.end)
+    await asyncio.to_thread(end_in_order, background, serving, None)
     await rig.hears(("down", 0))

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make install")
-
-from kvtransfer.checkpoint.copier import Copier  # noqa: E402
-from kvtransfer.checkpoint.movers import HostMover, Piece, block_bytes  # noqa: E402
-from kvtransfer.checkpoint.orders import CheckpointOrder, Copy, Load  # noqa: E402
-from kvtransfer.checkpoint.slots import HostSlots  # noqa: E402
-from kvtransfer.parts import LoadsEnded  # noqa: E402
+from kvtransfer.checkpoint.host_memory import HostMover, HostSlots, Piece, block_bytes
+from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
+from kvtransfer.checkpoint.worker import Copier
+from kvtransfer.plugins import LoadsEnded
 
 BLOCKS, SLOTS = 12, 8
 
@@ -29,15 +27,15 @@ class Host:
     def block(self, number: int) -> list[object]:
         return [tensor[number].clone() for tensor in self.kv.values()]
 
-    def store(self, *copies: Copy) -> None:
+    def store(self, *copies: BlockCopy) -> None:
         self.copier.submit(CheckpointOrder(stores=list(copies)))
         stored: set[int] = set()
         while not {copy.slot for copy in copies} <= stored:
             stored |= set(self.copier.take_report().stored)
             time.sleep(0.001)
 
-    def load(self, *copies: Copy) -> LoadsEnded:
-        self.copier.submit(CheckpointOrder(loads=[Load("r", list(copies))]))
+    def load(self, *copies: BlockCopy) -> LoadsEnded:
+        self.copier.submit(CheckpointOrder(loads=[BlockLoad("r", list(copies))]))
         limit = time.monotonic() + 5
         while time.monotonic() < limit:
             if (ended := self.copier.take_ended()).requests:
@@ -59,18 +57,18 @@ def same(one: list[object], other: list[object]) -> bool:
 
 def test_a_block_returns_as_it_was_to_another_place(host: Host) -> None:
     before = host.block(3)
-    host.store(Copy(3, slot=5, generation=1))
+    host.store(BlockCopy(3, slot=5, generation=1))
     for tensor in host.kv.values():
         tensor[3] = 0
-    assert not host.load(Copy(9, slot=5, generation=1)).failed_blocks
+    assert not host.load(BlockCopy(9, slot=5, generation=1)).failed_blocks
     assert same(host.block(9), before)
 
 
 def test_a_byte_flipped_on_the_host_is_found_and_not_copied(host: Host) -> None:
-    host.store(Copy(1, slot=0, generation=1), Copy(2, slot=1, generation=2))
+    host.store(BlockCopy(1, slot=0, generation=1), BlockCopy(2, slot=1, generation=2))
     host.memory.rows[1][700] ^= 1
     untouched = host.block(7)
-    ended = host.load(Copy(7, slot=1, generation=2), Copy(6, slot=0, generation=1))
+    ended = host.load(BlockCopy(7, slot=1, generation=2), BlockCopy(6, slot=0, generation=1))
     assert ended.requests == {"r"} and ended.failed_blocks == {7}
     assert host.copier.take_report().corrupt == {1}
     assert same(host.block(7), untouched) and same(host.block(6), host.block(1))
@@ -85,8 +83,8 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
             rows[3][300] ^= 1
 
     host.memory.rows = rows.view(FlippedOnArrival)
-    host.store(Copy(2, slot=3, generation=1))
-    assert host.load(Copy(7, slot=3, generation=1)).failed_blocks == {7}
+    host.store(BlockCopy(2, slot=3, generation=1))
+    assert host.load(BlockCopy(7, slot=3, generation=1)).failed_blocks == {7}
 
 
 def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> None:
@@ -95,10 +93,10 @@ def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> Non
             host.memory.rows[3][300] ^= 1
             super().to_device(blocks)
 
-    host.store(Copy(2, slot=3, generation=1))
+    host.store(BlockCopy(2, slot=3, generation=1))
     host.copier.close()
     host.copier = Copier(host.memory, FlippedBeforeCopy(host.device))
-    assert not host.load(Copy(7, slot=3, generation=1)).failed_blocks
+    assert not host.load(BlockCopy(7, slot=3, generation=1)).failed_blocks
     assert same(host.block(7), host.block(2))
 
 
@@ -110,24 +108,24 @@ def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
         def to_device(self, blocks: list[int]) -> None:
             raise MemoryError
 
-    host.store(Copy(1, slot=0, generation=1))
+    host.store(BlockCopy(1, slot=0, generation=1))
     host.copier.close()
     host.copier = Copier(host.memory, Failing(host.device))
-    host.store(Copy(2, slot=1, generation=2))
-    assert host.load(Copy(6, slot=0, generation=1)).failed_blocks == {6}
-    assert host.load(Copy(7, slot=0, generation=1)).failed_blocks == {7}
+    host.store(BlockCopy(2, slot=1, generation=2))
+    assert host.load(BlockCopy(6, slot=0, generation=1)).failed_blocks == {6}
+    assert host.load(BlockCopy(7, slot=0, generation=1)).failed_blocks == {7}
     report = host.copier.take_report()
     assert report.failed == {0} and not report.corrupt
 
 
 def test_contents_of_another_generation_are_not_copied(host: Host) -> None:
-    host.store(Copy(1, slot=0, generation=1))
-    host.store(Copy(2, slot=0, generation=2))  # the slot went to another block
-    assert host.load(Copy(6, slot=0, generation=1)).failed_blocks == {6}
+    host.store(BlockCopy(1, slot=0, generation=1))
+    host.store(BlockCopy(2, slot=0, generation=2))  # the slot went to another block
+    assert host.load(BlockCopy(6, slot=0, generation=1)).failed_blocks == {6}
 
 
 def test_a_slot_never_written_is_not_copied(host: Host) -> None:
-    assert host.load(Copy(6, slot=4, generation=1)).failed_blocks == {6}
+    assert host.load(BlockCopy(6, slot=4, generation=1)).failed_blocks == {6}
 
 
 def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> None:
@@ -141,13 +139,13 @@ def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> No
         def to_device(self, blocks: list[int]) -> None:
             done.append("load")
 
-    host.store(Copy(1, slot=0, generation=1))
+    host.store(BlockCopy(1, slot=0, generation=1))
     host.copier.close()
     mover = RecordingMover(host.device)
     mover.bounce = mover.bounce[:64]
     host.copier = Copier(host.memory, mover)
-    many = [Copy(n % BLOCKS, slot=1 + n % 6, generation=n) for n in range(200)]
-    host.copier.submit(CheckpointOrder(many, [Load("r", [Copy(6, slot=0, generation=1)])]))
+    many = [BlockCopy(n % BLOCKS, slot=1 + n % 6, generation=n) for n in range(200)]
+    host.copier.submit(CheckpointOrder(many, [BlockLoad("r", [BlockCopy(6, slot=0, generation=1)])]))
     limit = time.monotonic() + 5
     while len(done) < 5 and time.monotonic() < limit:
         time.sleep(0.001)
@@ -163,7 +161,7 @@ def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
             moved.append(blocks)
             super().to_device(blocks)
 
-    host.store(Copy(1, slot=0, generation=1), Copy(2, slot=1, generation=1))
+    host.store(BlockCopy(1, slot=0, generation=1), BlockCopy(2, slot=1, generation=1))
     host.copier.close()
     mover = OneBlockAtOnce(host.device)
     mover.bounce, mover.takes_cores = mover.bounce[:1], takes_cores
@@ -172,7 +170,7 @@ def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
 
 
 def load_beside_a_step(host: Host) -> None:
-    load = Load("r", [Copy(6, slot=0, generation=1), Copy(7, slot=1, generation=1)])
+    load = BlockLoad("r", [BlockCopy(6, slot=0, generation=1), BlockCopy(7, slot=1, generation=1)])
     host.copier.step_began()
     host.copier.submit(CheckpointOrder(loads=[load], beside_step=True))
 
@@ -188,7 +186,7 @@ def ends(host: Host, seconds: float) -> bool:
 
 @pytest.fixture
 def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.checkpoint.copier.SHARE_BESIDE_STEPS", 1e-9)
+    monkeypatch.setattr("kvtransfer.checkpoint.worker.SHARE_BESIDE_STEPS", 1e-9)
 
 
 def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(host: Host, hours_of_rest: None) -> None:

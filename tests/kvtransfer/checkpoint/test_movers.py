@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make install")
-
-from kvtransfer.checkpoint.movers import CudaMover, HostMover, Mover  # noqa: E402
+from kvtransfer.checkpoint.host_memory import CudaMover, HostMover, Mover
 
 BLOCKS = 6
 
@@ -56,7 +55,7 @@ def test_blocks_go_where_they_are_told_and_nowhere_else(mover: Mover, device: li
 def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.checkpoint.movers.HOST_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PIECE_BYTES", 1)
     assert HostMover(device).bounce.shape == (1, len(bytes_of(device, 0)))
-    monkeypatch.setattr("kvtransfer.checkpoint.movers.HOST_PIECE_BYTES", 1000)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PIECE_BYTES", 1000)
     assert HostMover(device).bounce.dtype == np.uint8 and len(HostMover(device).bounce) == 1000 // 176

@@ -2,11 +2,11 @@
 
 import time
 
-from kvtransfer.checkpoint.pace import Pace
+from kvtransfer.checkpoint.worker import CopyThrottle
 
 
 def test_computing_is_followed_by_a_rest() -> None:
-    pace = Pace(1e-4, 1.0)
+    pace = CopyThrottle(1e-4, 1.0)
     pace.begin()
     began = time.thread_time()
     while time.thread_time() < began + 0.01:
@@ -16,7 +16,7 @@ def test_computing_is_followed_by_a_rest() -> None:
 
 
 def test_work_that_waits_makes_the_rest_shorter() -> None:
-    pace = Pace(1e-4, patience_s=0.25)
+    pace = CopyThrottle(1e-4, patience_s=0.25)
     pace.begin()
     began = time.thread_time()
     while time.thread_time() < began + 0.01:
@@ -29,7 +29,7 @@ def test_work_that_waits_makes_the_rest_shorter() -> None:
 
 
 def test_waiting_is_not() -> None:
-    pace = Pace(0.1, 1.0)
+    pace = CopyThrottle(0.1, 1.0)
     pace.begin()
     time.sleep(0.5)
     pace.end(0.0)
@@ -37,7 +37,7 @@ def test_waiting_is_not() -> None:
 
 
 def test_the_whole_core_needs_no_rest() -> None:
-    pace = Pace(1.0, 1.0)
+    pace = CopyThrottle(1.0, 1.0)
     assert pace.left_s() <= 0
     pace.begin()
     sum(range(10_000))

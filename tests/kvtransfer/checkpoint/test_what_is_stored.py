@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvtransfer.checkpoint.orders import CheckpointReport
-from kvtransfer.checkpoint.scheduler import CheckpointScheduler
+from kvtransfer.checkpoint.scheduler import CheckpointReport, CheckpointScheduler
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.parts import EngineContext, Match, StepOutcome
-from kvtransfer.residence.residence import Residence
+from kvtransfer.plugins import EngineContext, Match, StepOutcome
+from kvtransfer.residence import Residence
 
 BLOCK = 16
 
@@ -64,18 +63,18 @@ class Engine:
         vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=BLOCK), parallel_config=SimpleNamespace(world_size=1)
         )
-        self.half = CheckpointScheduler(EngineContext(ConnectorConfig(), vllm_config, None, self.residence))
+        self.side = CheckpointScheduler(EngineContext(ConnectorConfig(), vllm_config, None, self.residence))
         self.pool = Pool()
         self.ids = {"r": list(range(10, 30))}
         manager = SimpleNamespace(
             block_pool=self.pool, get_block_ids=lambda request_id: [self.ids[request_id]]
         )
-        self.half.bind(manager)
+        self.side.bind(manager)
 
     def arrive(self, request: Request) -> Request:
         conversation = self.residence.conversations.begin_turn("a", request.block_hashes)
         self.residence.requests[request.request_id] = request, conversation
-        self.half.on_new_request(request)
+        self.side.on_new_request(request)
         return request
 
     def step(self, request: Request, computed: int, in_flight: int = 0) -> list[int]:
@@ -85,11 +84,11 @@ class Engine:
         full = (computed - in_flight) // BLOCK
         if full > len(conversation.chain):
             self.residence.conversations.advance(conversation, request.block_hashes[:full])
-        order = self.half.order(scheduled(request.request_id))
+        order = self.side.order(scheduled(request.request_id))
         return [copy.block for copy in order.stores] if order else []
 
     def copied(self, *slots: int) -> None:
-        self.half.on_outcome(StepOutcome(CheckpointReport(Counter(slots)), frozenset(), frozenset()))
+        self.side.on_outcome(StepOutcome(CheckpointReport(Counter(slots)), frozenset(), frozenset()))
 
 
 def hashes(count: int, name: str = "h") -> list[bytes]:
@@ -114,7 +113,7 @@ def test_a_block_is_held_until_it_is_copied() -> None:
     engine = Engine()
     engine.step(engine.arrive(Request("r", hashes(8))), computed=16)
     assert engine.pool.blocks[10].ref_cnt == 1
-    slot = next(iter(engine.half._copying))
+    slot = next(iter(engine.side.copying))
     engine.copied(slot)
     assert engine.pool.blocks[10].ref_cnt == 0
     assert engine.residence.host.stored(b"h0")
@@ -135,7 +134,7 @@ def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
     engine = Engine()
     request = engine.arrive(Request("r", hashes(8), num_computed_tokens=64))
     engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:4])
-    assert engine.half.order(scheduled(admitted="r")) is None
+    assert engine.side.order(scheduled(admitted="r")) is None
     assert engine.step(request, computed=64) == [10, 11, 12, 13]
 
 
@@ -156,35 +155,35 @@ def test_a_load_that_was_aborted_stores_nothing() -> None:
     engine = Engine()
     request = engine.arrive(Request("r", hashes(8), num_computed_tokens=128))
     engine.residence.loading.add("r")
-    engine.half.on_finished(request, engine.ids["r"])
-    assert engine.half.order(scheduled()) is None
+    engine.side.on_finished(request, engine.ids["r"])
+    assert engine.side.order(scheduled()) is None
 
 
 def test_offline_requests_load_only_when_they_may_start() -> None:
     engine = Engine()
     request = engine.arrive(Request("r", hashes(4), priority=1))
     engine.step(request, computed=64)
-    for slot in list(engine.half._copying):
+    for slot in list(engine.side.copying):
         engine.copied(slot)
-    engine.half.offline_may_start = False
-    assert engine.half.match(request, 0) is None
-    engine.half.offline_may_start = True
-    assert engine.half.match(request, 0) == Match(64, background=True)
+    engine.side.offline_may_start = False
+    assert engine.side.match(request, 0) is None
+    engine.side.offline_may_start = True
+    assert engine.side.match(request, 0) == Match(64, background=True)
 
 
 def test_what_the_feed_released_between_match_and_allocation_is_loaded_from_nowhere() -> None:
     engine = Engine()
     request = engine.arrive(Request("r", hashes(4)))
     engine.step(request, computed=64)
-    for slot in list(engine.half._copying):
+    for slot in list(engine.side.copying):
         engine.copied(slot)
-    match = engine.half.match(request, 0)
+    match = engine.side.match(request, 0)
     assert match == Match(64, background=True)
     for block in hashes(4):
         engine.residence.host.drop(block)
     blocks = SimpleNamespace(get_block_ids=lambda: [[1, 2, 3, 4]])
-    engine.half.after_allocation(request, blocks, match)
-    order = engine.half.order(scheduled())
+    engine.side.after_allocation(request, blocks, match)
+    order = engine.side.order(scheduled())
     assert order is not None and {copy.slot for copy in order.loads[0].copies} == {-1}
 
 
@@ -192,7 +191,7 @@ def test_a_full_host_is_counted_and_stores_what_fits() -> None:
     engine = Engine(slots=3)
     request = engine.arrive(Request("r", hashes(8)))
     assert engine.step(request, computed=128) == [10, 11, 12]
-    counts: dict[str, Any] = dict(engine.half.take_counts())
+    counts: dict[str, Any] = dict(engine.side.take_counts())
     assert counts["host_full"] == 1
 
 
@@ -201,7 +200,7 @@ def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:
     request = engine.arrive(Request("r", hashes(8)))
     request.num_computed_tokens = 16
     engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:1])
-    told = [engine.half.order(scheduled(*running)) for running in (["r"], ["r"], [], [], ["r"])]
+    told = [engine.side.order(scheduled(*running)) for running in (["r"], ["r"], [], [], ["r"])]
     assert [None if order is None else order.beside_step for order in told] == [True, None, False, None, True]
-    engine.copied(*engine.half._copying)
-    assert engine.half.order(scheduled()) is None
+    engine.copied(*engine.side.copying)
+    assert engine.side.order(scheduled()) is None

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from deploy.model.make import make_model
+from deploy.small_model import make_model
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import EngineFeed
 from placement.engines import EngineState
@@ -200,9 +200,11 @@ class Engine:
 
 @contextlib.contextmanager
 def running(*engines: Engine) -> Iterator[tuple[Engine, ...]]:
-    """Started one after another; ended whatever happens."""
+    """Started two at a time, which takes two cores less long than one by one; ended whatever happens."""
     try:
-        yield tuple(engine.start() for engine in engines)
+        with ThreadPoolExecutor(2) as starting:
+            started = tuple(starting.map(Engine.start, engines))
+        yield started
     finally:
         for engine in engines:
             if engine.process is not None:
@@ -238,7 +240,7 @@ def state_of(engine: Engine) -> EngineState:
 
 
 def faults_of(engine: Engine) -> list[str]:
-    return over_feed(engine, lambda feed: feed.check())
+    return list(over_feed(engine, lambda feed: feed.check()))
 
 
 def eventually(true: Callable[[], bool], limit_s: float = 30) -> bool:

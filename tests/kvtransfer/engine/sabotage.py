@@ -1,7 +1,7 @@
-"""Parts that break something on purpose, for tests that it is found.
+"""Plugins that break something on purpose, for tests that it is found.
 
-`SabotagePart` damages KV on the host when a file exists. `LeakPart` holds a block now and then and never
-gives it back. `BlindPart` damages KV on the host and takes the check away that would find it.
+`SabotagePlugin` damages KV on the host when a file exists. `LeakPlugin` holds a block now and then and never
+gives it back. `BlindPlugin` damages KV on the host and takes the check away that would find it.
 """
 
 import gc
@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.checkpoint.slots import HostSlots
-from kvtransfer.parts import EngineContext, Part, SchedulerHalf, WorkerHalf
+from kvtransfer.checkpoint.host_memory import HostSlots
+from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 
 VARIABLE = "CONSERVE_TEST_SABOTAGE"
-PARTS = {name: f"tests.kvtransfer.engine.sabotage:{name.title()}Part" for name in ("leak", "blind")}
+PLUGINS = {name: f"tests.kvtransfer.engine.sabotage:{name.title()}Plugin" for name in ("leak", "blind")}
 
 
-class SabotageWorker(WorkerHalf):
-    def __init__(self) -> None:
+class SabotageWorker(WorkerSide):
+    def __init__(self, context: EngineContext, rank: int) -> None:
         self._request = Path(os.environ[VARIABLE])
         self._memory: HostSlots | None = None
 
@@ -29,28 +29,18 @@ class SabotageWorker(WorkerHalf):
 
     def before_step(self, order: Any | None) -> None:
         if self._request.exists() and self._memory is not None:
-            for slot in self._memory._contents:
+            for slot in self._memory.contents:
                 self._memory.rows[slot][11] ^= 1
             self._request.unlink()
 
 
-class SabotageScheduler(SchedulerHalf):
-    def order(self, scheduler_output: Any) -> None:
-        return None
-
-
-class SabotagePart(Part):
+class SabotagePlugin(Plugin):
     name = "sabotage"
-
-    def scheduler_half(self, context: EngineContext) -> SchedulerHalf:
-        return SabotageScheduler()
-
-    def worker_half(self, context: EngineContext, rank: int) -> WorkerHalf:
-        return SabotageWorker()
+    worker = SabotageWorker
 
 
-class LeakScheduler(SchedulerHalf):
-    def __init__(self) -> None:
+class LeakScheduler(SchedulerSide):
+    def __init__(self, context: EngineContext) -> None:
         self._finished = 0
 
     def bind(self, manager: Any) -> None:
@@ -62,32 +52,22 @@ class LeakScheduler(SchedulerHalf):
             self._pool.touch([self._pool.blocks[block_ids[0]]])
 
 
-class LeakPart(Part):
+class LeakPlugin(Plugin):
     name = "leak"
-
-    def scheduler_half(self, context: EngineContext) -> SchedulerHalf:
-        return LeakScheduler()
-
-    def worker_half(self, context: EngineContext, rank: int) -> WorkerHalf:
-        return WorkerHalf()
+    scheduler = LeakScheduler
 
 
-class BlindWorker(WorkerHalf):
+class BlindWorker(WorkerSide):
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         (self._memory,) = [thing for thing in gc.get_objects() if isinstance(thing, HostSlots)]
         self._memory.take = self._take_unchecked  # type: ignore[method-assign]
 
     def _take_unchecked(self, copies: list[Any], bounce: Any) -> list[Any]:
-        piece = self._memory._gather(copies, bounce)
+        piece = self._memory.gather(copies, bounce)
         piece[:] = np.roll(piece, 4, axis=1)
         return copies
 
 
-class BlindPart(Part):
+class BlindPlugin(Plugin):
     name = "blind"
-
-    def scheduler_half(self, context: EngineContext) -> SchedulerHalf:
-        return SchedulerHalf()
-
-    def worker_half(self, context: EngineContext, rank: int) -> WorkerHalf:
-        return BlindWorker()
+    worker = BlindWorker

@@ -205,10 +205,7 @@ class Storm:
     def _command(self, rng: random.Random) -> None:
         conversation, _, suffix = self._pick(rng)
         key, dice = f"c{conversation}{suffix}", rng.random()
-        if dice < 0.6:
-            over_feed(self.decoder, lambda feed: feed.park(key))
-            self.done["parks asked"] += 1
-        elif dice < 0.95:
+        if dice < 0.9:
             over_feed(self.decoder, lambda feed: feed.release(key))
             self.done["ends"] += 1
         else:
@@ -216,7 +213,7 @@ class Storm:
             time.sleep(rng.random())
             over_feed(self.decoder, lambda feed: feed.drain(False))
             self.done["drains"] += 1
-        time.sleep(rng.random() * 0.3)
+        time.sleep(rng.random() * 0.6)
 
     def _offline(self, rng: random.Random) -> None:
         self.decoder.ask(said(rng, rng.randrange(300, 2500)), rng.randrange(1, 60), priority=10)
@@ -242,7 +239,7 @@ def held(engine: Engine) -> int:
 
 
 @contextlib.contextmanager
-def engines(parts: tuple[str, ...]) -> Iterator[tuple[Engine, Engine]]:
+def engines(plugins: tuple[str, ...]) -> Iterator[tuple[Engine, Engine]]:
     """A prefiller, and a decoder with room for a third of the conversations and a host that gets full."""
     prefiller = ConnectorConfig(
         engine="prefiller", epoch=1, port=free_port(), lease_s=LEASE_S, feed=feed_path()
@@ -251,10 +248,10 @@ def engines(parts: tuple[str, ...]) -> Iterator[tuple[Engine, Engine]]:
         engine="decoder",
         epoch=1,
         host_kv_gib=0.06,
-        park_after_s=2,
+        park_after_s=0.5,
         feed=feed_path(),
         timeout_s=4,
-        parts=parts,
+        plugins=plugins,
     )
     with running(
         Engine(prefiller, blocks=200, batched_tokens=512),
@@ -270,7 +267,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument(
-        "--sabotage", choices=sorted(sabotage.PARTS), help="break one thing: it must be found"
+        "--sabotage", choices=sorted(sabotage.PLUGINS), help="break one thing: it must be found"
     )
     arguments = parser.parse_args()
     again = f"--seed {arguments.seed}"
@@ -278,8 +275,8 @@ def main() -> int:
     with running(Engine(blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (plain,):
         script = recorded(plain)
     os.environ.setdefault(sabotage.VARIABLE, os.devnull + ".none")
-    parts = (sabotage.PARTS[arguments.sabotage],) if arguments.sabotage else ()
-    with engines(parts) as (prefiller, decoder):
+    plugins = (sabotage.PLUGINS[arguments.sabotage],) if arguments.sabotage else ()
+    with engines(plugins) as (prefiller, decoder):
         storm = Storm(decoder, script, arguments.seed, prefiller)
         end, number = time.monotonic() + arguments.minutes * 60, 0
         while time.monotonic() < end and not storm.wrong:

@@ -42,14 +42,7 @@ STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "40"))
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with running(Engine(blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (plain,):
-        made = recorded(plain)
-    yield made
-
-
-@pytest.fixture(scope="module")
-def engine(script: Script) -> Iterator[Engine]:
+def plain_and_ours() -> Iterator[tuple[Engine, Engine]]:
     os.environ[VARIABLE] = str(Path(tempfile.mkdtemp()) / "sabotage")
     connector = ConnectorConfig(
         engine="d",
@@ -57,10 +50,28 @@ def engine(script: Script) -> Iterator[Engine]:
         host_kv_gib=0.2,
         park_after_s=3,
         feed=feed_path(),
-        parts=("tests.kvtransfer.engine.sabotage:SabotagePart",),
+        plugins=("tests.kvtransfer.engine.sabotage:SabotagePlugin",),
     )
-    with running(Engine(connector, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (engine,):
-        yield engine
+    plain, ours = (
+        Engine(made_with, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)
+        for made_with in (None, connector)
+    )
+    with running(plain, ours):
+        yield plain, ours
+
+
+@pytest.fixture(scope="module")
+def script(plain_and_ours: tuple[Engine, Engine]) -> Script:
+    plain, _ = plain_and_ours
+    made = recorded(plain)
+    plain.kill()
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(plain_and_ours: tuple[Engine, Engine], script: Script) -> Engine:
+    _, ours = plain_and_ours
+    return ours
 
 
 def turn(engine: Engine, script: Script, conversation: int, number: int, suffix: str = "") -> None:
@@ -102,10 +113,8 @@ def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
 ) -> None:
     settle(engine)
     last = CONVERSATIONS - 1
-    assert over_feed(engine, lambda feed: feed.park(f"c{last}"))
-    state = state_of(engine)
-    assert state.parked_tokens > 0
-    assert eventually(lambda: state_of(engine).live_tokens == 0)  # the others follow after park_after_s
+    assert eventually(lambda: state_of(engine).live_tokens == 0)  # all are parked after park_after_s
+    assert state_of(engine).parked_tokens > 0
     for seed in range(2):
         engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
     before = engine.computed_prompt_tokens()

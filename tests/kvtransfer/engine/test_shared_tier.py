@@ -16,7 +16,7 @@ import pytest
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import Engine, eventually, faults_of, feed_path, running, state_of
 from tests.kvtransfer.engine.script import said
-from workers.leased import LeasedProcess, Record
+from workers.leased import LeasedProcess, ProcessRecord
 from workers.lmcache_server import LmcacheServer
 
 pytest.importorskip("lmcache", reason="no LMCache: pip install --no-deps -r requirements/lmcache.txt")
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LmcacheSe
     yield made, directory
     stop.set()
     renewing.join()
-    record = Record.read(directory / "engine.json")
+    record = ProcessRecord.read(directory / "engine.json")
     if record is not None:
         LeasedProcess(directory, record).end(2)
 
@@ -84,7 +84,7 @@ def test_a_new_engine_restores_what_the_killed_one_had(decoder: Engine) -> None:
 def test_serving_goes_on_when_the_server_dies(decoder: Engine, server: tuple[LmcacheServer, Path]) -> None:
     lost = said(random.Random(3), 1500)
     expected = decoder.ask(lost, 12, session="lost").tokens
-    record = Record.read(server[1] / "engine.json")
+    record = ProcessRecord.read(server[1] / "engine.json")
     assert record is not None
     os.killpg(record.pid, signal.SIGKILL)
     for number in range(3):  # within the first time-out, and after it

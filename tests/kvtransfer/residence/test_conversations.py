@@ -1,6 +1,6 @@
 """Who owns a block, through a conversation's life."""
 
-from kvtransfer.residence.conversations import Conversations, Phase, Rank
+from kvtransfer.conversations import EvictionRank, RetainedConversations, RetentionPhase
 
 
 class Clock:
@@ -14,13 +14,13 @@ def chain(text: str) -> list[bytes]:
     return [text[: n + 1].encode() for n in range(len(text))]
 
 
-def make() -> tuple[Conversations, list[bytes], Clock]:
+def make() -> tuple[RetainedConversations, list[bytes], Clock]:
     unwanted: list[bytes] = []
     clock = Clock()
-    return Conversations(clock, unwanted.append), unwanted, clock
+    return RetainedConversations(clock, unwanted.append), unwanted, clock
 
 
-def turn(conversations: Conversations, key: str, text: str, offline: bool = False) -> None:
+def turn(conversations: RetainedConversations, key: str, text: str, offline: bool = False) -> None:
     conversation = conversations.begin_turn(key, chain(text), offline)
     conversations.advance(conversation, chain(text))
     conversations.end_turn(conversation)
@@ -30,15 +30,15 @@ def test_a_conversation_keeps_its_blocks_between_turns() -> None:
     conversations, _, _ = make()
     turn(conversations, "a", "abc")
     found = conversations.get("a")
-    assert found is not None and found.phase is Phase.KEPT
-    assert conversations.rank_of(b"abc") is Rank.KEPT
+    assert found is not None and found.phase is RetentionPhase.RETAINED
+    assert conversations.rank_of(b"abc") is EvictionRank.RETAINED
 
 
 def test_an_ended_conversation_owns_nothing() -> None:
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abc")
     assert conversations.end("a")
-    assert conversations.rank_of(b"abc") is Rank.NOTHING
+    assert conversations.rank_of(b"abc") is EvictionRank.NOTHING
     assert sorted(unwanted) == chain("abc")
     assert not conversations.end("a")
 
@@ -48,7 +48,7 @@ def test_a_conversation_ended_in_a_turn_is_forgotten_after_it() -> None:
     running = conversations.begin_turn("a", chain("abc"))
     conversations.advance(running, chain("abc"))
     assert conversations.end("a")
-    assert conversations.rank_of(b"abc") is Rank.KEPT
+    assert conversations.rank_of(b"abc") is EvictionRank.RETAINED
     conversations.end_turn(running)
     assert len(conversations) == 0
 
@@ -57,8 +57,8 @@ def test_what_a_compacted_prompt_does_not_continue_is_given_up() -> None:
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abcdef")
     conversations.begin_turn("a", chain("abXYZ"))
-    assert conversations.rank_of(b"ab") is Rank.KEPT
-    assert conversations.rank_of(b"abc") is Rank.NOTHING
+    assert conversations.rank_of(b"ab") is EvictionRank.RETAINED
+    assert conversations.rank_of(b"abc") is EvictionRank.NOTHING
     assert sorted(unwanted) == [b"abc", b"abcd", b"abcde", b"abcdef"]
 
 
@@ -69,19 +69,19 @@ def test_a_shared_block_has_the_highest_rank_of_its_owners() -> None:
     parked = conversations.get("a")
     assert parked is not None
     conversations.park(parked)
-    assert conversations.rank_of(b"xya") is Rank.PARKED
-    assert conversations.rank_of(b"xy") is Rank.KEPT
+    assert conversations.rank_of(b"xya") is EvictionRank.PARKED
+    assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
     conversations.end("b")
-    assert conversations.rank_of(b"xy") is Rank.PARKED
+    assert conversations.rank_of(b"xy") is EvictionRank.PARKED
 
 
 def test_offline_work_owns_its_blocks_until_it_ends() -> None:
     conversations, unwanted, _ = make()
     running = conversations.begin_turn("offline:1", chain("abc"), offline=True)
     conversations.advance(running, chain("abc"))
-    assert conversations.rank_of(b"abc") is Rank.OFFLINE
+    assert conversations.rank_of(b"abc") is EvictionRank.OFFLINE
     conversations.end_turn(running)
-    assert conversations.rank_of(b"abc") is Rank.NOTHING
+    assert conversations.rank_of(b"abc") is EvictionRank.NOTHING
     assert len(unwanted) == 3
 
 
@@ -92,7 +92,7 @@ def test_a_conversation_that_left_the_host_is_kept_again_and_returns_with_its_ne
     assert found is not None
     conversations.park(found)
     conversations.leave_host(found)
-    assert found.phase is Phase.KEPT and not conversations.wanted_on_host(b"abc")
+    assert found.phase is RetentionPhase.RETAINED and not conversations.wanted_on_host(b"abc")
     assert len(unwanted) == 3
     turn(conversations, "a", "abcd")
     assert conversations.wanted_on_host(b"abc")
@@ -105,7 +105,7 @@ def test_the_oldest_idle_conversation_comes_first() -> None:
         turn(conversations, key, key)
     clock.now += 1
     turn(conversations, "a", "aa")
-    assert [c.key for c in conversations.kept_oldest_first()] == ["b", "c", "a"]
+    assert [c.key for c in conversations.retained_oldest_first()] == ["b", "c", "a"]
 
 
 def test_two_turns_at_once_end_only_with_the_last() -> None:
@@ -113,7 +113,7 @@ def test_two_turns_at_once_end_only_with_the_last() -> None:
     first = conversations.begin_turn("a", chain("ab"))
     second = conversations.begin_turn("a", chain("ab"))
     conversations.end_turn(first)
-    assert first.phase is Phase.RUNNING
+    assert first.phase is RetentionPhase.RUNNING
     conversations.advance(second, chain("ab"))
     conversations.end_turn(second)
-    assert second.phase is Phase.KEPT
+    assert second.phase is RetentionPhase.RETAINED

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvtransfer.residence.conversations import Conversations, Rank
-from kvtransfer.residence.protection import in_danger, young_end
+from kvtransfer.conversations import EvictionRank, RetainedConversations
+from kvtransfer.retention import eviction_order, in_danger
 
 
 @dataclass(eq=False)
@@ -12,9 +12,9 @@ class Block:
     ref_cnt: int = 0
 
 
-def conversations_in_all_ranks() -> Conversations:
+def conversations_in_all_ranks() -> RetainedConversations:
     now = [0.0]
-    conversations = Conversations(lambda: now[0], lambda block: None)
+    conversations = RetainedConversations(lambda: now[0], lambda block: None)
     for key, blocks in (("old", [b"s", b"o1", b"o2"]), ("parked", [b"p1"]), ("new", [b"s", b"n1"])):
         now[0] += 1
         conversation = conversations.begin_turn(key, blocks)
@@ -30,22 +30,22 @@ def conversations_in_all_ranks() -> Conversations:
 
 def test_offline_then_parked_then_the_oldest_kept_and_each_from_its_end() -> None:
     blocks = {name: Block(name) for name in (b"s", b"o1", b"o2", b"p1", b"n1", b"f1")}
-    order = [block.hash for block in young_end(conversations_in_all_ranks(), blocks.get)]
+    order = [block.hash for block in eviction_order(conversations_in_all_ranks(), blocks.get)]
     assert order == [b"f1", b"p1", b"o2", b"o1", b"n1", b"s"]  # the shared one stays longest
 
 
 def test_blocks_in_use_are_left_alone() -> None:
     blocks = {b"s": Block(b"s", ref_cnt=1), b"n1": Block(b"n1")}
-    assert [block.hash for block in young_end(conversations_in_all_ranks(), blocks.get)] == [b"n1"]
+    assert [block.hash for block in eviction_order(conversations_in_all_ranks(), blocks.get)] == [b"n1"]
 
 
 def test_only_the_blocks_the_next_step_can_take_count_as_danger() -> None:
     conversations = conversations_in_all_ranks()
     queue = [Block(b"nobody"), Block(b"nobody"), Block(b"n1")]
 
-    def rank_of(block: Block) -> Rank:
+    def rank_of(block: Block) -> EvictionRank:
         return conversations.rank_of(block.hash)
 
     assert not in_danger(queue, rank_of, window=2)
     assert in_danger(queue, rank_of, window=3)
-    assert not in_danger(queue, rank_of, window=3, above=Rank.KEPT)
+    assert not in_danger(queue, rank_of, window=3, above=EvictionRank.RETAINED)

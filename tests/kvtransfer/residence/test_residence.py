@@ -5,10 +5,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.residence.conversations import Conversation, Phase
-from kvtransfer.residence.host_index import Slot
-from kvtransfer.residence.integrity import block_faults, host_faults
-from kvtransfer.residence.residence import Residence
+from kvtransfer.conversations import RetainedConversation, RetentionPhase
+from kvtransfer.host_index import Slot, block_faults, host_faults
+from kvtransfer.residence import Residence
 
 SLOTS = 6
 KEYS = st.sampled_from("abcd")
@@ -22,7 +21,7 @@ class Life(RuleBasedStateMachine):
         self.now = 0.0
         config = ConnectorConfig(park_after_s=10, ttl_s=100)
         self.residence = Residence(config, SLOTS, lambda: self.now)
-        self.running: list[tuple[Conversation, list[bytes]]] = []
+        self.running: list[tuple[RetainedConversation, list[bytes]]] = []
         self.storing: list[Slot] = []
         self.loading: list[Slot] = []
 
@@ -45,7 +44,7 @@ class Life(RuleBasedStateMachine):
             if conversation.on_host and self.residence.conversations.wanted_on_host(block):
                 self._store(block, conversation)
 
-    def _store(self, block: bytes, owner: Conversation) -> None:
+    def _store(self, block: bytes, owner: RetainedConversation) -> None:
         if block not in self.residence.host and (slot := self.residence.host_slot(block, owner)):
             self.storing.append(slot)
 
@@ -113,7 +112,7 @@ TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def idle(residence: Residence, key: str, blocks: list[bytes]) -> Conversation:
+def idle(residence: Residence, key: str, blocks: list[bytes]) -> RetainedConversation:
     conversation = residence.conversations.begin_turn(key, blocks)
     residence.conversations.advance(conversation, blocks)
     residence.conversations.end_turn(conversation)
@@ -129,7 +128,16 @@ def test_only_what_is_on_the_host_entirely_is_parked() -> None:
     conversation = idle(residence, "a", [b"1", b"2"])
     residence.host.drop(b"2")
     assert not residence.park("a")
-    assert conversation.phase is Phase.KEPT
+    assert conversation.phase is RetentionPhase.RETAINED
+
+
+def test_only_who_is_told_when_forgets_what_nobody_ended() -> None:
+    now = [0.0]
+    residence = Residence(ConnectorConfig(), 4, lambda: now[0])
+    idle(residence, "a", [b"1"])
+    now[0] = 1e9
+    residence.let_time_pass()
+    assert residence.conversations.get("a") is not None
 
 
 def test_idle_conversations_are_parked_then_forgotten() -> None:
@@ -138,7 +146,7 @@ def test_idle_conversations_are_parked_then_forgotten() -> None:
     conversation = idle(residence, "a", [b"1", b"2"])
     now[0] = 10
     residence.let_time_pass()
-    assert conversation.phase is Phase.PARKED
+    assert conversation.phase is RetentionPhase.PARKED
     now[0] = 100
     residence.let_time_pass()
     assert len(residence.conversations) == 0 and residence.host.free == 4
@@ -151,10 +159,10 @@ def test_time_parks_what_is_still_on_its_way_to_the_host_and_pressure_does_not()
     residence.conversations.advance(conversation, [b"1", b"2"])
     assert residence.host_slot(b"2", conversation) is not None  # a copy whose end nobody has told yet
     residence.relieve(2)
-    assert conversation.phase is Phase.KEPT
+    assert conversation.phase is RetentionPhase.RETAINED
     now[0] = 10
     residence.let_time_pass()
-    assert conversation.phase is Phase.PARKED
+    assert conversation.phase is RetentionPhase.PARKED
 
 
 def test_time_does_not_park_what_is_not_on_its_way() -> None:
@@ -164,7 +172,7 @@ def test_time_does_not_park_what_is_not_on_its_way() -> None:
     residence.host.drop(b"2")
     now[0] = 10
     residence.let_time_pass()
-    assert conversation.phase is Phase.KEPT
+    assert conversation.phase is RetentionPhase.RETAINED
 
 
 def test_whole_conversations_leave_a_full_host_the_least_recently_used_first() -> None:

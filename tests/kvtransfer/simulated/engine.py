@@ -25,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
+from kvtransfer.residence import Residence
 from tests.kvtransfer.engine.engines import model_directory
 
 BLOCK_TOKENS = 32
@@ -95,11 +96,15 @@ class SimulatedEngine:
             "kv_connector_extra_config": {"connectors": [ours, dict(self.beside)]},
         }
 
+    def side(self, plugin: str) -> Any:
+        """The scheduler side of a plugin."""
+        return self.scheduler.connector.scheduler_side(plugin)
+
     @property
-    def half(self) -> Mapping[str, Any]:
+    def residence(self) -> Residence:
         connector = self.scheduler.connector
-        ours = connector if isinstance(connector, ConServeConnector) else connector._ours
-        return dict(ours._schedulers)
+        ours: ConServeConnector = connector if isinstance(connector, ConServeConnector) else connector.ours
+        return ours.residence
 
     def add(
         self,
@@ -206,13 +211,12 @@ class SimulatedEngine:
             f"{len(manager.get_block_ids(r.request_id)[0])} blocks"
             for r in (*self.scheduler.running, *self.scheduler.kv_holding_waiting, *self.scheduler.waiting)
         ]
-        held = {name: len(list(ids())) for name, ids in self.half["report"]._residence.references.items()}
-        reserved = self.scheduler._inflight_prefill_reserved_blocks()
+        held = {name: len(list(ids())) for name, ids in self.residence.references.items()}
         free = manager.block_pool.get_num_free_blocks()
-        return f"{free} blocks free, {reserved} reserved, held {held}, in vLLM's order {requests[:6]}"
+        return f"{free} blocks free, held {held}, in vLLM's order {requests[:6]}"
 
     def faults(self) -> list[str]:
-        return list(self.half["report"].faults())
+        return list(self.side("report").faults())
 
     def close(self) -> None:
         self.worker.shutdown()

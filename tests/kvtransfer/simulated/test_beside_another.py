@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.tiers.several import SeveralConnectors
+from kvtransfer.connector import SeveralConnectors
 from tests.kvtransfer.simulated import holding
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
 
@@ -28,13 +28,13 @@ def prompt_of(blocks: int, first: int = 0) -> list[int]:
 
 
 def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SimulatedEngine) -> None:
-    report = engine.half["report"]
+    report = engine.side("report")
     engine.add("turn", prompt_of(10), 2, session="a")
     while "turn" not in engine.answers:
         engine.step()
-    assert report._check({})["done"] is False and engine.faults() == []
+    assert not report.at_rest() and engine.faults() == []
     engine.run(2000)
-    assert report._check({}) == {"done": True, "faults": []}
+    assert report.at_rest() and report.faults() == []
     assert report.snapshot().live_tokens == 10 * BLOCK_TOKENS
     before = engine.computed_prompt_tokens
     engine.add("again", prompt_of(10), 2, session="a")
@@ -48,14 +48,14 @@ def test_a_reset_is_ours_alone(engine: SimulatedEngine) -> None:
     engine.add("step", [1, 2, 3], 2)  # copies to the host end in a step
     engine.run(2000)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert engine.scheduler.connector._connectors[1].resets == 0  # a shared tier is others', too
-    assert engine.half["keep"]._residence.conversations.get("a").chain == []
+    assert engine.scheduler.connector.sub_connectors[1].resets == 0  # a shared tier is others', too
+    assert engine.residence.conversations.get("a").chain == []
 
 
 def test_counts_reach_the_front_end(engine: SimulatedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
-    engine.half["keep"]._residence.release("a")
+    engine.residence.release("a")
     stats = engine.scheduler.connector.get_kv_connector_stats()
     sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=stats.to_dict()))
     received = MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats

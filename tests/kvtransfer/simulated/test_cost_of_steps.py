@@ -1,4 +1,4 @@
-"""What keeping costs each step does not grow with what is kept."""
+"""What retention costs each step does not grow with what is retained."""
 
 from typing import Any
 
@@ -7,13 +7,15 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.residence.conversations import Rank
+from kvtransfer.conversations import EvictionRank
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
 
 
-def test_steps_beside_kept_conversations_do_not_look_at_each_of_their_blocks() -> None:
-    """There is room for a step, although less than what is kept, with what runs counted, leaves."""
+def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is room for a step, although less than what is retained, with what runs counted, leaves."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=0.005)
     engine = SimulatedEngine(connector, blocks=100)
     try:
@@ -24,11 +26,12 @@ def test_steps_beside_kept_conversations_do_not_look_at_each_of_their_blocks() -
                 engine.run(2000)
         for _ in range(8):
             engine.step()
-        keep = engine.half["keep"]
-        kept, free = len(keep._residence.conversations.owned(Rank.KEPT)), keep._pool.get_num_free_blocks()
-        assert free - kept < keep._window < free - 30
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        retained = len(engine.residence.conversations.owned(EvictionRank.RETAINED))
+        free, window = pool.get_num_free_blocks(), engine.side("retention").window
+        assert free - retained < window < free - 30
         looked_at: list[Any] = []
-        keep._block_of = looked_at.append
+        monkeypatch.setattr(pool, "get_cached_block", lambda block, groups: looked_at.append(block))
         engine.step()
         assert looked_at == []
     finally:

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.feed import NAMED_AT_MOST
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
 
@@ -29,7 +30,7 @@ def talk(engine: SimulatedEngine, key: str, blocks: int, output: int = 2) -> Non
 
 
 def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: SimulatedEngine) -> None:
-    report, residence = engine.half["report"], engine.half["keep"]._residence
+    report, residence = engine.side("report"), engine.residence
     talk(engine, "idle", 10)
     engine.run(2000)
     talk(engine, "running", 10, output=20)
@@ -37,7 +38,7 @@ def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: Si
         engine.step()
     assert report.snapshot().live_tokens >= 20 * BLOCK_TOKENS
 
-    assert report._drain({"draining": True}) == {"done": True}
+    residence.drain(True)
     state = report.snapshot()
     assert state.draining and not state.drained and state.running == 1
     assert residence.conversations.get("idle") is None
@@ -45,7 +46,7 @@ def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: Si
     assert len(engine.answers["running-turn"]) == 20
     assert report.snapshot().drained, report.snapshot()
 
-    assert report._drain({"draining": False}) == {"done": True}
+    residence.drain(False)
     talk(engine, "again", 10)
     engine.run(2000)
     assert report.snapshot().live_tokens >= 10 * BLOCK_TOKENS
@@ -53,13 +54,23 @@ def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: Si
 
 
 def test_leases_of_a_sleeping_prefiller_end(engine: SimulatedEngine) -> None:
-    report = engine.half["report"]
+    report = engine.side("report")
     params = {"do_remote_decode": True, "transfer_id": "t"}
     engine.add("prefill", [n % 250 for n in range(10 * BLOCK_TOKENS)], 1, params=params)
     engine.run(2000)
-    report._drain({"draining": True})
+    engine.residence.drain(True)
     assert not report.snapshot().drained  # its decoder may still come for it
     limit = time.monotonic() + 30
     while not report.snapshot().drained and time.monotonic() < limit:
         time.sleep(0.05)
     assert report.snapshot().drained
+
+
+def test_many_parked_at_once_say_nothing_of_what_was_confirmed(engine: SimulatedEngine) -> None:
+    report = engine.side("report")
+    talk(engine, "known", 3)
+    engine.run(2000)
+    assert "known" in report.snapshot().confirmed
+    engine.residence.parked += [f"conversation {number}" for number in range(2 * NAMED_AT_MOST)]
+    state = report.snapshot()
+    assert "known" in state.confirmed and state.named_after < state.seq - 1

@@ -18,7 +18,7 @@ def test_a_refused_transfer_of_a_prompt_that_is_also_on_the_host_does_not_wait_f
     engine.add("first", prompt, 2, session="a")
     engine.run(2000)
     end = time.monotonic() + 10
-    while engine.half["checkpoint"].copying_block_ids() and time.monotonic() < end:
+    while engine.side("checkpoint").copying_block_ids() and time.monotonic() < end:
         engine.add("settle", [1, 2, 3], 2)  # copies to the host end in a step
         engine.run(2000)
     assert engine.scheduler.reset_prefix_cache()
@@ -32,7 +32,7 @@ def test_a_refused_transfer_of_a_prompt_that_is_also_on_the_host_does_not_wait_f
     }
     engine.add("second", prompt, 2, session="a", params=nobody)
     engine.add("behind", [4, 5, 6], 2)
-    residence = engine.half["keep"]._residence
+    residence = engine.residence
     assert residence.host.stored_prefix(residence.conversations.get("a").chain, 0, 40) == 40
     engine.run(2000)
 

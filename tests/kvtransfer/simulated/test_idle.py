@@ -25,15 +25,15 @@ def idle_and_live_blocks(host_kv_gib: float) -> tuple[int, int, int]:
                 engine.run(2000)
         for _ in range(4):
             engine.step()
-        beside = engine.half["report"].snapshot()
+        beside = engine.side("report").snapshot()
         engine.run(2000)
-        after = engine.half["report"].snapshot()
+        after = engine.side("report").snapshot()
         for _ in range(200 if host_kv_gib else 0):
             if after.idle_tokens == after.live_tokens:
                 break
             time.sleep(0.01)  # the copier rests beside steps
             engine.step()
-            after = engine.half["report"].snapshot()
+            after = engine.side("report").snapshot()
         assert beside.live_tokens >= 20 * BLOCK_TOKENS <= after.live_tokens
         return tuple(
             tokens // BLOCK_TOKENS for tokens in (beside.idle_tokens, after.idle_tokens, after.live_tokens)

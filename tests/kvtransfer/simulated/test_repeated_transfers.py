@@ -23,7 +23,7 @@ def test_a_second_prefill_of_a_transfer_is_not_exported(beside: bool) -> None:
         if not beside:
             engine.run(500)
     engine.run(500)
-    held = engine.half["transfer"].held_block_ids()
+    held = engine.side("transfer").held_block_ids()
     assert len(held) == 4 and set(engine.answers) == {"prefill0", "prefill1"}
     time.sleep(LEASE_S + 0.05)
     engine.add("last", [1, 2, 3], 2)  # leases end in a step

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 
-from kvtransfer.checkpoint.copier import Copier
+from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import SimulatedEngine, next_token
@@ -128,11 +128,11 @@ class Storm:
             self.decoder.abort(request_id)
 
     def park(self) -> None:
-        self.decoder.half["keep"]._residence.park(self.rng.choice(CONVERSATIONS))
+        self.decoder.residence.park(self.rng.choice(CONVERSATIONS))
 
     def release(self) -> None:
         key = self.rng.choice(CONVERSATIONS)
-        self.decoder.half["keep"]._residence.release(key)
+        self.decoder.residence.release(key)
         self.contexts[key] = self.said(100)
 
     def compact(self) -> None:
@@ -140,9 +140,9 @@ class Storm:
         self.contexts[key] = self.contexts[key][: self.rng.randrange(1, 120)] + self.said(60)
 
     def corrupt(self) -> None:
-        memory = copier_of(self.decoder)._memory
-        if memory._contents:
-            slot = self.rng.choice(sorted(memory._contents))
+        memory = copier_of(self.decoder).memory
+        if memory.contents:
+            slot = self.rng.choice(sorted(memory.contents))
             row = memory.rows[slot]
             row[self.rng.randrange(len(row))] ^= 1
 
@@ -156,7 +156,7 @@ class Storm:
     def settle(self) -> None:
         self.step_until(lambda: not (self.decoder.busy() or self.prefiller.busy()))
         for key in CONVERSATIONS:
-            self.decoder.half["keep"]._residence.release(key)
+            self.decoder.residence.release(key)
         time.sleep(LEASE_S + 0.3)
         for engine in (self.decoder, self.prefiller):  # leases and copies end in a step
             engine.add("last", [1, 2, 3], 2)
@@ -164,7 +164,7 @@ class Storm:
 
 
 def copier_of(engine: SimulatedEngine) -> Copier:
-    copier: Copier = engine.worker._workers["checkpoint"]._copier
+    copier: Copier = engine.worker.worker_side("checkpoint").copier
     return copier
 
 
@@ -186,7 +186,7 @@ def test_nothing_leaks_and_nothing_is_wrong(seed: int) -> None:
         assert engine.faults() == [], replay
         free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == engine.blocks - 1, replay
-    host = storm.decoder.half["keep"]._residence.host
+    host = storm.decoder.residence.host
     assert host.free == host.capacity, replay
     storm.decoder.close()
     storm.prefiller.close()

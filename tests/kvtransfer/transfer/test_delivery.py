@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
-from kvtransfer.transfer.client import Cancellation, Consumer, Source, dismiss, fetch
-from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.transfer.client import Cancellation, Consumer, TransferSource, dismiss, fetch
 from kvtransfer.transfer.exports import Export, Exports, Written
+from kvtransfer.transfer.memory import BlockMemory
 from kvtransfer.transfer.server import Producer, TransferServer
 
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 3, 16, 4096, 64
@@ -22,7 +23,7 @@ PROMPT = list(range(10, 40))  # blocks of the prompt on the producer
 TOKENS = len(PROMPT) * BLOCK_TOKENS - 5
 
 
-class Memory:
+class Memory(BlockMemory):
     def __init__(self, fill: bool) -> None:
         self.layers = tuple(f"layer{n}" for n in range(LAYERS))
         self.layout = "same"
@@ -43,7 +44,7 @@ class Pair:
     exports: Exports
     theirs: Memory
     mine: Memory
-    source: Source
+    source: TransferSource
     consumer: Consumer
     now: list[float]
     generation: int
@@ -77,7 +78,7 @@ def pair() -> Iterator[Pair]:
     exports = Exports(LAYERS, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
     theirs, mine = Memory(fill=True), Memory(fill=False)
     server, port = serving(exports, theirs)
-    source = Source("127.0.0.1", port, "t", 4, "p")
+    source = TransferSource("127.0.0.1", port, "t", 4, "p")
     generation = exports.open("t", PROMPT, TOKENS, "p")
     yield Pair(exports, theirs, mine, source, Consumer(0, 1, 10.0, SECRET), now, generation)
     server.close()
@@ -132,7 +133,7 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
         exports,
         theirs,
         mine,
-        Source("127.0.0.1", port, "t", 4, "p"),
+        TransferSource("127.0.0.1", port, "t", 4, "p"),
         Consumer(0, 1, 10.0, SECRET),
         now,
         generation,
@@ -206,7 +207,7 @@ def test_a_producer_without_the_secret_is_refused() -> None:
             wire.send_control(peer, wire.Kind.ACCEPT, bytes(32))
 
     threading.Thread(target=answer, daemon=True).start()
-    source = Source("127.0.0.1", int(impostor.getsockname()[1]), "t", None, "p")
+    source = TransferSource("127.0.0.1", int(impostor.getsockname()[1]), "t", None, "p")
     with pytest.raises(TransferRefused, match="unauthorised"):
         fetch(source, 0, [0], Memory(fill=False), Consumer(0, 1, 10.0, SECRET), Cancellation())
     impostor.close()

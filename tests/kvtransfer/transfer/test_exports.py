@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvtransfer.transfer.errors import Reason, TransferRefused
+from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer.exports import Exports, Written
 
 LAYERS, BLOCK = 2, 16

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from kvtransfer.transfer.prompt import prompt_digest
+from kvtransfer.transfer.scheduler import prompt_digest
 
 
 @dataclass

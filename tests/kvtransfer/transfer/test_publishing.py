@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make install")
-
-from kvtransfer.transfer.errors import TransferRefused  # noqa: E402
-from kvtransfer.transfer.exports import Exports  # noqa: E402
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, layout_fingerprint  # noqa: E402
-from kvtransfer.transfer.publisher import Publisher  # noqa: E402
-from kvtransfer.transfer.staging import StagedBlockMemory  # noqa: E402
+from kvtransfer.errors import TransferRefused
+from kvtransfer.transfer.exports import (
+    Exports,
+    Publisher,
+)
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, StagedBlockMemory, layout_fingerprint
 
 BLOCKS, BLOCK_TOKENS = 10, 4
 

@@ -1,66 +1,72 @@
 """What a thread of a transfer raises is in the log, and the request it was for goes on."""
 
 import logging
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("torch", reason="torch is not installed: make install")
-
-import threading
-
-from kvtransfer.parts import LoadsEnded
-from kvtransfer.transfer.client import Source
-from kvtransfer.transfer.orders import Fetch, TransferOrder
+from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
+from kvtransfer.plugins import EngineContext
+from kvtransfer.residence import Residence
+from kvtransfer.transfer.client import TransferSource
+from kvtransfer.transfer.memory import HostBlockMemory
+from kvtransfer.transfer.scheduler import Fetch, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker
 
-SOURCE = Source("127.0.0.1", 1, "transfer-1", None, "digest")
+SOURCE = TransferSource("127.0.0.1", 1, "transfer-1", None, "digest")
+BLOCKS = 8
 
 
-class FaultyMemory:
-    layout = "any"
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferWorker]:
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret only for these tests")
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1), cache_config=SimpleNamespace(block_size=4)
+    )
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=64), layer_names=["layer"])
+    kv_cache_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+    config = ConnectorConfig()
+    residence = Residence(config, 0, time.monotonic)
+    made = TransferWorker(EngineContext(config, vllm_config, kv_cache_config, residence), 0)
+    made.register({"layer": torch.zeros(BLOCKS, 2, 4, 2)})
+    yield made
+    made.shutdown()
 
-    def reserve(self, blocks: list[int]) -> bool:
+
+def eventually(true: Callable[[], bool]) -> bool:
+    limit = time.monotonic() + 10
+    while not true() and time.monotonic() < limit:
+        time.sleep(0.01)
+    return true()
+
+
+def test_a_fetch_that_raises_is_counted_logged_and_ends(
+    worker: TransferWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(self: HostBlockMemory, blocks: list[int]) -> bool:
         raise IndexError(blocks)
 
-
-def a_worker() -> Any:
-    worker = TransferWorker.__new__(TransferWorker)
-    worker._threads = ThreadPoolExecutor(1)
-    worker._cancellations = {}
-    worker._lock = threading.Lock()
-    worker._ended = LoadsEnded()
-    worker._counts = defaultdict(float)
-    worker._memory = FaultyMemory()  # type: ignore[assignment]
-    worker._publisher = SimpleNamespace(begin_step=lambda _progress: None)  # type: ignore[assignment]
-    return worker
-
-
-def test_a_fetch_that_raises_is_counted_logged_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    worker = a_worker()
+    monkeypatch.setattr(HostBlockMemory, "reserve", faulty)
     with caplog.at_level(logging.ERROR):
         worker.before_step(TransferOrder(fetches=[Fetch("r", SOURCE, 0, [4, 5])]))
-        worker._threads.shutdown(wait=True)
+        assert eventually(lambda: "transfer for r failed" in caplog.text)
     ended = worker.loads_ended()
     assert ended.requests == {"r"} and ended.failed_blocks == {4, 5}
     assert worker.take_counts() == {"refused.internal": 1}
-    assert "transfer for r failed" in caplog.text and "IndexError" in caplog.text
+    assert "IndexError" in caplog.text
 
 
 def test_a_dismissal_that_raises_is_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    worker: TransferWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = a_worker()
-
     def faulty(*_: object) -> None:
         raise KeyError("a defect")
 
     monkeypatch.setattr("kvtransfer.transfer.worker.dismiss", faulty)
-    worker._consumer = None
     with caplog.at_level(logging.ERROR):
         worker.before_step(TransferOrder(dismissed=[SOURCE]))
-        worker._threads.shutdown(wait=True)
-    assert "transfer for transfer-1 failed" in caplog.text and "a defect" in caplog.text
+        assert eventually(lambda: "transfer for transfer-1 failed" in caplog.text)
+    assert "a defect" in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from router.http.message import Request
+from router.http.request import Request
 from router.http.responder import Responder
 from router.http.server import Server
 

@@ -1,47 +1,36 @@
-"""A gateway of offline work only: the Files and Batch APIs and a dispatcher over given engines."""
+"""A batch process over given engines, and a gateway of nothing else in front of it, over sockets."""
 
 import argparse
 import asyncio
-import hashlib
-from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from openai import AsyncOpenAI
-from starlette.requests import Request as AppRequest
 
 from placement.engines import EngineInfo, EngineState, Role
+from router.api import Callers
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.batch.flex_turns import FlexTurns, is_flex
+from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
-from router.config import GatewayConfig, Model
-from router.http import Request, Responder, Server, UpstreamPool
+from router.config import BatchAddress, GatewayConfig, ServedModel
+from router.http import Request, Responder, Server, UpstreamLimits, UpstreamPool
 from router.turn import Api, read_turn
 from tests.router.batch.fake_engine import MODEL
 
+SECRET = "s3cret"
 FAST = DispatchSettings(
     backoff_first_s=0.02,
     backoff_max_s=0.1,
     tick_s=0.02,
-    lease_s=1.0,
+    lost_after_s=1.0,
     cancel_grace_s=0.2,
     request_timeout_s=20.0,
     max_tries=3,
 )
 
 
-def owner_by_bearer(request: AppRequest) -> str:
-    """The caller's name space, from its API key. Without one all callers share a name space."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return (
-        hashlib.sha256(key.encode()).hexdigest()[:32] if scheme.lower() == "bearer" and key else "anonymous"
-    )
-
-
 def engine_info(name: str, http: str, epoch: int = 1, role: Role = Role.DECODE) -> EngineInfo:
     return EngineInfo(name, "tier", role, epoch, http, "", "", 100_000, 16, 8192)
-
-
-_GENERATING = GatewayConfig(directory="none:1", models=(Model(MODEL),))
 
 
 class StaticFleet:
@@ -49,17 +38,59 @@ class StaticFleet:
         self.infos = [engine_info(f"e{index}", address) for index, address in enumerate(addresses)]
         self.states: dict[str, EngineState] = {}
 
-    def engines(self) -> list[EngineInfo]:
-        return list(self.infos)
+    def engines(self) -> list[tuple[EngineInfo, EngineState | None]]:
+        return [(info, self.states.get(info.engine)) for info in self.infos]
 
-    def state(self, engine: str) -> EngineState | None:
-        return self.states.get(engine)
 
-    def models(self) -> Collection[str] | None:
-        return (MODEL,)
+def batch_config(store_url: str, files_url: str, port: int = 0) -> BatchConfig:
+    return BatchConfig(
+        store_url,
+        files_url,
+        models=(ServedModel(MODEL, embeddings=True),),
+        directory="none:1",
+        secret=SECRET,
+        port=port,
+        dispatch=FAST,
+        flex_timeout_s=2.0,
+    )
+
+
+class FrontGateway:
+    """Authenticates and forwards, as a gateway does; serves no turns but flex ones."""
+
+    def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
+        """`batch`: host:port of the batch process, which need not be there."""
+        self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
+        self._callers = Callers(self._config)
+        self._pool = UpstreamPool(upstream)
+        self._forwarding = BatchForwarding(BatchAddress(batch), secret, self._pool)
+        self._server = Server(self._handle)
+        self.url = ""
+
+    async def start(self) -> str:
+        self.url = f"http://127.0.0.1:{await self._server.start('127.0.0.1', 0)}"
+        return self.url
+
+    async def _handle(self, request: Request, responder: Responder) -> None:
+        space = self._callers.caller(request.headers).space
+        if request.path == "/v1/chat/completions":
+            turn = await read_turn(Api.CHAT, request, space, self._config.models_by_name, 0.0)
+            await self._forwarding.flex(turn, responder)
+        else:
+            await self._forwarding.handle(request, responder, space)
+
+    async def stop(self) -> None:
+        await self._server.drain(1.0)
+        await self._forwarding.close()
+        await self._pool.close()
+
+    def client(self, key: str = "sk-one") -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 class Gateway:
+    """Both, in this process."""
+
     def __init__(
         self,
         store_url: str,
@@ -67,50 +98,42 @@ class Gateway:
         fleet: StaticFleet,
         dispatch: DispatchSettings = FAST,
         limits: BatchLimits | None = None,
+        models: tuple[ServedModel, ...] | None = None,
     ) -> None:
-        self.config = BatchConfig(store_url, files_url, limits or BatchLimits(), dispatch, flex_timeout_s=2.0)
+        self.config = replace(
+            batch_config(store_url, files_url), dispatch=dispatch, limits=limits or BatchLimits()
+        )
+        if models is not None:
+            self.config = replace(self.config, models=models)
         self.fleet = fleet
-        self.url = ""
 
-    async def start(self, port: int = 0) -> None:
-        self._pool = UpstreamPool()
-        self.service = BatchService(self.config, self.fleet, self._pool, owner_by_bearer)
-        self.running = self.service.start()
-        self._apis = self.service.mounts()["/v1/batches"]
-        self._flex = FlexTurns(self.service.flex, self._pool)
-        self._server = Server(self._handle)
-        self.url = f"http://127.0.0.1:{await self._server.start('127.0.0.1', port)}"
-
-    async def _handle(self, request: Request, responder: Responder) -> None:
-        if request.path == "/v1/chat/completions":
-            turn = await read_turn(Api.CHAT, request, "space", _GENERATING, 0.0)
-            assert is_flex(turn)
-            await self._flex.serve(turn, responder)
-        else:
-            await self._apis(request, responder)
+    async def start(self) -> None:
+        self.service = BatchService(self.config, self.fleet.engines)
+        self.batch = f"127.0.0.1:{await self.service.start()}"
+        self.front = FrontGateway(self.batch)
+        self.url = await self.front.start()
 
     async def stop(self) -> None:
-        await self._server.drain(1.0)
+        await self.front.stop()
         await self.service.stop()
-        await self._pool.close()
 
     def client(self, key: str = "sk-one") -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return self.front.client(key)
 
 
 async def _main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--port", type=int, required=True)
     options.add_argument("--store", required=True)
-    options.add_argument("--files", required=True)
+    options.add_argument("--files", type=Path, required=True)
     options.add_argument("--blind-window", type=int, default=16)
     options.add_argument("engines", nargs="+")
     given = options.parse_args()
+    config = batch_config(given.store, str(given.files), given.port)
     dispatch = replace(FAST, blind_window=given.blind_window)
-    gateway = Gateway(given.store, given.files, StaticFleet(*given.engines), dispatch)
-    await gateway.start(given.port)
-    print(gateway.url, flush=True)
-    await gateway.running
+    service = BatchService(replace(config, dispatch=dispatch), StaticFleet(*given.engines).engines)
+    print(await service.start(), flush=True)
+    await service.run_until_signal()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines and gateways as processes that can be killed at any moment."""
+"""Engines and batch processes as processes that can be killed at any moment."""
 
 import asyncio
 import signal
@@ -50,6 +50,13 @@ class Process:
         self._process = None
         self.kills += 1
 
+    async def ended(self, within_s: float) -> None:
+        """By itself."""
+        assert self._process is not None and self._process.stdout is not None
+        await asyncio.to_thread(self._process.wait, within_s)
+        self._process.stdout.close()
+        self._process = None
+
     async def stop(self) -> None:
         if self._process is not None:
             await self.kill()
@@ -59,7 +66,7 @@ def engine_process(log: Path, delay_s: float) -> Process:
     return Process("tests.router.batch.fake_engine", "--log", str(log), "--delay", str(delay_s))
 
 
-def gateway_process(store_url: str, files: Path, window: int, *engines: str) -> Process:
+def batch_process(store_url: str, files: Path, window: int, *engines: str) -> Process:
     return Process(
         "tests.router.batch.gateway",
         *("--store", store_url, "--files", str(files), "--blind-window", str(window)),

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from router.batch.config import BatchLimits
+from router.config import ServedModel
 from tests.router.batch.fake_engine import FakeEngine
 from tests.router.batch.gateway import Gateway, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
@@ -124,18 +125,24 @@ async def test_files_as_a_whole(small: Gateway, data: bytes, code: str, line_num
         assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line_number)
 
 
-async def test_models_of_one_batch_must_agree(
-    engine: FakeEngine, sqlite_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+async def test_models_of_one_batch_must_agree_and_embed_where_that_is_asked(
+    engine: FakeEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(StaticFleet, "models", lambda _self: ("tiny", "other"))
-    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+    models = (ServedModel("tiny"), ServedModel("other"))
+    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), models=models)
     await running.start()
     async with running.client() as client:
-        batch = await ended(client, await submit(client, jsonl(GOOD) + body(model="other")))
+        two = await ended(client, await submit(client, jsonl(GOOD) + body(model="other")))
+        asked = line("a", url="/v1/embeddings", body={"model": "tiny", "input": "x"})
+        no_embeddings = await ended(client, await submit(client, jsonl([asked]), "/v1/embeddings"))
     await running.stop()
-    assert batch.errors is not None and batch.errors.data
-    error = batch.errors.data[0]
-    assert (error.code, error.line, error.param) == ("model_mismatch", 3, "body.model")
+    for batch, expected in (
+        (two, ("model_mismatch", 3, "body.model")),
+        (no_embeddings, ("unsupported", 1, "url")),
+    ):
+        assert batch.errors is not None and batch.errors.data
+        error = batch.errors.data[0]
+        assert (error.code, error.line, error.param) == expected
 
 
 async def test_errors_are_counted_up_to_the_limit(small: Gateway) -> None:

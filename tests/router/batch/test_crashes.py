@@ -11,10 +11,10 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 from sqlalchemy import select
 
-from router.batch.store.database import Database
-from router.batch.store.schema import results
+from router.batch.database import Database, results
+from tests.router.batch.gateway import FrontGateway
 from tests.router.batch.jobs import ENDED, jsonl, line, lines_of, submit
-from tests.router.batch.processes import Process, engine_process, gateway_process
+from tests.router.batch.processes import Process, batch_process, engine_process
 
 REQUESTS = 1_000
 WINDOW = 8
@@ -28,7 +28,7 @@ def durable_lines(database: Database) -> set[int]:
 async def status_of(client: AsyncOpenAI, batch: Batch) -> Batch | None:
     try:
         return await client.batches.retrieve(batch.id)
-    except openai.APIConnectionError:
+    except (openai.APIConnectionError, openai.InternalServerError):  # 503 while it is away
         return None
 
 
@@ -41,20 +41,22 @@ async def test_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
     engines = [engine_process(log, 0.15), engine_process(log, 0.15)]
     for engine in engines:
         await engine.start()
-    gateway = gateway_process(either_url, tmp_path / "files", WINDOW, *(engine.address for engine in engines))
+    batches = batch_process(either_url, tmp_path / "files", WINDOW, *(engine.address for engine in engines))
+    await batches.start()
+    gateway = FrontGateway(batches.address)
     await gateway.start()
     database = Database(either_url)
     done_before: list[tuple[int, set[int]]] = []  # how long the log was, which lines had results by then
-    async with AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="k", max_retries=0) as client:
+    async with gateway.client() as client:
         batch = await submit(client, jsonl([line(str(i)) for i in range(1, REQUESTS + 1)]))
-        victims: list[Process] = [gateway, *engines] * 3
+        victims: list[Process] = [batches, *engines] * 3
         rng.shuffle(victims)
         while not durable_lines(database):  # the kills come while there is something to lose
             await status_of(client, batch)
         for victim in victims:
             await asyncio.sleep(rng.uniform(0.05, 1.2))
             await victim.kill()
-            if victim is gateway:
+            if victim is batches:
                 done = durable_lines(database)
                 await asyncio.sleep(0.1)  # what was at the engines has ended or been dropped
                 done_before.append((len(log.read_text().split()), done))
@@ -66,20 +68,21 @@ async def test_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
                 ended = await status_of(client, batch)
         output = await lines_of(client, ended.output_file_id)
         error = await lines_of(client, ended.error_file_id)
-    for process in (gateway, *engines):
+    await gateway.stop()
+    for process in (batches, *engines):
         await process.stop()
     database.close()
     ids = Counter(entry["custom_id"] for entry in output + error)
     assert ids == Counter(str(i) for i in range(1, REQUESTS + 1))
-    assert ended.status == "completed" and all(process.kills >= 3 for process in (gateway, *engines))
+    assert ended.status == "completed" and all(process.kills >= 3 for process in (batches, *engines))
     served = log.read_text().split()
     for length, done in done_before:
         again = {int(text) for text in served[length:]} & done
         assert not again, f"finished before the kill and done again: {sorted(again)[:10]}"
     twice = len(served) - len(set(served))
-    kills = sum(process.kills for process in (gateway, *engines))
+    kills = sum(process.kills for process in (batches, *engines))
     found = [len(done) for _, done in done_before]
-    print(f"{kills} kills, those of the gateway found {found} results; {twice} requests were done twice")
+    print(f"{kills} kills, the batch process's found {found} results; {twice} requests were done twice")
     assert twice <= kills * WINDOW * len(engines)
     assert all(found)
 
@@ -93,11 +96,13 @@ async def test_kills_during_validation_and_finalizing(either_url: str, tmp_path:
     total = 3_000
     engine = engine_process(tmp_path / "served.log", 0.0)
     await engine.start()
-    gateway = gateway_process(either_url, tmp_path / "files", 64, engine.address)
+    batches = batch_process(either_url, tmp_path / "files", 64, engine.address)
+    await batches.start()
+    gateway = FrontGateway(batches.address)
     await gateway.start()
     seen: Counter[str] = Counter()
 
-    async with AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="k", max_retries=0) as client:
+    async with gateway.client() as client:
         batch = await submit(client, jsonl([line(str(i), "x" * 2_000) for i in range(total)]))
         state: Batch | None = batch
         early = late = 4
@@ -109,13 +114,14 @@ async def test_kills_during_validation_and_finalizing(either_url: str, tmp_path:
                     early, late = (early - 1, late) if early else (early, late - 1)
                     await asyncio.sleep(rng.uniform(0.0, 0.1))
                     seen[state.status] += 1
-                    await gateway.kill()
-                    await gateway.start()
+                    await batches.kill()
+                    await batches.start()
                 await asyncio.sleep(0.01)
                 state = await status_of(client, batch)
         output = await lines_of(client, state.output_file_id)
         files = await client.files.list(purpose="batch_output")
     await gateway.stop()
+    await batches.stop()
     await engine.stop()
     print(dict(seen))
     assert state.status == "completed" and len(files.data) == 1

@@ -53,7 +53,7 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: Gateway) -> None:
 async def test_an_expired_batch_keeps_what_was_done(
     gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batch.api.params._window_s", lambda _window: 1)  # one second
+    monkeypatch.setattr("router.batch.api.window_seconds", lambda _window: 1)  # one second
     async with gateway.client() as client:
         quick = [line(f"a{i}") for i in range(4)]
         slow = [line(f"b{i}", f"sleep=30 b{i}") for i in range(20)]
@@ -119,7 +119,7 @@ async def test_a_busy_engine_is_waited_for(gateway: Gateway, engine: FakeEngine)
 async def test_work_of_a_lost_engine_goes_elsewhere(sqlite_url: str, tmp_path: Path) -> None:
     slow, other = FakeEngine(delay_s=30.0), FakeEngine()
     fleet = StaticFleet(await slow.start(), await other.start())
-    gateway = Gateway(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, lease_s=0.6))
+    gateway = Gateway(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, lost_after_s=0.6))
     await gateway.start()
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))

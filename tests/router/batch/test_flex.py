@@ -1,15 +1,18 @@
-"""Service tier flex: a normal request runs as offline work, waits for room, and gives up in time."""
+"""Service tier flex: a normal request runs as offline work, waits for capacity, and gives up in time."""
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client import REGISTRY
 
+from router.http import ServerLimits, UpstreamLimits
 from tests.router.batch.fake_engine import MODEL, FakeEngine
-from tests.router.batch.gateway import Gateway
+from tests.router.batch.gateway import FrontGateway, Gateway, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
 
 
@@ -20,17 +23,17 @@ async def ask(client: AsyncOpenAI, text: str) -> str | None:
     return answer.choices[0].message.content
 
 
-def served() -> float:
-    return REGISTRY.get_sample_value("conserve_batch_flex_requests_total", {"outcome": "served"}) or 0.0
+def counted(outcome: str) -> float:
+    return REGISTRY.get_sample_value("conserve_batch_flex_requests_total", {"outcome": outcome}) or 0.0
 
 
 async def test_a_flex_request_runs_as_offline_work(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
-    before = served()
+    before = counted("served")
     async with sqlite_gateway.client() as client:
         assert await ask(client, "hello") == "echo hello"
     (body,) = engine.bodies
     assert body["priority"] > 0 and "service_tier" not in body
-    assert served() == before + 1
+    assert counted("served") == before + 1
 
 
 async def test_flex_and_batches_share_the_engines(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
@@ -46,7 +49,7 @@ async def test_flex_and_batches_share_the_engines(sqlite_gateway: Gateway, engin
     assert engine.peak <= sqlite_gateway.config.dispatch.blind_window
 
 
-async def test_without_room_it_is_refused_in_time(sqlite_gateway: Gateway) -> None:
+async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: Gateway) -> None:
     sqlite_gateway.fleet.infos.clear()
     async with sqlite_gateway.client() as client:
         with pytest.raises(openai.RateLimitError) as refused:
@@ -56,7 +59,7 @@ async def test_without_room_it_is_refused_in_time(sqlite_gateway: Gateway) -> No
 
 async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
     async with sqlite_gateway.client() as client:
-        window = sqlite_gateway.config.dispatch.blind_window
+        window, before = sqlite_gateway.config.dispatch.blind_window, counted("client_left")
         leaving = [asyncio.create_task(ask(client, f"sleep=30 {i}")) for i in range(window + 4)]
         await asyncio.wait_for(engine.asked.wait(), 60)
         await asyncio.sleep(0.2)
@@ -64,7 +67,7 @@ async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, 
             task.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
         assert await ask(client, "after") == "echo after"
-    assert not sqlite_gateway.service.flex.backlog()
+    assert counted("client_left") == before + 4
 
 
 async def test_an_engine_that_fails_is_seen(sqlite_gateway: Gateway) -> None:
@@ -80,3 +83,39 @@ async def test_an_engine_that_fails_is_seen(sqlite_gateway: Gateway) -> None:
 async def sqlite_gateway_engine_stops(gateway: Gateway) -> None:
     """The fleet still names it, at a port where nobody listens."""
     gateway.fleet.infos[0] = replace(gateway.fleet.infos[0], http="127.0.0.1:9")
+
+
+async def test_waiting_flex_turns_leave_files_and_batches_their_connections(sqlite_gateway: Gateway) -> None:
+    sqlite_gateway.fleet.infos.clear()
+    narrow = FrontGateway(
+        sqlite_gateway.batch, upstream=UpstreamLimits(max_connections=1, acquire_timeout_s=0.2)
+    )
+    await narrow.start()
+    async with narrow.client() as client:
+        waiting = asyncio.create_task(ask(client, "hello"))
+        await asyncio.sleep(0.3)
+        assert (await client.batches.list()).data == []
+        assert not waiting.done()
+        with pytest.raises(openai.InternalServerError, match="flex requests are not served"):
+            await ask(client, "one more")
+        with pytest.raises(openai.RateLimitError):
+            await waiting
+    await narrow.stop()
+
+
+async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_for(
+    engine: FakeEngine, sqlite_url: str, tmp_path: Path
+) -> None:
+    gateway = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+    upstream = UpstreamLimits(max_connections=1, acquire_timeout_s=0.1)
+    gateway.config = replace(gateway.config, upstream=upstream, server=ServerLimits(max_headers=9))
+    await gateway.start()
+    async with gateway.client() as client, httpx.AsyncClient() as http:
+        first = asyncio.create_task(ask(client, "sleep=1"))
+        await asyncio.wait_for(engine.asked.wait(), 60)
+        with pytest.raises(openai.InternalServerError, match="All 1 connections"):
+            await ask(client, "hello")
+        await first
+        many = {f"x-{number}": "y" for number in range(9)}
+        assert (await http.get(f"http://{gateway.batch}/metrics", headers=many)).status_code == 431
+    await gateway.stop()

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
+import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.router.batch.jobs import ended, jsonl, lines_of, submit
+from tests.router.batch.jobs import ended, in_progress, jsonl, lines_of, submit
 from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1_800)]
@@ -70,3 +72,36 @@ async def test_by_the_command_line(laptop_fleet: RunningFleet, tmp_path: Path) -
     assert answer.returncode == 0, answer.stderr
     ids = [json.loads(text)["custom_id"] for text in out.read_text().splitlines()]
     assert ids == [f"r{number}" for number in range(COUNT)]
+
+
+async def test_a_killed_batch_process_is_back_in_seconds_and_its_batch_completes(
+    laptop_fleet: RunningFleet,
+) -> None:
+    fleet, model = laptop_fleet, laptop_fleet.model
+    url = f"{fleet.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="killed", timeout=300, max_retries=0) as client:
+        batch = await submit(client, requests(model, "/v1/completions"), "/v1/completions")
+        await in_progress(client, batch, done=1)
+        for victim in ("batch", "supervisor", "batch"):
+            if victim == "batch":
+                (pid,) = set(fleet.processes("router.batch")) - set(fleet.processes("workers.host"))
+                fleet.kill(pid)
+            else:  # the process goes on, and the actor that comes back adopts it
+                fleet.kill(fleet.actor("GatewaysActor"))
+            killed = time.monotonic()
+            answer = await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "Still there?"}], max_tokens=4
+            )
+            assert answer.choices
+            while True:
+                try:
+                    await client.batches.retrieve(batch.id)
+                    break
+                except openai.InternalServerError as away:
+                    assert away.status_code == 503 and away.response.headers["retry-after"]
+                    assert time.monotonic() - killed < 20
+                    await asyncio.sleep(0.1)
+            print(f"{victim} killed: batches are served again after {time.monotonic() - killed:.1f} s")
+        batch = await ended(client, batch, within_s=900)
+        results = await lines_of(client, batch.output_file_id)
+        assert [result["custom_id"] for result in results] == [f"r{number}" for number in range(COUNT)]

@@ -7,12 +7,19 @@ from hypothesis import strategies as st
 
 from placement.engines import EngineState, Role
 from router.batch.config import DispatchSettings
-from router.batch.fairness import FairShare
-from router.batch.policy import EngineView, Room, assign, room_of, share_out
+from router.batch.policy import (
+    SUSPECT_AFTER,
+    Allowance,
+    EngineSlots,
+    FairShare,
+    allowance_of,
+    assign,
+    share_out,
+)
 from router.batch.records import Backlog
 
-R40 = Room(40, 10**9)
-SETTINGS = DispatchSettings(queue_ahead=4, max_in_flight=64, urgent_share=0.75)
+R40 = Allowance(40, 10**9)
+SETTINGS = DispatchSettings(max_in_flight=64)
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,8 @@ def state(**changes: int | bool) -> EngineState:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def view(name: str = "e", reported: EngineState | None = None, **changes: object) -> EngineView:
-    plain = EngineView(name, Role.DECODE, 100_000, reported or state(), 0, 0, 0)
+def view(name: str = "e", reported: EngineState | None = None, **changes: object) -> EngineSlots:
+    plain = EngineSlots(name, Role.DECODE, 100_000, reported or state(), 0, 0, 0)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -38,137 +45,134 @@ def backlog(batch: int, owner: str, pending: int = 1_000, expires_at: int = 86_4
 
 
 def test_an_idle_decoder_gets_a_short_queue() -> None:
-    assert room_of(view(), SETTINGS).requests == 4
-    assert room_of(view(in_flight=3), SETTINGS).requests == 1
+    assert allowance_of(view(), SETTINGS).requests == 4
+    assert allowance_of(view(in_flight=3), SETTINGS).requests == 1
 
 
 def test_the_window_follows_what_the_decoder_runs() -> None:
     running = state(offline_running=10)
-    assert room_of(view(reported=running, in_flight=10), SETTINGS).requests == 4
+    assert allowance_of(view(reported=running, in_flight=10), SETTINGS).requests == 4
     stuck = state(offline_running=10, offline_waiting=4)
-    assert room_of(view(reported=stuck, in_flight=14), SETTINGS).requests == 0
+    assert allowance_of(view(reported=stuck, in_flight=14), SETTINGS).requests == 0
 
 
-def test_gateways_share_the_window() -> None:
-    assert room_of(view(reported=state(offline_running=8)), SETTINGS, dispatchers=3).requests == 4
-
-
-def test_nothing_while_online_turns_wait_unless_a_minimum_is_set() -> None:
+def test_nothing_while_online_turns_wait_but_one_for_an_engine_that_had_none_for_long() -> None:
     pressed = state(offline_running=10, waiting=1)
-    assert room_of(view(reported=pressed), SETTINGS).requests == 0
-    assert room_of(view(reported=pressed), replace(SETTINGS, minimum_in_flight=2)).requests == 2
+    assert allowance_of(view(reported=pressed), SETTINGS).requests == 0
+    assert allowance_of(view(reported=pressed, starved=True), SETTINGS).requests == 1
+    assert allowance_of(view(reported=pressed, starved=True, in_flight=1), SETTINGS).requests == 0
 
 
 def test_one_after_another_without_kv_to_spare() -> None:
     full = state(free_tokens=9_000, offline_running=10)
-    assert room_of(view(reported=full), SETTINGS).requests == 1
-    assert room_of(view(reported=full, in_flight=1), SETTINGS).requests == 0
-    assert room_of(view(reported=state(free_tokens=12_000), unseen_tokens=2_000), SETTINGS).requests == 1
+    assert allowance_of(view(reported=full), SETTINGS).requests == 1
+    assert allowance_of(view(reported=full, in_flight=1), SETTINGS).requests == 0
+    assert allowance_of(view(reported=state(free_tokens=12_000), unseen_tokens=2_000), SETTINGS).requests == 1
 
 
 def test_what_idle_conversations_have_on_the_host_too_is_to_spare() -> None:
     idle = state(free_tokens=9_000, idle_tokens=21_000, offline_running=10)
-    assert room_of(view(reported=idle), SETTINGS).tokens == 20_000
-    assert room_of(view(reported=idle), SETTINGS).requests > 1
+    assert allowance_of(view(reported=idle), SETTINGS).tokens == 20_000
+    assert allowance_of(view(reported=idle), SETTINGS).requests > 1
 
 
 def test_nothing_for_draining_and_resting_engines() -> None:
-    assert room_of(view(reported=state(draining=True)), SETTINGS).requests == 0
-    assert room_of(view(resting=True), SETTINGS).requests == 0
+    assert allowance_of(view(reported=state(draining=True)), SETTINGS).requests == 0
+    assert allowance_of(view(resting=True), SETTINGS).requests == 0
 
 
 def test_prefillers_only_when_wanted_and_idle() -> None:
     prefiller = view(role=Role.PREFILL)
-    assert room_of(prefiller, SETTINGS).requests == 0
+    assert allowance_of(prefiller, SETTINGS).requests == 0
     wanted = replace(SETTINGS, harvest_prefill=True)
-    assert room_of(prefiller, wanted).requests == 4
-    assert room_of(view(role=Role.PREFILL, reported=state(running=1)), wanted).requests == 0
+    assert allowance_of(prefiller, wanted).requests == 4
+    assert allowance_of(view(role=Role.PREFILL, reported=state(running=1)), wanted).requests == 0
 
 
 def test_an_engine_without_reports_gets_a_fixed_window() -> None:
     silent = replace(view(), state=None)
-    assert room_of(silent, replace(SETTINGS, blind_window=5)).requests == 5
+    assert allowance_of(silent, replace(SETTINGS, blind_window=5)).requests == 5
 
 
 def test_keys_get_equal_tokens_whatever_their_batches() -> None:
     fair = FairShare()
     taken, urgent = share_out(
-        [backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, SETTINGS, 0, 0
+        [backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, 0, 0
     )
     assert taken == {1: 20, 2: 20} and urgent == 0
 
 
 def test_within_a_key_the_batch_that_closes_first_goes_first() -> None:
     soon, late = backlog(1, "a", 5, expires_at=500), backlog(2, "a", 100, expires_at=900)
-    taken, _ = share_out([late, soon], Room(8, 10**9), FairShare(), SETTINGS, 0, 0)
+    taken, _ = share_out([late, soon], Allowance(8, 10**9), FairShare(), 0, 0)
     assert taken == {1: 5, 2: 3}
 
 
 def test_a_tight_window_goes_first_but_does_not_take_everything() -> None:
     tight = backlog(1, "hasty", 1_000, expires_at=100)  # 100,000 tokens at 1,000 a second: just in time
-    taken, urgent = share_out([backlog(2, "calm"), tight], R40, FairShare(), SETTINGS, 0, 1_000)
+    taken, urgent = share_out([backlog(2, "calm"), tight], R40, FairShare(), 0, 1_000)
     assert urgent == 30 and taken[1] >= 30 and taken[2] == 40 - taken[1] > 0
 
 
-def test_room_that_nobody_needs_is_not_given() -> None:
-    assert share_out([backlog(1, "a", 3)], R40, FairShare(), SETTINGS, 0, 0) == ({1: 3}, 0)
-    assert share_out([replace(backlog(1, "a"), accepting=False)], R40, FairShare(), SETTINGS, 0, 0) == ({}, 0)
+def test_capacity_that_nobody_needs_is_not_given() -> None:
+    assert share_out([backlog(1, "a", 3)], R40, FairShare(), 0, 0) == ({1: 3}, 0)
+    assert share_out([replace(backlog(1, "a"), accepting=False)], R40, FairShare(), 0, 0) == ({}, 0)
 
 
 def test_no_more_is_taken_than_there_is_kv_for() -> None:
-    taken, _ = share_out([backlog(1, "a")], Room(40, 1_050), FairShare(), SETTINGS, 0, 0)
+    taken, _ = share_out([backlog(1, "a")], Allowance(40, 1_050), FairShare(), 0, 0)
     assert taken == {1: 10}
-    taken, _ = share_out([backlog(1, "a")], Room(40, 50), FairShare(), SETTINGS, 0, 0)
-    assert taken == {1: 1}  # larger than all room: alone, or it would wait for ever
+    taken, _ = share_out([backlog(1, "a")], Allowance(40, 50), FairShare(), 0, 0)
+    assert taken == {1: 1}  # larger than all that is free: alone, or it would wait for ever
 
 
 def test_a_returning_key_neither_owes_nor_owns() -> None:
     fair = FairShare()
-    fair.keep({"a"})
+    fair.restrict({"a"})
     fair.charge("a", 1_000)
-    fair.keep({"a", "b"})
+    fair.restrict({"a", "b"})
     fair.charge("b", 1)
     assert fair.next({"a", "b"}) == "a"  # b started level with a
 
 
 def test_the_least_loaded_decoder_first() -> None:
     idle, busy = view("idle"), view("busy", state(live_tokens=90_000))
-    rooms = {"idle": Room(2, 10_000), "busy": Room(9, 10_000)}
-    placed, left = assign([Line(i, f"{i:024}") for i in range(4)], [busy, idle], rooms, {}, SETTINGS)
+    allowances = {"idle": Allowance(2, 10_000), "busy": Allowance(9, 10_000)}
+    placed, left = assign([Line(i, f"{i:024}") for i in range(4)], [busy, idle], allowances, {})
     assert [engine for _, engine in placed][:2] == ["idle", "idle"] and not left
     assert [engine for _, engine in placed][2:] == ["busy", "busy"]
 
 
 def test_common_prefixes_go_to_one_decoder() -> None:
     views = [view("x"), view("y")]
-    rooms = {"x": Room(8, 10_000), "y": Room(8, 10_000)}
+    allowances = {"x": Allowance(8, 10_000), "y": Allowance(8, 10_000)}
     jobs = [Line(i, group * 16 + "0" * 8) for group in "ab" for i in range(4)]
-    placed, _ = assign(jobs, views, rooms, {}, SETTINGS)
+    placed, _ = assign(jobs, views, allowances, {})
     homes = {group: {engine for job, engine in placed if job.prefix[0] == group} for group in "ab"}
     assert len(homes["a"]) == len(homes["b"]) == 1 and homes["a"] != homes["b"]
-    placed, _ = assign([Line(9, "a" * 16 + "1" * 8)], views, rooms, {"a" * 16: "y"}, SETTINGS)
+    placed, _ = assign([Line(9, "a" * 16 + "1" * 8)], views, allowances, {"a" * 16: "y"})
     assert placed[0][1] == "y"
 
 
 def test_a_full_holder_of_the_prefix_is_not_waited_for() -> None:
-    rooms = {"x": Room(0, 10_000), "y": Room(8, 10_000)}
-    placed, left = assign([Line(1)], [view("x"), view("y")], rooms, {"0" * 16: "x"}, SETTINGS)
+    allowances = {"x": Allowance(0, 10_000), "y": Allowance(8, 10_000)}
+    placed, left = assign([Line(1)], [view("x"), view("y")], allowances, {"0" * 16: "x"})
     assert [engine for _, engine in placed] == ["y"] and not left
 
 
 def test_suspects_are_tried_one_at_a_time_an_engine() -> None:
-    suspects = [Line(i, tries=SETTINGS.suspect_after) for i in range(3)]
-    placed, left = assign(suspects, [view()], {"e": Room(8, 10_000)}, {}, SETTINGS)
+    suspects = [Line(i, tries=SUSPECT_AFTER) for i in range(3)]
+    placed, left = assign(suspects, [view()], {"e": Allowance(8, 10_000)}, {})
     assert len(placed) == 1 and len(left) == 2
-    placed, _ = assign(suspects, [view(suspects=1)], {"e": Room(8, 10_000)}, {}, SETTINGS)
+    placed, _ = assign(suspects, [view(suspects=1)], {"e": Allowance(8, 10_000)}, {})
     assert not placed
 
 
-def test_kv_is_not_promised_twice() -> None:
+def test_kv_is_not_given_twice() -> None:
     jobs = [Line(i, est_tokens=600) for i in range(4)]
-    placed, left = assign(jobs, [view()], {"e": Room(8, 1_500)}, {}, SETTINGS)
+    placed, left = assign(jobs, [view()], {"e": Allowance(8, 1_500)}, {})
     assert (len(placed), len(left)) == (2, 2)
-    placed, _ = assign([Line(1, est_tokens=9_000)], [view()], {"e": Room(8, 1_500)}, {}, SETTINGS)
+    placed, _ = assign([Line(1, est_tokens=9_000)], [view()], {"e": Allowance(8, 1_500)}, {})
     assert len(placed) == 1  # larger than all of it: alone, or it would wait for ever
 
 
@@ -178,18 +182,19 @@ def test_kv_is_not_promised_twice() -> None:
         st.tuples(st.integers(0, 6), st.integers(0, 3_000), st.integers(0, 99_000)), min_size=1, max_size=6
     ),
 )
-def test_every_job_is_placed_once_or_left_and_no_room_is_exceeded(
+def test_every_job_is_placed_once_or_left_and_no_allowance_is_exceeded(
     jobs: list[tuple[int, int, int]], engines: list[tuple[int, int, int]]
 ) -> None:
     lines = [Line(i, f"{prefix:024}", tokens, tries) for i, (prefix, tokens, tries) in enumerate(jobs)]
     views = [view(f"e{i}", state(live_tokens=live)) for i, (_, _, live) in enumerate(engines)]
-    rooms = {f"e{i}": Room(requests, tokens) for i, (requests, tokens, _) in enumerate(engines)}
-    placed, left = assign(lines, views, rooms, {}, SETTINGS)
+    allowances = {f"e{i}": Allowance(requests, tokens) for i, (requests, tokens, _) in enumerate(engines)}
+    placed, left = assign(lines, views, allowances, {})
     assert sorted(line.name for line in [*(job for job, _ in placed), *left]) == list(range(len(lines)))
-    for name, room in rooms.items():
+    for name, allowance in allowances.items():
         given_here = [job for job, engine in placed if engine == name]
-        assert len(given_here) <= room.requests
-        assert sum(job.est_tokens for job in given_here[1:]) <= max(0, room.tokens) or len(given_here) <= 1
+        assert len(given_here) <= allowance.requests
+        rest = sum(job.est_tokens for job in given_here[1:])
+        assert rest <= max(0, allowance.tokens) or len(given_here) <= 1
 
 
 @given(
@@ -197,7 +202,7 @@ def test_every_job_is_placed_once_or_left_and_no_room_is_exceeded(
 )
 def test_no_key_starves(sizes: dict[str, int], room: int) -> None:
     lots = [backlog(i, owner, pending) for i, (owner, pending) in enumerate(sizes.items(), start=1)]
-    taken, _ = share_out(lots, Room(room, 10**9), FairShare(), SETTINGS, 0, 0)
+    taken, _ = share_out(lots, Allowance(room, 10**9), FairShare(), 0, 0)
     least_owed = room // len(sizes)
     for lot in lots:
         assert taken.get(lot.batch, 0) >= min(lot.pending, least_owed)

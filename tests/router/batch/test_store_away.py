@@ -1,29 +1,28 @@
-"""A store that is away a while: no result is lost, and no batch stays with a dispatcher that gave it up."""
+"""A store that is away a while: no result is lost, and a batch whose validation failed is validated again."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from sqlalchemy.exc import OperationalError
 
 from router.batch.blobs import Blobs
-from router.batch.ledger import Ledger
-from router.batch.metrics import STEP_ERRORS
+from router.batch.executor import ResultWriter
 from router.batch.records import Result
-from router.batch.steward import Steward
-from router.batch.store.batches import VALIDATES
-from router.batch.store.store import Store
+from router.batch.request_table import RequestTable
+from router.batch.store import BatchTable
+from tests.router.batch.fake_engine import FakeEngine
+from tests.router.batch.gateway import Gateway
+from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit
 
 AWAY = OperationalError("UPDATE", {}, ConnectionError("the store is away"))
 
 
-@pytest.fixture
-def store(sqlite_url: str) -> Iterator[Store]:
-    made = Store(sqlite_url)
-    yield made
-    made.close()
+def store_errors() -> float:
+    return REGISTRY.get_sample_value("conserve_batch_step_errors_total", {"cause": "store"}) or 0.0
 
 
 def failing_once(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,30 +36,20 @@ def failing_once(work: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def test_a_batch_whose_work_failed_is_handed_back_when_the_store_is_there_again(
-    store: Store, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_batch_is_validated_when_the_store_is_there_again(
+    sqlite_gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FaultyIntake:
-        def validate(self, *_: object) -> None:
-            raise AWAY
-
-    for dispatcher in ("d", "other"):
-        store.requests.heartbeat(dispatcher, 0, 10.0)
-    store.batches.create("b", "o", "/v1/completions", "f", "24h", 86_400, None, None, 0)
-    intake: Any = FaultyIntake()
-    steward = Steward(store, Blobs(str(tmp_path / "files")), intake, "d", 0.0, clock=lambda: 0.0)
-    monkeypatch.setattr(store.batches, "hand_back", failing_once(store.batches.hand_back))
-    with pytest.raises(OperationalError):
-        steward.take_in()
-    assert store.batches.take_up("other", VALIDATES) is None  # still in the name of `d`
-    with pytest.raises(OperationalError):
-        steward.see_out()  # the store is still away
-    assert not steward.see_out()
-    assert store.batches.take_up("other", VALIDATES) is not None
+    monkeypatch.setattr(RequestTable, "load", failing_once(RequestTable.load))
+    monkeypatch.setattr(BatchTable, "finish", failing_once(BatchTable.finish))
+    before = store_errors()
+    async with sqlite_gateway.client() as client:
+        batch = await ended(client, await submit(client, jsonl([line(f"r{i}") for i in range(10)])))
+        assert batch.status == "completed" and len(await lines_of(client, batch.output_file_id)) == 10
+    assert sorted(engine.served) == sorted(f"r{i}" for i in range(10))
+    assert store_errors() == before + 2
 
 
 async def test_results_are_written_when_the_store_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.batch.ledger._RETRY_S", 0.0)
     written: list[int] = []
 
     all_written = asyncio.Event()
@@ -81,12 +70,12 @@ async def test_results_are_written_when_the_store_is_there_again(monkeypatch: py
         work()
 
     monkeypatch.setattr(Requests, "record", failing_once(Requests.record))
-    failed = STEP_ERRORS.labels("store")._value.get()
-    ledger = Ledger(Away, "d", in_thread)  # type: ignore[arg-type]
-    running = asyncio.create_task(ledger.run())
+    failed = store_errors()
+    writer = ResultWriter(Away, in_thread, retry_s=0.0)  # type: ignore[arg-type]
+    running = asyncio.create_task(writer.run())
     try:
-        for line in (1, 2, 3):
-            ledger.result(Result(1, line, 200, b"{}", "r"))
+        for number in (1, 2, 3):
+            writer.add(Result(1, number, 200, b"{}", "r"))
             await asyncio.sleep(0)  # one arrives while another is written
         async with asyncio.timeout(10):
             await all_written.wait()
@@ -95,4 +84,25 @@ async def test_results_are_written_when_the_store_is_there_again(monkeypatch: py
         with suppress(asyncio.CancelledError):
             await running
     assert sorted(written) == [1, 2, 3]
-    assert STEP_ERRORS.labels("store")._value.get() == failed + 1
+    assert store_errors() == failed + 1
+
+
+async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_again(
+    sqlite_gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, failures = Blobs.part, [OSError("the files are away") for _ in range(2)]
+
+    def away(blobs: Blobs, blob: str, offset: int, length: int) -> bytes:
+        if failures:
+            raise failures.pop()
+        return part(blobs, blob, offset, length)
+
+    monkeypatch.setattr(Blobs, "part", away)
+    before = store_errors()
+    async with sqlite_gateway.client() as client:
+        batch = await submit(client, jsonl([line(f"r{i}") for i in range(10)]))
+        batch = await ended(client, batch, within_s=20.0)
+        assert batch.status == "completed" and batch.request_counts is not None
+        assert batch.request_counts.completed == 10
+    assert sorted(engine.served) == sorted(f"r{i}" for i in range(10))
+    assert store_errors() == before + 2

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from router.batch.blobs import Blobs
-from router.batch.lines import Line, split_lines
+from router.batch.validation import Line, split_lines
+from tests.router.batch.gateway import FrontGateway
 from tests.router.batch.jobs import line
-from tests.router.batch.processes import engine_process, gateway_process
+from tests.router.batch.processes import batch_process, engine_process
 
 
 def test_lines_are_the_same_however_the_bytes_come() -> None:
@@ -85,14 +86,15 @@ def peak_mib(pid: int) -> float:
 
 
 async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect: str) -> float:
-    """Upload, submit, wait, download; the gateway's peak memory in MiB."""
+    """Upload, submit, wait, download; the batch process's peak memory in MiB."""
     engine = engine_process(tmp_path / "served.log", 0.0)
     await engine.start()
     store = f"sqlite:///{tmp_path}/batch.db"
-    gateway = gateway_process(store, tmp_path / "files", 64, engine.address)
-    await gateway.start()
+    batches = batch_process(store, tmp_path / "files", 64, engine.address)
+    await batches.start()
+    gateway = FrontGateway(batches.address)
     try:
-        base = f"http://{gateway.address}/v1"
+        base = f"{await gateway.start()}/v1"
         async with httpx.AsyncClient(base_url=base, timeout=600) as http:
             headers = {"content-type": "multipart/form-data; boundary=b"}
             started = time.monotonic()
@@ -119,12 +121,13 @@ async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect:
                         async for chunk in answer.aiter_bytes():
                             received += chunk.count(b"\n")
             assert received == lines
-        peak = peak_mib(gateway.pid)
+        peak = peak_mib(batches.pid)
         times = {name: round(value, 1) for name, value in seconds.items()}
         print(f"{uploaded['bytes'] >> 20} MiB, {lines} lines: peak {peak:.0f} MiB; seconds {times}")
         return peak
     finally:
         await gateway.stop()
+        await batches.stop()
         await engine.stop()
 
 

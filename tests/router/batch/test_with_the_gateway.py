@@ -1,32 +1,89 @@
-"""The real gateway with a real directory: the Batch API behind its keys, beside conversations, and flex."""
+"""The real gateway, a real directory and the batch process: one API, and `kill -9` of what serves it."""
 
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from router.batch.config import BatchConfig
+from router.batch.config import BatchConfig, dump
+from router.config import BatchAddress, ServedModel
 from tests.router.batch.gateway import FAST
-from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit
-from tests.support.fake_fleet import MODEL, fleet
+from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
+from tests.router.batch.processes import free_port
+from tests.support.fake_fleet import MODEL, Fleet, fleet
+
+ASK = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-async def test_batches_beside_conversations(tmp_path: Path) -> None:
-    batch_config = BatchConfig(f"sqlite:///{tmp_path}/batch.db", str(tmp_path / "files"), dispatch=FAST)
-    async with fleet(tmp_path, batch=batch_config, api_keys=("sk-one", "sk-two")) as small:
-        (url,) = small.urls
+class BatchProcess:
+    """`python -m router.batch --config FILE`, for the fleet of a test."""
+
+    def __init__(self, small: Fleet, folder: Path) -> None:
+        self.port = free_port()
+        config = BatchConfig(
+            f"sqlite:///{folder}/batch.db",
+            str(folder / "files"),
+            models=(ServedModel(MODEL),),
+            directory=small.address,
+            secret="s3cret",
+            port=self.port,
+            dispatch=replace(FAST, request_timeout_s=60.0),
+        )
+        file = folder / "batch.json"
+        file.write_bytes(dump(config))
+        self._command = [sys.executable, "-m", "router.batch", "--config", str(file)]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    async def answers(self) -> None:
+        async with httpx.AsyncClient() as http, asyncio.timeout(30):
+            while True:
+                try:
+                    await http.get(f"http://127.0.0.1:{self.port}/metrics")
+                    return
+                except httpx.TransportError:
+                    await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[BatchProcess]]:
+    started: list[BatchProcess] = []
+    yield started
+    for process in started:
+        process.kill()
+
+
+async def test_batches_beside_conversations(tmp_path: Path, processes: list[BatchProcess]) -> None:
+    async with fleet(tmp_path, gateways=0) as small:
+        processes.append(BatchProcess(small, tmp_path))
+        batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}")
+        keys = ("sk-one", "sk-two")
+        url = await small.add_gateway(directory_secret="s3cret", batch=batch_address, api_keys=keys)
+        await processes[0].answers()
         async with (
             AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0) as one,
             AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-two", max_retries=0) as two,
             AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-none", max_retries=0) as stranger,
         ):
-            ask = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-            lines = [line(f"r{i}", body=ask) for i in range(40)]
-            batch = await submit(one, jsonl(lines))
-            answer = await one.chat.completions.create(**ask)  # type: ignore[call-overload]
+            batch = await submit(one, jsonl([line(f"r{i}", body=ASK) for i in range(40)]))
+            answer = await one.chat.completions.create(**ASK)  # type: ignore[call-overload]
             assert answer.choices[0].message.content
-            flex = await two.chat.completions.create(**ask, service_tier="flex")  # type: ignore[call-overload]
+            flex = await two.chat.completions.create(**ASK, service_tier="flex")  # type: ignore[call-overload]
             assert flex.choices[0].message.content
             batch = await ended(one, batch)
             assert batch.status == "completed" and len(await lines_of(one, batch.output_file_id)) == 40
@@ -41,3 +98,32 @@ async def test_batches_beside_conversations(tmp_path: Path) -> None:
         assert len(offline) == 41  # the batch and flex
         assert all("kv_transfer_params" not in one.body for one in offline)
         assert not any(one.body.get("priority") for one in small.prefills())
+
+
+async def test_conversations_do_not_notice_that_the_batch_process_is_killed(
+    tmp_path: Path, processes: list[BatchProcess]
+) -> None:
+    async with fleet(tmp_path, gateways=0, engine={"token_s": 0.02}) as small:
+        processes.append(BatchProcess(small, tmp_path))
+        batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}")
+        url = await small.add_gateway(directory_secret="s3cret", batch=batch_address)
+        await processes[0].answers()
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0) as client:
+            batch = await submit(client, jsonl([line(f"r{i}", body=ASK) for i in range(300)]))
+            await in_progress(client, batch, done=5)
+            for _ in range(3):
+                processes[0].kill()
+                with pytest.raises(openai.InternalServerError) as refused:
+                    await client.batches.retrieve(batch.id)
+                assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+                answer = await client.chat.completions.create(**ASK)  # type: ignore[call-overload]
+                assert answer.choices[0].message.content
+                killed = time.monotonic()
+                processes[0].start()
+                await processes[0].answers()
+                print(f"answers {time.monotonic() - killed:.1f} s after its start")
+                await asyncio.sleep(0.3)
+            batch = await ended(client, batch)
+            output = await lines_of(client, batch.output_file_id)
+            assert batch.status == "completed" and batch.error_file_id is None
+            assert Counter(entry["custom_id"] for entry in output) == Counter(f"r{i}" for i in range(300))

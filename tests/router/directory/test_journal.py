@@ -3,140 +3,286 @@
 import asyncio
 import os
 import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from router.directory.journal import Journal, JournalError, frame, read
-
-
-@given(st.lists(st.binary(max_size=50)), st.integers(0, 200))
-def test_a_torn_tail_costs_only_the_torn_record(payloads: list[bytes], cut: int) -> None:
-    data = b"".join(map(frame, payloads))
-    whole = data[: max(0, len(data) - cut)]
-    records, size = read(whole)
-    assert records == payloads[: len(records)]
-    assert whole[:size] == b"".join(map(frame, records))
-    assert len(whole) - size < len(frame(payloads[len(records)])) if len(records) < len(payloads) else True
+from router.directory.journal import MAX_UNWRITTEN, VERSION, Journal, JournalError, Row, remembered
+from tests.support.waiting import until
 
 
-@given(st.lists(st.binary(min_size=1, max_size=50), min_size=1), st.data())
-def test_a_flipped_bit_is_never_read_as_a_record(payloads: list[bytes], data: st.DataObject) -> None:
-    log = bytearray(b"".join(map(frame, payloads)))
-    at = data.draw(st.integers(0, len(log) - 1))
-    log[at] ^= 1 << data.draw(st.integers(0, 7))
-    records, _ = read(bytes(log))
-    assert records == payloads[: len(records)]
-    assert len(records) < len(payloads)
+def row(number: int) -> Row:
+    return Row(f"c:{number}", "whole", b"%d" % number)
 
 
-async def test_what_was_durable_is_replayed_and_a_torn_end_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+async def contents(path: Path) -> list[Row]:
     journal = Journal(path)
-    assert journal.open() == []
-    for number in range(100):
-        journal.append(b"%d" % number)
+    found = journal.read()
+    await journal.close()
+    return found
+
+
+async def test_what_was_durable_is_there_again_in_the_order_in_which_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "journal"
+    journal = Journal(path)
+    assert journal.read() == []
+    for number in (3, 1, 2, 3):  # the third is written anew
+        journal.append(row(number))
     await journal.durable()
     await journal.close()
-    with path.open("ab") as file:
-        file.write(frame(b"torn")[:-2])
-    again = Journal(path)
-    assert again.open() == [b"%d" % number for number in range(100)]
-    again.append(b"after")
-    await again.close()
-    last = Journal(path)
-    assert last.open()[-2:] == [b"99", b"after"]
-    await last.close()
+    assert await contents(path) == [row(1), row(2), row(3)]
 
 
-async def test_many_waiters_share_a_sync(tmp_path: Path) -> None:
-    syncs = 0
+async def test_a_row_without_a_payload_takes_its_slot_or_all_of_its_subject(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    kept = [Row("c:a", "whole", b"1"), Row("e:a", "whole", b"2")]
+    for one in (*kept, Row("c:a", "binding", b"3"), Row("c:b", "whole", b"4"), Row("c:b", "n:1", b"5")):
+        journal.append(one)
+    await journal.durable()
+    for one in (Row("c:a", "binding"), Row("c:b"), Row("c:never")):
+        journal.append(one)
+    await journal.close()
+    assert await contents(tmp_path / "journal") == kept
 
-    def sync(fd: int) -> None:
-        nonlocal syncs
-        syncs += 1
-        os.fdatasync(fd)
 
-    journal = Journal(tmp_path / "journal", sync)
-    journal.open()
+async def test_what_nobody_waits_for_reaches_the_disk_soon(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append(row(1))
+    await asyncio.sleep(0.5)
+    assert await contents(copied(path, tmp_path / "copy")) == [row(1)]
+    await journal.close()
+
+
+async def test_many_waiters_share_a_commit(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    before = pages_written(path)
 
     async def one(number: int) -> None:
-        journal.append(b"%d" % number)
+        journal.append(row(number))
         await journal.durable()
 
     await asyncio.gather(*(one(number) for number in range(500)))
+    assert pages_written(path) - before < 100  # each commit writes a page at least
     await journal.close()
-    assert syncs <= 5
+    assert len(await contents(path)) == 500
 
 
-async def test_compaction_loses_nothing_that_is_appended_meanwhile(tmp_path: Path) -> None:
+def pages_written(path: Path) -> int:
+    return path.with_name("journal-wal").stat().st_size // 4096
+
+
+def copied(path: Path, folder: Path) -> Path:
+    """The files as a crash at this moment would leave them."""
+    folder.mkdir()
+    for file in path.parent.glob(f"{path.name}*"):
+        if file.is_file():
+            shutil.copy(file, folder / file.name)
+    return folder / path.name
+
+
+async def test_a_torn_end_costs_only_what_was_torn(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
-    journal.open()
-    state: dict[int, int] = {}
-    rng = random.Random(3)
-    stop = False
-
-    def put(key: int, value: int) -> None:
-        state[key] = value
-        journal.append(b"%d=%d" % (key, value))
-
-    async def writer() -> None:
-        step = 0
-        while not stop:
-            put(rng.randrange(2000), step)
-            step += 1
-            if step % 7 == 0:
-                await journal.durable()
-            else:
-                await asyncio.sleep(0)
-
-    for key in range(2000):
-        put(key, -1)
-    task = asyncio.create_task(writer())
-    for _ in range(5):
-        await asyncio.sleep(0.01)
-        before = journal.size
-        await journal.compact(b"%d=%d" % (key, state[key]) for key in list(state))
-        assert journal.size < before + 2000 * 30
-    stop = True
-    await task
+    for number in range(40):
+        journal.append(row(number))
+        await journal.durable()
+    random.seed(1)
+    lengths = []
+    for attempt in range(12):
+        crashed = copied(path, tmp_path / f"crash-{attempt}")
+        log = crashed.with_name("journal-wal")
+        size = log.stat().st_size
+        if attempt % 2:
+            os.truncate(log, random.randrange(size // 2, size))
+        else:  # or its bytes are not what was written
+            with log.open("r+b") as file:
+                file.seek(random.randrange(size // 2, size))
+                file.write(b"torn" * 8)
+        found = await contents(crashed)
+        assert found == [row(number) for number in range(len(found))]
+        lengths.append(len(found))
+    assert min(lengths) > 5 and max(lengths) < 41
     await journal.close()
-    replayed: dict[int, int] = {}
-    again = Journal(path)
-    for record in again.open():
-        key, _, value = record.partition(b"=")
-        replayed[int(key)] = int(value)
-    await again.close()
-    assert replayed == state
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from router.directory.journal import Journal, Row
+async def main():
+    journal = Journal(Path(sys.argv[1]))
+    for number in range(1_000_000):
+        journal.append(Row(f"c:{number}", "whole", b"%d" % number))
+        if number % 3 == 0:
+            await journal.durable()
+            print(number, flush=True)
+asyncio.run(main())
+"""
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    while int(process.stdout.readline()) < 300:
+        pass
+    process.send_signal(signal.SIGKILL)
+    acknowledged = max(int(line) for line in ("300", *process.stdout.read().split()))
+    process.wait()
+    found = asyncio.run(contents(path))
+    assert found == [row(number) for number in range(len(found))]
+    assert len(found) > acknowledged
+
+
+@contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """No file of this process may grow beyond what the journal has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name("journal-wal").stat().st_size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_full_disk_is_an_error_for_who_waits_and_is_tried_again(tmp_path: Path) -> None:
-    full = True
-
-    def sync(fd: int) -> None:
-        if full:
-            raise OSError(28, "No space left on device")
-
-    journal = Journal(tmp_path / "journal", sync)
-    journal.open()
-    journal.append(b"one")
-    with pytest.raises(JournalError, match="No space"):
+    journal = Journal(tmp_path / "journal")
+    journal.append(row(1))
+    await journal.durable()
+    journal.append(row(2))
+    with full_disk(tmp_path / "journal"), pytest.raises(JournalError, match="free space or fix the disk"):
         await journal.durable()
-    full = False
-    journal.append(b"two")
+    journal.append(row(3))
     await journal.durable()
     await journal.close()
-    again = Journal(tmp_path / "journal")
-    assert again.open() == [b"one", b"two"]
-    await again.close()
+    assert await contents(tmp_path / "journal") == [row(1), row(2), row(3)]
 
 
 async def test_two_processes_cannot_share_a_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    journal.open()
     with pytest.raises(JournalError, match="another directory"):
         Journal(tmp_path / "journal")
     await journal.close()
+    await Journal(tmp_path / "journal").close()
+
+
+async def test_a_journal_of_another_kind_or_version_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_bytes(b"\x2a\x00\x00\x00" + b"\x11" * 8 + b'{"k": "engine"}' * 100)
+    before = old.read_bytes()
+    with pytest.raises(JournalError, match="Move it away"):
+        Journal(old)
+    assert old.read_bytes() == before
+    newer = sqlite3.connect(tmp_path / "newer")
+    newer.execute(f"PRAGMA user_version = {VERSION + 1}")
+    newer.close()
+    with pytest.raises(JournalError, match=f"of version {VERSION + 1}, and this is version {VERSION}"):
+        Journal(tmp_path / "newer")
+
+
+class WrittenNext(bytes):
+    """A payload at which the first attempt to write it fails, not with an error of SQLite's."""
+
+    failed = False
+
+    def __conform__(self, _: object) -> bytes:
+        if not self.failed:
+            self.failed = True
+            raise OverflowError("not now")
+        return bytes(self)
+
+
+async def test_whatever_goes_wrong_while_writing_loses_no_row(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append(row(1))
+    journal.append(Row("c:2", "whole", WrittenNext(b"2")))
+    with pytest.raises(JournalError, match="not now"):
+        await journal.durable()
+    journal.append(row(3))
+    await journal.durable()
+    await journal.close()
+    assert await contents(tmp_path / "journal") == [row(1), row(2), row(3)]
+
+
+async def test_what_can_never_be_written_is_refused_and_holds_up_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    for never in (Row("c:\ud800", "whole", b"1"), Row("c:a", "n:\udfff", b"1")):
+        with pytest.raises(JournalError, match="no text that a journal can hold"):
+            journal.append(never)
+    journal.append(row(1))
+    await journal.durable()
+    await journal.close()
+    assert await contents(tmp_path / "journal") == [row(1)]
+
+
+def refuses(journal: Journal) -> bool:
+    try:
+        journal.check_capacity()
+    except JournalError:
+        return True
+    return False
+
+
+async def test_a_full_disk_is_tried_again_by_itself_and_new_work_is_refused_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append(row(0))
+    await journal.durable()
+    written = pages_written(path)
+    with full_disk(path):
+        for number in range(MAX_UNWRITTEN + 1):
+            journal.append(row(number))
+        journal.check_capacity()  # many rows are no fault as long as the disk takes them
+        with pytest.raises(JournalError, match="free space"):
+            await journal.durable()
+        with pytest.raises(JournalError, match="free space"):
+            journal.check_capacity()
+    await until(lambda: pages_written(path) > written)
+    await until(lambda: not refuses(journal))
+    await journal.close()
+
+
+ENGINE = {"engine": "d0", "tier": "t", "role": "decode", "epoch": 5, "http": "h:1"}
+SIZES = {"transfer": "", "control": "", "kv_tokens": 100, "block_tokens": 16, "max_context": 50}
+CONVERSATION = {"key": "a", "parent": None, "created_at": 1.0, "used_at": 2.0}
+
+
+def test_fields_of_a_newer_version_are_passed_over() -> None:
+    rows = [
+        Row("e:d0", "whole", orjson.dumps({**ENGINE, **SIZES, "newer": 1})),
+        Row("c:a", "whole", orjson.dumps({**CONVERSATION, "newer": 1})),
+        Row("c:a", "turns", orjson.dumps({"turns": 3, "newer": 1})),
+        Row("c:a", "binding", orjson.dumps(["d0", 5, 1.0, "newer"])),
+    ]
+    found = remembered(rows)
+    assert [(one.engine, one.role, one.epoch) for one in found.engines] == [("d0", "decode", 5)]
+    [(conversation, bound, _)] = found.conversations
+    assert (conversation.key, conversation.turns, bound) == ("a", 3, ("d0", 5, 1.0))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("e:d0", "whole", orjson.dumps(ENGINE)),
+        Row("e:d0", "whole", orjson.dumps({**ENGINE, **SIZES, "role": "newer"})),
+        Row("c:a", "whole", b"[1]"),
+        Row("c:a", "whole", b"not JSON"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_said_in_a_sentence(row: Row) -> None:
+    with pytest.raises(JournalError, match=r"cannot be read .* newer version"):
+        remembered([row])

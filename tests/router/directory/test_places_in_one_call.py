@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from placement.admission import Refusal
+from placement.fleet.answers import Refusal
 from router.directory.client import DirectoryClient
-from router.directory.waiting import Ask, Placed
+from router.directory.messages import Ask, Placed
 from tests.support.fake_fleet import Fleet, fleet
 from tests.support.waiting import until
 
@@ -17,7 +17,7 @@ async def client(made: Fleet) -> AsyncIterator[DirectoryClient]:
     one = DirectoryClient(made.address, "g", secret="s3cret")
     await one.start()
     try:
-        assert await one.engines.wait_for_any(5.0)
+        await until(lambda: len(one.engines))
         yield one
     finally:
         await one.stop()

@@ -5,15 +5,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from placement.admission import Refusal, RefusalReason
 from placement.engines import EngineInfo, Role
+from placement.fleet.answers import Refusal, RefusalReason
 from router.directory.client import DirectoryClient
-from router.directory.server import DirectoryServer, DirectorySettings
-from router.directory.table import Table, TableSettings
-from router.directory.waiting import Ask, Placed, Waiter
+from router.directory.directory import DirectorySettings
+from router.directory.journal import MAX_UNWRITTEN, JournalError
+from router.directory.messages import PLACE, Ask, Asks, Placed
+from router.directory.rpc import Stub
+from router.directory.server import DirectoryServer
+from router.directory.table import BindingTable, Waiter
+from tests.router.directory.test_journal import full_disk
 from tests.router.directory.test_table import ask, nobody, place, table
 from tests.support.engines import info, placer, state
 from tests.support.waiting import until
@@ -21,21 +26,20 @@ from tests.support.waiting import until
 Outcome = Placed | Refusal
 
 
-def restarted(before: Table, compacted: bool = False) -> Table:
-    after = Table(TableSettings(), placer())
-    after.replay(before.snapshot() if compacted else before.effects().records)
+def restarted(before: BindingTable) -> BindingTable:
+    after = BindingTable(100.0, placer())
+    after.replay(before.effects().rows)
     return after
 
 
-def wait(made: Table, asked: Ask, now: float = 0.0) -> list[Outcome]:
+def wait(made: BindingTable, asked: Ask, now: float = 0.0) -> list[Outcome]:
     got: list[Outcome] = []
     assert isinstance(made.place(asked, now, got.append), Waiter)
     return got
 
 
-@pytest.mark.parametrize("compacted", [False, True])
-def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded(compacted: bool) -> None:
-    after = restarted(table(), compacted)
+def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded() -> None:
+    after = restarted(table())
     got = wait(after, ask("new", wait_s=30.0))
     for report in (state("d0", 7, live=5000), state("p0", 3)):
         assert after.engine_state(report, 1.0)
@@ -122,7 +126,8 @@ async def release(engine: EngineInfo, key: str) -> None:
 
 @asynccontextmanager
 async def directory(folder: Path, **changes: float) -> AsyncIterator[tuple[DirectoryServer, str]]:
-    made = DirectoryServer(DirectorySettings(**changes), placer(), folder / "journal", release)  # type: ignore[arg-type]
+    settings = DirectorySettings(3600.0, **changes)  # type: ignore[arg-type]
+    made = DirectoryServer(settings, placer(), folder / "journal", release, secret="s3cret")
     address = f"127.0.0.1:{await made.start('127.0.0.1', 0)}"
     try:
         yield made, address
@@ -160,7 +165,7 @@ async def test_a_burst_after_a_restart_is_spread_as_if_there_had_been_none(tmp_p
         for engine in engines:
             first.engine_up(engine)
     async with directory(tmp_path, return_s=600.0) as (second, address):
-        client = DirectoryClient(address, "g")
+        client = DirectoryClient(address, "g", secret="s3cret")
         await client.start()
         try:
             asks = [Ask(f"s:{n}", "", 1000, 600.0, turn=client.next_turn()) for n in range(4)]
@@ -180,18 +185,19 @@ async def test_a_burst_after_a_restart_is_spread_as_if_there_had_been_none(tmp_p
 
 async def test_gateways_keep_what_they_knew_and_new_ones_learn_where_engines_are(tmp_path: Path) -> None:
     async with directory(tmp_path) as (first, address):
-        old = DirectoryClient(address, "old")
+        old = DirectoryClient(address, "old", secret="s3cret")
         await old.start()
         first.engine_up(info("d0"))
         first.engine_state(state("d0", 5, live=3000))
         await until(lambda: old.engines.state("d0") and old.engines.load("d0").state.seq)
         port = int(address.rsplit(":", 1)[1])
-    second = DirectoryServer(DirectorySettings(), placer(), tmp_path / "journal", release)
+    settings = DirectorySettings(3600.0)
+    second = DirectoryServer(settings, placer(), tmp_path / "journal", release, secret="s3cret")
     await second.start("127.0.0.1", port)
-    new = DirectoryClient(address, "new")
+    new = DirectoryClient(address, "new", secret="s3cret")
     await new.start()
     try:
-        await until(lambda: len(second.watchers) == 2 and old.connected and new.connected)
+        await until(lambda: len(second.gateways) == 2 and old.connected and new.connected)
         await until(lambda: len(new.engines))
         assert [one.engine for one in old.engines.usable()] == ["d0"]
         assert old.engines.load("d0").state.live_tokens == 3000
@@ -211,3 +217,20 @@ def test_asks_that_do_not_wait_are_told_to_come_back() -> None:
     outcome = restarted(table()).place(ask("new"), 0.0, nobody)
     assert isinstance(outcome, Refusal)
     assert outcome.retry_after_s == 1.0
+
+
+async def test_while_the_disk_is_full_and_much_waits_for_it_nothing_is_placed_at_all(tmp_path: Path) -> None:
+    async with directory(tmp_path) as (made, address), grpc.aio.insecure_channel(address) as channel:
+        made.engine_up(info("d0"))
+        await made.durable()
+        with full_disk(tmp_path / "journal"):
+            for epoch in range(2, MAX_UNWRITTEN + 3):
+                made.table.engine_up(info("d0", epoch=epoch))
+            made.changed()
+            with pytest.raises(JournalError, match="free space"):
+                await made.durable()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(Stub(channel, "s3cret").stream(PLACE, Asks((ask("new"),)), 30.0))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "free space or fix the disk" in str(refused.value.details())
+        assert made.table.describe("new") is None  # not even placed and taken back

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http import StreamObserver, Usage
-from router.http.sse import EventBoundary
+from router.http import StreamObserver, TokenUsage
+from router.http.relay import EventBoundary
 
 SSE = b"text/event-stream; charset=utf-8"
 
@@ -67,7 +67,7 @@ def test_a_chat_stream_tells_when_and_what() -> None:
     seen = observed(CHAT).observation()
     assert seen.response_id == "chatcmpl-é1"
     assert seen.finish_reason == "tool_calls"
-    assert seen.usage == Usage(11, 4, 8)
+    assert seen.usage == TokenUsage(11, 4, 8)
     assert seen.events == 8
     assert seen.first_token_at == pytest.approx(100.04)
     assert seen.first_content_at == pytest.approx(100.06)
@@ -197,7 +197,7 @@ def test_a_responses_stream() -> None:
     ]
     seen = observed(events).observation()
     assert seen.response_id == "resp_1"
-    assert (seen.usage, seen.finish_reason) == (Usage(5, 2, 0), "completed")
+    assert (seen.usage, seen.finish_reason) == (TokenUsage(5, 2, 0), "completed")
     assert seen.first_token_at == pytest.approx(100.04)
     assert seen.first_content_at == pytest.approx(100.06)
     assert seen.called_tool
@@ -216,7 +216,8 @@ def test_a_whole_answer_is_read_at_its_ends() -> None:
     for at in range(0, len(text), 10_000):
         observer.feed(text[at : at + 10_000])
     seen = observer.observation()
-    assert (seen.response_id, seen.finish_reason, seen.usage) == ("chatcmpl-2", "stop", Usage(3, 1, None))
+    usage = TokenUsage(3, 1, None)
+    assert (seen.response_id, seen.finish_reason, seen.usage) == ("chatcmpl-2", "stop", usage)
     assert not seen.streamed
     assert seen.first_token_at is None
 
@@ -260,6 +261,6 @@ def test_a_message_stream_tells_its_tool_call_and_counts_what_was_cached() -> No
         observer.feed(one)
     seen = observer.observation()
     assert (seen.response_id, seen.finish_reason, seen.called_tool) == ("msg_1", "tool_use", True)
-    assert (seen.usage, seen.events, seen.failed) == (Usage(95, 7, 90), 5, False)
+    assert (seen.usage, seen.events, seen.failed) == (TokenUsage(95, 7, 90), 5, False)
     observer.feed(named("error", error={"type": "overloaded_error", "message": "x"}))
     assert observer.observation().failed

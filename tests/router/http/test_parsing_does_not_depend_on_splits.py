@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.errors import ApiError
 from router.http import ServerLimits
-from router.http.request_parser import Head, RequestParser
+from router.http.request import RequestHead, RequestParser
 
 LIMITS = ServerLimits(max_url_bytes=200, max_headers=10, max_head_bytes=1000)
 
@@ -21,7 +21,7 @@ class Seen:
     def __init__(self) -> None:
         self.events: list[object] = []
 
-    def head_complete(self, head: Head) -> None:
+    def head_complete(self, head: RequestHead) -> None:
         self.events.append((head._replace(headers=None), head.headers.raw))  # type: ignore[arg-type]
 
     def body_received(self, data: bytes) -> None:

@@ -182,5 +182,4 @@ async def test_upstream_sockets_send_at_once(pool_of: Any, engine_of: Any) -> No
 
     _, endpoint = await engine_of(script)
     connection = await pool_of().acquire(endpoint)
-    sock = connection._transport.get_extra_info("socket")
-    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    assert connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0

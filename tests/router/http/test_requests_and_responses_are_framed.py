@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from typing import Any
 
@@ -195,7 +196,7 @@ async def test_a_raised_error_is_its_own_answer(serve: Any) -> None:
             "message": "No decoder has room; try again.",
             "type": "rate_limit_error",
             "param": "model",
-            "code": "no_room",
+            "code": "no_capacity",
         }
         assert answer.headers["x-extra"] == "yes"
         client.ask(b"/next")
@@ -237,9 +238,13 @@ async def test_accepted_sockets_send_at_once(serve: Any) -> None:
     seen: list[int] = []
 
     async def look(request: Request, responder: Responder) -> None:
-        sock = responder._transport.get_extra_info("socket")
-        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        responder.respond(200, b"")
+        responder.start(200, [])
+        responder.write(b"x")
+        descriptor = responder.free_socket()
+        assert descriptor is not None
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        responder.finish()
 
     _, port = await serve(look)
     async with await Client.connect(port) as client:

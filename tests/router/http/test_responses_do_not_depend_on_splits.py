@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from router.errors import UpstreamError
 from router.http import Endpoint, Observation, RawHeaders, StreamObserver, UpstreamLimits, UpstreamRequest
-from router.http.relay import _Passing
+from router.http.relay import Passing
 from router.http.responder import Responder
 from router.http.upstream import UpstreamConnection
 from tests.router.http.engine import STREAM_HEAD
+
+
+def ignore(_: object) -> None: ...
 
 
 class Wire:
@@ -55,14 +58,6 @@ class Host:
         pass
 
 
-class Owner:
-    pump = None
-
-    def connection_free(self, connection: UpstreamConnection) -> None: ...
-
-    def connection_gone(self, connection: UpstreamConnection) -> None: ...
-
-
 class Decoded:
     """What a client makes of it."""
 
@@ -91,8 +86,8 @@ def relayed(pieces: list[bytes]) -> Relayed:
         client, engine = Wire(), Wire()
         observer = StreamObserver(lambda: 1.0)
         responder = Responder(Host(loop), client)  # type: ignore[arg-type]
-        passing = _Passing(loop, responder, observer, frozenset())
-        connection = UpstreamConnection(Endpoint("h", 1), Owner(), UpstreamLimits())
+        passing = Passing(loop, responder, observer, frozenset())
+        connection = UpstreamConnection(Endpoint("h", 1), UpstreamLimits(), None, ignore, ignore)
         connection.connection_made(engine)  # type: ignore[arg-type]
         passing.connection = connection
         connection.send(UpstreamRequest("POST", b"/", RawHeaders()), passing)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.http import RelayEnd, UpstreamLimits
-from router.http.pump import Passage, Pump
+from router.http.stream import Passage, Pump
 from router.http.upstream import UpstreamConnection
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection

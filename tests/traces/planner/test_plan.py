@@ -1,19 +1,22 @@
-"""A plan follows the inequalities at what was measured of the trace, and is checked by simulation."""
+"""A plan_fleet follows the inequalities at what was measured of the trace, and is checked by simulation."""
 
 import pytest
 
-from placement.provisioning import Bound
-from traces.format import Conversation, Turn
-from traces.planner.means import capacity_of, measure
-from traces.planner.plan import PlanRequest, plan
-from traces.simulator import a40
+from benchmarks.paper import a40
+from placement.fleet.provisioning import Bound
+from traces.format import TraceConversation, TraceTurn
+from traces.planner import PlanRequest, capacity_of, measure, plan_fleet
 
-ENGINE = a40.Calibration().engine(a40.PREFILL_CHUNK)
+ENGINE = a40.A40().engine(a40.PREFILL_CHUNK)
 
 
-def agents(count: int = 40, wait: float = 300.0) -> list[Conversation]:
-    turns = (Turn(15_000, 0, 300), Turn(400, 15_300, 300, wait), Turn(9_000, 10_000, 300, wait))
-    return [Conversation(f"c{i}", 0.0, turns) for i in range(count)]
+def agents(count: int = 40, wait: float = 300.0) -> list[TraceConversation]:
+    turns = (
+        TraceTurn(15_000, 0, 300),
+        TraceTurn(400, 15_300, 300, wait),
+        TraceTurn(9_000, 10_000, 300, wait),
+    )
+    return [TraceConversation(f"c{i}", 0.0, turns) for i in range(count)]
 
 
 def test_means_are_those_of_the_turns() -> None:
@@ -28,7 +31,7 @@ def test_means_are_those_of_the_turns() -> None:
 
 
 def test_capacity_at_the_papers_means_is_the_papers() -> None:
-    means = measure([Conversation("c", 0.0, (Turn(15_300, 0, 1_000),))], ENGINE, 60, 8_192).pinned
+    means = measure([TraceConversation("c", 0.0, (TraceTurn(15_300, 0, 1_000),))], ENGINE, 60, 8_192).pinned
     capacity = capacity_of(ENGINE, ENGINE, means)
     assert capacity.prefill_tokens_per_s == pytest.approx(25_000, rel=0.01)
     assert capacity.decode_tokens_per_s == pytest.approx(1_000, rel=0.02)
@@ -36,7 +39,7 @@ def test_capacity_at_the_papers_means_is_the_papers() -> None:
 
 def test_idle_conversations_bind_by_memory_until_they_are_parked() -> None:
     request = PlanRequest(rate=0.5, ttft_s=5.0, caps_w=(300.0, 200.0))
-    made = plan(agents(), ENGINE, ENGINE, request)
+    made = plan_fleet(agents(), ENGINE, ENGINE, request)
     assert made.pinned.bound is Bound.MEMORY
     assert made.parked.decoders < made.pinned.decoders
     assert made.check.conversations == 40 and made.check.holds

@@ -2,11 +2,9 @@
 
 import pytest
 
-from traces.format import Conversation, Turn
-from traces.replay.calibration import Calibration
-from traces.replay.client import Answer
-from traces.replay.dialogue import Dialogue
-from traces.replay.options import ToolStyle
+from traces.format import TraceConversation, TraceTurn
+from traces.replay.client import Calibration, TimedAnswer, ToolStyle
+from traces.replay.player import Dialogue
 
 TRUE_RATIO = 4.0
 WRONG = Calibration(chars_per_token=5.0, opening_tokens=0, exchange_tokens=0, source="tokenize")
@@ -16,18 +14,18 @@ def true_tokens(messages: list[dict[str, object]]) -> int:
     return round(sum(len(str(message["content"])) for message in messages) / TRUE_RATIO)
 
 
-def answer(prompt_tokens: int) -> Answer:
-    return Answer(
+def answer(prompt_tokens: int) -> TimedAnswer:
+    return TimedAnswer(
         0.0, text="x" * 40, finish_reason="length", prompt_tokens=prompt_tokens, completion_tokens=10
     )
 
 
-def dialogue(*turns: Turn) -> Dialogue:
-    return Dialogue(Conversation("a", 0.0, turns), WRONG, ToolStyle.TEXT, "0", "a")
+def dialogue(*turns: TraceTurn) -> Dialogue:
+    return Dialogue(TraceConversation("a", 0.0, turns), WRONG, ToolStyle.TEXT, "0", "a")
 
 
 def test_the_next_message_makes_up_for_a_first_one_that_was_too_long() -> None:
-    told = dialogue(Turn(1000, 0, 10), Turn(600, 1010, 10))
+    told = dialogue(TraceTurn(1000, 0, 10), TraceTurn(600, 1010, 10))
     first = true_tokens(told.prompt(0))
     assert first == 1250
     told.answered(0, answer(first))
@@ -36,7 +34,7 @@ def test_the_next_message_makes_up_for_a_first_one_that_was_too_long() -> None:
 
 
 def test_what_is_kept_of_a_broken_prefix_is_counted_in_true_tokens() -> None:
-    told = dialogue(Turn(1000, 0, 10), Turn(300, 600, 10))
+    told = dialogue(TraceTurn(1000, 0, 10), TraceTurn(300, 600, 10))
     before = told.prompt(0)[0]["content"]
     told.answered(0, answer(true_tokens(told.prompt(0))))
     after = told.prompt(1)[0]["content"]

@@ -9,12 +9,12 @@ import pytest
 
 from tests.traces.replay.engine import Engine
 from tests.traces.replay.workload import Counting, agent
-from traces.format import Conversation, TraceError
-from traces.replay import Replay, ReplayError, ReplayOptions, record, replay, summarise
-from traces.replay.results import Outcome
+from traces.format import TraceConversation, TraceError
+from traces.replay import Replay, ReplayError, ReplayOptions, replay, summarise, summary
+from traces.replay.results import PlayOutcome
 
 
-async def played(engine: Engine, *conversations: Conversation, **options: object) -> Replay:
+async def played(engine: Engine, *conversations: TraceConversation, **options: object) -> Replay:
     chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
     return await replay(conversations, chosen, Counting())
 
@@ -37,10 +37,10 @@ async def test_the_time_limit_ends_it_and_tells_what_is_not_done() -> None:
         run = await played(engine, agent("quick", turns=1), slow, never, time_limit_s=0.7)
         assert time.monotonic() - began < 2.5
     quick, unfinished, absent = run.conversations
-    assert quick.outcome is Outcome.DONE
-    assert unfinished.outcome is Outcome.UNFINISHED
+    assert quick.outcome is PlayOutcome.DONE
+    assert unfinished.outcome is PlayOutcome.UNFINISHED
     assert 1 <= len(unfinished.turns) < 10
-    assert absent.outcome is Outcome.NOT_STARTED
+    assert absent.outcome is PlayOutcome.NOT_STARTED
     summary = summarise(run)
     assert summary.outcomes == {"done": 1, "failed": 0, "unfinished": 1, "not_started": 1}
     assert summary.spreads["e2e"].count == 1
@@ -52,14 +52,14 @@ async def test_it_can_be_stopped() -> None:
         options = ReplayOptions(url=engine.url, probes=0, time_limit_s=60.0)
         asyncio.get_running_loop().call_later(0.4, stop.set)
         run = await asyncio.wait_for(replay([agent("a", turns=50)], options, Counting(), stop=stop), 5.0)
-    assert run.conversations[0].outcome is Outcome.UNFINISHED
+    assert run.conversations[0].outcome is PlayOutcome.UNFINISHED
 
 
 async def test_a_refusal_is_waited_out_counted_and_part_of_the_latency() -> None:
     async with Engine(refuse=[(429, "0.3"), (503, "0.1")]).running() as engine:
         run = await played(engine, agent("a", turns=1))
     (result,) = run.conversations
-    assert result.outcome is Outcome.DONE
+    assert result.outcome is PlayOutcome.DONE
     assert result.refusals == result.turns[0].refusals == 2
     assert result.turns[0].ttft_s > 0.4
 
@@ -68,7 +68,7 @@ async def test_endless_refusals_fail_the_conversation() -> None:
     async with Engine(refuse=[(429, "0")] * 50).running() as engine:
         run = await played(engine, agent("a"), retries=3)
     (result,) = run.conversations
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is PlayOutcome.FAILED
     assert "refused 4 times" in result.error
     assert summarise(run).refusals == 4
 
@@ -87,7 +87,7 @@ async def test_whatever_breaks_a_stream_is_in_the_result(engine: Engine, complai
     async with engine.running():
         run = await played(engine, agent("a", turns=1), request_timeout_s=0.4)
     (result,) = run.conversations
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is PlayOutcome.FAILED
     assert re.search(complaint, result.error), result.error
     assert sum(summarise(run).errors.values()) == 1
 
@@ -126,8 +126,8 @@ async def test_a_result_is_read_back_as_it_was_and_holds_no_key(tmp_path: Path) 
     async with Engine(refuse=[(500, "")]).running() as engine:
         run = await played(engine, agent("a"), agent("b", arrival=0.1), api_key="a-secret-key")
     path = tmp_path / "run.json"
-    record.write(path, run)
-    assert record.read(path) == run
+    summary.write(path, run)
+    assert summary.read(path) == run
     assert b"a-secret-key" not in path.read_bytes()
 
 
@@ -135,4 +135,4 @@ def test_another_file_is_not_taken_for_a_result(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")
     with pytest.raises(TraceError, match="not a result"):
-        record.read(path)
+        summary.read(path)

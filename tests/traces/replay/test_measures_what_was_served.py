@@ -7,7 +7,7 @@ import pytest
 from tests.traces.replay.engine import Engine
 from tests.traces.replay.workload import Counting, agent
 from traces.replay import Replay, ReplayOptions, replay, summarise
-from traces.replay.results import Outcome
+from traces.replay.results import PlayOutcome
 
 NEAR_S = 0.012  # client and server share a process; half of all turns must be this near
 FAR_S = 0.08  # what a busy machine may do to one of them
@@ -22,7 +22,7 @@ async def test_ttft_and_tbt_of_every_turn_are_those_served() -> None:
     async with Engine().running() as engine:
         run = await played(engine, agent("a", out=16, wait=0.01))
     (result,) = run.conversations
-    assert result.outcome is Outcome.DONE
+    assert result.outcome is PlayOutcome.DONE
     assert len(result.turns) == len(engine.seen) == 4
     errors = []
     for turn, seen in zip(result.turns, engine.seen, strict=True):

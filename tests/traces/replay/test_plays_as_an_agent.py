@@ -6,11 +6,11 @@ import pytest
 
 from tests.traces.replay.engine import CHARS_PER_TOKEN, Engine, render, shared
 from tests.traces.replay.workload import Counting, agent
-from traces.format import Conversation, Ending, Turn
+from traces.format import TraceConversation, TraceTurn, TurnEnding
 from traces.replay import Dialect, ReplayOptions, ToolStyle, replay
 
 
-async def served(engine: Engine, *conversations: Conversation, **options: object) -> None:
+async def served(engine: Engine, *conversations: TraceConversation, **options: object) -> None:
     chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
     run = await replay(conversations, chosen, Counting())
     assert all(result.outcome == "done" for result in run.conversations), run.conversations
@@ -40,8 +40,8 @@ async def test_tools_are_calls_and_results_or_plain_text() -> None:
 
 
 async def test_after_an_answer_to_the_user_the_user_speaks() -> None:
-    said = Turn(100, 0, 4, ending=Ending.END_OF_TURN)
-    conversation = Conversation("a", 0.0, (said, Turn(20, 104, 4)))
+    said = TraceTurn(100, 0, 4, ending=TurnEnding.END_OF_TURN)
+    conversation = TraceConversation("a", 0.0, (said, TraceTurn(20, 104, 4)))
     async with Engine().running() as engine:
         await served(engine, conversation)
     assert [m["role"] for m in engine.seen[1].body["messages"]] == ["user", "assistant", "user"]
@@ -72,12 +72,12 @@ async def test_prompts_have_the_traces_sizes_with_and_without_a_tokenize_endpoin
 
 async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> None:
     turns = (
-        Turn(1000, 0, 8, ending=Ending.TOOL_USE),
-        Turn(200, 1008, 8, ending=Ending.TOOL_USE),
-        Turn(500, 600, 8),
+        TraceTurn(1000, 0, 8, ending=TurnEnding.TOOL_USE),
+        TraceTurn(200, 1008, 8, ending=TurnEnding.TOOL_USE),
+        TraceTurn(500, 600, 8),
     )
     async with Engine().running() as engine:
-        await served(engine, Conversation("a", 0.0, turns))
+        await served(engine, TraceConversation("a", 0.0, turns))
     broken = engine.seen[2]
     assert broken.prompt_tokens == pytest.approx(1100, rel=0.02)
     assert broken.new_tokens == pytest.approx(500, rel=0.05)
@@ -87,7 +87,7 @@ async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> 
 
 async def test_a_child_begins_as_its_parent_does() -> None:
     parent = agent("p", turns=1, first=800)
-    child = Conversation("c", 0.3, (Turn(200, 600, 4),), parent="p")
+    child = TraceConversation("c", 0.3, (TraceTurn(200, 600, 4),), parent="p")
     async with Engine().running() as engine:
         await served(engine, parent, child)
     assert engine.seen[1].new_tokens == pytest.approx(200, rel=0.1)

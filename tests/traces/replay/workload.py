@@ -1,6 +1,6 @@
 """Small conversations for replays, and a watcher that only counts."""
 
-from traces.format import Conversation, Ending, Turn
+from traces.format import TraceConversation, TraceTurn, TurnEnding
 from traces.replay.results import ConversationResult, TurnResult
 
 
@@ -12,20 +12,20 @@ def agent(
     append: int = 60,
     out: int = 6,
     wait: float = 0.03,
-) -> Conversation:
-    built: list[Turn] = []
+) -> TraceConversation:
+    built: list[TraceTurn] = []
     context = 0
     for index in range(turns):
-        turn = Turn(
+        turn = TraceTurn(
             appended_tokens=append if index else first,
             cached_tokens=context,
             output_tokens=out,
             wait_s=wait if index else 0.0,
-            ending=Ending.END_OF_TURN if index == turns - 1 else Ending.TOOL_USE,
+            ending=TurnEnding.END_OF_TURN if index == turns - 1 else TurnEnding.TOOL_USE,
         )
         context = turn.context_tokens
         built.append(turn)
-    return Conversation(name, arrival, tuple(built))
+    return TraceConversation(name, arrival, tuple(built))
 
 
 class Counting:
@@ -38,7 +38,7 @@ class Counting:
     def phase(self, name: str, conversations: int) -> None:
         self.phases.append((name, conversations))
 
-    def started(self, conversation: Conversation) -> None:
+    def started(self, conversation: TraceConversation) -> None:
         self.begun.append(conversation.id)
 
     def answered(self, turn: TurnResult) -> None:

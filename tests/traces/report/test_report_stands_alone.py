@@ -6,34 +6,25 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from traces.format import Ending
-from traces.replay.results import (
-    ConversationResult,
-    MeterReading,
-    Outcome,
-    Replay,
-    TurnResult,
-    Unloaded,
-)
+from traces.format import TurnEnding
+from traces.replay.results import ConversationResult, MeterReading, PlayOutcome, Replay, TurnResult, Unloaded
 from traces.replay.summary import summarise
-from traces.report import page, terminal
-from traces.report.figures import _live, _tokens
-from traces.report.tables import tables
+from traces.report import in_flight_over_time, page, tables, terminal, tokens_over_time
 
 ALONE = Unloaded(0.1, 0.0, 0.0, 0.01, 0.0, probes=3, ttft_error=0.02, tbt_error=0.01)
 
 
 def turn(asked: float, ttft: float, tbt: float, wait: float = 0.0) -> TurnResult:
     answered = asked + ttft + 10 * tbt
-    return TurnResult(Ending.END_OF_TURN, wait, asked, ttft, answered, 100, 100, 11, 0, tbt, 0)
+    return TurnResult(TurnEnding.END_OF_TURN, wait, asked, ttft, answered, 100, 100, 11, 0, tbt, 0)
 
 
 def run(label: str, ttft: float, tbt: float = 0.02, error: str = "") -> Replay:
     done = [
-        ConversationResult(f"c{n}", float(n), float(n), Outcome.DONE, 0, (turn(float(n), ttft, tbt),))
+        ConversationResult(f"c{n}", float(n), float(n), PlayOutcome.DONE, 0, (turn(float(n), ttft, tbt),))
         for n in range(20)
     ]
-    broken = ConversationResult("x", 1.0, 1.0, Outcome.FAILED, 0, (), error=f"turn 1: {error}")
+    broken = ConversationResult("x", 1.0, 1.0, PlayOutcome.FAILED, 0, (), error=f"turn 1: {error}")
     return Replay(
         label=label,
         trace="a.jsonl",
@@ -123,9 +114,9 @@ def test_a_run_without_any_answer_can_still_be_reported() -> None:
 
 def test_curves_over_time_conserve_conversations_and_tokens() -> None:
     played = run("one", 0.2)
-    _, live = _live(played)
+    _, live = in_flight_over_time(played)
     assert live[-1] == 0.0
     assert min(live) >= 0.0
-    times, rates = _tokens(played)
+    times, rates = tokens_over_time(played)
     width = times[1] - times[0]
     assert abs(sum(rate * width for rate in rates) - 20 * 11) < 1e-6

@@ -2,12 +2,13 @@
 
 import pytest
 
-from traces.simulator import a40
-from traces.simulator.a40 import Calibration
-from traces.simulator.curve import prefill_curve, prefill_seconds
+from benchmarks.paper import a40
+from benchmarks.paper.a40 import A40
+from traces.simulator.profiles import find
+from traces.simulator.tiers import prefill_curve, prefill_seconds
 
-ENGINE = Calibration().engine(a40.PREFILL_CHUNK)
-MODEL = Calibration().latency()
+ENGINE = A40().engine(a40.PREFILL_CHUNK)
+MODEL = A40().latency()
 READ = MODEL.per_attended + MODEL.per_context  # of a token of context
 
 
@@ -32,8 +33,7 @@ def test_a_collocated_chunk_is_the_slo_times_the_baseline() -> None:
 
 def test_prefill_stays_below_the_cards_peak() -> None:
     """149.7 TFLOPS of dense bf16: a calibration above it would be an error in the arithmetic."""
-    linear, _ = Calibration._flops()
-    assert 0.2 < linear / MODEL.per_token / 149.7e12 < 1
+    assert 0.2 < a40.FLOPS_PER_TOKEN / MODEL.per_token / 149.7e12 < 1
 
 
 def test_the_curve_fits_the_chunked_engine() -> None:
@@ -47,3 +47,7 @@ def test_a_cap_slows_prefill_and_leaves_decoding() -> None:
     assert prefill_seconds(capped, 15_000) > 1.15 * prefill_seconds(ENGINE, 15_000)
     one = prefill_seconds(capped, 15_001, cached=15_000)
     assert one < 1.01 * prefill_seconds(ENGINE, 15_001, cached=15_000)
+
+
+def test_the_profile_by_its_name_is_this_one() -> None:
+    assert find("a40-qwen3-0.6b") == ENGINE

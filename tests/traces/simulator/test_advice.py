@@ -2,27 +2,26 @@
 
 from collections.abc import Iterable, Iterator
 
-from placement.advice import Action, Thresholds, advise
-from placement.capacity import Signals
-from placement.placer import PlacerSettings
+from placement.fleet.capacity import Action, Signals, Thresholds, advise
+from placement.fleet.placer import PlacerSettings
 from tests.traces.simulator.conftest import fleet
-from traces.format import Conversation
+from traces.format import TraceConversation
 from traces.generators import paper
+from traces.simulator.metrics import SimulationSummary, summarise
 from traces.simulator.simulation import Simulation, SimulationSettings
-from traces.simulator.summary import Summary, summarise
 
 WINDOW_S = 30.0
 LONGEST_WAIT_S = 10.0
 
 
-def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[Summary, Signals]:
+def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[SimulationSummary, Signals]:
     """What came of it, and the signals as the last conversation arrived."""
     settings = SimulationSettings(placer=PlacerSettings(capacity_window_s=WINDOW_S))
     simulation = Simulation(fleet(prefillers, decoders), settings)
     placer = simulation.fleet.placer
     last: list[Signals] = []
 
-    def arriving(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+    def arriving(conversations: Iterable[TraceConversation]) -> Iterator[TraceConversation]:
         for conversation in conversations:
             now = simulation.events.now
             placer.arrived(conversation.turns[0].prompt_tokens, now)
@@ -36,7 +35,7 @@ def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[Sum
 
 def test_following_the_advice_ends_the_queues_and_then_it_asks_for_no_more() -> None:
     engines = {Action.ADD_PREFILLERS: 1, Action.ADD_DECODERS: 6}
-    first: Summary | None = None
+    first: SimulationSummary | None = None
     for _ in range(6):
         summary, seen = played(*engines.values(), rate=12.0, count=1500)
         first = first or summary

@@ -2,9 +2,9 @@
 
 import pytest
 
-from placement.placer import PlacerSettings
-from traces.format import Conversation, Turn
-from traces.simulator.agreement import LiveBinding, compare
+from placement.fleet.placer import PlacerSettings
+from tests.support.binding_agreement import LiveBinding, compare
+from traces.format import TraceConversation, TraceTurn
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 
@@ -14,7 +14,7 @@ from .test_conservation import trace
 SETTINGS = SimulationSettings(SystemSettings(System.CONSERVE), PlacerSettings(max_prefill_wait_s=1e9))
 
 
-def live_run(found: list[Conversation], offset: float) -> list[LiveBinding]:
+def live_run(found: list[TraceConversation], offset: float) -> list[LiveBinding]:
     """As a fleet would have left it: other clock, prompts as counted, decoders as bound."""
     simulation = Simulation(fleet(decoders=4), SETTINGS)
     simulation.run(found)
@@ -39,7 +39,7 @@ def test_a_run_agrees_with_itself_whatever_its_clock() -> None:
 
 
 def test_a_conversation_bound_elsewhere_is_named() -> None:
-    found = [Conversation(f"c{i}", float(i), (Turn(4_000, 0, 400),)) for i in range(6)]
+    found = [TraceConversation(f"c{i}", float(i), (TraceTurn(4_000, 0, 400),)) for i in range(6)]
     live = live_run(found, 0.0)
     moved = LiveBinding("c3", 3.0, 4_000, "decode-9")
     agreement = compare(fleet(decoders=4), SETTINGS, found, [*live[:3], moved, *live[4:]])
@@ -49,7 +49,7 @@ def test_a_conversation_bound_elsewhere_is_named() -> None:
 
 def test_the_prompt_counts_as_it_was_counted_live() -> None:
     """Two prompts of different length, then a third: it goes where the shorter one was."""
-    found = [Conversation(f"c{i}", 0.0, (Turn(1_000, 0, 2_000),)) for i in range(3)]
+    found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(1_000, 0, 2_000),)) for i in range(3)]
     live = [
         LiveBinding("c0", 0.0, 9_000, "decode-0"),
         LiveBinding("c1", 0.001, 2_000, "decode-1"),

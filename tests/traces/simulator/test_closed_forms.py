@@ -7,16 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.latency import BatchWork, LatencyModel
-from traces.format import Conversation, Turn
-from traces.simulator.entities.batch import Batch
-from traces.simulator.entities.engine import Engine
-from traces.simulator.entities.kv import Pressure
-from traces.simulator.entities.live import Live
-from traces.simulator.events import EventQueue
+from placement.iteration.latency import BatchWork, LatencyModel
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.engine import EventQueue, Iteration, SimulatedEngine
+from traces.simulator.kv import LiveConversation, Pressure
 from traces.simulator.policies import System, SystemSettings
-from traces.simulator.profile import Fleet, Tier
 from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
 from .conftest import MODEL, one_turn, profile, work
 
@@ -36,10 +33,10 @@ def test_waiting_at_a_prefiller_is_that_of_md1(load: float) -> None:
     prompt = 2048
     service = MODEL.seconds(BatchWork.of([(prompt, 0)]))
 
-    def prefilled(engine: Engine, live: Live) -> None:
+    def prefilled(engine: SimulatedEngine, live: LiveConversation) -> None:
         waits.append(events.now - live.arrived - service)
 
-    engine = Engine("p", profile(), events, Pressure.PIN, prefilled, lambda *_: None)
+    engine = SimulatedEngine("p", profile(), events, Pressure.PIN, prefilled, lambda *_: None)
 
     def arrive(number: int) -> None:
         live = work(str(number), prompt, left=0)
@@ -59,7 +56,7 @@ def test_tbt_of_a_decoder_is_its_model_at_the_kv_it_reads(
     model: LatencyModel, rows: list[tuple[int, int]]
 ) -> None:
     """Many iterations in one step cost what they cost one by one."""
-    batch = Batch(model)
+    batch = Iteration(model)
     for number, (context, left) in enumerate(rows):
         batch.join(work(str(number), 0, left, context))
     iterations = batch.until_an_end()
@@ -74,8 +71,8 @@ def test_tbt_of_a_decoder_is_its_model_at_the_kv_it_reads(
 def test_the_next_boundary_is_the_first_at_or_after_a_time(
     model: LatencyModel, rows: int, context: int, seconds: float
 ) -> None:
-    batch = Batch(model)
-    batch.rows, batch.context = rows, context
+    batch = Iteration(model)
+    batch.turns, batch.context = rows, context
     found = batch.iterations_in(seconds)
     assert batch.seconds(found) >= seconds
     assert found == 1 or batch.seconds(found - 1) < seconds
@@ -106,12 +103,12 @@ def test_jumping_to_the_next_change_equals_stepping_every_iteration(
 def _finish_times(turns: list[tuple[float, int, int]]) -> dict[int, float]:
     events, finished = EventQueue(), {}
 
-    def done(engine: Engine, live: Live) -> None:
+    def done(engine: SimulatedEngine, live: LiveConversation) -> None:
         finished[int(live.key)] = events.now
-        engine.kv.keep(live)
+        engine.kv.retain(live)
         engine.kv.forget(live)
 
-    engine = Engine("d", profile(), events, Pressure.PIN, done, done)
+    engine = SimulatedEngine("d", profile(), events, Pressure.PIN, done, done)
     ordered = sorted((at, i, todo, left) for i, (at, todo, left) in enumerate(turns))
     for at, i, todo, left in ordered:
         events.at(at, engine.submit, work(str(i), todo, left))
@@ -158,10 +155,10 @@ def _step_by_step(turns: list[tuple[float, int, int, int]]) -> dict[int, float]:
 
 def test_a_prompt_alone_takes_its_chunks_and_nothing_else() -> None:
     events, times = EventQueue(), []
-    engine = Engine(
+    engine = SimulatedEngine(
         "p", profile(), events, Pressure.PIN, lambda *_: times.append(events.now), lambda *_: None
     )
-    live = Live(one_turn("c", 5000), 0, 0.0)
+    live = LiveConversation(one_turn("c", 5000), 0, 0.0)
     live.todo = 5000
     engine.submit(live)
     events.run()
@@ -171,9 +168,14 @@ def test_a_prompt_alone_takes_its_chunks_and_nothing_else() -> None:
 
 def test_token_gaps_show_a_stall_that_the_mean_of_a_turn_hides() -> None:
     """One prompt of 1,000 tokens beside a row that decodes 200."""
-    found = [Conversation("decodes", 0.0, (Turn(10, 0, 200),)), Conversation("p", 0.5, (Turn(1_000, 0, 1),))]
+    found = [
+        TraceConversation("decodes", 0.0, (TraceTurn(10, 0, 200),)),
+        TraceConversation("p", 0.5, (TraceTurn(1_000, 0, 1),)),
+    ]
     settings = SimulationSettings(SystemSettings(System.COLLOCATED), token_gaps=True)
-    result = Simulation(Fleet((Tier("mixed", Role.MIXED, 1, profile()),)), settings).run(found)
+    result = Simulation(SimulatedFleet((SimulatedTier("mixed", Role.MIXED, 1, profile()),)), settings).run(
+        found
+    )
     assert result.gaps is not None
     step, stall = 0.01, 0.01 + 1_000 * 1e-5
     assert result.gaps.percentile(50) == pytest.approx(step, rel=0.05)

@@ -4,23 +4,23 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.placer import PlacerSettings
-from placement.redisaggregation import Redisaggregation
-from traces.format import Conversation, Turn
-from traces.simulator.conservation import Leak, check
-from traces.simulator.entities.kv import Pressure
+from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import Redisaggregation
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.kv import Pressure
+from traces.simulator.metrics import Leak, check
 from traces.simulator.policies import System, SystemSettings
-from traces.simulator.profile import Fleet, Tier
 from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
 from .conftest import POWER, fleet, profile
 
 
-def trace(seed: int, count: int = 40, rate: float = 3.0) -> list[Conversation]:
+def trace(seed: int, count: int = 40, rate: float = 3.0) -> list[TraceConversation]:
     """Broken prefixes, large appends, long and short waits."""
     random, at, found = Random(seed), 0.0, []
     for number in range(count):
@@ -30,10 +30,10 @@ def trace(seed: int, count: int = 40, rate: float = 3.0) -> list[Conversation]:
             cached = context if random.random() < 0.8 else random.randint(0, context)
             appended = random.choice([1, 50, 400, 9_000]) if index else random.randint(1, 12_000)
             wait = random.choice([0.0, 0.3, 20.0]) if index else 0.0
-            turn = Turn(appended, cached, random.randint(0, 120), wait)
+            turn = TraceTurn(appended, cached, random.randint(0, 120), wait)
             context = turn.context_tokens
             turns.append(turn)
-        found.append(Conversation(f"c{number}", at, tuple(turns)))
+        found.append(TraceConversation(f"c{number}", at, tuple(turns)))
     return found
 
 
@@ -45,9 +45,9 @@ def settings_for(system: System, pressure: Pressure = Pressure.PARK, **more: flo
     )
 
 
-def fleet_for(system: System, **more: int) -> Fleet:
+def fleet_for(system: System, **more: int) -> SimulatedFleet:
     if system in (System.COLLOCATED, System.STICKY):
-        return Fleet((Tier("mixed", Role.MIXED, 3, profile(**more)),))  # type: ignore[arg-type]
+        return SimulatedFleet((SimulatedTier("mixed", Role.MIXED, 3, profile(**more)),))  # type: ignore[arg-type]
     return fleet(**more)
 
 
@@ -68,6 +68,7 @@ def test_every_system_serves_every_turn_and_leaves_nothing_behind(system: System
 
 
 @settings(max_examples=25, deadline=None)
+@example(seed=1, system=System.STICKY, pressure=Pressure.PIN, kv=20_000)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(list(System)),
@@ -105,4 +106,4 @@ def test_a_leak_is_found() -> None:
     engine = next(iter(simulation.fleet.engines.values()))
     engine.kv.resident += 1
     with pytest.raises(Leak, match="resident"):
-        check(simulation.books, [engine], simulation.events.now, waiting=0)
+        check(simulation.tally, [engine], simulation.events.now, waiting=0)

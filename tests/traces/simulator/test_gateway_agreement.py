@@ -5,10 +5,10 @@ from pathlib import Path
 
 import aiohttp
 
-from placement.placer import PlacerSettings
+from placement.fleet.placer import PlacerSettings
 from tests.support import fake_fleet
 from tests.support.agreement import Agents, conversations
-from traces.simulator.agreement import compare
+from tests.support.binding_agreement import compare
 from traces.simulator.simulation import SimulationSettings
 
 from .conftest import fleet

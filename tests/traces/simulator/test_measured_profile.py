@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from traces.replay import Replay, record
+from traces.replay import Replay, summary
 from traces.replay.results import MeterReading, Unloaded
-from traces.simulator.curve import prefill_seconds
 from traces.simulator.profiles import ProfileError, find, of_unloaded
+from traces.simulator.tiers import prefill_seconds
 
 ALONE = Unloaded(
     fixed_s=0.05,
@@ -28,7 +28,7 @@ def replayed(unloaded: Unloaded | None) -> Replay:
 def test_prefill_and_decoding_take_what_was_measured() -> None:
     engine = of_unloaded(ALONE, find("laptop"))
     for context in (500, 8_000):
-        step = engine.latency.constant + engine.latency.per_token + engine.latency.per_row
+        step = engine.latency.constant + engine.latency.per_token + engine.latency.per_request
         step += context * (
             engine.latency.per_context + engine.latency.per_attended + engine.latency.per_before
         )
@@ -40,8 +40,8 @@ def test_prefill_and_decoding_take_what_was_measured() -> None:
 
 def test_a_result_of_a_replay_is_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    record.write(path, replayed(ALONE))
+    summary.write(path, replayed(ALONE))
     assert find(str(path)) == of_unloaded(ALONE, find("laptop"))
-    record.write(path, replayed(None))
+    summary.write(path, replayed(None))
     with pytest.raises(ProfileError, match="without probes"):
         find(str(path))

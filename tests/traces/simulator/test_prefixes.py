@@ -1,7 +1,7 @@
 """What prefillers keep of earlier turns is not computed again, and only as long as there is place for it."""
 
-from traces.format import Conversation, Turn
-from traces.simulator.entities.prefixes import Prefixes
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.kv import Prefixes
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 
@@ -10,8 +10,8 @@ from .conftest import fleet
 
 def prefilled(cached: bool, kv_tokens: int = 300_000) -> int:
     """Two conversations of three turns each under full disaggregation, one after the other in every turn."""
-    turns = (Turn(8_000, 0, 1), Turn(100, 8_001, 1, 10.0), Turn(100, 8_102, 1, 10.0))
-    found = [Conversation(f"c{i}", 4.0 * i, turns) for i in range(2)]
+    turns = (TraceTurn(8_000, 0, 1), TraceTurn(100, 8_001, 1, 10.0), TraceTurn(100, 8_102, 1, 10.0))
+    found = [TraceConversation(f"c{i}", 4.0 * i, turns) for i in range(2)]
     settings = SimulationSettings(SystemSettings(System.FULL_DISAGGREGATION), prefillers_cache=cached)
     return Simulation(fleet(kv_tokens=kv_tokens), settings).run(found).totals.prefilled_tokens
 

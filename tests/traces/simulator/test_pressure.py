@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from placement.placer import PlacerSettings
-from placement.redisaggregation import Redisaggregation
-from traces.format import Conversation, Turn
-from traces.simulator.entities.kv import Pressure
+from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import Redisaggregation
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.kv import Pressure
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 
@@ -16,10 +16,10 @@ from .conftest import fleet
 KV = 40_000
 
 
-def growing(count: int = 12) -> list[Conversation]:
+def growing(count: int = 12) -> list[TraceConversation]:
     """Together three times what one decoder holds, all of it in use at once."""
-    turns = (Turn(8_000, 0, 600), Turn(200, 8_600, 600, 0.2), Turn(200, 9_400, 600, 0.2))
-    return [Conversation(f"c{i}", 0.1 * i, turns) for i in range(count)]
+    turns = (TraceTurn(8_000, 0, 600), TraceTurn(200, 8_600, 600, 0.2), TraceTurn(200, 9_400, 600, 0.2))
+    return [TraceConversation(f"c{i}", 0.1 * i, turns) for i in range(count)]
 
 
 def settings(pressure: Pressure, fill: float) -> SimulationSettings:
@@ -46,9 +46,10 @@ def test_only_a_fleet_that_parks_forgets_nothing_when_it_is_overbooked(pressure:
 def test_conversations_between_turns_take_no_room_from_new_ones_where_they_can_be_parked() -> None:
     """Four idle conversations fill the decoder; a fifth comes."""
     idle = [
-        Conversation(f"i{i}", 2.0 * i, (Turn(8_000, 0, 10), Turn(10, 8_010, 10, 500.0))) for i in range(4)
+        TraceConversation(f"i{i}", 2.0 * i, (TraceTurn(8_000, 0, 10), TraceTurn(10, 8_010, 10, 500.0)))
+        for i in range(4)
     ]
-    found = [*idle, Conversation("new", 30.0, (Turn(8_000, 0, 10),))]
+    found = [*idle, TraceConversation("new", 30.0, (TraceTurn(8_000, 0, 10),))]
     waits = {
         pressure: Simulation(fleet(decoders=1, kv_tokens=KV), settings(pressure, 0.9))
         .run(found)

@@ -2,20 +2,20 @@
 
 import pytest
 
-from placement.placer import FirstTurn, Placement, Placer, PlacerSettings
-from traces.format import Conversation, Turn
-from traces.simulator.curve import prefill_curve, prefill_seconds
-from traces.simulator.entities.kv import Pressure
+from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.kv import Pressure
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import prefill_curve, prefill_seconds
 
 from .conftest import fleet, profile
 from .test_conservation import fleet_for, settings_for, trace
 
 
-def three_turns(count: int = 5, gap: float = 10.0, wait: float = 1.0) -> list[Conversation]:
-    turns = (Turn(8_000, 0, 50), Turn(200, 8_050, 50, wait), Turn(200, 8_300, 50, wait))
-    return [Conversation(f"c{i}", i * gap, turns) for i in range(count)]
+def three_turns(count: int = 5, gap: float = 10.0, wait: float = 1.0) -> list[TraceConversation]:
+    turns = (TraceTurn(8_000, 0, 50), TraceTurn(200, 8_050, 50, wait), TraceTurn(200, 8_300, 50, wait))
+    return [TraceConversation(f"c{i}", i * gap, turns) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_conversation_alone_has_the_latency_of_its_parts() -> None:
     """Prefill, one transfer, one token computed again on the decoder; then a token an iteration."""
     engine = profile()
     run = Simulation(fleet(), settings_for(System.CONSERVE)).run(
-        [Conversation("c", 0.0, (Turn(8_000, 0, 2),))]
+        [TraceConversation("c", 0.0, (TraceTurn(8_000, 0, 2),))]
     )
     transfer = 8_000 * engine.kv_bytes_per_token / engine.network_bytes_per_s
     expected = prefill_seconds(engine, 8_000) + transfer + prefill_seconds(engine, 8_000, cached=7_999)
@@ -76,7 +76,7 @@ def test_what_is_pinned_is_never_dropped_where_it_fits() -> None:
 
 def test_bindings_of_a_run_are_those_the_product_placer_gives() -> None:
     """Arrivals all at once: nothing is reported in between, so a fresh placer must agree one by one."""
-    found = [Conversation(f"c{i}", 0.0, (Turn(500 + 137 * i, 0, 5),)) for i in range(60)]
+    found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(500 + 137 * i, 0, 5),)) for i in range(60)]
     simulated = fleet(decoders=4, kv_tokens=10_000_000)
     simulation = Simulation(simulated, SimulationSettings(placer=PlacerSettings(headroom_tokens=0)))
     simulation.run(found)

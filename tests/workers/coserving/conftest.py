@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.model.make import make_model
-from deploy.model.shape import ModelShape
+from deploy.small_model import ModelShape, make_model
 
 
 @pytest.fixture(scope="session")

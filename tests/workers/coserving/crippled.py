@@ -1,7 +1,7 @@
 """Schedulers for negative controls: each leaves one step of the roll-back out. Loaded by vLLM by name.
 
-All of them, and `Audited`, compare the books of rows that ran before an aborted iteration with what they were
-before it, and append what differs to the file named in the environment.
+All of them, and `Audited`, compare vLLM's records of requests that ran before an aborted iteration with
+what they were before it, and append what differs to the file named in the environment.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.workers.coserving.audit import AUDIT_VARIABLE
 from workers.coserving import rollback
-from workers.coserving import vllm_contact as contact
+from workers.coserving import vllm_internals as internals
 from workers.coserving.scheduler import CoServingScheduler
 
 
@@ -18,30 +18,30 @@ class Audited(CoServingScheduler):
     _before: dict[str, tuple[Any, ...]]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        self._before = {request.request_id: self._books_of(request) for request in self.running}
+        self._before = {request.request_id: self._records_of(request) for request in self.running}
         return super().schedule(throttle_prefills)
 
-    def _settle_abort(self) -> Any:
-        was_aborted = self._step is not None and self._step.aborted
-        step = super()._settle_abort()
+    def settle_abort(self) -> Any:
+        was_aborted = self.iteration is not None and self.iteration.aborted
+        step = super().settle_abort()
         if step is not None and step.aborted and not was_aborted:
             for request_id, before in self._before.items():
                 request = self.requests.get(request_id)
-                if request is None or not contact.is_running(request):
+                if request is None or not internals.is_running(request):
                     continue
-                after = self._books_of(request)
-                if after != before and request_id in {row.request.request_id for row in step.ledger}:
+                after = self._records_of(request)
+                if after != before and request_id in {one.request.request_id for one in step.scheduled}:
                     with Path(os.environ[AUDIT_VARIABLE]).open("a") as file:
                         file.write(f"{request_id}: {before} -> {after}\n")
         return step
 
-    def _books_of(self, request: Any) -> tuple[Any, ...]:
+    def _records_of(self, request: Any) -> tuple[Any, ...]:
         registered = tuple(
             manager.num_cached_block.get(request.request_id, 0)
             for manager in self.kv_cache_manager.coordinator.single_type_managers
         )
         pending = request.num_tokens - request.num_computed_tokens
-        return request.num_computed_tokens, registered, pending > 1 and request in self._inflight_prefills
+        return request.num_computed_tokens, registered, pending > 1 and request.is_prefill_chunk
 
 
 def _all_but(left_out: rollback.Step) -> tuple[rollback.Step, ...]:

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from placement.latency import CONSERVATIVE, LatencyModel, RegionError
-from placement.profiles import Profile, ProfileKey, ProfileStore
-from placement.serving import ServingSettings
-from placement.serving.state import Slo
-from workers.coserving.config import CoServingConfig, CoServingConfigError
-from workers.coserving.starting_model import starting_model
+from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.iteration.latency import CONSERVATIVE, LatencyModel, RegionError
+from workers.coserving.config import CoServingConfig, CoServingConfigError, starting_model
+from workers.profiles import Profile, ProfileKey, ProfileStore
 
 SET = CoServingConfig(
-    ServingSettings("bros", Slo(0.5, 0.05), margin=0.2), LatencyModel(1e-4, 1e-8, 0, 1e-3), True, 4
+    ServingSettings("bros", TurnTargets(0.5, 0.05), margin=0.2), LatencyModel(1e-4, 1e-8, 0, 1e-3), True, 4
 )
 
 

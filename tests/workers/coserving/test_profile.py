@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from placement.latency import BatchWork, LatencyModel, Sample
+from placement.iteration.latency import BatchWork, LatencyModel, Sample
 from workers.coserving.iterations import IterationLog, IterationRecord, read_iterations
 from workers.coserving.profile import Grid, profile_of, safepoint_every, samples_of
 
-GRID = Grid(max_tokens=2048, max_context=8192, max_rows=64, block_tokens=32)
+GRID = Grid(max_tokens=2048, max_context=8192, max_requests=64, block_tokens=32)
 
 
 def record(new: int, seconds: float, aborted: bool = False) -> IterationRecord:
@@ -25,13 +25,13 @@ def test_every_point_fits_the_engine() -> None:
     for point in points:
         assert point.new + point.context + 8 <= GRID.max_context
         assert point.new <= GRID.max_tokens
-        assert point.rows <= GRID.max_rows
+        assert point.requests <= GRID.max_requests
 
 
 def test_the_grid_reaches_the_largest_prefill_and_the_fullest_decode() -> None:
     points = set(GRID.points())
     assert max(point.new for point in points) == GRID.max_tokens
-    assert max(point.rows for point in points) == GRID.max_rows
+    assert max(point.requests for point in points) == GRID.max_requests
 
 
 def test_one_sample_a_shape_undisturbed_and_none_of_aborted_iterations() -> None:
@@ -47,7 +47,7 @@ def test_shapes_that_differ_by_a_token_are_one_and_those_seen_by_accident_none()
 
 def test_a_profile_says_what_a_layer_takes_in_the_largest_batch() -> None:
     model = LatencyModel(1e-4, 1e-8, 1e-7, 5e-3)
-    works = [BatchWork.of([(point.new, point.context)] * point.rows) for point in GRID.points()]
+    works = [BatchWork.of([(point.new, point.context)] * point.requests) for point in GRID.points()]
     found = profile_of([Sample(work, model.seconds(work)) for work in works], layers=10, now=7.0)
     assert found.errors[0].p90 < 0.01
     assert found.layer_seconds == pytest.approx(max(map(model.seconds, works)) / 10)

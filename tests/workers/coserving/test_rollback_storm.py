@@ -1,6 +1,6 @@
 """On real vLLM: after a storm of aborts outputs equal an undisturbed run, and without a step they do not.
 
-Each of the five steps left out is in test_rollback_books.py, on vLLM's scheduler without a model. Here are
+Each of the five steps left out is in test_rollback.py, on vLLM's scheduler without a model. Here are
 the two whose absence a short storm always shows; the others need rows that meet by chance.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.coserving_storm import StormResult, storm, storm_config, storm_shape
+from benchmarks.coserving.storm import StormResult, storm, storm_config, storm_shape
 from tests.workers.coserving.audit import AUDIT_VARIABLE
-from workers.coserving.standalone import coserving_engine
+from workers.coserving.profile import coserving_engine
 
 CRIPPLED = "tests.workers.coserving.crippled."
 STEPS = {
@@ -30,7 +30,7 @@ async def _storm(
 
 
 def red(model: Path, scheduler: str, audit: Path) -> bool:
-    """Whether anything shows: a wrong output, a request that never ends, books that differ, a dead engine."""
+    """Whether anything shows: a wrong output, a request that never ends, other records, a dead engine."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:

@@ -14,32 +14,33 @@ from tests.workers.power.machine import IGNORES_LIMIT, LOST, PERMISSION, Machine
 APPLY = """
 import sys
 from pathlib import Path
-from workers.power import caps, record
+from workers.power import limits
 from workers.power.nvml import Gpus
-from workers.power.plan import Wish
+from workers.power.limits import WantedLimit
 path, cap, *names = sys.argv[1:]
 with Gpus() as gpus:
-    for outcome in caps.apply(gpus, [Wish(n, float(cap), "decode-0") for n in names], Path(path), BOOT, "me"):
+    wanted = [WantedLimit(n, float(cap), "decode-0") for n in names]
+    for outcome in limits.apply(gpus, wanted, Path(path), BOOT, "me"):
         print(outcome.done, outcome.text)
 """
 RESTORE = """
 import sys
 from pathlib import Path
-from workers.power import caps, record
+from workers.power import limits
 from workers.power.nvml import Gpus
 with Gpus() as gpus:
-    for outcome in caps.restore(gpus, Path(sys.argv[1]), BOOT):
+    for outcome in limits.restore(gpus, Path(sys.argv[1]), BOOT):
         print(outcome.done, outcome.text)
 """
 
 
-def apply(machine: Machine, cap: float, *names: str, boot: str = "record.boot_id()") -> str:
+def apply(machine: Machine, cap: float, *names: str, boot: str = "limits.boot_id()") -> str:
     done = machine.python(APPLY.replace("BOOT", boot), str(machine.record), str(cap), *names)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def restore(machine: Machine, boot: str = "record.boot_id()") -> str:
+def restore(machine: Machine, boot: str = "limits.boot_id()") -> str:
     done = machine.python(RESTORE.replace("BOOT", boot), str(machine.record))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -114,7 +115,7 @@ def test_after_a_reboot_the_record_is_void(machine: Machine) -> None:
 
 def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: Machine) -> None:
     """Killed between the two: the record is there, the limit untouched, and undoing is harmless."""
-    killed = APPLY.replace("BOOT", "record.boot_id()").replace(
+    killed = APPLY.replace("BOOT", "limits.boot_id()").replace(
         "path, cap", "import os; Gpus.set_limit = lambda *a: os.kill(os.getpid(), 9)\npath, cap"
     )
     done = machine.python(killed, str(machine.record), "200", "0")
@@ -128,7 +129,7 @@ def test_one_process_at_a_time_changes_the_record(machine: Machine) -> None:
     machine.home.mkdir()
     with machine.record.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        waiting = machine.start(APPLY.replace("BOOT", "record.boot_id()"), str(machine.record), "200", "0")
+        waiting = machine.start(APPLY.replace("BOOT", "limits.boot_id()"), str(machine.record), "200", "0")
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(1.5)
         assert machine.limits() == [300.0, 300.0]
@@ -139,7 +140,7 @@ def test_one_process_at_a_time_changes_the_record(machine: Machine) -> None:
 KEEPER = """
 import asyncio, sys
 from pathlib import Path
-from workers.power.keeping import EnginePower, PowerSettings
+from workers.power.engine_power import EnginePower, PowerSettings
 async def main():
     path, engine, cap, grace = sys.argv[1:]
     wanted = float(cap) if cap else None
@@ -189,15 +190,15 @@ def test_a_guard_that_is_told_to_end_with_its_keeper_has_no_grace(machine: Machi
 TOLD_AT_ONCE = """
 import sys
 from pathlib import Path
-from workers.power import caps, record
-from workers.power.keeping import PowerSettings, _start_guard
+from workers.power import limits
+from workers.power.engine_power import PowerSettings, start_guard
 from workers.power.nvml import Gpus
-from workers.power.plan import Wish
+from workers.power.limits import WantedLimit
 path = Path(sys.argv[1])
-guard = _start_guard(PowerSettings("decode-0", "decode", ("1",), 200.0, path, grace_s=600.0), "me")
+guard = start_guard(PowerSettings("decode-0", "decode", ("1",), 200.0, path, grace_s=600.0), "me")
 guard.terminate()
 with Gpus() as gpus:
-    caps.apply(gpus, [Wish("1", 200.0, "decode-0")], path, record.boot_id(), "me")
+    limits.apply(gpus, [WantedLimit("1", 200.0, "decode-0")], path, limits.boot_id(), "me")
     print([gpu.limit_w for gpu in gpus.all()], flush=True)
 guard.stdin.close()
 print(guard.wait(30))

@@ -8,7 +8,7 @@ SERVE = """
 import asyncio, logging, sys
 from pathlib import Path
 from prometheus_client import generate_latest
-from workers.power.keeping import EnginePower, PowerSettings
+from workers.power.engine_power import EnginePower, PowerSettings
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 path, cap, *gpus = sys.argv[1:]
 async def main():
@@ -85,7 +85,7 @@ def test_an_engine_without_gpus_does_nothing(machine: Machine) -> None:
 
 
 def test_visible_gpus_are_those_of_the_environment() -> None:
-    from workers.power.keeping import visible_gpus
+    from workers.power.engine_power import visible_gpus
 
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ("2", "GPU-abc")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({}) == ()

@@ -1,0 +1,269 @@
+"""One co-serving engine, iteration by iteration: the product's in-engine policies on a computed clock.
+
+The engine does what vLLM does around a policy: two loops over running and waiting requests, blocks taken
+when tokens are scheduled, the latest offline request giving way when a running online one lacks a block.
+What an iteration takes is the `truth`; what the policy believes may be another model.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from placement.iteration.interface import (
+    DEFAULT_TARGETS,
+    EngineView,
+    IterationDone,
+    RequestView,
+    RunningBatch,
+    ServingPolicy,
+    TurnTargets,
+)
+from placement.iteration.latency import BatchWork, LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedShape:
+    blocks: int
+    block_tokens: int = 16
+    max_tokens: int = 2048
+    max_running: int = 256
+    layers: int = 32
+    checkpoint: bool = True  # a preempted offline request resumes from the host; else it computes again
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    key: str
+    arrival: float
+    prompt: int
+    output: int
+    offline: bool = False
+    slo: TurnTargets = DEFAULT_TARGETS
+    computed: int = 0
+    blocks: int = 0
+    furthest: int = 0  # most tokens ever computed: what is computed again does not count as work done
+    tokens_at: list[float] = field(default_factory=list)
+    last_served: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + len(self.tokens_at)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens_at) >= self.output
+
+    def view(self, running: bool, shape: SimulatedShape) -> RequestView:
+        on_host = shape.checkpoint and self.offline
+        return RequestView(
+            self.key, self.offline, self.arrival, self.tokens, self.computed, self.blocks,
+            saved_blocks=self.blocks if on_host else 0,
+            restore_blocks=0 if running or not on_host else -(-self.furthest // shape.block_tokens),
+            running=running,
+            last_token=self.tokens_at[-1] if self.tokens_at else None,
+            last_served=self.last_served, slo=self.slo,
+        )  # fmt: skip
+
+
+@dataclass
+class Served:
+    """What came of a run."""
+
+    finished: list[SimulatedRequest] = field(default_factory=list)
+    offline_tokens: int = 0  # computed for the first time
+    seconds: float = 0.0
+    iterations: int = 0
+    aborts: int = 0
+    preemptions: int = 0
+
+    def online(self) -> list[SimulatedRequest]:
+        return [request for request in self.finished if not request.offline]
+
+
+class SimulatedCoServing:
+    def __init__(
+        self,
+        policy: ServingPolicy,
+        shape: SimulatedShape,
+        truth: LatencyModel,
+        believed: LatencyModel | None = None,
+    ) -> None:
+        self._policy = policy
+        self._shape = shape
+        self._truth = truth
+        self._believed = believed or truth
+        self._running: list[SimulatedRequest] = []
+        self._waiting: list[SimulatedRequest] = []
+        self.free_blocks = shape.blocks
+        self.served = Served()
+
+    def run(
+        self,
+        arrivals: Iterable[SimulatedRequest],
+        until: float,
+        offline: Callable[[float], SimulatedRequest | None],
+    ) -> Served:
+        """Until the clock has passed `until`; `offline` gives one more offline request when one is wanted."""
+        coming = sorted(arrivals, key=lambda request: request.arrival)
+        now = 0.0
+        while now < until:
+            while coming and coming[0].arrival <= now:
+                self._waiting.append(coming.pop(0))
+            while (
+                not any(request.offline for request in self._waiting) and (more := offline(now)) is not None
+            ):
+                self._waiting.append(more)
+            batch, online_work, work = self._schedule(now)
+            if not batch:
+                if self._running or self._waiting:
+                    now += 1e-3
+                elif coming:
+                    now = coming[0].arrival
+                else:
+                    break
+                continue
+            seconds = self._truth.seconds(work)
+            aborted_at = self._interrupted(batch, work, online_work, now, seconds, coming)
+            ended = now + seconds if aborted_at is None else aborted_at
+            self.served.iterations += 1
+            late = 0
+            if aborted_at is None:
+                late = sum(self._advance(request, tokens, ended) for request, tokens in batch)
+            else:
+                self.served.aborts += 1
+            offline_requests = sum(request.offline for request, _ in batch)
+            self._policy.observe(
+                IterationDone(
+                    ended, work, self._believed.seconds(work), ended - now, len(batch) - offline_requests,
+                    offline_requests, late, aborted_at is not None,
+                )
+            )  # fmt: skip
+            now = ended
+        self.served.seconds = now
+        return self.served
+
+    def _schedule(self, now: float) -> tuple[list[tuple[SimulatedRequest, int]], BatchWork, BatchWork]:
+        plan = self._policy.plan(self._view(now), self._believed)
+        by_key = {request.key: request for request in self._running}
+        for key in plan.preempt:
+            self._preempt(by_key.pop(key))
+        self._running = [by_key[key] for key in plan.order]
+        left, batch = self._shape.max_tokens, []
+        for request in list(self._running):
+            if left <= 0 or request not in self._running:
+                continue
+            tokens = plan.builder.take(
+                self._view_of(request, True), min(request.tokens - request.computed, left)
+            )
+            if tokens and self._allocate(request, tokens, give_way=not request.offline):
+                batch.append((request, tokens))
+                left -= tokens
+        batch = [(request, tokens) for request, tokens in batch if request in self._running]
+        for request in self._in_order():
+            if left <= 0 or len(self._running) >= self._shape.max_running:
+                break
+            resumed = request.computed if not self._shape.checkpoint else request.furthest
+            request.computed = min(resumed, request.tokens - 1)
+            tokens = plan.builder.take(
+                self._view_of(request, False), min(request.tokens - request.computed, left)
+            )
+            if not tokens or not self._allocate(request, request.tokens - request.computed, give_way=False):
+                break
+            self._waiting.remove(request)
+            self._running.append(request)
+            batch.append((request, tokens))
+            left -= tokens
+        online = BatchWork.of((tokens, request.computed) for request, tokens in batch if not request.offline)
+        return batch, online, BatchWork.of((tokens, request.computed) for request, tokens in batch)
+
+    def _view(self, now: float) -> EngineView:
+        waiting = self._in_order()
+        online = [request for request in waiting if not request.offline]
+        offline = waiting[len(online) :]
+        shape = self._shape
+        return EngineView(
+            now, tuple(self._view_of(request, True) for request in self._running),
+            tuple(self._view_of(request, False) for request in online), len(offline),
+            self._view_of(offline[0], False) if offline else None, self.free_blocks, shape.blocks,
+            shape.block_tokens, shape.max_tokens, shape.max_running,
+        )  # fmt: skip
+
+    def _in_order(self) -> list[SimulatedRequest]:
+        """Those that wait: online by arrival, then offline as the policy starts them."""
+        online = sorted((r for r in self._waiting if not r.offline), key=lambda request: request.arrival)
+        offline = (request for request in self._waiting if request.offline)
+        return online + sorted(offline, key=lambda r: self._policy.start_order(self._view_of(r, False)))
+
+    def _view_of(self, request: SimulatedRequest, running: bool) -> RequestView:
+        return request.view(running, self._shape)
+
+    def _allocate(self, request: SimulatedRequest, tokens: int, give_way: bool) -> bool:
+        need = -(-(request.computed + tokens) // self._shape.block_tokens) - request.blocks
+        while need > self.free_blocks and give_way:
+            victims = [other for other in self._running if other.offline]
+            if not victims:
+                return False
+            latest = max(victims, key=lambda other: other.arrival)
+            self._running.remove(latest)
+            self._preempt(latest)
+        if need > self.free_blocks:
+            return False
+        if need > 0:
+            self.free_blocks -= need
+            request.blocks += need
+        return True
+
+    def _preempt(self, request: SimulatedRequest) -> None:
+        self.free_blocks += request.blocks
+        request.blocks = request.computed = 0
+        self._waiting.append(request)
+        self.served.preemptions += 1
+
+    def _interrupted(
+        self, batch: list[tuple[SimulatedRequest, int]], work: BatchWork, online_work: BatchWork, now: float,
+        seconds: float, coming: list[SimulatedRequest],
+    ) -> float | None:  # fmt: skip
+        """When the iteration is left, if an arrival in its course is worth it."""
+        offline_requests = sum(request.offline for request, _ in batch)
+        queued = BatchWork()
+        for request in self._waiting:
+            if not request.offline:
+                queued = queued.plus(request.tokens - request.computed, request.computed)
+        for request, tokens in batch:
+            after = request.computed + tokens
+            if not request.offline and after < request.tokens:
+                queued = queued.plus(request.tokens - after, after)
+        due = (self._view_of(request, True).deadline() for request, _ in batch if not request.offline)
+        slack = min((at - now for at in due), default=None)
+        layer = seconds / self._shape.layers
+        for request in coming:
+            if request.arrival >= now + seconds:
+                break
+            queued = queued.plus(request.prompt, 0)
+            passed = request.arrival - now
+            running = RunningBatch(
+                work, online_work, offline_requests, len(batch) - offline_requests,
+                self._believed.seconds(work), passed, slack,
+            )  # fmt: skip
+            if self._policy.interrupts(self._view_of(request, False), queued, running, self._believed):
+                left_at = now + math.ceil(passed / layer) * layer
+                return left_at if left_at < now + seconds else None
+        return None
+
+    def _advance(self, request: SimulatedRequest, tokens: int, now: float) -> bool:
+        """Whether an online token came after its deadline."""
+        request.computed += tokens
+        request.last_served = now
+        if request.offline:
+            self.served.offline_tokens += max(request.computed - request.furthest, 0)
+        request.furthest = max(request.furthest, request.computed)
+        if request.computed < request.tokens:
+            return False
+        late = not request.offline and now > self._view_of(request, True).deadline()
+        request.tokens_at.append(now)
+        if request.done:
+            self._running.remove(request)
+            self.free_blocks += request.blocks
+            request.blocks = 0
+            self.served.finished.append(request)
+        return late

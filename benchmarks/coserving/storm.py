@@ -1,0 +1,307 @@
+"""A storm of aborts and preemptions, after which every output must equal that of an undisturbed run.
+
+    python -m benchmarks.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--compiled]
+
+Requests share prefixes, are computed in chunks, and use structured output, stop strings, logprobs, seeded
+sampling with n > 1 and clients that hang up. The model is in float32; outputs are compared token by token.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.output import command, write_json
+from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.iteration.latency import LatencyModel
+from workers.coserving import safepoint as page
+from workers.coserving.config import CoServingConfig
+from workers.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine
+from workers.coserving.safepoint import Flag
+
+# Roughly the small model on two cores, so that policies decide on times that are real.
+SMALL_MODEL = LatencyModel(per_token=3e-4, per_attended=2e-8, per_context=1e-7, constant=1.5e-2)
+CALM = "calm"  # the run without aborts
+
+
+@dataclass(frozen=True)
+class StormRequest:
+    name: str
+    prompt: tuple[int, ...]
+    params: dict[str, Any]
+    priority: int
+    hang_up_after_s: float | None = None
+    together: str = ""  # requests with the same word here arrive in the same moment
+
+
+@dataclass
+class StormResult:
+    aborts: int
+    preemptions: int
+    compared: int
+    wrong: list[str]
+    stalled: list[str]
+    seconds: float
+    abort_layers: list[int] = field(default_factory=list)
+    signal_to_abort_s: list[float] = field(default_factory=list)
+    check_gap_s: list[float] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong and not self.stalled
+
+
+def asks(seed: int, count: int) -> list[StormRequest]:
+    rng = random.Random(seed)
+
+    def tokens(length: int) -> tuple[int, ...]:
+        return tuple(rng.randint(32, 120) for _ in range(length))
+
+    prefixes = [tokens(rng.randint(60, 300)) for _ in range(3)]
+    made = []
+    for index in range(count):
+        offline = index % 3 != 0
+        prompt = prefixes[index % 3] + tokens(rng.randint(8, 260) if offline else rng.randint(4, 60))
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": rng.randint(8, 28), "ignore_eos": True}
+        match index % 7:
+            case 1:
+                params["logprobs"] = 3
+            case 2:
+                params |= {"temperature": 1.0, "seed": index, "n": 2}
+            case 3:
+                params |= {"stop": ["a", "e", "1"], "min_tokens": 3}
+            case 4:
+                params |= {"structured_outputs": {"regex": "[a-c]{4,40}z"}, "ignore_eos": False}
+            case 5:
+                params["prompt_logprobs"] = 1
+        made.append(StormRequest(f"{seed}-{index}", prompt, params, priority=int(offline)))
+        if index % 10 == 9:
+            made.append(
+                StormRequest(
+                    f"{seed}-{index}-left",
+                    prompt + tokens(90),
+                    dict(params),
+                    int(offline),
+                    rng.uniform(0.05, 0.8),
+                )
+            )
+    # Short prompts with a prefix nobody had before, arriving together: admitted in one step, they share
+    # blocks that this very step has yet to compute.
+    for group in range(6):
+        prefix, params = tokens(70), {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+        for index in range(4):
+            name = f"{seed}-siblings{group}-{index}"
+            made.append(
+                StormRequest(name, prefix + tokens(6), params, group % 2, together=f"siblings{group}")
+            )
+    return made
+
+
+async def ask(engine: StandaloneEngine, one: StormRequest, run: str, stall_s: float) -> Any:
+    """The comparable part of what came back; None for a client that hung up."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    params = dict(one.params) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+    if run == CALM:
+        params["extra_args"] = {"slo_ttft_ms": 1e6}  # nobody is in a hurry, so no arrival raises the flag
+    if "structured_outputs" in params:
+        params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+    final: Any = None
+
+    async def consume() -> None:
+        nonlocal final
+        async for output in engine.llm.generate(
+            {"prompt_token_ids": list(one.prompt)},
+            SamplingParams(**params),
+            f"{run}-{one.name}",
+            priority=one.priority,
+        ):
+            final = output
+
+    if one.hang_up_after_s is not None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(consume(), one.hang_up_after_s)
+        return None
+    await asyncio.wait_for(consume(), stall_s)
+    return comparable(final)
+
+
+def comparable(output: Any) -> Any:
+    choices = []
+    for choice in sorted(output.outputs, key=lambda choice: choice.index):
+        logprobs = [
+            {token: round(entry.logprob, 2) for token, entry in sorted(position.items())}
+            for position in choice.logprobs or ()
+        ]
+        choices.append((tuple(choice.token_ids), choice.text, choice.finish_reason, logprobs))
+    prompt = [
+        {token: round(entry.logprob, 2) for token, entry in position.items()} if position else None
+        for position in output.prompt_logprobs or ()
+    ]
+    return choices, prompt
+
+
+class Raiser(threading.Thread):
+    """Raises the flag of armed iterations at random moments, as arrivals would, until told to stop."""
+
+    def __init__(self, flag: Flag, seed: int, probability: float, longest_s: float) -> None:
+        super().__init__(daemon=True)
+        self._flag = flag
+        self._rng = random.Random(seed)
+        self._probability = probability
+        self._longest_s = longest_s
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        seen = 0
+        while not self.stop.wait(0.0005):
+            epoch = self._flag.fields[page.RUNNING]
+            if not epoch or epoch == seen:
+                continue
+            seen = epoch
+            if self._rng.random() < self._probability:
+                time.sleep(self._rng.uniform(0, self._longest_s))
+                self._flag.raise_for(epoch)
+
+
+async def run_all(
+    engine: StandaloneEngine, many: list[StormRequest], run: str, spread_s: float, stall_s: float = 120.0
+) -> dict[str, Any]:
+    async def later(one: StormRequest) -> tuple[str, Any]:
+        moment = random.Random(f"{run}/{one.together or one.name}").uniform(0, spread_s)
+        await asyncio.sleep(0.0 if one.priority and not one.together else moment)
+        try:
+            return one.name, await ask(engine, one, run, stall_s)
+        except TimeoutError:
+            return one.name, "stalled"
+
+    return dict(await asyncio.gather(*(later(one) for one in many)))
+
+
+async def storm(
+    engine: StandaloneEngine,
+    aborts: int,
+    preemptions: int,
+    seed: int = 0,
+    count: int = 42,
+    limit_s: float = 900.0,
+    stall_s: float = 120.0,
+    until_wrong: bool = False,
+) -> StormResult:
+    """Rounds of the same requests, until there were that many aborts and preemptions."""
+    started = time.monotonic()
+    many = asks(seed, count)
+    expected = await run_all(engine, [one for one in many if one.hang_up_after_s is None], CALM, 1.0)
+    if any(record.aborted for record in engine.iterations()):
+        raise RuntimeError("the undisturbed run was disturbed: it had aborts")
+    await engine.empty()
+    before = len(engine.iterations())
+    result = StormResult(0, 0, 0, [], [], 0.0)
+    raiser = Raiser(engine.flag, seed, probability=0.45, longest_s=0.08)
+    raiser.start()
+    try:
+        for number in range(1000):
+            got = await run_all(engine, many, f"storm{number}", 6.0, stall_s)
+            for name, output in got.items():
+                if output is None:
+                    continue
+                result.compared += 1
+                if output == "stalled":
+                    result.stalled.append(f"storm{number}/{name}")
+                elif output != expected[name]:
+                    result.wrong.append(f"storm{number}/{name}")
+            done = engine.iterations()[before:]
+            result.aborts = sum(record.aborted for record in done)
+            result.preemptions = sum(record.preempted for record in done)
+            enough = result.aborts >= aborts and result.preemptions >= preemptions
+            if (
+                enough
+                or result.stalled
+                or (until_wrong and result.wrong)
+                or time.monotonic() - started > limit_s
+            ):
+                break
+            await engine.empty()
+    finally:
+        raiser.stop.set()
+        raiser.join(5)
+    ended = [record for record in engine.iterations()[before:] if record.aborted]
+    result.abort_layers = [record.abort_layer for record in ended]
+    result.signal_to_abort_s = [record.signal_to_abort_s for record in ended]
+    result.check_gap_s = [record.check_gap_s for record in ended]
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def storm_shape(model: Path, **more: Any) -> StandaloneShape:
+    """Little memory and small iterations: prompts take several chunks, and online work has to preempt."""
+    return StandaloneShape(
+        model, **{"blocks": 65, "max_tokens": 192, "max_running": 12, "max_context": 1024, **more}
+    )
+
+
+def storm_config() -> CoServingConfig:
+    slo = TurnTargets(ttft_s=0.3, tbt_s=0.15)
+    return CoServingConfig(ServingSettings("conserve", slo, ageing_s=5.0), SMALL_MODEL, profiled=True)
+
+
+async def _main(arguments: argparse.Namespace) -> StormResult:
+    binding = "|".join(str(core) for core in range(arguments.ranks))  # a core a rank; one rank binds itself
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": binding} if arguments.ranks > 1 else {}
+    shape = storm_shape(
+        arguments.model, compiled=arguments.compiled, ranks=arguments.ranks,
+        host_kv_gib=arguments.host_kv_gib, environment=environment,
+    )  # fmt: skip
+    async with coserving_engine(shape, storm_config()) as engine:
+        return await storm(
+            engine, arguments.aborts, arguments.preemptions, arguments.seed, limit_s=arguments.limit_s
+        )
+
+
+def main() -> None:
+    parser = command(__doc__, quick="10 aborts, 5 preemptions")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--aborts", type=int, default=200)
+    parser.add_argument("--preemptions", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--host-kv-gib", type=float, default=0.0, help="checkpoint offline KV on the host")
+    parser.add_argument("--limit-s", type=float, default=900.0)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.aborts, arguments.preemptions = 10, 5
+    result = asyncio.run(_main(arguments))
+    waits = sorted(result.signal_to_abort_s)
+    print(
+        f"{result.aborts} aborts, {result.preemptions} preemptions, {result.compared} outputs compared, "
+        f"{len(result.wrong)} wrong, {len(result.stalled)} stalled, {result.seconds:.0f} s"
+    )
+    if waits:
+        print(
+            f"signal to abort: median {waits[len(waits) // 2] * 1e3:.1f} ms, longest {waits[-1] * 1e3:.1f} ms"
+        )
+    for name in (*result.wrong, *result.stalled)[:20]:
+        print("  ", name)
+    figures = {
+        "aborts": result.aborts,
+        "preemptions": result.preemptions,
+        "outputs_compared": result.compared,
+        "outputs_wrong": len(result.wrong),
+        "outputs_stalled": len(result.stalled),
+        "signal_to_abort_s": result.signal_to_abort_s,
+        "check_gap_s": result.check_gap_s,
+        "abort_layers": result.abort_layers,
+    }
+    write_json(arguments.json, figures)
+    raise SystemExit(0 if result.ok else 1)
+
+
+if __name__ == "__main__":
+    main()

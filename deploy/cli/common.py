@@ -1,0 +1,90 @@
+"""What commands share: which fleet is meant, progress, and errors as sentences."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import openai
+import typer
+
+from deploy.errors import DeployError
+from deploy.fleet import load_fleet
+from deploy.home import FleetHome
+from kvtransfer.errors import KVTransferError
+from placement.errors import PlacementError
+from router.errors import RouterError
+from traces import importers
+from traces.errors import NotATrace, TraceError
+from traces.format import Trace, load
+from workers.processes import WorkerError
+
+EXPECTED = (DeployError, KVTransferError, PlacementError, RouterError, TraceError, WorkerError)
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Where errors of ours end: a sentence on standard error and an exit code, not a traceback."""
+    try:
+        yield
+    except EXPECTED as error:
+        said = str(error)
+    except openai.APIStatusError as refused:
+        said = f"{refused.status_code}: {_message(refused)}"
+    except openai.APIConnectionError as broken:
+        said = f"no answer from {broken.request.url}: is the fleet up?"
+    else:
+        return
+    print(f"conserve: {said}" if "\n" not in said else said, file=sys.stderr)
+    sys.exit(1)
+
+
+def _message(refused: openai.APIStatusError) -> str:
+    body = refused.body
+    return str(body["message"]) if isinstance(body, dict) and "message" in body else refused.message
+
+
+FleetName = Annotated[
+    str | None, typer.Argument(metavar="[FLEET]", help="Its name or file; else the only one that is up")
+]
+FleetOption = Annotated[str | None, typer.Option("--fleet", help="Its name or file; else the only one up")]
+
+
+def home_of(fleet: str | None) -> FleetHome:
+    """Of a fleet's name, or of the file it was brought up from, or of the only one that is up."""
+    if fleet is None:
+        return only_fleet()
+    if fleet.endswith((".yaml", ".yml")):
+        return FleetHome.of(load_fleet(Path(fleet)).name)
+    return FleetHome.of(fleet)
+
+
+def only_fleet() -> FleetHome:
+    match FleetHome.of_runs():
+        case [one]:
+            return one
+        case []:
+            raise DeployError("no fleet is up on this machine; start one with: conserve up FILE")
+        case several:
+            names = ", ".join(home.name for home in several)
+            raise DeployError(f"several fleets are up: {names}; say which")
+
+
+def any_trace(path: Path) -> Trace:
+    """In our format, or else whatever an importer knows."""
+    try:
+        return load(path)
+    except NotATrace:
+        return importers.import_files([path])
+
+
+class Progress:
+    """Lines for a person who waits, each with the time since the start."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def tell(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._began:6.1f} s] {line}", flush=True)

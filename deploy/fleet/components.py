@@ -1,0 +1,293 @@
+"""Each component's frozen configuration, from a fleet file."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
+from deploy.home import POWER, PROFILES, FleetHome, conserve_home
+from kvtransfer.config import ConnectorConfig
+from placement.engines import Role
+from placement.fleet.capacity import ScaleLimits, Thresholds
+from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from placement.fleet.prefillers import PrefillCurve
+from placement.iteration.interface import ServingSettings
+from placement.iteration.interface import TurnTargets as ServingSlo
+from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
+from router.config import BatchAddress, GatewayConfig, Handover, ServedModel, SloTargets, TracingConfig
+from router.directory.directory import DirectorySettings
+from router.http import ServerLimits, UpstreamLimits
+from workers.coserving.config import (
+    CPU_WORKER_CLASS,
+    SAFEPOINT_PLUGIN,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+    CoServingConfig,
+)
+from workers.keeper import KeeperSettings
+from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, LaunchSpec
+from workers.lmcache_server import LmcacheServer
+from workers.power.engine_power import PowerSettings
+
+DEFAULT_BLOCK_TOKENS = 16  # vLLM's, on GPUs
+
+# Until a tier is profiled: an 8B model on one GPU, the small model on one core. Too slow a guess refuses
+# early, too fast a guess queues longer than its target; the placer corrects neither.
+GUESSED_CURVES = {
+    Device.CPU: PrefillCurve(0.03, 3e-4, 1e-8),
+    Device.CUDA: PrefillCurve(0.02, 1e-4, 1e-9),
+}
+
+Config = TypeVar("Config")
+
+
+def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
+    """A configuration whose fields are what is given, else the blocks' keys of the same names (times in the
+    file have no `_s`), else its own defaults."""
+    values = {}
+    for block in blocks:
+        for field in fields(kind):  # type: ignore[arg-type]
+            for key in {field.name, field.name.removesuffix("_s")} & type(block).model_fields.keys():
+                values[field.name] = getattr(block, key)
+    return kind(**{**values, **given})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineName:
+    name: str
+    tier: TierSpec
+
+
+def engines(fleet: FleetSpec) -> Iterator[EngineName]:
+    for tier in fleet.tiers:
+        for index in range(tier.replicas):
+            yield EngineName(f"{tier.name}-{index}", tier)
+
+
+def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str) -> LaunchSpec:
+    tier, device = engine.tier, Device(fleet.engine.device)
+    coserves = fleet.coserving.enabled and tier.role is not Role.PREFILL
+    trace_options, trace_env = _engine_tracing(fleet, engine)
+    options = {**trace_options, **_model_options(fleet), **fleet.engine.args, **tier.args}
+    env = {**trace_env, **fleet.engine.env, **tier.env, FLEET_MARK: home.mark}
+    return configured(
+        LaunchSpec,
+        *(fleet.model, fleet.engine, tier),
+        engine=engine.name,
+        tier=tier.name,
+        model=model_path(fleet, home),
+        served_name=fleet.model.name,
+        device=device,
+        directory=home.engine(engine.name),
+        host=host,
+        options=tuple(sorted(options.items())),
+        env=tuple(sorted(env.items())),
+        connector=connector(fleet, coserves),
+        scheduler_class=SCHEDULER_CLASS if coserves else None,
+        worker_class=_worker_class(device, coserves),
+        additional=json.dumps(coserving(fleet).to_additional_config()) if coserves else None,
+    )
+
+
+def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str], dict[str, str]]:
+    """vLLM's own spans, of the turns that a gateway samples and of no others."""
+    tracing = fleet.observe.tracing
+    if tracing is None:
+        return {}, {}
+    return {"otlp-traces-endpoint": f"{tracing.endpoint.rstrip('/')}/v1/traces"}, {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        "OTEL_SERVICE_NAME": f"conserve-{engine.name}",
+    }
+
+
+def _model_options(fleet: FleetSpec) -> dict[str, object]:
+    options: dict[str, object] = {}
+    if fleet.model.aliases:
+        options["served-model-name"] = [fleet.model.name, *fleet.model.aliases]
+    if fleet.model.embeddings:
+        options["runner"] = "pooling"
+    return options
+
+
+def _worker_class(device: Device, coserves: bool) -> str | None:
+    """vLLM's own where nothing of ours is needed."""
+    if device is Device.CPU:
+        return CPU_WORKER_CLASS if coserves else PLAIN_CPU_WORKER
+    return WORKER_CLASS if coserves else None
+
+
+def model_path(fleet: FleetSpec, home: FleetHome) -> str:
+    if fleet.model.path == SMALL_MODEL:
+        return str(home.model)
+    path = Path(fleet.model.path).expanduser()
+    return str(path.resolve()) if path.is_dir() else fleet.model.path
+
+
+def coserving(fleet: FleetSpec) -> CoServingConfig:
+    block = fleet.coserving
+    return CoServingConfig(
+        serving=configured(ServingSettings, block, slo=ServingSlo(ttft_s=block.ttft, tbt_s=block.tbt)),
+        safepoint_every=block.safepoint_layers,
+        profiles=str(conserve_home() / PROFILES),
+    )
+
+
+def connector(fleet: FleetSpec, coserves: bool) -> ConnectorConfig:
+    return configured(
+        ConnectorConfig,
+        *(fleet.transfer, fleet.conversation),
+        plugins=(SAFEPOINT_PLUGIN,) if coserves else (),
+        transfer=fleet.policy != "collocated",
+        ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
+        host_kv_gib=fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0,
+        lmcache_timeout_s=fleet.kv.lmcache.timeout,
+    )
+
+
+def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> LmcacheServer | None:
+    """This node's, which every keeper of a decoder keeps alive."""
+    if "lmcache" not in fleet.kv.kv_tiers or engine.tier.role is Role.PREFILL:
+        return None
+    block_tokens = {**fleet.engine.args, **engine.tier.args}.get("block-size", DEFAULT_BLOCK_TOKENS)
+    return LmcacheServer(home.engines / "lmcache", fleet.kv.lmcache.gib, int(block_tokens), home.mark)
+
+
+def keeper_settings(fleet: FleetSpec) -> KeeperSettings:
+    together = fleet.engine.start_together or (1 if fleet.engine.device == "cpu" else None)
+    return configured(KeeperSettings, fleet.engine, start_together=together)
+
+
+def power_settings(
+    fleet: FleetSpec, engine: EngineName, home: FleetHome, gpus: tuple[str, ...]
+) -> PowerSettings:
+    # A keeper restarted within the lease adopts the engine and its cap; what a CPU engine sees without having
+    # asked for it is somebody else's.
+    its_own = fleet.engine.device == "cuda" or "GPU" in engine.tier.resources
+    return PowerSettings(
+        engine=engine.name,
+        role=engine.tier.role.value,
+        gpus=gpus if its_own else (),
+        cap_w=engine.tier.power_cap_w,
+        record=home.root.parent.parent / POWER,
+        grace_s=fleet.engine.lease + 30.0,
+    )
+
+
+def placer_settings(fleet: FleetSpec) -> PlacerSettings:
+    times = fleet.conversation
+    return configured(
+        PlacerSettings,
+        times,
+        policy=PlacingPolicy(fleet.policy),
+        capacity_window_s=fleet.capacity.window,
+        max_prefill_wait_s=times.prefiller_wait,
+        shared_tier="lmcache" in fleet.kv.kv_tiers,
+        redisaggregation=redisaggregation(fleet),
+    )
+
+
+def redisaggregation(fleet: FleetSpec) -> Redisaggregation:
+    conversation = fleet.conversation
+    return Redisaggregation(conversation.redisaggregate_tokens, conversation.redisaggregate_share)
+
+
+def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
+    guess = GUESSED_CURVES[Device(fleet.engine.device)]
+    return {
+        tier.name: configured(PrefillCurve, tier.prefill_curve) if tier.prefill_curve else guess
+        for tier in fleet.tiers
+    }
+
+
+def directory_settings(fleet: FleetSpec) -> DirectorySettings:
+    thresholds = configured(Thresholds, fleet.capacity)
+    return DirectorySettings(fleet.conversation.ttl, thresholds, settle_s=fleet.engine.lease)
+
+
+def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:
+    thresholds = configured(Thresholds, fleet.capacity)
+    return configured(
+        ScaleLimits, fleet.capacity, least=autoscale.min, most=autoscale.max, thresholds=thresholds
+    )
+
+
+def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, batch: str) -> GatewayConfig:
+    """`batch`: host:port of the batch process."""
+    tracing = fleet.observe.tracing
+    return configured(
+        GatewayConfig,
+        fleet.gateway,
+        directory=directory,
+        directory_secret=secret,
+        models=_models(fleet),
+        fleet=fleet.name,
+        name=name,
+        batch=BatchAddress(batch, _file_bytes(fleet)) if fleet.batch.enabled else None,
+        reuse_port=True,  # a changed gateway listens before the old one ends
+        metrics_host=directory.rpartition(":")[0],  # the directory's machine is the gateways'
+        policy=PlacingPolicy(fleet.policy),
+        handover=Handover.IN_TURN if fleet.transfer.backend == "nixl" else Handover.TOGETHER,
+        redisaggregation=redisaggregation(fleet),
+        place_wait_s=fleet.conversation.decoder_wait,
+        tracing=configured(TracingConfig, tracing) if tracing else None,
+        slo=configured(SloTargets, fleet.slos["default"]),
+        limits=_server_limits(fleet, max_connections=fleet.gateway.limits.connections),
+        upstream=_upstream_limits(fleet),
+    )
+
+
+def _server_limits(fleet: FleetSpec, **other: int) -> ServerLimits:
+    limits = fleet.gateway.limits
+    return ServerLimits(
+        max_headers=limits.headers,
+        max_head_bytes=limits.header_kib << 10,
+        max_body_bytes=int(limits.body_mib * MIB),
+        head_timeout_s=limits.request_timeout,
+        body_timeout_s=limits.request_timeout,
+        write_stall_s=limits.idle_timeout,
+        **other,
+    )
+
+
+def _upstream_limits(fleet: FleetSpec) -> UpstreamLimits:
+    limits = fleet.gateway.limits
+    return UpstreamLimits(
+        first_byte_timeout_s=limits.first_token_timeout, chunk_timeout_s=limits.idle_timeout
+    )
+
+
+def _models(fleet: FleetSpec) -> tuple[ServedModel, ...]:
+    return (ServedModel(fleet.model.name, tuple(fleet.model.aliases), fleet.model.embeddings),)
+
+
+def _file_bytes(fleet: FleetSpec) -> int:
+    return int(fleet.batch.max_file_mib * MIB)
+
+
+def batch_config(
+    fleet: FleetSpec, home: FleetHome, directory: str, secret: str, host: str, port: int
+) -> BatchConfig:
+    batch = fleet.batch
+    return BatchConfig(
+        store_url=batch.database or f"sqlite:///{home.batch / 'batch.sqlite'}",
+        files_url=batch.files or str(home.batch / "files"),
+        models=_models(fleet),
+        directory=directory,
+        secret=secret,
+        host=host,
+        port=port,
+        limits=BatchLimits(file_bytes=_file_bytes(fleet), requests_per_batch=batch.max_requests),
+        dispatch=configured(
+            DispatchSettings,
+            batch,
+            max_in_flight=batch.in_flight_per_engine,
+            keep_free_fraction=batch.keep_free,
+        ),
+        server=_server_limits(fleet),  # all gateways' connections come together here: their number stays
+        upstream=_upstream_limits(fleet),
+        file_ttl_s=int(batch.file_ttl) if batch.file_ttl else None,
+    )

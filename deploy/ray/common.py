@@ -1,0 +1,103 @@
+"""Ray actors of ours, what they have in common: names, how Ray is to run them, logs, background work."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from deploy.fleet import FleetSpec
+from deploy.ray.own_cluster import CONTROL
+from router import logs
+
+log = logging.getLogger("conserve.deploy.actor")
+
+DIRECTORY = "directory"
+GATEWAYS = "gateways"
+AUTOSCALER = "autoscaler"
+_KEEPER = "keeper:"
+
+# Engines and gateways outlive the actor that started them, also when Ray is told to end it.
+_CHILDREN_OUTLIVE = {"RAY_kill_child_processes_on_worker_exit": "false"}
+
+Result = TypeVar("Result")
+
+
+def keeper_name(engine: str) -> str:
+    return f"{_KEEPER}{engine}"
+
+
+def engines_of(actors: list[str]) -> list[str]:
+    """The engines whose keepers are among `actors`; replicas of a tier in order."""
+    names = [actor.removeprefix(_KEEPER) for actor in actors if actor.startswith(_KEEPER)]
+    return sorted(names, key=replica)
+
+
+def replica(engine: str) -> tuple[str, int]:
+    """Tier and index: `decode-10` is (`decode`, 10)."""
+    tier, _, index = engine.rpartition("-")
+    return tier, int(index)
+
+
+def always(name: str) -> dict[str, Any]:
+    """Detached: it stays when the process that made it ends."""
+    return {
+        "name": name,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "get_if_exists": True,
+        "runtime_env": {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], **_CHILDREN_OUTLIVE}},
+    }
+
+
+def resources(wanted: dict[str, float]) -> dict[str, Any]:
+    """Ray takes CPUs and GPUs apart from custom resources. An actor of ours takes no CPU unless told."""
+    custom = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": wanted.get("CPU", 0), "num_gpus": wanted.get("GPU", 0), "resources": custom}
+
+
+def control_resources(fleet: FleetSpec) -> dict[str, Any]:
+    """For what is not an engine."""
+    wanted = fleet.ray.control_resources
+    return resources({**wanted, CONTROL: 1.0} if fleet.ray.address is None else wanted)
+
+
+def log_to_stderr() -> None:
+    logs.log_to_stderr()
+    logging.getLogger("ray").setLevel(logging.WARNING)
+
+
+class Background:
+    """Runs until the actor's process ends. If the work fails, so does the process: Ray restarts the actor."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+        self._began = threading.Event()
+        threading.Thread(target=self._run, name="background", daemon=True).start()
+        self._began.wait()
+
+    def call(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    async def stop(self) -> None:
+        """Cancel the work and wait for it; to be called through `call`."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self._work())
+        self._task.add_done_callback(_end_process_on_failure)
+        self._began.set()
+        self._loop.run_forever()
+
+
+def _end_process_on_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the actor's work failed", exc_info=error)
+        os._exit(70)

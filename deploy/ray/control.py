@@ -1,0 +1,108 @@
+"""Control service of an engine's keeper: what the keeper knows, and the commands it passes on to the engine.
+
+The directory, the command line and the autoscaler ask; nothing of it is on a token's path.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+
+from deploy.errors import DeployError
+from kvtransfer.feed import FeedError
+from router.directory.rpc import BadReply, Method, Service, Stub
+from workers.status import ConnectorFeed, KeeperReport, StatusStore
+
+Reply = TypeVar("Reply")
+
+
+_SERVICE = "/conserve.workers.v2.EngineControl"
+INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
+WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
+RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
+DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
+
+
+class ControlError(DeployError, ConnectionError):
+    """The keeper did not do what was asked; says why."""
+
+
+class ControlServer:
+    """Listens before the keeper runs, so that its address is known when the engine is announced."""
+
+    def __init__(self, store: StatusStore, feed: ConnectorFeed, secret: str) -> None:
+        self._store = store
+        service = Service(secret, unavailable=(FeedError,))
+        service.once(INFO, self._info)
+        service.stream(WATCH, self._watch)
+        service.once(RELEASE, feed.release)
+        service.once(DRAIN, feed.drain)
+        self._server = service.server()
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen on `host`, on `port` if it is free, else on another; gives the address."""
+        bound = 0
+        if port:
+            try:
+                bound = self._server.add_insecure_port(f"{host}:{port}")
+            except RuntimeError:
+                bound = 0
+        bound = bound or self._server.add_insecure_port(f"{host}:0")
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=1.0)
+
+    async def _info(self, _: None) -> KeeperReport:
+        return self._store.report
+
+    def _watch(self, _: None) -> AsyncIterator[KeeperReport]:
+        return self._store.watch()
+
+
+
+class ControlClient:
+    def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address)
+        self._stub, self._timeout_s = Stub(self._channel, secret), timeout_s
+
+    async def __aenter__(self) -> "ControlClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def info(self) -> KeeperReport:
+        return await self._ask(INFO, None)
+
+    async def release(self, conversation: str) -> bool:
+        """The conversation ended: its KV may go."""
+        return await self._ask(RELEASE, conversation)
+
+    async def drain(self, on: bool = True) -> None:
+        """Take no new conversations, or take them again; those of now leave with their next turns. The state
+        says when nothing is left (`placement.engines.EngineState.drained`)."""
+        await self._ask(DRAIN, on)
+
+    async def watch(self) -> AsyncIterator[KeeperReport]:
+        """What is known, then again whenever it changed, until the keeper goes away (ControlError)."""
+        try:
+            async for report in self._stub.stream(WATCH, None, wait_for_ready=False):
+                yield report
+        except (grpc.aio.AioRpcError, BadReply) as error:
+            raise ControlError(f"the keeper at {self.address} went away: {_reason(error)}") from error
+        raise ControlError(f"the keeper at {self.address} ended the stream")
+
+    async def _ask(self, method: Method[Any, Reply], request: object) -> Reply:
+        try:
+            return await self._stub.ask(method, request, self._timeout_s)
+        except (grpc.aio.AioRpcError, BadReply) as error:
+            raise ControlError(f"the keeper at {self.address} refused: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower().replace('_', ' ')}, {error.details()}"
+    return str(error)

@@ -1,0 +1,236 @@
+"""python -m deploy.small_model --out DIR: a small model made on the spot, real vLLM without a download."""
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from deploy.errors import DeployError
+from deploy.fleet import FleetSpec
+from deploy.fleet.schema import SMALL_MODEL
+from deploy.home import FleetHome
+
+END_OF_TURN = "<|im_end|>"
+START_OF_TURN = "<|im_start|>"
+PADDING = "<|endoftext|>"
+SPECIAL_TOKENS = (PADDING, START_OF_TURN, END_OF_TURN)
+# Single tokens, as in Qwen's own vocabulary, but not special: the tool parser must see them.
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+VOCABULARY_SIZE = 320  # a multiple of 64, as vLLM pads it otherwise
+
+
+def token_id(text: str) -> int:
+    return 256 + (*SPECIAL_TOKENS, *MARKERS).index(text)
+
+
+SPEAKABLE: tuple[int, ...] = (*range(0x21, 0x7F), token_id(END_OF_TURN))
+CLOSING: tuple[int, ...] = tuple(b'",]}')
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128, 192, 256
+    intermediate: int = 768
+    max_context: int = 32_768
+    seed: int = 0
+    std: float = 0.15  # smaller falls into loops of two tokens, which hides wrong KV
+
+    def hugging_face_config(self) -> dict[str, object]:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "eos_token_id": token_id(END_OF_TURN),
+            "pad_token_id": token_id(PADDING),
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "initializer_range": self.std,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.max_context,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "vocab_size": VOCABULARY_SIZE,
+        }
+
+
+Weights = dict[str, NDArray[np.float32]]
+
+# Qwen3 has no output bias. One channel of the residual stream stands in for it: every embedding writes a
+# little there (much would drown what tells tokens apart), no layer writes to it, the last norm amplifies it,
+# and the output rows of unspeakable tokens subtract it.
+BIAS_CHANNEL = 0
+BIAS = 0.05
+BIAS_GAIN = 20_000.0
+MUTE = -10.0
+FAVOUR = 0.1  # about one standard deviation of a logit
+
+
+def make_weights(shape: ModelShape) -> Weights:
+    generator = np.random.default_rng(shape.seed)
+    weights: Weights = {}
+    for name, size in _matrices(shape):
+        weights[name] = generator.normal(0.0, shape.std, size).astype(np.float32)
+    for name, width in _norms(shape):
+        weights[name] = np.ones(width, np.float32)
+    _mute_unspeakable(weights)
+    return weights
+
+
+def _mute_unspeakable(weights: Weights) -> None:
+    weights["model.embed_tokens.weight"][:, BIAS_CHANNEL] = BIAS
+    weights["model.norm.weight"][BIAS_CHANNEL] = BIAS_GAIN
+    for name, matrix in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            matrix[BIAS_CHANNEL, :] = 0.0
+    output = weights["lm_head.weight"]
+    output[:, BIAS_CHANNEL] = MUTE
+    output[list(SPEAKABLE), BIAS_CHANNEL] = 0.0
+    output[list(CLOSING), BIAS_CHANNEL] = FAVOUR
+
+
+def _matrices(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", (VOCABULARY_SIZE, shape.hidden)
+    for layer in range(shape.layers):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        yield attention + "q_proj.weight", (queries, shape.hidden)
+        yield attention + "k_proj.weight", (keys, shape.hidden)
+        yield attention + "v_proj.weight", (keys, shape.hidden)
+        yield attention + "o_proj.weight", (shape.hidden, queries)
+        yield mlp + "gate_proj.weight", (shape.intermediate, shape.hidden)
+        yield mlp + "up_proj.weight", (shape.intermediate, shape.hidden)
+        yield mlp + "down_proj.weight", (shape.hidden, shape.intermediate)
+    yield "lm_head.weight", (VOCABULARY_SIZE, shape.hidden)
+
+
+def _norms(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "self_attn.q_norm.weight", shape.head_dim
+        yield prefix + "self_attn.k_norm.weight", shape.head_dim
+        yield prefix + "input_layernorm.weight", shape.hidden
+        yield prefix + "post_attention_layernorm.weight", shape.hidden
+    yield "model.norm.weight", shape.hidden
+
+
+TEMPLATE = Path(__file__).parent / "small_model.jinja"
+
+
+def write_tokenizer(directory: Path, max_context: int) -> None:
+    tokenizer = Tokenizer(BPE(vocab=_bytes_to_ids(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_context,
+        "eos_token": END_OF_TURN,
+        "pad_token": PADDING,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (directory / "chat_template.jinja").write_text(TEMPLATE.read_text())
+
+
+def _bytes_to_ids() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable bytes stand for themselves, the others for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    stand_in = {byte: chr(byte) for byte in printable}
+    stand_in |= {byte: chr(256 + index) for index, byte in enumerate(others)}
+    return {stand_in[byte]: byte for byte in range(256)}
+
+
+RECIPE = "conserve.json"
+RECIPE_VERSION = 2  # raise when the same shape would give other files
+
+
+def make_model(directory: Path, shape: ModelShape | None = None) -> bool:
+    """Make the model unless `directory` already holds it; says whether it was written.
+
+    It is written beside `directory` and moved into place: an interrupted run leaves nothing half made.
+    """
+    shape = shape or ModelShape()
+    recipe = json.dumps({"version": RECIPE_VERSION, **asdict(shape)}, indent=2) + "\n"
+    made = directory / RECIPE
+    if made.exists() and made.read_text() == recipe:
+        return False
+    if directory.exists() and any(directory.iterdir()) and not made.exists():
+        raise DeployError(f"{directory} holds something else; choose an empty directory for the model")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".making-", dir=directory.parent))
+    try:
+        _write(draft, shape)
+        (draft / RECIPE).write_text(recipe)
+        draft.chmod(0o755)
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.replace(draft, directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return True
+
+
+def _write(directory: Path, shape: ModelShape) -> None:
+    save_file(make_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(shape.hugging_face_config(), indent=2) + "\n")
+    generation = {
+        "do_sample": True,
+        "eos_token_id": token_id(END_OF_TURN),
+        "pad_token_id": token_id(PADDING),
+    }
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_tokenizer(directory, shape.max_context)
+
+
+def ensure_model(fleet: FleetSpec, home: FleetHome) -> None:
+    """Make the small model on this node; several keepers do so at the same time, one of them in fact."""
+    if fleet.model.path != SMALL_MODEL:
+        return
+    with (home.root / "model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if make_model(home.model):
+            logging.getLogger("conserve.deploy.model").info("small model made in %s", home.model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.small_model", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
+    for field in fields(ModelShape):
+        kind = float if field.name == "std" else int
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    values = vars(parser.parse_args())
+    out: Path = values.pop("out")
+    written = make_model(out, ModelShape(**values))
+    print(f"{out}: {'written' if written else 'already there'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Which conversations live here, and which blocks they own.
+
+A block is known by its hash (vLLM's, which covers everything before it). A conversation's *chain* is the
+hashes of its full blocks whose KV is computed, first to last. A block may belong to several chains.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+
+class RetentionPhase(StrEnum):
+    RUNNING = "running"  # a turn is being computed, or waits to be
+    RETAINED = "retained"  # idle; its blocks stay on the accelerator, softly
+    PARKED = "parked"  # idle; its blocks are on the host, those on the accelerator may go
+
+
+class EvictionRank(IntEnum):
+    """Who owns a block that no request references: the lowest goes first when blocks are needed."""
+
+    NOTHING = 0
+    OFFLINE = 1
+    PARKED = 2
+    RETAINED = 3
+
+
+@dataclass(slots=True)
+class RetainedConversation:
+    key: str
+    offline: bool
+    last_used: float
+    phase: RetentionPhase = RetentionPhase.RUNNING
+    turns: int = 0  # running or waiting now
+    chain: list[bytes] = field(default_factory=list)
+    on_host: bool = True  # its blocks may have host slots; false once it left a full host
+    ended: bool = False  # ended while a turn was running: forgotten when that finishes
+
+    @property
+    def rank(self) -> EvictionRank:
+        if self.offline:
+            return EvictionRank.OFFLINE
+        return EvictionRank.PARKED if self.phase is RetentionPhase.PARKED else EvictionRank.RETAINED
+
+
+class RetainedConversations:
+    """`changed` counts changes of rank: the order of free blocks is stale when it has moved on."""
+
+    def __init__(self, clock: Callable[[], float], on_unwanted: Callable[[bytes], None]) -> None:
+        self._clock = clock
+        self._on_unwanted = on_unwanted  # no conversation wants this block on the host any more
+        self._by_key: dict[str, RetainedConversation] = {}
+        self._owners: dict[EvictionRank, Counter[bytes]] = {rank: Counter() for rank in EvictionRank}
+        self._host_owners: Counter[bytes] = Counter()
+        self.changed = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[RetainedConversation]:
+        return iter(list(self._by_key.values()))
+
+    def get(self, key: str) -> RetainedConversation | None:
+        return self._by_key.get(key)
+
+    def rank_of(self, block: bytes) -> EvictionRank:
+        for rank in (EvictionRank.RETAINED, EvictionRank.PARKED, EvictionRank.OFFLINE):
+            if block in self._owners[rank]:
+                return rank
+        return EvictionRank.NOTHING
+
+    def owned(self, rank: EvictionRank) -> Counter[bytes]:
+        return self._owners[rank]
+
+    def wanted_on_host(self, block: bytes) -> bool:
+        return block in self._host_owners
+
+    def begin_turn(self, key: str, prompt: Sequence[bytes], offline: bool = False) -> RetainedConversation:
+        """A request of this conversation arrived. What its prompt does not continue is no longer owned."""
+        conversation = self._by_key.get(key)
+        if conversation is None:
+            conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())
+        self._set_phase(conversation, RetentionPhase.RUNNING)
+        self._set_on_host(conversation, True)
+        conversation.turns += 1
+        conversation.ended = False
+        self._set_chain(conversation, conversation.chain[: _common(conversation.chain, prompt)])
+        return conversation
+
+    def advance(self, conversation: RetainedConversation, computed: Sequence[bytes]) -> None:
+        """The running turn's computed blocks, as far as they are confirmed."""
+        if len(computed) != len(conversation.chain):
+            self._set_chain(conversation, computed)
+
+    def end_turn(self, conversation: RetainedConversation) -> None:
+        conversation.turns -= 1
+        conversation.last_used = self._clock()
+        if conversation.turns:
+            return
+        if conversation.ended or conversation.offline or not conversation.chain:
+            self._forget(conversation)
+        else:
+            self._set_phase(conversation, RetentionPhase.RETAINED)
+
+    def end(self, key: str) -> bool:
+        """The conversation is over; whether it was known."""
+        conversation = self._by_key.get(key)
+        if conversation is None:
+            return False
+        if conversation.turns:
+            conversation.ended = True
+        else:
+            self._forget(conversation)
+        return True
+
+    def park(self, conversation: RetainedConversation) -> None:
+        if conversation.phase is RetentionPhase.RETAINED:
+            self._set_phase(conversation, RetentionPhase.PARKED)
+
+    def leave_host(self, conversation: RetainedConversation) -> None:
+        """Its slots go to others. A parked one is retained again, as far as it is on the accelerator."""
+        self._set_on_host(conversation, False)
+        if conversation.phase is RetentionPhase.PARKED:
+            self._set_phase(conversation, RetentionPhase.RETAINED)
+
+    def retained_oldest_first(self) -> list[RetainedConversation]:
+        retained = (c for c in self._by_key.values() if c.phase is RetentionPhase.RETAINED)
+        return sorted(retained, key=lambda c: c.last_used)
+
+    def freed_strangers(self) -> None:
+        """Blocks that go early joined the free ones at the end where retained ones belong."""
+        self.changed += 1
+
+    def idle_since(self, since: float) -> list[RetainedConversation]:
+        return [c for c in self._by_key.values() if not c.turns and c.last_used <= since]
+
+    def _forget(self, conversation: RetainedConversation) -> None:
+        self._set_chain(conversation, [])
+        del self._by_key[conversation.key]
+
+    def _set_phase(self, conversation: RetainedConversation, phase: RetentionPhase) -> None:
+        before = conversation.rank
+        conversation.phase = phase
+        if conversation.rank is not before:
+            self._disown(before, conversation.chain)
+            self._owners[conversation.rank].update(conversation.chain)
+            self.changed += 1
+
+    def _set_on_host(self, conversation: RetainedConversation, on_host: bool) -> None:
+        if conversation.on_host is on_host:
+            return
+        conversation.on_host = on_host
+        if on_host:
+            self._host_owners.update(conversation.chain)
+        else:
+            self._unwant(conversation.chain)
+
+    def _set_chain(self, conversation: RetainedConversation, chain: Sequence[bytes]) -> None:
+        same = _common(conversation.chain, chain)
+        lost, gained = conversation.chain[same:], list(chain[same:])
+        conversation.chain[same:] = gained
+        self._owners[conversation.rank].update(gained)
+        self._disown(conversation.rank, lost)
+        if conversation.on_host:
+            self._host_owners.update(gained)
+            self._unwant(lost)
+        if lost:
+            self.changed += 1
+
+    def _disown(self, rank: EvictionRank, blocks: Sequence[bytes]) -> None:
+        _subtract(self._owners[rank], blocks)
+
+    def _unwant(self, blocks: Sequence[bytes]) -> None:
+        for block in _subtract(self._host_owners, blocks):
+            self._on_unwanted(block)
+
+
+def _common(mine: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Length of the common start. A hash covers what is before it, so one equal pair settles the rest."""
+    low, high = 0, min(len(mine), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if mine[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _subtract(owners: Counter[bytes], blocks: Sequence[bytes]) -> list[bytes]:
+    """Those that have no owner left."""
+    gone = []
+    for block in blocks:
+        owners[block] -= 1
+        if not owners[block]:
+            del owners[block]
+            gone.append(block)
+    return gone

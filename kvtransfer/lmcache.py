@@ -1,0 +1,46 @@
+"""LMCache's connector, kept from taking its engine down when its server is gone.
+
+LMCache 0.5.6 goes on without its server once a heartbeat has missed it. Until then its calls run into their
+time-out, which it lets out of the step, and the engine dies of that. Here the first such time-out counts as
+the missed heartbeat: what is asked for then fails as LMCache's own failures do, and is computed.
+"""
+
+import logging
+from typing import Any
+
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+from kvtransfer.vllm_internals import lmcache_is_gone, verify_lmcache
+
+logger = logging.getLogger("conserve.kvtransfer.lmcache")
+
+
+class GuardedLMCache(LMCacheMPConnector):  # type: ignore[misc]
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        verify_lmcache()
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        try:
+            super().start_load_kv(forward_context, **kwargs)
+        except TimeoutError as error:
+            self._go_on_without(error)
+            super().start_load_kv(forward_context, **kwargs)  # marks each load as failed
+
+    def wait_for_save(self) -> None:
+        try:
+            super().wait_for_save()
+        except TimeoutError as error:
+            self._go_on_without(error)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        try:
+            return super().get_finished(finished_req_ids)  # type: ignore[no-any-return]
+        except TimeoutError as error:
+            self._go_on_without(error)
+            return super().get_finished(finished_req_ids)  # type: ignore[no-any-return]
+
+    def _go_on_without(self, error: TimeoutError) -> None:
+        """Until its heartbeat finds a server again."""
+        logger.warning("LMCache does not answer, going on without it: %s", error)
+        lmcache_is_gone(self.worker_adapter)

@@ -1,0 +1,153 @@
+"""What the plugins of one engine's scheduler side share: conversations, host slots, and one lock over both.
+
+The lock is for the feed's thread, which releases and lets time pass while the engine is idle and its
+scheduler sleeps. Everything here is bookkeeping; what it means for blocks happens in the next step.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvtransfer.config import ConnectorConfig
+from kvtransfer.conversations import RetainedConversation, RetainedConversations, RetentionPhase
+from kvtransfer.host_index import HostIndex, Slot
+
+
+class Residence:
+    def __init__(self, config: ConnectorConfig, host_slots: int, clock: Callable[[], float]) -> None:
+        self._config = config
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.host = HostIndex(host_slots)
+        self.conversations = RetainedConversations(clock, on_unwanted=self.host.drop)
+        self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # requests with a conversation, by id
+        self.loading: set[str] = set()  # requests with blocks but no step yet: KV may be on its way
+        self.held_by_others: set[str] = set()  # ended requests whose blocks another connector holds
+        self.confirmed: list[str] = []  # conversations that got blocks since the last report
+        self.parked: list[str] = []  # conversations parked since the last report
+        self.draining = False
+        # Who holds references on blocks, for the integrity check: block ids, one a reference.
+        self.references: dict[str, Callable[[], Iterable[int]]] = {}
+        # Of those, the ones that the engine's next step ends: an idle engine still has them.
+        self.ending: dict[str, Callable[[], Iterable[int]]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def release(self, key: str, cause: str = "released") -> bool:
+        """The conversation ends; its blocks and slots are nobody's from now on."""
+        with self.lock:
+            known = self.conversations.end(key)
+            if known:
+                self.counts[f"ended.{cause}"] += 1
+            return known
+
+    def park(self, key: str) -> bool:
+        """Whether the conversation is parked now: a retained one can be when the host has all of it."""
+        with self.lock:
+            conversation = self.conversations.get(key)
+            if conversation is None or conversation.phase is RetentionPhase.RUNNING:
+                return False
+            if conversation.phase is RetentionPhase.RETAINED:
+                if not self.on_host(conversation):
+                    return False
+                self._park(conversation, "pressure")
+            return True
+
+    def _park(self, conversation: RetainedConversation, cause: str) -> None:
+        self.conversations.park(conversation)
+        self.counts[f"parked.{cause}"] += 1
+        self.parked.append(conversation.key)
+
+    def on_host(self, conversation: RetainedConversation) -> bool:
+        chain = conversation.chain
+        return self.host.stored_prefix(chain, 0, len(chain)) == len(chain)
+
+    def _reaches_host(self, conversation: RetainedConversation) -> bool:
+        """There or on its way: a sleeping engine hears of the ends of its last copies with its next step.
+        Until then they hold their blocks, so that nothing is lost by parking."""
+        return all(block in self.host for block in conversation.chain)
+
+    def drain(self, draining: bool) -> None:
+        """A draining engine retains nothing: what is idle is forgotten, and what runs when its turn ends."""
+        with self.lock:
+            self.draining = draining
+
+    def let_time_pass(self) -> None:
+        """Parks and forgets what was idle for long enough."""
+        with self.lock:
+            now, ttl_s = self.clock(), self._config.ttl_s
+            if self.draining:
+                for conversation in self.conversations.idle_since(now):
+                    self.release(conversation.key, "drained")
+            for conversation in self.conversations.idle_since(now - self._config.park_after_s):
+                if ttl_s is not None and conversation.last_used <= now - ttl_s:
+                    self.release(conversation.key, "ttl")
+                elif conversation.phase is RetentionPhase.RETAINED and self._reaches_host(conversation):
+                    self._park(conversation, "idle")
+
+    def relieve(self, missing_blocks: int) -> None:
+        """Pressure: parks retained conversations, the oldest first, until so many blocks may go."""
+        for conversation in self.conversations.retained_oldest_first():
+            if missing_blocks <= 0:
+                return
+            if self.park(conversation.key):
+                missing_blocks -= len(conversation.chain)
+
+    def reset(self) -> None:
+        """No KV computed so far is valid."""
+        with self.lock:
+            for conversation in self.conversations:
+                self.conversations.advance(conversation, [])
+            for block in self.host.blocks():
+                self.host.drop(block)
+
+    def host_slot(self, block: bytes, owner: RetainedConversation) -> Slot | None:
+        """A slot for a block; other idle conversations leave the host for it, least recently used first."""
+        slot = self.host.begin_store(block)
+        if slot is not None:
+            return slot
+        idle = [c for c in self.conversations if not c.turns and c.on_host and c.chain and c is not owner]
+        for conversation in sorted(idle, key=lambda c: c.last_used):
+            self.conversations.leave_host(conversation)
+            self.counts["left_host"] += 1
+            slot = self.host.begin_store(block)
+            if slot is not None:
+                return slot
+        return None
+
+    def take_counts(self) -> Mapping[str, float]:
+        with self.lock:
+            counts, self.counts = self.counts, Counter()
+            return counts
+
+
+def is_offline(request: Any) -> bool:
+    return bool(request.priority > 0)
+
+
+def owner_key(request: Any) -> str | None:
+    """Whose blocks these are. A prefill leg's are nobody's here: the conversation lives on its decoder."""
+    if is_offline(request):
+        return f"offline:{request.request_id}"
+    if (request.kv_transfer_params or {}).get("do_remote_decode"):
+        return None
+    return str(request.session_id) if request.session_id else None
+
+
+def confirmed_blocks(request: Any, block_tokens: int) -> int:
+    """Full blocks whose KV is certainly there; a step under way may still be rolled back.
+
+    Not for a request whose background load runs: vLLM counts what is on its way as computed.
+    """
+    confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+    return int(min(max(confirmed, 0) // block_tokens, len(request.block_hashes)))
+
+
+def admitted_now(scheduler_output: Any) -> set[str]:
+    """Requests that entered the batch with this step.
+
+    Their prefix hits may be blocks that another request of this very step has yet to compute: vLLM registers
+    blocks before they are computed. From the next step on they are confirmed, or rolled back.
+    """
+    new = {str(request.req_id) for request in scheduler_output.scheduled_new_reqs}
+    return new.union(scheduler_output.scheduled_cached_reqs.resumed_req_ids)

@@ -1,1 +1,0 @@
-"""Where the KV of each conversation is: plain data and decisions, without vLLM."""

@@ -1,0 +1,163 @@
+"""Retention: conversations' blocks stay on the accelerator between turns, softly.
+
+No reference is held: every block stays allocatable, so that nothing can block a running turn. What is
+retained is only moved, by public methods of vLLM's block pool, towards the end of its free queue that is used
+last.
+
+The eviction order of free blocks: nothing's first, then offline work's, parked conversations', retained
+ones'. Of retained conversations the oldest goes first, and of one conversation the last block. vLLM takes
+blocks from one end of its queue, and puts freed ones with a hash at the other: a conversation's blocks are in
+order by themselves, what ends, is parked or is offline is not.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+from kvtransfer.conversations import EvictionRank, RetainedConversation, RetentionPhase
+from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
+from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, owner_key
+from kvtransfer.vllm_internals import free_queue
+
+
+def in_danger(
+    queue: Iterable[Any],
+    rank_of: Callable[[Any], EvictionRank],
+    window: int,
+    above: EvictionRank = EvictionRank.NOTHING,
+) -> bool:
+    """Whether one of the next `window` blocks to be taken is somebody's, of a rank above this."""
+    return any(rank_of(block) > above for block in islice(queue, window))
+
+
+def eviction_order(
+    conversations: Iterable[RetainedConversation], block_of: Callable[[bytes], Any | None]
+) -> list[Any]:
+    """The free blocks that are somebody's, in the order in which they go, after all that are nothing's."""
+    order: list[Any] = []
+    placed: set[int] = set()
+    # Filled from the end: a block that several conversations share goes with the one that stays longest.
+    for conversation in sorted(conversations, key=_staying, reverse=True):
+        for block_hash in conversation.chain:
+            block = block_of(block_hash)
+            if block is not None and block.ref_cnt == 0 and id(block) not in placed:
+                placed.add(id(block))
+                order.append(block)
+    order.reverse()
+    return order
+
+
+def _staying(conversation: RetainedConversation) -> tuple[EvictionRank, bool, float]:
+    return conversation.rank, conversation.phase is RetentionPhase.RUNNING, conversation.last_used
+
+
+class RetentionScheduler(SchedulerSide):
+    def __init__(self, context: EngineContext) -> None:
+        scheduler = context.vllm_config.scheduler_config
+        self._residence = context.residence
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        # The most blocks one step can take.
+        self.window = -(-scheduler.max_num_batched_tokens // self._block_tokens) + scheduler.max_num_seqs
+        self._pool: Any = None
+        self._ordered_at = -1  # `changed` of the conversations when free blocks were last put in order
+
+    def bind(self, manager: Any) -> None:
+        self._pool = manager.block_pool
+        if self._pool.hash_block_size != self._block_tokens:
+            raise ConnectorConfigError(
+                f"blocks of {self._block_tokens} tokens are hashed by {self._pool.hash_block_size}: "
+                "start the engine without a separate hash block size"
+            )
+
+    def on_new_request(self, request: Any) -> None:
+        key = owner_key(request)
+        if key is None:
+            return
+        with self._residence.lock:
+            conversation = self._residence.conversations.begin_turn(
+                key, request.block_hashes, is_offline(request)
+            )
+            self._residence.requests[request.request_id] = request, conversation
+
+    def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
+        self._residence.loading.add(request.request_id)
+        owned = self._residence.requests.get(request.request_id)
+        if owned is not None and not owned[1].offline:
+            self._residence.confirmed.append(owned[1].key)
+
+    def order(self, scheduler_output: Any) -> None:
+        with self._residence.lock:
+            self._residence.loading.difference_update(scheduler_output.num_scheduled_tokens)
+            admitted = admitted_now(scheduler_output)
+            for request_id in scheduler_output.num_scheduled_tokens:
+                owned = self._residence.requests.get(request_id)
+                if owned and request_id not in admitted:
+                    self._advance(*owned)
+            if scheduler_output.preempted_req_ids:
+                self._residence.conversations.freed_strangers()
+            self._residence.let_time_pass()
+            if self._residence.host.capacity:
+                self._relieve()
+            self._put_in_order()
+
+    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+        with self._residence.lock:
+            owned = self._residence.requests.pop(request.request_id, None)
+            if owned is None:
+                self._residence.conversations.freed_strangers()
+            else:
+                if request.request_id not in self._residence.loading:
+                    self._advance(*owned)
+                self._residence.conversations.end_turn(owned[1])
+
+    def _advance(self, request: Any, conversation: RetainedConversation) -> None:
+        full = confirmed_blocks(request, self._block_tokens)
+        if full > len(conversation.chain):
+            self._residence.conversations.advance(conversation, request.block_hashes[:full])
+
+    def _relieve(self) -> None:
+        retained = self._residence.conversations.owned(EvictionRank.RETAINED)
+        free = self._pool.get_num_free_blocks()
+        if free - len(retained) >= self.window:
+            return
+        if not in_danger(free_queue(self._pool), self._rank_of, self.window, above=EvictionRank.PARKED):
+            return  # most steps on a full accelerator: the count below is a pass over all that is retained
+        blocks = map(self._block_of, retained)
+        retained_free = sum(1 for block in blocks if block is not None and block.ref_cnt == 0)
+        self._residence.relieve(self.window - (free - retained_free))
+
+    def _put_in_order(self) -> None:
+        """Only when somebody's block is about to be taken and the order may be wrong: it costs a pass."""
+        changed = self._residence.conversations.changed
+        if changed == self._ordered_at:
+            return
+        if not in_danger(free_queue(self._pool), self._rank_of, self.window):
+            return
+        order = eviction_order(self._residence.conversations, self._block_of)
+        self._pool.touch(order)
+        self._pool.free_blocks(order)
+        self._ordered_at = changed
+        self._residence.counts["reordered_blocks"] += len(order)
+
+    def _rank_of(self, block: Any) -> EvictionRank:
+        if block.block_hash is None:
+            return EvictionRank.NOTHING
+        return self._residence.conversations.rank_of(get_block_hash(block.block_hash))
+
+    def _block_of(self, block_hash: bytes) -> Any | None:
+        found = self._pool.get_cached_block(block_hash, [0])
+        return found[0] if found else None
+
+    def reset(self) -> None:
+        self._residence.reset()
+
+    def take_counts(self) -> Mapping[str, float]:
+        return self._residence.take_counts()
+
+
+class RetentionPlugin(Plugin):
+    name = "retention"
+    scheduler = RetentionScheduler

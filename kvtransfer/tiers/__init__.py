@@ -1,1 +1,0 @@
-"""Stores of KV below the host's memory, shared by the engines of a node."""

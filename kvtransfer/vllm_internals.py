@@ -1,0 +1,253 @@
+"""The connector's contact with vLLM below its public interface, checked in every engine before it serves.
+
+Private names, patches and signatures of vLLM are here and, for co-serving, in
+workers/coserving/vllm_internals.py, and nowhere else (tests/kvtransfer/test_vllm_internals.py reads the
+product's syntax trees). What either relies on is a table; an engine on another vLLM stops with a sentence
+that says what changed, instead of misbehaving.
+"""
+
+import dis
+import functools
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import CodeType
+from typing import Any
+
+import vllm
+
+from kvtransfer.errors import ConnectorConfigError, KVTransferError
+
+WRITTEN_FOR = "0.32"
+PINNED = "0.32.0"
+
+
+class UnsupportedVllmError(KVTransferError, RuntimeError):
+    """This vLLM is not the one that was relied on; the message says where they differ and what to install."""
+
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReliedOn:
+    """What a package of ours takes for granted of vLLM. Keys are classes, as `module:Class`."""
+
+    signatures: Mapping[str, Names]  # parameters by method
+    attributes: Names  # fields, properties, or what `__init__` sets
+    uses: Mapping[str, Names] = field(default_factory=dict)  # names that a method's code refers to
+
+
+def verify(relied: ReliedOn, release: str = vllm.__version__) -> None:
+    """Raises a sentence that names the first difference and the release that was relied on."""
+    if not release.startswith(WRITTEN_FOR + "."):
+        raise UnsupportedVllmError(
+            f"this engine's connector was written for vLLM {WRITTEN_FOR} and this is {release}: "
+            f"install vllm=={PINNED}"
+        )
+    for difference in differences(relied):
+        raise UnsupportedVllmError(f"{difference} in this vLLM ({release}): install vllm=={PINNED}")
+
+
+def differences(relied: ReliedOn) -> Iterator[str]:
+    for path, methods in relied.signatures.items():
+        for name, wanted in methods.items():
+            method = getattr(_owner(path), name, None)
+            found = tuple(inspect.signature(method).parameters) if callable(method) else None
+            if found != wanted:
+                said = f"has the parameters ({', '.join(found)})" if found is not None else "does not exist"
+                yield f"{_short(path)}.{name}({', '.join(wanted)}) is relied on, but {said}"
+    for path, names in relied.attributes.items():
+        owner = _owner(path)
+        for name in names:
+            if not _has_attribute(owner, name):
+                yield f"{_short(path)}.{name} is relied on, but does not exist"
+    for path, methods in relied.uses.items():
+        for name, used in methods.items():
+            for missing in sorted(set(used) - _names(getattr(_owner(path), name, None))):
+                yield f"{_short(path)}.{name} is relied on to use {missing}, but does not"
+
+
+def _owner(path: str) -> Any:
+    """The class, or the module where the path names none; None when there is no such thing."""
+    module, _, name = path.partition(":")
+    try:
+        found = import_module(module)
+        return getattr(found, name) if name else found
+    except (ImportError, AttributeError):
+        return None
+
+
+def _short(path: str) -> str:
+    return path.rpartition(":")[2].rpartition(".")[2]
+
+
+def _has_attribute(owner: Any, name: str) -> bool:
+    return hasattr(owner, name) or any(
+        name in getattr(one, "__annotations__", {})
+        or name in _stored(one.__dict__.get("__init__"))
+        for one in getattr(owner, "__mro__", ())
+    )
+
+
+def _code(function: Any) -> CodeType | None:
+    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+
+
+def _stored(function: Any) -> set[str]:
+    """The attributes that a function assigns."""
+    instructions = dis.get_instructions(code) if (code := _code(function)) is not None else ()
+    return {str(one.argval) for one in instructions if one.opname == "STORE_ATTR"}
+
+
+def _names(function: Any) -> set[str]:
+    """Every name that a function's code refers to, functions within it included."""
+    code = _code(function)
+    return _names_in(code) if code is not None else set()
+
+
+def _names_in(code: CodeType) -> set[str]:
+    within = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*within)
+
+
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+_MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_SPIN = "vllm.distributed.device_communicators.shm_broadcast:SpinCondition"
+
+CONNECTOR = ReliedOn(
+    signatures={
+        _BASE: {
+            "__init__": ("self", "vllm_config", "role", "kv_cache_config"),
+            "bind_kv_cache_manager": ("self", "kv_cache_manager"),
+            "on_new_request": ("self", "request"),
+            "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
+            "update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
+            "get_external_cache_hit_sources": ("self", "request", "num_external_tokens"),
+            "build_connector_meta": ("self", "scheduler_output"),
+            "update_connector_output": ("self", "connector_output"),
+            "request_finished": ("self", "request", "block_ids"),
+            "reset_cache": ("self",),
+            "register_kv_caches": ("self", "kv_caches"),
+            "handle_preemptions": ("self", "kv_connector_metadata"),
+            "start_load_kv": ("self", "forward_context", "kwargs"),
+            "wait_for_layer_load": ("self", "layer_name"),
+            "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
+            "wait_for_save": ("self",),
+            "get_finished": ("self", "finished_req_ids"),
+            "get_block_ids_with_load_errors": ("self",),
+            "build_connector_worker_meta": ("self",),
+        },
+        _MULTI: {"request_finished": ("self", "request", "blocks")},
+        "vllm.v1.core.block_pool:BlockPool": {
+            "touch": ("self", "blocks"),
+            "free_blocks": ("self", "ordered_blocks"),
+            "evict_blocks": ("self", "block_ids"),
+            "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
+            "get_num_free_blocks": ("self",),
+        },
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": {"iter_blocks_after": ("self", "cursor")},
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": {"get_block_ids": ("self", "request_id")},
+        _SPIN: {"wait": ("self", "timeout_ms")},
+    },
+    attributes={
+        _MULTI: ("sub_connectors",),
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),
+        "vllm.v1.core.block_pool:BlockPool": (
+            "blocks", "free_block_queue", "hash_block_size", "num_gpu_blocks",
+        ),
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "ref_cnt", "is_null", "block_hash"),
+        "vllm.v1.request:Request": (
+            "request_id", "priority", "status", "session_id", "kv_transfer_params", "block_hashes",
+            "num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_in_flight_tokens",
+            "prompt_token_ids", "lora_request", "mm_features",
+        ),
+        "vllm.v1.request:RequestStatus": (
+            "RUNNING", "PREEMPTED", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED",
+        ),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "preempted_req_ids",
+        ),
+        "vllm.v1.core.sched.output:NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
+        "vllm.v1.core.sched.output:CachedRequestData": (
+            "req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens",
+        ),
+        "vllm.v1.outputs:KVConnectorOutput": (
+            "kv_connector_worker_meta", "finished_recving", "finished_sending", "invalid_block_ids",
+        ),
+        _SPIN: ("last_read", "busy_loop_s"),
+    },
+    uses={
+        # Retention: a freed block with a hash joins the end of the queue that is taken last.
+        "vllm.v1.core.block_pool:BlockPool": {"free_blocks": ("prepend_n", "append_n")},
+        _SCHEDULER: {"add_request": ("on_new_request",), "schedule": ("build_connector_meta",)},
+        _SPIN: {"wait": ("last_read", "busy_loop_s")},
+    },
+)  # fmt: skip
+
+
+WORKER = ReliedOn(
+    signatures={},
+    attributes={},
+    # Orders are given out where vLLM tells of preemptions, once a step and before anything of it.
+    uses={"vllm.v1.worker.gpu_model_runner:GPUModelRunner": {"execute_model": ("handle_preemptions",)}},
+)
+
+
+LMCACHE = ReliedOn(
+    signatures={},
+    attributes={
+        "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPWorkerAdapter": ("_health_event",)
+    },
+)
+
+
+def verify_lmcache() -> None:
+    for difference in differences(LMCACHE):
+        raise ConnectorConfigError(
+            f"{difference} in this LMCache: pip install --no-deps -r requirements/lmcache.txt"
+        )
+
+
+def free_queue(pool: Any) -> Iterator[Any]:
+    """The free blocks, those that are taken next first."""
+    return iter(pool.free_block_queue.iter_blocks_after(None))
+
+
+IN_USE_S = 1.0  # as long as vLLM spins; after that it sleeps until it is notified
+SPIN_S = 2e-3  # the other side is about to answer, and a nap would take longer
+SHARE = 0.03  # of the wait so far a nap lasts: what a message lies there is short beside what it took to come
+LONGEST_S = 2e-3
+
+
+def nap_instead_of_spinning() -> None:
+    """In this process, from now on: also at queues that exist already.
+
+    vLLM's engine core and workers watch shared memory for a second after every message before they sleep.
+    On a GPU host with cores to spare that saves a wake-up; where the model computes on the CPU, the core it
+    burns is taken from the model, from the copier and from every other engine of the machine.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    spinning = SpinCondition.wait
+    if hasattr(spinning, "__wrapped__"):
+        return
+
+    @functools.wraps(spinning)
+    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        waited = time.monotonic() - self.last_read
+        if SPIN_S < waited < IN_USE_S:
+            # Not vLLM's notification: one that comes before the last is acknowledged is lost.
+            time.sleep(min(SHARE * waited, LONGEST_S))
+        else:
+            spinning(self, timeout_ms)
+
+    SpinCondition.wait = wait
+
+
+def lmcache_is_gone(adapter: Any) -> None:
+    """LMCache's worker adapter goes on without its server, as after a heartbeat that missed it."""
+    adapter._health_event.clear()

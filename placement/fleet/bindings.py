@@ -1,0 +1,66 @@
+"""Table of bindings: which decoder a conversation is bound to, from its first turn to its end."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from placement.errors import PlacementError
+
+
+class StaleEpoch(PlacementError, ValueError):
+    """A binding to an engine's earlier epoch: its KV is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    key: str
+    engine: str
+    epoch: int
+    bound_at: float
+
+
+class Bindings:
+    def __init__(self) -> None:
+        self._bindings: dict[str, Binding] = {}
+        self._by_engine: dict[str, set[str]] = {}
+        self._epochs: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._bindings)
+
+    def __iter__(self) -> Iterator[Binding]:
+        return iter(tuple(self._bindings.values()))
+
+    def bind(self, key: str, engine: str, epoch: int, now: float) -> Binding:
+        if epoch < self._epochs.get(engine, epoch):
+            raise StaleEpoch(
+                f"engine {engine} is in epoch {self._epochs[engine]}, not {epoch}; place {key} again"
+            )
+        self.end(key)
+        self._void_before(engine, epoch)
+        binding = Binding(key, engine, epoch, now)
+        self._bindings[key] = binding
+        self._by_engine.setdefault(engine, set()).add(key)
+        return binding
+
+    def look_up(self, key: str) -> Binding | None:
+        return self._bindings.get(key)
+
+    def end(self, key: str) -> Binding | None:
+        binding = self._bindings.pop(key, None)
+        if binding is not None:
+            self._by_engine[binding.engine].discard(key)
+        return binding
+
+    def void_epoch(self, engine: str, epoch: int) -> tuple[Binding, ...]:
+        """Epoch `epoch` of an engine is over, and with it every binding to it or to an earlier one."""
+        return self._void_before(engine, epoch + 1)
+
+    def bound_to(self, engine: str) -> tuple[str, ...]:
+        return tuple(sorted(self._by_engine.get(engine, ())))
+
+    def _void_before(self, engine: str, epoch: int) -> tuple[Binding, ...]:
+        if epoch <= self._epochs.get(engine, -1):
+            return ()
+        self._epochs[engine] = epoch
+        voided = [self.end(key) for key in self.bound_to(engine)]
+        return tuple(binding for binding in voided if binding is not None)

@@ -1,0 +1,208 @@
+"""How full the fleet is, what to change about it, and how many replicas a tier should have.
+
+Two signals, which the placer observes, averaged over a window so that one long prompt is not an alarm.
+Prefill: seconds of prefiller time that arrive each second (prompt lengths through the curve). Decoders: share
+of the pool's KV that is in use.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import ceil, exp, inf, isinf
+
+from placement.engines import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    prefillers: int
+    prefill_load: float  # seconds of prompts that arrive a second and a prefiller; 1 is saturation
+    prefill_wait_s: float  # of the shortest queue, now
+    decoders: int
+    decoder_pressure: float  # share of what the decoders may hold that is in use and cannot give way
+    running_share: float  # the same of conversations with a turn under way, now: the rest waits for its turn
+    observed_s: float  # how long has been looked at; less than the window says little
+
+    def saturates_in_s(self, longest_wait_s: float) -> float:
+        """Until even the shortest queue is longer than allowed, at this rate; infinite if none grows."""
+        if self.prefill_wait_s >= longest_wait_s:
+            return 0.0
+        growth = self.prefill_load - 1.0
+        return (longest_wait_s - self.prefill_wait_s) / growth if growth > 0 else inf
+
+
+class CapacityWatch:
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began: float | None = None
+        self._demand = 0.0  # prefill seconds a second
+        self._demand_at = 0.0
+        self._pressure: float | None = None
+        self._pressure_at = 0.0
+
+    def arrived(self, prefill_s: float, now: float) -> None:
+        """A turn came that wants a prefiller, whether or not it could be placed."""
+        self._begin(now)
+        self._demand = self._demand * self._kept(now - self._demand_at) + prefill_s / self._window_s
+        self._demand_at = now
+
+    def observed(self, decoder_pressure: float, now: float) -> None:
+        self._begin(now)
+        keep = 0.0 if self._pressure is None else self._kept(now - self._pressure_at)
+        self._pressure = keep * (self._pressure or 0.0) + (1 - keep) * decoder_pressure
+        self._pressure_at = now
+
+    def signals(
+        self, prefillers: int, prefill_wait_s: float, decoders: int, running_share: float, now: float
+    ) -> Signals:
+        demand = self._demand * self._kept(now - self._demand_at)
+        load = demand / prefillers if prefillers else (inf if demand > 1e-3 else 0.0)
+        observed_s = 0.0 if self._began is None else now - self._began
+        pressure = self._pressure or 0.0
+        return Signals(prefillers, load, prefill_wait_s, decoders, pressure, running_share, observed_s)
+
+    def _begin(self, now: float) -> None:
+        if self._began is None:
+            self._began = now
+
+    def _kept(self, elapsed: float) -> float:
+        return exp(-max(0.0, elapsed) / self._window_s)
+
+
+class Action(StrEnum):
+    ADD_PREFILLERS = "add_prefillers"
+    ADD_DECODERS = "add_decoders"
+    RAISE_HOST_KV = "raise_host_kv"
+    LOWER_PREFILL_CAPS = "lower_prefill_caps"
+    LOWER_DECODE_CAPS = "lower_decode_caps"
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Shares of a tier's capacity."""
+
+    high: float = 0.85  # above: too few engines
+    target: float = 0.7  # what a change aims at
+    low: float = 0.4  # below: more than is needed
+
+    def enough(self, load: float, engines: int) -> int:
+        """Engines with which what these carry would be at the target."""
+        if isinf(load):
+            return engines + 1
+        return max(1, ceil(round(load * engines / self.target, 6)))
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    action: Action
+    count: int  # engines to add; 0 where the action has no number
+    reason: str
+
+
+def advise(
+    signals: Signals, thresholds: Thresholds, longest_wait_s: float, *, prefills: bool = True
+) -> tuple[Recommendation, ...]:
+    """Nothing: the fleet fits its work. `prefills`: whether the fleet's policy uses prefillers at all."""
+    found = [_decoders(signals, thresholds)]
+    if prefills:
+        found.insert(0, _prefillers(signals, thresholds, longest_wait_s))
+    return tuple(recommendation for recommendation in found if recommendation is not None)
+
+
+def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
+    load, engines = signals.prefill_load, signals.prefillers
+    if not engines and load:
+        return Recommendation(Action.ADD_PREFILLERS, 1, "prompts arrive and no prefiller is up")
+    asks = f"prompts ask for {load:.0%} of the time of {_number(engines, 'prefiller')}"
+    in_s = signals.saturates_in_s(longest_wait_s)
+    if load > limits.high or in_s == 0:
+        count = max(1, limits.enough(load, engines) - engines)
+        passing = f"their queues pass {longest_wait_s:.0f} s in {in_s:.0f} s"
+        when = "" if isinf(in_s) else f"; at this rate {passing}"
+        after = f"{engines + count} would be at {load * engines / (engines + count):.0%}"
+        return Recommendation(Action.ADD_PREFILLERS, count, f"{asks}{when}; {after}")
+    if load < limits.low and engines:
+        reason = f"{asks}: they can be slower without a queue, or fewer"
+        return Recommendation(Action.LOWER_PREFILL_CAPS, 0, reason)
+    return None
+
+
+def _decoders(signals: Signals, limits: Thresholds) -> Recommendation | None:
+    pressure, engines, running = signals.decoder_pressure, signals.decoders, signals.running_share
+    if not engines:
+        return Recommendation(Action.ADD_DECODERS, 1, "no decoder is up")
+    holds = f"conversations hold {pressure:.0%} of the KV of {_number(engines, 'decoder')}"
+    if pressure > limits.high:
+        if 0 < running <= limits.target:
+            reason = (
+                f"{holds}, those with a turn under way {running:.0%}: with more host "
+                "memory (kv.host_kv_gib) the others could wait there"
+            )
+            return Recommendation(Action.RAISE_HOST_KV, 0, reason)
+        count = max(1, limits.enough(pressure, engines) - engines)
+        after = f"{engines + count} would be at {pressure * engines / (engines + count):.0%}"
+        return Recommendation(Action.ADD_DECODERS, count, f"{holds}; {after}")
+    if pressure < limits.low:
+        return Recommendation(Action.LOWER_DECODE_CAPS, 0, f"{holds}: they can be slower, or fewer")
+    return None
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLimits:
+    least: int
+    most: int
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    cool_down_s: float = 120.0  # after a change nothing is added: the new engine first has to show
+    calm_s: float = 600.0  # as long as this it must have been too much before one is taken away
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    replicas: int
+    reason: str  # empty where nothing changes
+
+
+class TierScaler:
+    """Adds what the load asks for at once; takes away one at a time, after a calm."""
+
+    def __init__(self, limits: ScaleLimits) -> None:
+        self._limits = limits
+        self._changed_at: float | None = None
+        self._calm_since: float | None = None
+
+    def decide(self, load: float, replicas: int, now: float) -> Decision:
+        """`load`: the share of the tier's capacity in use; `replicas`: those there are or that are coming."""
+        limits = self._limits
+        within = min(max(replicas, limits.least), limits.most)
+        if within != replicas:
+            return self._change(within, f"the limits are {limits.least} to {limits.most}", now)
+        enough = limits.thresholds.enough(load, replicas)
+        if load > limits.thresholds.high:
+            self._calm_since = None
+            wanted = min(max(enough, replicas + 1), limits.most)
+            if wanted > replicas and not self._cooling(now):
+                return self._change(wanted, f"{load:.0%} in use, above {limits.thresholds.high:.0%}", now)
+        elif load < limits.thresholds.low and enough < replicas and replicas > limits.least:
+            if self._calm_since is None:
+                self._calm_since = now
+            if now - self._calm_since >= limits.calm_s and not self._cooling(now):
+                reason = f"{load:.0%} in use, below {limits.thresholds.low:.0%} for {limits.calm_s:.0f} s"
+                return self._change(replicas - 1, reason, now)
+        else:
+            self._calm_since = None
+        return Decision(replicas, "")
+
+    def _change(self, replicas: int, reason: str, now: float) -> Decision:
+        self._changed_at, self._calm_since = now, None
+        return Decision(replicas, reason)
+
+    def _cooling(self, now: float) -> bool:
+        return self._changed_at is not None and now - self._changed_at < self._limits.cool_down_s
+
+
+def load_of(role: Role, signals: Signals) -> float:
+    """The share of a tier's capacity in use: prefillers by their time, all others by their KV."""
+    return signals.prefill_load if role is Role.PREFILL else signals.decoder_pressure

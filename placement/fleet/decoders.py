@@ -1,0 +1,119 @@
+"""The decoder with the least KV in use, among those where the conversation fits.
+
+KV in use is what the engine last reported as held for live conversations, plus what has been reserved for
+conversations that it has not reported yet. Parked and offline KV do not count: the first is on the host, the
+second is released at once when online work needs the place. For what fits, KV between turns that is on the
+host as well does not count either: it gives way at no cost when a running turn needs its place.
+"""
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.engines import EngineState
+from placement.fleet.answers import DecoderChoice, DecoderOption, Why
+from placement.fleet.table import OPTIONS, EngineTable
+
+CLOSED = -1.0
+
+
+class Decoders:
+    def __init__(self) -> None:
+        # `limit` is the KV an engine may hold. `open_limit` is the same, or below zero where nothing may be
+        # placed, which takes the row out of a choice.
+        self._table = EngineTable(live=0.0, idle=0.0, reserved=0.0, limit=0.0, open_limit=CLOSED)
+        self._reservations: dict[str, tuple[str, int]] = {}  # conversation -> decoder, tokens
+        self._holders: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._holders
+
+    def add(self, engine: str, limit: int) -> None:
+        self._table.add(engine, limit=limit, open_limit=limit)
+        self._holders[engine] = set()
+
+    def remove(self, engine: str) -> tuple[str, ...]:
+        """Forget an engine; returns the conversations that had a reservation there."""
+        lost = tuple(sorted(self._holders.pop(engine)))
+        for key in lost:
+            del self._reservations[key]
+        self._table.remove(engine)
+        return lost
+
+    def observe(self, state: EngineState, before: int) -> None:
+        """`before`: the report of this epoch that was taken in before this one; 0: none."""
+        engine, row = state.engine, self._table.row(state.engine)
+        self._table["live"][row] = state.live_tokens
+        self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
+        self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]
+        if 0 < before < state.named_after:  # what was confirmed meanwhile is not named any more
+            for key in tuple(self._holders[engine]):
+                self.release(key)
+        for key, named in state.confirmed.items():
+            if named > before and key in self._holders[engine]:
+                self.release(key)
+
+    def choose(self, tokens: int, preferred: str | None) -> DecoderChoice | None:
+        """The decoder for a conversation that needs `tokens`; None where it fits on none."""
+        table = self._table
+        in_use = table["live"] + table["reserved"]
+        fits = in_use - table["idle"] <= table["open_limit"] - tokens
+        ranked = np.where(fits, in_use, inf)
+        limits = table["limit"]
+        why = Why.LEAST_KV_IN_USE
+        if preferred is not None and preferred in self and fits[table.row(preferred)]:
+            why = Why.PREFERRED
+            ranked[table.row(preferred)] = -1.0
+        options = [
+            DecoderOption(table.name(row), int(in_use.item(row)), int(limits.item(row)))
+            for row in table.least(ranked, OPTIONS)
+        ]
+        if not options:
+            return None
+        without_capacity = len(self) - int(np.count_nonzero(fits))
+        return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
+
+    def reserve(self, engine: str, key: str, tokens: int) -> None:
+        self.release(key)
+        self._reservations[key] = (engine, tokens)
+        self._holders[engine].add(key)
+        self._table["reserved"][self._table.row(engine)] += tokens
+
+    def release(self, key: str) -> None:
+        """Drop a reservation: the engine reports the KV itself now, or the conversation ended."""
+        engine, tokens = self._reservations.pop(key, ("", 0))
+        if engine:
+            self._holders[engine].discard(key)
+            self._table["reserved"][self._table.row(engine)] -= tokens
+
+    def could_ever_hold(self, tokens: int) -> bool:
+        return bool((self._table["limit"] >= tokens).any())
+
+    def option(self, engine: str) -> DecoderOption:
+        row = self._table.row(engine)
+        in_use = self._table["live"][row] + self._table["reserved"][row]
+        return DecoderOption(engine, int(in_use), int(self._table["limit"][row]))
+
+    def open(self) -> int:
+        """How many take conversations."""
+        return int(np.count_nonzero(self._open()))
+
+    def pressure(self) -> float:
+        """Share of what the pool may hold that is in use and cannot give way. What is on draining decoders
+        will need a place too.
+        """
+        table, rows = self._table, [self._table.row(engine) for engine in self._holders]
+        limit = self.limit()
+        in_use = float((table["live"][rows] - table["idle"][rows] + table["reserved"][rows]).sum())
+        return in_use / limit if limit else float(in_use > 0)
+
+    def limit(self) -> float:
+        """Tokens that the decoders may hold which take conversations."""
+        return float(self._table["limit"][self._open()].sum())
+
+    def _open(self) -> NDArray[np.bool_]:
+        return self._table["open_limit"] >= 0.0

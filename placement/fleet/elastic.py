@@ -1,0 +1,111 @@
+"""Elastic placing: a turn is computed where its first token comes first, on a prefiller or on its decoder.
+
+Nothing is predicted but how long known tokens take: what is queued on a prefiller, its curve, and what of the
+transfer was not hidden lately; what prompts wait on the decoder, the rate at which it lately got through
+them, and the share of its time that the TBT target of its running turns leaves to prompts.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from placement.engines import EngineState
+from placement.fleet.answers import Estimates, PrefillerOption
+from placement.fleet.prefillers import PrefillCurve
+
+REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in what its engine reports
+LEAST_SHARE = 0.05  # of a decoder's time that its prompts are taken to have
+
+
+class FirstTurns(StrEnum):
+    PREFILLER = "prefiller"  # the paper's rule: always, when one is up
+    ELASTIC = "elastic"
+
+
+class PrefillWaiting(NamedTuple):
+    """A turn that a prefiller is to compute, and what it would be on its decoder."""
+
+    decoder: str
+    tokens: int  # that the decoder would have to compute
+
+
+@dataclass(slots=True)
+class DecoderPrompts:
+    """Prompts on an engine that decodes: what it reported, and what was placed there since."""
+
+    curve: PrefillCurve | None  # None: nothing is known of it but what it reports
+    waiting_tokens: int = 0
+    tokens_per_s: float = 0.0  # lately; 0: it has computed none yet
+    share: float = 1.0
+    placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # tokens and when
+
+    def first_token_s(self, tokens: int) -> float:
+        """Those that wait at the rate of late, then these in the time that running turns leave."""
+        share = max(self.share, LEAST_SHARE)
+        if self.curve is None:
+            alone_s = tokens / self.tokens_per_s if self.tokens_per_s else float("inf")
+        else:
+            alone_s = self.curve.seconds(tokens) / share
+        ahead = self.waiting_tokens + sum(tokens for tokens, _ in self.placed.values())
+        return alone_s + (ahead / (self.tokens_per_s or tokens / alone_s) if ahead else 0.0)
+
+
+class Elastic:
+    def __init__(self, forget: float = 0.1) -> None:
+        """`forget`: share of what is known of transfers that each new one replaces."""
+        self._queues: dict[str, DecoderPrompts] = {}
+        self._local: dict[str, str] = {}  # conversation -> engine, placed and not reported yet
+        self._remote: dict[str, PrefillWaiting] = {}
+        self._forget = forget
+        self._transfer_s_per_token: float | None = None
+
+    def add(self, engine: str, curve: PrefillCurve | None) -> None:
+        self._queues[engine] = DecoderPrompts(curve)
+
+    def remove(self, engine: str) -> None:
+        self._queues.pop(engine, None)
+        self._local = {key: name for key, name in self._local.items() if name != engine}
+        self._remote = {key: turn for key, turn in self._remote.items() if turn.decoder != engine}
+
+    def observe(self, state: EngineState, now: float) -> None:
+        queue = self._queues[state.engine]
+        queue.waiting_tokens = state.waiting_prompt_tokens
+        queue.tokens_per_s, queue.share = state.prompt_tokens_per_s, state.prompt_share
+        for key, (_, at) in tuple(queue.placed.items()):
+            if key in state.confirmed or at < now - REACHES_ENGINE_S:
+                self.done(key)
+
+    def transferred(self, tokens: int, seconds: float) -> None:
+        """From the end of a prefill to the decoder's start: what of the transfer was not hidden."""
+        seen, known = seconds / max(1, tokens), self._transfer_s_per_token
+        self._transfer_s_per_token = seen if known is None else known + self._forget * (seen - known)
+
+    def estimates(self, decoder: str, tokens: int, remote: PrefillerOption | None) -> Estimates:
+        """`tokens`: what the decoder would compute, and what a prefiller would have to send it."""
+        remote_s = None
+        if remote is not None:
+            share = max(self._queues[remote.engine].share, LEAST_SHARE)  # it may hold conversations as well
+            remote_s = (remote.wait_s + remote.prefill_s) / share + self.transfer_s(tokens)
+        return Estimates(self._queues[decoder].first_token_s(tokens), remote_s)
+
+    def transfer_s(self, tokens: int) -> float:
+        return tokens * (self._transfer_s_per_token or 0.0)
+
+    def goes_local(self, key: str, decoder: str, tokens: int, now: float) -> None:
+        self.done(key)
+        self._queues[decoder].placed[key] = tokens, now
+        self._local[key] = decoder
+
+    def goes_remote(self, key: str, decoder: str, tokens: int, now: float) -> None:
+        self.done(key)
+        self._remote[key] = PrefillWaiting(decoder, tokens)
+
+    def done(self, key: str) -> None:
+        """Its prompt is computed or never will be, or the engine counts it itself now."""
+        self._remote.pop(key, None)
+        if (engine := self._local.pop(key, None)) is not None:
+            del self._queues[engine].placed[key]
+
+    def waiting_for_prefillers(self, decoder: str) -> tuple[tuple[str, int], ...]:
+        """Bound to this decoder, longest first in the queue."""
+        return tuple((key, turn.tokens) for key, turn in self._remote.items() if turn.decoder == decoder)

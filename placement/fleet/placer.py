@@ -1,0 +1,332 @@
+"""Placer of turns: it keeps the two observed signals and answers from them.
+
+It owns the prefillers' queues and the decoders' KV in use, does no I/O and has no clock. The directory calls
+it in production, the simulator in simulation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from placement.engines import EngineInfo, EngineState
+from placement.errors import PlacementError
+from placement.fleet.answers import (
+    DecoderChoice,
+    Estimates,
+    PrefillerChoice,
+    Receipt,
+    Refusal,
+    RefusalReason,
+    Why,
+    refuse,
+)
+from placement.fleet.capacity import CapacityWatch, Signals
+from placement.fleet.decoders import Decoders
+from placement.fleet.elastic import Elastic, FirstTurns
+from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from placement.fleet.prefillers import PrefillCurve, Prefillers
+
+
+class MissingCurve(PlacementError, LookupError):
+    """A prefiller's tier has no prefill curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacerSettings:
+    policy: PlacingPolicy = PlacingPolicy.CONSERVE
+    headroom_tokens: int = 1024  # reserved beyond the prompt, for the first answers
+    fill: float = 0.9  # share of a decoder's KV that may be in use, what can give way not counted
+    max_prefill_wait_s: float = 10.0
+    retry_no_capacity_s: float = 5.0
+    retry_no_engine_s: float = 10.0
+    local_prefill_without_prefiller: bool = True
+    shared_tier: bool = False  # decoders find KV of a conversation that another decoder had
+    capacity_window_s: float = 60.0  # over which the two signals are averaged for `signals`
+    forget_prefill_after_s: float = 5.0  # an idle prefiller's unreported ends
+    redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
+    first_turns: FirstTurns = FirstTurns.PREFILLER  # elastic: later ones with much to compute as well
+    last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTurn:
+    key: str
+    prompt_tokens: int
+    preferred_decoder: str | None = None  # of the parent or of the fork's origin
+    had_decoder: bool = False  # it has been served; where it was, it cannot stay
+
+
+@dataclass(frozen=True, slots=True)
+class LaterTurn:
+    key: str
+    decoder: str  # where it is bound
+    prompt_tokens: int
+    uncached_tokens: int
+    prefix_on: str = ""  # prefiller that still has the first `prefix_tokens` of it
+    prefix_tokens: int = 0
+
+
+class Sizes(NamedTuple):
+    prompt: int
+    uncached: int  # on its decoder
+    need: int  # to reserve
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    prefiller: str | None  # None: the decoder computes the prompt itself
+    decoder: str
+    reserved_tokens: int
+    receipt: Receipt
+
+
+class Placer:
+    def __init__(self, settings: PlacerSettings, curves: Mapping[str, PrefillCurve]) -> None:
+        """`curves` by tier of prefiller."""
+        self.settings = settings
+        self._curves = curves
+        self._infos: dict[str, EngineInfo] = {}
+        self._seqs: dict[str, int] = {}
+        self._prefillers = Prefillers()
+        self._decoders = Decoders()
+        self._last_resort = Decoders()  # prefillers, for what fits on no decoder
+        self._elastic = Elastic() if settings.first_turns is FirstTurns.ELASTIC else None
+        self._watch = CapacityWatch(settings.capacity_window_s)
+
+    def engine_up(self, info: EngineInfo) -> tuple[str, ...]:
+        """An engine, or a new epoch of one; returns the conversations whose reservations on it are void."""
+        policy = self.settings.policy
+        if policy.prefills(info.role) and info.tier not in self._curves:
+            raise MissingCurve(f"tier {info.tier!r} has no prefill curve; run `conserve profile`")
+        lost = self.engine_down(info.engine)
+        self._infos[info.engine] = info
+        self._seqs[info.engine] = 0
+        if policy.prefills(info.role):
+            self._prefillers.add(info.engine, self._curves[info.tier])
+            if self._elastic:
+                self._last_resort.add(info.engine, int(info.kv_tokens * self.settings.last_resort_fill))
+        if policy.holds_conversations(info.role):
+            self._decoders.add(info.engine, int(info.kv_tokens * self.settings.fill))
+        if self._elastic:
+            self._elastic.add(info.engine, self._curves.get(info.tier))
+        return lost
+
+    def engine_down(self, engine: str) -> tuple[str, ...]:
+        """Returns the conversations whose queued prefill or reservation was on it."""
+        if self._infos.pop(engine, None) is None:
+            return ()
+        lost: dict[str, None] = {}
+        if engine in self._prefillers:
+            lost |= dict.fromkeys(self._prefillers.remove(engine))
+        if engine in self._decoders:
+            lost |= dict.fromkeys(self._decoders.remove(engine))
+        if self._elastic:
+            self._elastic.remove(engine)
+        if engine in self._last_resort:
+            lost |= dict.fromkeys(self._last_resort.remove(engine))
+        return tuple(lost)
+
+    def observe(self, state: EngineState, now: float) -> bool:
+        """Take in what an engine reports; False when it is of another epoch or out of order."""
+        info = self._infos.get(state.engine)
+        if info is None or state.epoch != info.epoch or state.seq <= (last := self._seqs[state.engine]):
+            return False
+        self._seqs[state.engine] = state.seq
+        if state.engine in self._prefillers:
+            self._prefillers.set_draining(state.engine, state.draining)
+            if state.running == 0 and state.waiting == 0:
+                before = now - self.settings.forget_prefill_after_s
+                self._prefillers.forget_placed_before(state.engine, before, now)
+        for holders in (self._decoders, self._last_resort):
+            if state.engine in holders:
+                holders.observe(state, last)
+        if self._elastic:
+            self._elastic.observe(state, now)
+        return True
+
+    def place(self, turn: FirstTurn, now: float) -> Placement | Refusal:
+        settings = self.settings
+        need = turn.prompt_tokens + settings.headroom_tokens
+        decoder = self._decoders.choose(need, turn.preferred_decoder)
+        if decoder is None:
+            return self._on_a_prefiller(turn, need, now) or self._no_decoder_for(need)
+        estimates = None
+        if not settings.policy.disaggregates:
+            prefiller = _no_prefiller(Why.PREFILLED_LOCALLY)
+        elif turn.had_decoder and settings.shared_tier:
+            prefiller = _no_prefiller(Why.RESTORED)
+        else:
+            found = self._prefillers.choose(turn.prompt_tokens, now)
+            if found is None and not settings.local_prefill_without_prefiller:
+                return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
+            prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
+            prefiller, estimates = self._sooner(prefiller, decoder, turn.prompt_tokens)
+            wait_s, limit_s = (
+                prefiller.chosen.wait_s if prefiller.chosen else 0.0,
+                settings.max_prefill_wait_s,
+            )
+            if wait_s > limit_s:
+                # The queue is a known number of seconds long, so when it is short enough again is known.
+                return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
+        sizes = Sizes(turn.prompt_tokens, turn.prompt_tokens, need)
+        return self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
+
+    def place_later(self, turn: LaterTurn, now: float) -> Placement:
+        """A later turn never moves and is never refused; it may go through a prefiller again."""
+        settings = self.settings
+        held_by = self._decoders if turn.decoder in self._decoders else self._last_resort
+        option = held_by.option(turn.decoder)
+        decoder = DecoderChoice(Why.BOUND, option, (), len(self._decoders), 0)
+        prefiller, estimates = _no_prefiller(Why.PREFILLED_LOCALLY), None
+        large = self.through_prefiller(turn.uncached_tokens, turn.prompt_tokens)
+        if large and held_by is self._decoders:
+            found = self._prefillers.choose(turn.prompt_tokens, now)
+            prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
+            if self._elastic:
+                prefiller = self._with_prefix(prefiller, turn, now)
+                prefiller, estimates = self._sooner(prefiller, decoder, turn.uncached_tokens)
+            elif (first := prefiller.chosen) is not None:
+                longest = settings.policy.later_turn_waits(first.prefill_s, settings.max_prefill_wait_s)
+                if first.wait_s > longest:
+                    prefiller = _no_prefiller(Why.PREFILLERS_BUSY)
+        need = turn.uncached_tokens + settings.headroom_tokens if prefiller.chosen else 0
+        sizes = Sizes(turn.prompt_tokens, turn.uncached_tokens, need)
+        return self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
+
+    def through_prefiller(self, uncached_tokens: int, prompt_tokens: int) -> bool:
+        """Whether a later turn has to be placed at all: most have not, and need only their binding."""
+        settings = self.settings
+        return settings.policy.later_turn_through_prefiller(
+            settings.redisaggregation, uncached_tokens, prompt_tokens
+        )
+
+    def prefill_done(self, key: str, now: float) -> None:
+        self._prefillers.done(key, now)
+        if self._elastic:
+            self._elastic.done(key)
+
+    def transferred(self, tokens: int, seconds: float) -> None:
+        """What of a transfer was not hidden: from the end of a prefill to the start on the decoder."""
+        if self._elastic:
+            self._elastic.transferred(tokens, seconds)
+
+    def second_thoughts(self, decoder: str, now: float) -> tuple[str, ...]:
+        """Turns that wait for a prefiller and whose first token would come sooner from this, their decoder.
+
+        Who asks takes the first of them back whose prefill has not begun, and says so with `taken_back`.
+        """
+        if self._elastic is None:
+            return ()
+        sooner = []
+        for key, tokens in self._elastic.waiting_for_prefillers(decoder):
+            if key not in self._prefillers.queued:
+                continue
+            left = self._prefillers.remaining_s(key, now) + self._elastic.transfer_s(tokens)
+            if self._elastic.estimates(decoder, tokens, None).local_s < left:
+                sooner.append(key)
+        return tuple(sooner)
+
+    def taken_back(self, key: str, decoder: str, tokens: int, now: float) -> None:
+        """A prefill leaves its queue: its decoder computes the prompt."""
+        self._prefillers.done(key, now)
+        if self._elastic:
+            self._elastic.goes_local(key, decoder, tokens, now)
+
+    def release(self, key: str, now: float) -> None:
+        """The conversation ended, or its placement was not used."""
+        self._prefillers.done(key, now)
+        self._decoders.release(key)
+        self._last_resort.release(key)
+        if self._elastic:
+            self._elastic.done(key)
+
+    def arrived(self, prompt_tokens: int, now: float) -> None:
+        """A turn that wants a prefiller came, once, whether or not it can be placed."""
+        if not self.settings.policy.disaggregates:
+            return
+        seconds = self._prefillers.mean_prefill_s(prompt_tokens)
+        if seconds is None:  # none is up: what one of them would need
+            curve = next(iter(self._curves.values()), None)
+            seconds = curve.seconds(prompt_tokens) if curve else 0.0
+        self._watch.arrived(seconds, now)
+
+    def look(self, now: float) -> None:
+        """Time for the averages of `signals` to take in how full the decoders are."""
+        self._watch.observed(self._decoders.pressure(), now)
+
+    def signals(self, running_tokens: int, now: float) -> Signals:
+        """`running_tokens`: of conversations with a turn under way."""
+        wait_s = self._prefillers.shortest_wait_s(now)
+        running = running_tokens / max(1.0, self._decoders.limit())
+        return self._watch.signals(self._prefillers.open(), wait_s, self._decoders.open(), running, now)
+
+    def prefill_wait_s(self, engine: str, now: float) -> float:
+        return self._prefillers.wait_s(engine, now)
+
+    def kv_in_use(self, engine: str) -> int:
+        return self._decoders.option(engine).kv_in_use
+
+    def _sooner(
+        self, prefiller: PrefillerChoice, decoder: DecoderChoice, tokens: int
+    ) -> tuple[PrefillerChoice, Estimates | None]:
+        """Elastic: without the prefiller where the decoder is sooner; `tokens` is what that would compute."""
+        if self._elastic is None:
+            return prefiller, None
+        estimates = self._elastic.estimates(decoder.chosen.engine, tokens, prefiller.chosen)
+        if prefiller.chosen is not None and estimates.local_first:
+            seen = (prefiller.chosen, *prefiller.runners_up)
+            prefiller = PrefillerChoice(Why.SOONER_ON_DECODER, None, seen, prefiller.considered)
+        return prefiller, estimates
+
+    def _with_prefix(self, prefiller: PrefillerChoice, turn: LaterTurn, now: float) -> PrefillerChoice:
+        """What a prefiller still has of a turn it does not compute."""
+        best = prefiller.chosen
+        has = self._prefillers.option(turn.prefix_on, turn.prompt_tokens - turn.prefix_tokens, now)
+        if best is None or has is None or has.wait_s + has.prefill_s >= best.wait_s + best.prefill_s:
+            return prefiller
+        others = tuple(one for one in (best, *prefiller.runners_up) if one.engine != has.engine)
+        return PrefillerChoice(Why.FINISHES_FIRST, has, others, prefiller.considered)
+
+    def _on_a_prefiller(self, turn: FirstTurn, need: int, now: float) -> Placement | None:
+        """The last resort, before anything is refused: a prefiller computes the conversation and holds it."""
+        holder = self._last_resort.choose(need, None)
+        if holder is None:
+            return None
+        holder, none = holder._replace(why=Why.LAST_RESORT), _no_prefiller(Why.PREFILLED_LOCALLY)
+        self._last_resort.reserve(holder.chosen.engine, turn.key, need)
+        receipt = Receipt(self.settings.policy, now, turn.prompt_tokens, need, none, holder)
+        return Placement(None, holder.chosen.engine, need, receipt)
+
+    def _commit(
+        self,
+        key: str,
+        sizes: Sizes,
+        prefiller: PrefillerChoice,
+        decoder: DecoderChoice,
+        now: float,
+        estimates: Estimates | None,
+    ) -> Placement:
+        engine = decoder.chosen.engine
+        if sizes.need:
+            self._decoders.reserve(engine, key, sizes.need)
+        if prefiller.chosen is not None:
+            self._prefillers.enqueue(prefiller.chosen.engine, key, prefiller.chosen.prefill_s, now)
+        if self._elastic:
+            goes = self._elastic.goes_local if prefiller.chosen is None else self._elastic.goes_remote
+            goes(key, engine, sizes.uncached, now)
+        policy = self.settings.policy
+        receipt = Receipt(policy, now, sizes.prompt, sizes.need, prefiller, decoder, estimates)
+        name = prefiller.chosen.engine if prefiller.chosen else None
+        return Placement(name, engine, sizes.need, receipt)
+
+    def _no_decoder_for(self, need: int) -> Refusal:
+        if not len(self._decoders):
+            return refuse(RefusalReason.NO_DECODER, self.settings.retry_no_engine_s)
+        if not self._decoders.could_ever_hold(need):
+            return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
+        retry_s, decoders = self.settings.retry_no_capacity_s, len(self._decoders)
+        return refuse(RefusalReason.NO_CAPACITY, retry_s, tokens=need, decoders=decoders)
+
+
+def _no_prefiller(why: Why) -> PrefillerChoice:
+    return PrefillerChoice(why, None, (), 0)

@@ -1,0 +1,212 @@
+"""The prefiller that would finish first: what is queued on it, plus the prefill curve at this prompt.
+
+The curve says how many seconds of a prefiller's time a prompt takes. Attention makes that quadratic in the
+prompt, and the prompt's length is known at arrival: what can be read becomes what has to be known, when a
+prefiller will be free.
+"""
+
+from collections import OrderedDict
+from collections.abc import KeysView, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import NamedTuple
+
+import numpy as np
+
+from placement.errors import PlacementError
+from placement.fleet.answers import PrefillerChoice, PrefillerOption, Why
+from placement.fleet.table import OPTIONS, EngineTable
+from placement.iteration.latency import BatchWork, LatencyModel
+
+PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens, at which a curve is fitted
+
+
+class CurveError(PlacementError, ValueError):
+    """The samples or coefficients cannot be a prefill curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """seconds(n) = a + b*n + c*n*n, never falling as n grows."""
+
+    a: float
+    b: float
+    c: float
+
+    def __post_init__(self) -> None:
+        if not all(isfinite(x) and x >= 0 for x in (self.a, self.b, self.c)) or self.b + self.c == 0:
+            raise CurveError(
+                f"prefill curve a={self.a} b={self.b} c={self.c}: coefficients must be finite, not negative, "
+                "and grow with the tokens; profile the prefiller again"
+            )
+
+    def seconds(self, tokens: float) -> float:
+        return self.a + tokens * (self.b + tokens * self.c)
+
+
+def curve_of(model: LatencyModel, chunk_tokens: int) -> PrefillCurve:
+    """Of an engine that prefills in chunks of at most `chunk_tokens`."""
+    return fit_curve([(tokens, prompt_seconds(model, chunk_tokens, tokens)) for tokens in PROMPTS])
+
+
+def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: int = 0) -> float:
+    """A prompt alone on an idle engine, chunk by chunk."""
+    return sum(
+        model.seconds(BatchWork().plus(min(chunk_tokens, prompt - context), context))
+        for context in range(cached, prompt, chunk_tokens)
+    )
+
+
+def fit_curve(samples: Sequence[tuple[float, float]]) -> PrefillCurve:
+    """Fit (tokens, seconds) pairs by relative error, with coefficients that cannot be negative.
+
+    Relative, because an absolute fit would let a 100k-token sample decide what a 500-token prompt costs.
+    """
+    from scipy.optimize import nnls
+
+    points = np.asarray(samples, dtype=float).reshape(-1, 2)
+    tokens, seconds = points[:, 0], points[:, 1]
+    if len(np.unique(tokens)) < 3 or (tokens <= 0).any() or (seconds <= 0).any():
+        raise CurveError("a prefill curve needs positive samples of at least three different prompt lengths")
+    rows = np.stack([np.ones_like(tokens), tokens, tokens * tokens], axis=1) / seconds[:, None]
+    scale = rows.max(axis=0)  # columns differ by ten orders of magnitude
+    coefficients, _ = nnls(rows / scale, np.ones_like(tokens))
+    a, b, c = (float(x) for x in coefficients / scale)
+    return PrefillCurve(a, b, c)
+
+
+class Queued(NamedTuple):
+    seconds: float
+    placed_at: float
+
+
+class Prefillers:
+    """Queues of the prefillers as the placer knows them: first come, first served, one prompt at a time.
+
+    Column `free_at` is when all that is queued will be done; `behind` is the seconds queued after the prompt
+    that is running: when that one overruns its estimate, at least those are still to come.
+    """
+
+    def __init__(self) -> None:
+        # `closed` is infinite where no work may be placed, so that adding it takes the row out of a choice.
+        self._table = EngineTable(free_at=0.0, behind=0.0, a=0.0, b=0.0, c=0.0, closed=inf)
+        self._queues: dict[str, OrderedDict[str, Queued]] = {}
+        self._where: dict[str, str] = {}  # conversation -> prefiller
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._queues
+
+    def add(self, engine: str, curve: PrefillCurve) -> None:
+        self._table.add(engine, a=curve.a, b=curve.b, c=curve.c, free_at=-inf, closed=0.0)
+        self._queues[engine] = OrderedDict()
+
+    def remove(self, engine: str) -> tuple[str, ...]:
+        """Forget an engine; returns the conversations whose prefill was queued there."""
+        self._table.remove(engine)
+        lost = tuple(self._queues.pop(engine))
+        for key in lost:
+            del self._where[key]
+        return lost
+
+    def set_draining(self, engine: str, draining: bool) -> None:
+        self._table["closed"][self._table.row(engine)] = inf if draining else 0.0
+
+    def open(self) -> int:
+        """How many take prompts."""
+        return int(np.count_nonzero(self._table["closed"] == 0.0))
+
+    def mean_prefill_s(self, tokens: int) -> float | None:
+        """Of this prompt on one of them; None when none takes prompts."""
+        open_, table = self._table["closed"] == 0.0, self._table
+        if not open_.any():
+            return None
+        return float((table["a"] + table["b"] * tokens + table["c"] * tokens * tokens)[open_].mean())
+
+    def shortest_wait_s(self, now: float) -> float:
+        """Before a prompt could start; 0 when none takes prompts."""
+        wait = np.maximum(self._table["free_at"] - now, self._table["behind"])[self._table["closed"] == 0.0]
+        return max(0.0, float(wait.min())) if wait.size else 0.0
+
+    def choose(self, tokens: int, now: float) -> PrefillerChoice | None:
+        """The prefiller that would finish `tokens` first; None when none takes work."""
+        table = self._table
+        # In place where it can be: at a thousand rows an array that is made costs as much as the sum in it.
+        wait = table["free_at"] - now
+        np.maximum(wait, table["behind"], out=wait)  # `behind` is never below zero
+        prefill = table["c"] * tokens
+        prefill += table["b"]
+        prefill *= tokens
+        prefill += table["a"]
+        finish = wait + prefill
+        finish += table["closed"]
+        options = [
+            PrefillerOption(table.name(row), wait.item(row), prefill.item(row))
+            for row in table.least(finish, OPTIONS)
+        ]
+        if not options:
+            return None
+        return PrefillerChoice(Why.FINISHES_FIRST, options[0], tuple(options[1:]), len(self._queues))
+
+    def option(self, engine: str, tokens: int, now: float) -> PrefillerOption | None:
+        """This prefiller; None when it takes no work."""
+        if engine not in self._queues or self._table["closed"][self._table.row(engine)]:
+            return None
+        row, table = self._table.row(engine), self._table
+        seconds = table["a"][row] + tokens * (table["b"][row] + tokens * table["c"][row])
+        return PrefillerOption(engine, self.wait_s(engine, now), float(seconds))
+
+    def enqueue(self, engine: str, key: str, seconds: float, now: float) -> None:
+        self.done(key, now)  # a conversation placed again leaves its old queue
+        row, queue = self._table.row(engine), self._queues[engine]
+        if queue:
+            self._table["free_at"][row] = now + self.wait_s(engine, now) + seconds
+            self._table["behind"][row] += seconds
+        else:
+            self._table["free_at"][row] = now + seconds
+        queue[key] = Queued(seconds, now)
+        self._where[key] = engine
+
+    def done(self, key: str, now: float) -> None:
+        """A prefill ended, or will never run."""
+        engine = self._where.pop(key, None)
+        if engine is None:
+            return
+        row, queue = self._table.row(engine), self._queues[engine]
+        was_running = key == next(iter(queue))
+        seconds = queue.pop(key).seconds
+        if not was_running:
+            self._table["behind"][row] = max(0.0, self._table["behind"][row] - seconds)
+            self._table["free_at"][row] -= seconds
+        elif queue:
+            following = sum(queued.seconds for queued in queue.values())
+            self._table["free_at"][row] = now + following
+            self._table["behind"][row] = max(0.0, following - next(iter(queue.values())).seconds)
+        else:
+            self._table["free_at"][row] = now
+            self._table["behind"][row] = 0.0
+
+    def remaining_s(self, key: str, now: float) -> float:
+        """Until a queued prefill will be done, as far as is known."""
+        engine = self._where[key]
+        following, seen = 0.0, False
+        for queued, (seconds, _) in self._queues[engine].items():
+            following += seconds if seen else 0.0
+            seen = seen or queued == key
+        return max(0.0, self.wait_s(engine, now) - following)
+
+    @property
+    def queued(self) -> KeysView[str]:
+        """Conversations with a prefill to come."""
+        return self._where.keys()
+
+    def forget_placed_before(self, engine: str, before: float, now: float) -> None:
+        """The engine says it has nothing to do: the ends of what was placed before then were not reported."""
+        for key in [k for k, queued in self._queues[engine].items() if queued.placed_at < before]:
+            self.done(key, now)
+
+    def wait_s(self, engine: str, now: float) -> float:
+        row = self._table.row(engine)
+        return float(max(self._table["free_at"][row] - now, self._table["behind"][row], 0.0))

@@ -1,0 +1,1 @@
+"""Decisions inside an engine: which requests an iteration serves, with how many tokens, at whose expense."""

@@ -1,0 +1,196 @@
+"""Interface of a policy inside an engine: what it is told, what it answers, and what an operator may set.
+
+Plain data, which the simulator builds as well as the engine's scheduler.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from placement.iteration.latency import BatchWork, LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTargets:
+    """SLO targets of an online request."""
+
+    ttft_s: float = 2.0
+    tbt_s: float = 0.2
+
+
+DEFAULT_TARGETS = TurnTargets()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request as a policy sees it, before an iteration."""
+
+    key: str
+    offline: bool
+    arrival: float  # on the clock of the view
+    tokens: int  # prompt and what was generated so far
+    computed: int  # tokens whose KV is on the accelerator
+    blocks: int = 0  # blocks of KV it holds
+    saved_blocks: int = 0  # of its blocks, how many the host has too: what a preemption does not lose
+    restore_blocks: int = 0  # blocks to bring back from the host before it can run
+    running: bool = False
+    last_token: float | None = None  # when its latest output token was made; None before the first
+    last_served: float = 0.0  # when it last had tokens in an iteration
+    slo: TurnTargets = DEFAULT_TARGETS
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before the next output token."""
+        return max(self.tokens - self.computed, 1)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it has had its first token and lacks only the next."""
+        return self.running and self.last_token is not None and self.pending == 1
+
+    def deadline(self) -> float:
+        """When its next token is due."""
+        if self.last_token is None:
+            return self.arrival + self.slo.ttft_s
+        return self.last_token + self.slo.tbt_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine between two iterations. `online_waiting` is in the order the engine will admit it."""
+
+    now: float
+    running: tuple[RequestView, ...]
+    online_waiting: tuple[RequestView, ...]
+    offline_waiting: int
+    offline_head: RequestView | None  # the offline request that waits longest, if any
+    free_blocks: int
+    total_blocks: int
+    block_tokens: int
+    max_tokens: int  # per iteration
+    max_running: int
+
+
+@dataclass(slots=True)
+class BatchBuilder:
+    """Builder of an iteration's batch. The engine offers candidates in order; each is told its tokens."""
+
+    model: LatencyModel
+    work: BatchWork  # of online requests, running and waiting; offline joins as it is taken
+    tokens_left: int  # of the iteration, not spoken for by online requests
+    target_s: float | None  # what the iteration may take; None: as long as it likes
+    online_left: int | None = None  # tokens online requests may still take; None: all there are
+    slots_left: int | None = None  # more offline requests than this do not join; None: no limit
+    floor: Callable[[RequestView], int] = lambda request: 0  # of an offline request, whatever the target says
+    admit_waiting: bool = True  # whether offline requests that hold no memory may start
+    caps: Mapping[str, int] = field(default_factory=dict)  # of online requests; others get all they want
+    offline_tokens: int = 0
+
+    def offline_budget(self) -> int:
+        """Offline tokens that still fit: those of a request without context, by the model."""
+        if self.target_s is None:
+            return self.tokens_left
+        return self.model.max_tokens(self.work, 0, self.tokens_left, self.target_s)
+
+    def take(self, request: RequestView, want: int) -> int:
+        if not request.offline:
+            return self._take_online(request, want)
+        want = min(want, self.tokens_left)
+        if want <= 0 or self.slots_left == 0 or not (request.running or self.admit_waiting):
+            return 0
+        tokens = want
+        if self.target_s is not None:
+            tokens = self.model.max_tokens(self.work, request.computed, want, self.target_s)
+            tokens = max(tokens, min(want, self.floor(request)))
+        if tokens == 0:
+            return 0
+        self.work = self.work.plus(tokens, request.computed)
+        self.tokens_left -= tokens
+        self.offline_tokens += tokens
+        if self.slots_left is not None:
+            self.slots_left -= 1
+        return tokens
+
+    def _take_online(self, request: RequestView, want: int) -> int:
+        want = min(want, self.caps.get(request.key, want))
+        if self.online_left is None:
+            return want
+        tokens = min(want, self.online_left)
+        self.online_left -= tokens
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """What a policy decides before an iteration."""
+
+    order: tuple[str, ...]  # of the running requests
+    preempt: tuple[str, ...]  # running offline requests that give their memory and slot back now
+    builder: BatchBuilder = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningBatch:
+    """The iteration on the accelerator, as an arrival finds it."""
+
+    work: BatchWork
+    online_work: BatchWork
+    offline_requests: int
+    online_requests: int
+    seconds: float  # the model's estimate for all of it
+    passed_s: float
+    slack_s: float | None  # from its start until the first online token is due; None: none is
+
+
+@dataclass(frozen=True, slots=True)
+class IterationDone:
+    """An iteration that ended: what was expected of it and what it took."""
+
+    now: float
+    work: BatchWork
+    predicted_s: float
+    seconds: float
+    online_requests: int
+    offline_requests: int
+    late_requests: int  # online requests whose token came after its deadline
+    aborted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSettings:
+    """What a fleet file may set for an engine's policy; the rest are constants of the policies."""
+
+    policy: str = "conserve"
+    slo: TurnTargets = DEFAULT_TARGETS  # of requests that bring none
+    margin: float = 0.1  # of a target kept free for what the model gets wrong (conserve: until it knows)
+    safepoints: bool = True  # off: arrivals never raise the flag
+    offline_share: float = 0.0  # of an iteration's tokens that offline work gets at least; 0: none
+    ageing_s: float | None = None  # an offline request not served for this long gets one token an iteration
+
+
+class ServingPolicy(ABC):
+    """Decides what an engine does next. Called by the engine's scheduler and by the simulator.
+
+    `plan` before every iteration, then `builder.take` for every candidate in order, `observe` after it.
+    """
+
+    def __init__(self, settings: ServingSettings) -> None:
+        self._settings = settings
+
+    @abstractmethod
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan: ...
+
+    def start_order(self, request: RequestView) -> tuple[float, ...]:
+        """Sorting key of offline requests that wait: the least starts first."""
+        return (request.arrival,)
+
+    def interrupts(
+        self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
+    ) -> bool:
+        """Whether an arrival is worth aborting the iteration for. Called on another thread while one with
+        offline requests runs: it must not change the policy's state.
+        """
+        return False
+
+    def observe(self, done: IterationDone) -> None:  # noqa: B027  a policy may learn nothing
+        """An iteration ended."""

@@ -1,0 +1,280 @@
+"""Latency model: how long an iteration takes, over sums of its requests, fitted to what was measured.
+
+A request computes `p` new tokens on top of `c` tokens of context. The iteration then costs
+
+    per_token Σp + per_attended Σp(p+c) + per_before Σpc + per_context Σ(p+c) + per_request Σ1 + constant
+
+The co-serving paper has a term for communication, which is also linear in Σp: the two cannot be told apart,
+so they are one here. The sums are kept per request, because one of 2,000 tokens attends to far more than two
+of 1,000. Two terms are not the paper's: `per_before`, because new tokens attend to all of the context but,
+being causal, to half of each other; and `per_request`, what a request costs whatever its length (sampling,
+bookkeeping). They are zero in a model that was not measured. `SelfCorrecting` follows the engine it is for:
+the terms slowly, the speed at once.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+
+import numpy as np
+
+from placement.errors import PlacementError
+
+
+class LatencyModelError(PlacementError, ValueError):
+    """Coefficients or samples of which no latency model can be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """What an iteration has to do, as the sums the model is linear in."""
+
+    new_tokens: int = 0  # Σ p
+    attended: int = 0  # Σ p (p + c)
+    context: int = 0  # Σ (p + c)
+    before: int = 0  # Σ p c
+    requests: int = 0
+
+    def plus(self, new_tokens: int, context: int) -> "BatchWork":
+        """With one more request of `new_tokens` on top of `context`."""
+        end = new_tokens + context
+        return BatchWork(
+            self.new_tokens + new_tokens,
+            self.attended + new_tokens * end,
+            self.context + end,
+            self.before + new_tokens * context,
+            self.requests + 1,
+        )
+
+    def __add__(self, other: "BatchWork") -> "BatchWork":
+        return BatchWork(
+            self.new_tokens + other.new_tokens,
+            self.attended + other.attended,
+            self.context + other.context,
+            self.before + other.before,
+            self.requests + other.requests,
+        )
+
+    @staticmethod
+    def of(requests: Iterable[tuple[int, int]]) -> "BatchWork":
+        """The work of requests given as (new tokens, context)."""
+        work = BatchWork()
+        for new_tokens, context in requests:
+            work = work.plus(new_tokens, context)
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Seconds of an iteration. Coefficients are never negative, so more work never looks cheaper."""
+
+    per_token: float
+    per_attended: float
+    per_context: float
+    constant: float
+    per_before: float = 0.0
+    per_request: float = 0.0
+
+    def __post_init__(self) -> None:
+        if any(not math.isfinite(value) or value < 0 for value in astuple(self)):
+            raise LatencyModelError(f"coefficients of a latency model are finite and not negative: {self}")
+
+    def seconds(self, work: BatchWork) -> float:
+        return (
+            self.per_token * work.new_tokens
+            + self.per_attended * work.attended
+            + self.per_context * work.context
+            + self.per_before * work.before
+            + self.per_request * work.requests
+            + self.constant
+        )
+
+    def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
+        """The most tokens, at most `want`, of a request with `context` that join `work` within `target_s`.
+
+        Closed form: adding p tokens makes the seconds a quadratic in p with no negative coefficient.
+        """
+        slack = target_s - self.seconds(work) - self.per_context * context - self.per_request
+        if want <= 0 or slack < 0:
+            return 0
+        linear = self.per_token + (self.per_attended + self.per_before) * context + self.per_context
+        root = linear + math.sqrt(linear * linear + 4 * self.per_attended * slack)
+        if root == 0 or 2 * slack >= root * want:
+            return want
+        tokens = min(want, int(2 * slack / root) + 1)
+        # The root is rounded to a whole token; the model itself decides on which side of it.
+        while tokens > 0 and self.seconds(work.plus(tokens, context)) > target_s:
+            tokens -= 1
+        return tokens
+
+    def scaled(self, factor: float) -> "LatencyModel":
+        return LatencyModel(*(value * factor for value in astuple(self)))
+
+
+# Slower than any accelerator this is meant for, and about right for a small model on two CPU cores: an engine
+# without a profile admits little offline work at first, and more as it sees its own iterations.
+CONSERVATIVE = LatencyModel(
+    per_token=5e-4, per_attended=1e-7, per_context=2e-7, constant=2e-2, per_before=2e-8, per_request=1e-5
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    work: BatchWork
+    seconds: float
+
+
+def fit(
+    samples: Sequence[Sample], prior: LatencyModel | None = None, prior_weight: float = 1e-3
+) -> LatencyModel:
+    """Least squares of the *relative* error with no negative coefficient.
+
+    With a `prior`, each coefficient is also drawn weakly towards it, so that a term which the samples say
+    nothing about (no long prefill seen yet) keeps the prior's value instead of falling to zero. A term that
+    the prior does not have stays out.
+    """
+    from scipy.optimize import nnls
+
+    usable = [s for s in samples if s.seconds > 0]
+    if not usable:
+        raise LatencyModelError("a latency model needs at least one measured iteration that took time")
+    seconds = np.array([s.seconds for s in usable])
+    sums = [
+        (s.work.new_tokens, s.work.attended, s.work.context, 1.0, s.work.before, s.work.requests)
+        for s in usable
+    ]
+    rows = np.array(sums, dtype=np.float64) / seconds[:, None] / math.sqrt(len(usable))
+    wanted = np.full(len(usable), 1 / math.sqrt(len(usable)))
+    if prior is not None:
+        known = np.array(astuple(prior))
+        rows[:, known == 0] = 0
+        pull = np.divide(math.sqrt(prior_weight), known, out=np.zeros_like(known), where=known > 0)
+        rows = np.vstack([rows, np.diag(pull)])
+        wanted = np.concatenate([wanted, np.where(known > 0, math.sqrt(prior_weight), 0.0)])
+    # Columns differ by ten orders of magnitude; the solver wants them alike.
+    scale = np.maximum(np.linalg.norm(rows, axis=0), 1e-300)
+    solution, _ = nnls(rows / scale, wanted)
+    return LatencyModel(*(float(value) for value in solution / scale))
+
+
+@dataclass(frozen=True, slots=True)
+class RegionError:
+    """Relative error of a model among samples of similar shape."""
+
+    region: str
+    samples: int
+    median: float
+    p90: float
+    worst: float
+
+
+def _bucket(tokens: int) -> str:
+    for limit, name in ((64, "≤64"), (512, "≤512"), (2048, "≤2048")):
+        if tokens <= limit:
+            return name
+    return ">2048"
+
+
+def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[RegionError, ...]:
+    """The error over all samples first, then by new tokens and context of the iteration."""
+    regions: dict[str, list[float]] = {"all": []}
+    for sample in samples:
+        if sample.seconds <= 0:
+            continue
+        error = abs(model.seconds(sample.work) - sample.seconds) / sample.seconds
+        before = sample.work.context - sample.work.new_tokens
+        name = f"new {_bucket(sample.work.new_tokens)}, context {_bucket(before)}"
+        regions["all"].append(error)
+        regions.setdefault(name, []).append(error)
+    return tuple(
+        RegionError(name, len(each), *(float(np.quantile(each, at)) for at in (0.5, 0.9, 1.0)))
+        for name, each in regions.items()
+        if each
+    )
+
+
+class SpeedFactor:
+    """Factor by which the engine is slower just now than the model says.
+
+    Clocks, heat and whoever shares the machine change that for seconds at a time: errors of iterations that
+    follow one another are alike. It forgets within `memory_s`, and no iteration counts for more than
+    `most_share` beside the present factor: what disturbed one of them is not the engine's speed.
+    """
+
+    def __init__(self, memory_s: float = 0.4, most_share: float = 0.15, bound: float = 1.5) -> None:
+        self.factor = 1.0
+        self._memory_s = memory_s
+        self._most_share = most_share
+        self._bound = bound
+
+    def see(self, expected_s: float, seconds: float) -> None:
+        off = seconds / expected_s - self.factor
+        most = self._most_share * self.factor
+        learned = 1 - math.exp(-seconds / self._memory_s)
+        self._set(self.factor + min(max(off, -most), most) * learned)
+
+    def rebase(self, before_s: float, now_s: float) -> None:
+        """The model has changed; what it says of the latest work stays the same."""
+        self._set(self.factor * before_s / now_s)
+
+    def _set(self, factor: float) -> None:
+        self.factor = min(max(factor, 1 / self._bound), self._bound)
+
+
+@dataclass
+class SelfCorrecting:
+    """A model that follows the iterations it is shown.
+
+    A few recent samples are kept for every size of batch (powers of two of new tokens), so a long stretch of
+    decoding does not make it forget what a prefill costs. What it may change is bounded: between `1/bound`
+    and `bound` times the base model, term by term, and the base is also the prior of every fit.
+    """
+
+    base: LatencyModel
+    bound: float = 20.0
+    per_bucket: int = 24
+    every: int = 32
+    prior_weight: float = 1e-3
+    model: LatencyModel = field(init=False)  # what to go by: the fitted one at the present speed
+    fitted: LatencyModel = field(init=False)
+    observed: int = field(init=False, default=0)
+    _buckets: dict[int, deque[Sample]] = field(init=False, default_factory=dict)
+    _speed: SpeedFactor = field(init=False, default_factory=SpeedFactor)
+
+    def __post_init__(self) -> None:
+        self.model = self.fitted = self.base
+
+    def observe(self, work: BatchWork, seconds: float) -> None:
+        if work.new_tokens <= 0 or seconds <= 0:
+            return
+        bucket = self._buckets.setdefault(work.new_tokens.bit_length(), deque(maxlen=self.per_bucket))
+        bucket.append(Sample(work, seconds))
+        self.observed += 1
+        before_s = max(self.fitted.seconds(work), 1e-9)
+        self._speed.see(before_s, seconds)
+        if self.observed % self.every == 0:
+            self._refit()
+            self._speed.rebase(before_s, max(self.fitted.seconds(work), 1e-9))
+        self.model = self.fitted.scaled(self._speed.factor)
+
+    def _refit(self) -> None:
+        samples = [sample for bucket in self._buckets.values() for sample in bucket]
+        fitted = fit(samples, self.base, self.prior_weight)
+        fitted = fit(undisturbed(fitted, samples), self.base, self.prior_weight)
+        self.fitted = LatencyModel(
+            *(
+                min(max(new, old / self.bound), old * self.bound)
+                for new, old in zip(astuple(fitted), astuple(self.base), strict=True)
+            )
+        )
+
+
+def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float = 1.25) -> list[Sample]:
+    """Without those that took much longer than their like: something else had the machine meanwhile.
+
+    An engine that became slower as a whole keeps all its samples: they are compared with their median.
+    """
+    slowness = [sample.seconds / max(model.seconds(sample.work), 1e-9) for sample in samples]
+    limit = float(np.median(slowness)) * allowed
+    return [sample for sample, slow in zip(samples, slowness, strict=True) if slow <= limit]

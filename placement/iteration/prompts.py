@@ -1,0 +1,50 @@
+"""Prompts of an iteration: which goes first, and how long they may make it for requests that decode.
+
+The shortest remaining prompt goes first, because it makes the others wait least. A prompt ages: each is due
+after `stretch` times what it takes alone, counted from its arrival, so whatever is short and comes later than
+that goes behind it, and a long one ends. A prompt that ends in an iteration
+is not made to wait for a part of the next one, unless that is overdue: then there is more to compute than
+time, and full iterations compute more.
+"""
+
+import math
+from dataclasses import dataclass
+
+from placement.iteration.latency import BatchWork, LatencyModel
+
+LEAST_CHUNK = 256  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSharing:
+    """Policy of an engine, real or simulated, for prompts beside requests that decode."""
+
+    tbt_s: float  # SLO target of requests that decode
+    stretch: float = 8.0
+
+    def due(self, model: LatencyModel, arrival: float, pending: int, computed: int) -> float:
+        """Sorting key of prompts: the least goes first."""
+        return arrival + self.stretch * model.seconds(BatchWork().plus(pending, computed))
+
+    @staticmethod
+    def chunk(model: LatencyModel, most: int) -> int:
+        """Tokens of an iteration with which a long prompt takes least: a token attends to all of its chunk.
+
+        So a larger one costs attention, and a smaller one the constant more often.
+        """
+        saved, each = model.per_attended - model.per_before, model.constant + model.per_request
+        return most if saved <= 0 else min(most, max(LEAST_CHUNK, int(math.sqrt(2 * each / saved))))
+
+    def iteration_s(self, decoding_s: float) -> float:
+        """What an iteration may take with prompts in it: half is theirs, or they would never end."""
+        return max(self.tbt_s, 2 * decoding_s)
+
+    def share(self, decoding_s: float) -> float:
+        """Of the engine's time, what is left to prompts; `decoding_s` is an iteration without them."""
+        return 1 - decoding_s / self.iteration_s(decoding_s)
+
+    def tokens(
+        self, model: LatencyModel, work: BatchWork, decoding_s: float, computed: int, want: int
+    ) -> int:
+        """Of the next prompt, that join an iteration which has `work` so far."""
+        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s))

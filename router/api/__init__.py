@@ -1,1 +1,0 @@
-"""The gateway's routes: what each path does, and who may call it."""

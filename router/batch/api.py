@@ -1,0 +1,352 @@
+"""The OpenAI Files and Batch APIs: routes, checked parameters, rendered objects."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from sqlalchemy import Row
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from router.batch.blobs import Blobs, UploadForm, receive_form
+from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S, BatchConfig
+from router.batch.records import ENDPOINTS, BatchStatus, FileRecord, NewBatch
+from router.batch.store import Store
+from router.errors import BadRequest, Conflict, NotFound, PayloadTooLarge
+from router.http.asgi import OPENAI_ERRORS
+
+_MOST_FILES = 10_000
+_MOST_BATCHES, _DEFAULT_BATCHES = 100, 20
+_PURPOSES = ("batch",)
+_MAX_FILENAME = 255
+_MAX_BODY_BYTES = 64 << 10
+_CANCELLABLE = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+_WINDOW = re.compile(r"([1-9][0-9]{0,4})(h|d)")
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_MIN_TTL_S, _MAX_TTL_S = HOUR_S, 30 * 24 * HOUR_S
+
+
+def make_app(
+    store: Store,
+    blobs: Blobs,
+    config: BatchConfig,
+    owner_of: Callable[[Request], str],
+    changed: Callable[[], None],
+    clock: Callable[[], float],
+) -> Starlette:
+    """`owner_of` names the caller; `changed` tells the dispatcher that there is something to do."""
+    api = BatchApi(store, blobs, config, owner_of, changed, clock)
+    return Starlette(routes=api.routes(), exception_handlers=OPENAI_ERRORS)
+
+
+class BatchApi:
+    def __init__(
+        self,
+        store: Store,
+        blobs: Blobs,
+        config: BatchConfig,
+        owner_of: Callable[[Request], str],
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._files, self._batches = store.files, store.batches
+        self._blobs = blobs
+        self._config = config
+        self._owner_of = owner_of
+        self._changed = changed
+        self._clock = clock
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.list_files, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.get_file, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+            Route("/v1/batches", self.create_batch, methods=["POST"]),
+            Route("/v1/batches", self.list_batches, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", self.get_batch, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel_batch, methods=["POST"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        file_id = f"file-{secrets.token_hex(16)}"
+        content_type = request.headers.get("content-type", "")
+        writer = await asyncio.to_thread(self._blobs.create, file_id)
+        try:
+            form = await receive_form(content_type, request.stream(), writer, self._config.limits.file_bytes)
+            filename, purpose, keep_s = self._checked(form)
+            await asyncio.to_thread(writer.commit)
+        except BaseException:  # a client that left too: no name leads to what came of it
+            await asyncio.shield(asyncio.to_thread(writer.discard))
+            raise
+        now = int(self._clock())
+        expires_at = now + keep_s if keep_s is not None else None
+        file = FileRecord(file_id, owner, filename, purpose, writer.written, now, expires_at)
+        await asyncio.to_thread(self._files.add, file)
+        return JSONResponse(_file_object(file))
+
+    def _checked(self, form: UploadForm) -> tuple[str, str, int | None]:
+        if form.filename is None:
+            raise _missing("file")
+        if "purpose" not in form.fields:
+            raise _missing("purpose")
+        purpose = _one_of(form.fields["purpose"], "purpose", _PURPOSES)
+        anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+        given = anchor is not None or seconds is not None
+        keep_s = _ttl_s(anchor, seconds, "expires_after") if given else self._config.file_ttl_s
+        return form.filename.replace("\0", "")[:_MAX_FILENAME], purpose, keep_s
+
+    async def list_files(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        query = request.query_params
+        count = _limit(query, _MOST_FILES, _MOST_FILES)
+        ascending = _one_of(query.get("order", "desc"), "order", ("asc", "desc")) == "asc"
+        after, purpose = _id_of(query.get("after")), _id_of(query.get("purpose"))
+        found = await asyncio.to_thread(
+            self._files.page, owner, self._clock(), after, count + 1, ascending, purpose
+        )
+        return _page([_file_object(file) for file in found], count)
+
+    async def get_file(self, request: Request) -> Response:
+        return JSONResponse(_file_object(await self._file(request)))
+
+    async def delete_file(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        file_id = _id_of(request.path_params["file_id"]) or ""
+        if not await asyncio.to_thread(self._files.delete, owner, file_id, self._clock()):
+            raise _no_such_file(file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        file = await self._file(request)
+        headers = {
+            "content-length": str(file.bytes),
+            "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename)}",
+        }
+        chunks = self._blobs.chunks(file.id)
+        return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
+
+    async def _file(self, request: Request) -> Row[Any]:
+        owner = self._owner_of(request)
+        file_id = _id_of(request.path_params["file_id"]) or ""
+        file = await asyncio.to_thread(self._files.get, owner, file_id, self._clock())
+        if file is None:
+            raise _no_such_file(file_id)
+        return file
+
+    async def create_batch(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        wanted = new_batch(await _body(request))
+        now = self._clock()
+        file_id = _id_of(wanted.input_file_id) or ""
+        file = await asyncio.to_thread(self._files.get, owner, file_id, now)
+        if file is None:
+            text = f"No such File object: {wanted.input_file_id[:80]}. Upload the input file first."
+            raise _invalid("input_file_id", text, "file_not_found")
+        if file.purpose != "batch":
+            text = f"The file's purpose is '{file.purpose}'; a batch needs one uploaded for 'batch'."
+            raise _invalid("input_file_id", text, "invalid_file_purpose")
+        batch_id = f"batch_{secrets.token_hex(16)}"
+        batch = await asyncio.to_thread(self._batches.create, batch_id, owner, wanted, now)
+        self._changed()
+        return JSONResponse(_batch_object(batch))
+
+    async def list_batches(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        count = _limit(request.query_params, _MOST_BATCHES, _DEFAULT_BATCHES)
+        after = _id_of(request.query_params.get("after"))
+        found = await asyncio.to_thread(self._batches.page, owner, after, count + 1)
+        return _page([_batch_object(batch) for batch in found], count)
+
+    async def get_batch(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        batch_id = _id_of(request.path_params["batch_id"]) or ""
+        batch = await asyncio.to_thread(self._batches.get, owner, batch_id)
+        return JSONResponse(_batch_object(_found(batch, batch_id)))
+
+    async def cancel_batch(self, request: Request) -> Response:
+        owner = self._owner_of(request)
+        batch_id = _id_of(request.path_params["batch_id"]) or ""
+        found = await asyncio.to_thread(self._batches.cancel, owner, batch_id, self._clock())
+        batch = _found(found, batch_id)
+        if batch.status not in _CANCELLABLE:
+            text = f"Cannot cancel a batch with status '{batch.status}'."
+            raise Conflict(text, code="batch_not_cancellable")
+        self._changed()
+        return JSONResponse(_batch_object(batch))
+
+
+def _no_such_file(file_id: str) -> NotFound:
+    return NotFound(f"No such File object: {file_id[:80]}", param="id")
+
+
+def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
+    if batch is None:
+        raise NotFound(f"No batch found with id '{batch_id[:80]}'.", param="id")
+    return batch
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"The request body is larger than {_MAX_BODY_BYTES} bytes.")
+    return body
+
+
+# What callers may ask for. Refusals name the parameter and say what would be accepted.
+
+
+def new_batch(body: bytes) -> NewBatch:
+    try:
+        given = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
+    if not isinstance(given, dict):
+        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
+    window = _text(given, "completion_window")
+    return NewBatch(
+        input_file_id=_text(given, "input_file_id"),
+        endpoint=_one_of(_text(given, "endpoint"), "endpoint", ENDPOINTS),
+        completion_window=window,
+        window_s=window_seconds(window),
+        output_ttl_s=_output_ttl_s(given.get("output_expires_after")),
+        metadata=_metadata(given.get("metadata")),
+    )
+
+
+def window_seconds(window: str) -> int:
+    match = _WINDOW.fullmatch(window)
+    seconds = int(match[1]) * (HOUR_S if match[2] == "h" else 24 * HOUR_S) if match else 0
+    if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
+        raise _invalid(
+            "completion_window",
+            f"Invalid value: '{window}'. The completion window is from 1h to 7d, such as '24h' or '3d'.",
+        )
+    return seconds
+
+
+def _missing(param: str) -> BadRequest:
+    return BadRequest(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )
+
+
+def _invalid(param: str, message: str, code: str = "invalid_value") -> BadRequest:
+    return BadRequest(message, param=param, code=code)
+
+
+def _text(given: dict[str, Any], name: str) -> str:
+    value = given.get(name)
+    if value is None:
+        raise _missing(name)
+    if not isinstance(value, str):
+        raise _invalid(name, f"'{name}' must be a string.", "invalid_type")
+    return value
+
+
+def _one_of(value: object, param: str, allowed: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        names = ", ".join(f"'{name}'" for name in allowed)
+        raise _invalid(param, f"Invalid value: '{value}'. Supported values are: {names}.")
+    return value
+
+
+def _limit(query: Mapping[str, str], most: int, default: int) -> int:
+    text = query.get("limit")
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+        raise _invalid("limit", f"'limit' must be from 1 to {most}.")
+    return int(text)
+
+
+def _id_of(text: str | None) -> str | None:
+    """As it may be asked of any store: PostgreSQL knows no U+0000."""
+    return text.replace("\0", "") if text is not None else None
+
+
+def _ttl_s(anchor: object, seconds: object, param: str) -> int:
+    _one_of(anchor, f"{param}.anchor", ("created_at",))
+    if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit():
+        seconds = int(seconds)
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or not _MIN_TTL_S <= seconds <= _MAX_TTL_S:
+        allowed = f"a whole number from {_MIN_TTL_S} to {_MAX_TTL_S}"
+        raise _invalid(f"{param}.seconds", f"'{param}.seconds' must be {allowed}.")
+    return seconds
+
+
+def _output_ttl_s(given: object) -> int | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise _invalid("output_expires_after", "'output_expires_after' must be an object.", "invalid_type")
+    return _ttl_s(given.get("anchor"), given.get("seconds"), "output_expires_after")
+
+
+def _metadata(given: object) -> dict[str, str] | None:
+    if given is None:
+        return None
+    good = (
+        isinstance(given, dict)
+        and len(given) <= _MAX_PAIRS
+        and all(len(key) <= _MAX_KEY for key in given)
+        and all(isinstance(value, str) and len(value) <= _MAX_VALUE for value in given.values())
+    )
+    if not good or not isinstance(given, dict):
+        raise _invalid(
+            "metadata",
+            f"'metadata' holds up to {_MAX_PAIRS} pairs of strings: keys up to {_MAX_KEY} characters, "
+            f"values up to {_MAX_VALUE}.",
+        )
+    return given
+
+
+# OpenAI's objects, rendered from records.
+
+
+def _page(objects: Sequence[dict[str, Any]], count: int) -> Response:
+    """Of one object more than asked for, if there is one."""
+    shown = objects[:count]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    page = {"object": "list", "data": shown, "first_id": None, "last_id": None, **ends}
+    return JSONResponse({**page, "has_more": len(objects) > count})
+
+
+def _file_object(file: FileRecord | Row[Any]) -> dict[str, Any]:
+    names = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
+    shown = {name: getattr(file, name) for name in names}
+    return {"object": "file", **shown, "status": "processed", "status_details": None}
+
+
+_AS_RECORDED = (
+    *("id", "endpoint", "model", "input_file_id", "completion_window", "status", "output_file_id"),
+    *("error_file_id", "created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at"),
+    *("failed_at", "expired_at", "cancelling_at", "cancelled_at", "metadata"),
+)
+
+
+def _batch_object(batch: Row[Any]) -> dict[str, Any]:
+    errors = batch.errors
+    return {
+        "object": "batch",
+        **{name: getattr(batch, name) for name in _AS_RECORDED},
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": {
+            "input_tokens": batch.input_tokens,
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+            "output_tokens": batch.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
+            "total_tokens": batch.input_tokens + batch.output_tokens,
+        },
+    }

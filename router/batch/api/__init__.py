@@ -1,1 +1,0 @@
-"""The OpenAI Files and Batch APIs as a Starlette application."""

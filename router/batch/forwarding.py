@@ -1,0 +1,78 @@
+"""The gateway's side of the batch process: requests passed on to it, and how it knows whose they are.
+
+The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
+key, the fleet's secret, which no client has. Of the client's own headers only those below go on.
+"""
+
+import hmac
+import math
+
+from router.config import BatchAddress
+from router.errors import Unauthorized
+from router.http import (
+    Endpoint,
+    Headers,
+    RawHeaders,
+    Request,
+    Responder,
+    UpstreamPool,
+    UpstreamRequest,
+    forward,
+)
+from router.turn import Turn
+
+PREFIXES = ("/v1/files", "/v1/batches")
+
+_CALLER = b"x-conserve-caller"
+_PASSED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-request-id"})
+_FORM_BYTES = 1 << 20  # of an upload, beside the file
+_ABSENT = "Batches and flex requests are not served at this moment; try again. Other requests are."
+
+
+class BatchForwarding:
+    """Flex turns, which wait long, have the gateway's pool; files and batches one of their own."""
+
+    def __init__(self, address: BatchAddress, secret: str, pool: UpstreamPool) -> None:
+        self._address = address
+        self._endpoint = Endpoint.parse(f"http://{address.http}")
+        self._secret = secret.encode()
+        self._pool = pool
+        self._short = UpstreamPool(pool.limits)
+
+    async def handle(self, request: Request, responder: Responder, space: str) -> None:
+        """A request below `PREFIXES`, both bodies streamed."""
+        passed = UpstreamRequest(
+            method=request.method,
+            target=request.raw_path + (b"?" + request.query if request.query else b""),
+            headers=self._headers(request.headers.raw, space),
+            stream=request.body if request.body.length != 0 else None,
+            max_bytes=self._address.max_file_bytes + _FORM_BYTES,
+        )
+        await forward(self._short, self._endpoint, passed, responder, absent=_ABSENT)
+
+    async def flex(self, turn: Turn, responder: Responder) -> None:
+        """A turn of service tier flex: answered by the batch process, once there is capacity for it."""
+        request = UpstreamRequest(
+            method="POST",
+            target=turn.api.target,
+            headers=self._headers(turn.headers, turn.space),
+            body=turn.raw,
+            first_byte_timeout_s=math.inf,  # the batch process bounds the wait
+        )
+        await forward(self._pool, self._endpoint, request, responder, absent=_ABSENT)
+
+    async def close(self) -> None:
+        await self._short.close()
+
+    def _headers(self, client: RawHeaders, space: str) -> RawHeaders:
+        passed = [pair for pair in client if pair[0].lower() in _PASSED]
+        return [*passed, (b"authorization", b"Bearer " + self._secret), (_CALLER, space.encode())]
+
+
+def caller_of(headers: Headers, secret: str) -> str:
+    """The name space of whom a gateway speaks for; refuses who does not know the fleet's secret."""
+    given = headers.get(b"authorization") or b""
+    caller = headers.text(_CALLER)
+    if not hmac.compare_digest(given, b"Bearer " + secret.encode()) or not caller:
+        raise Unauthorized("the batch process answers the gateways of its fleet only")
+    return caller

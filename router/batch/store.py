@@ -1,0 +1,207 @@
+"""The store: files, batches and their lines. Each method is one transaction, durable when it returns."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy.sql.elements import ColumnElement
+
+from router.batch.database import LEASED, Database, batches, files, requests
+from router.batch.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
+from router.batch.request_table import RequestTable
+
+VALIDATES = batches.c.status == BatchStatus.VALIDATING
+ENDS = or_(
+    batches.c.status == BatchStatus.FINALIZING,
+    and_(batches.c.status == BatchStatus.CANCELLING, batches.c.outcome.is_not(None)),
+)
+
+
+class FileTable:
+    """Rows of files. The bytes are in `router.batch.blobs`; a row appears only once they are durable."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, file: FileRecord) -> None:
+        with self._database.write() as connection:
+            _add_file(connection, file)
+
+    def get(self, owner: str, file_id: str, now: float) -> Row[Any] | None:
+        query = select(files).where(files.c.id == file_id, _visible(owner, now))
+        with self._database.read() as connection:
+            return connection.execute(query).first()
+
+    def page(
+        self, owner: str, now: float, after: str | None, limit: int, ascending: bool, purpose: str | None
+    ) -> list[Row[Any]]:
+        """Up to `limit` files that follow the file `after` in the order asked for."""
+        query = select(files).where(_visible(owner, now))
+        if purpose is not None:
+            query = query.where(files.c.purpose == purpose)
+        if after is not None:
+            cursor = select(files.c.seq).where(files.c.id == after, files.c.owner == owner).scalar_subquery()
+            query = query.where(files.c.seq > cursor if ascending else files.c.seq < cursor)
+        query = query.order_by(files.c.seq.asc() if ascending else files.c.seq.desc()).limit(limit)
+        with self._database.read() as connection:
+            return list(connection.execute(query))
+
+    def delete(self, owner: str, file_id: str, now: float) -> bool:
+        """Hide the file. Its bytes stay until no live batch reads them: see `unreferenced`."""
+        statement = (
+            update(files)
+            .where(files.c.id == file_id, files.c.owner == owner, files.c.deleted_at.is_(None))
+            .values(deleted_at=int(now))
+        )
+        with self._database.write() as connection:
+            return connection.execute(statement).rowcount == 1
+
+    def unreferenced(self, now: float, limit: int = 100) -> list[str]:
+        """Deleted or expired files whose bytes no live batch needs."""
+        in_use = exists().where(batches.c.input_file_id == files.c.id, batches.c.status.in_(LIVE))
+        gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
+        with self._database.read() as connection:
+            return list(connection.execute(select(files.c.id).where(gone, ~in_use).limit(limit)).scalars())
+
+    def forget(self, file_ids: list[str]) -> None:
+        with self._database.write() as connection:
+            connection.execute(delete(files).where(files.c.id.in_(file_ids)))
+
+
+class BatchTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, batch_id: str, owner: str, wanted: NewBatch, now: float) -> Row[Any]:
+        state = {"status": BatchStatus.VALIDATING, "created_at": int(now), "errors": []}
+        values = {"id": batch_id, "owner": owner, **asdict(wanted), **state}
+        values["expires_at"] = int(now) + values.pop("window_s")
+        with self._database.write() as connection:
+            return connection.execute(insert(batches).values(values).returning(*batches.c)).one()
+
+    def get(self, owner: str, batch_id: str) -> Row[Any] | None:
+        query = select(batches).where(batches.c.id == batch_id, batches.c.owner == owner)
+        with self._database.read() as connection:
+            return connection.execute(query).first()
+
+    def page(self, owner: str, after: str | None, limit: int) -> list[Row[Any]]:
+        query = select(batches).where(batches.c.owner == owner)
+        if after is not None:
+            cursor = select(batches.c.seq).where(batches.c.id == after, batches.c.owner == owner)
+            query = query.where(batches.c.seq < cursor.scalar_subquery())
+        query = query.order_by(batches.c.seq.desc()).limit(limit)
+        with self._database.read() as connection:
+            return list(connection.execute(query))
+
+    def count_live(self) -> dict[str, int]:
+        live = select(batches.c.status, func.count()).where(batches.c.status.in_(LIVE))
+        with self._database.read() as connection:
+            return {row.status: row[1] for row in connection.execute(live.group_by(batches.c.status))}
+
+    def cancel(self, owner: str, batch_id: str, now: float) -> Row[Any] | None:
+        """Ask for the end. The caller reads from the record's status whether it was still possible."""
+        mine = and_(batches.c.id == batch_id, batches.c.owner == owner)
+        still_open = batches.c.status.in_((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
+        cancelling = {"status": BatchStatus.CANCELLING, "cancelling_at": int(now)}
+        with self._database.write() as connection:
+            connection.execute(update(batches).where(mine, still_open).values(cancelling))
+            return connection.execute(select(batches).where(mine)).first()
+
+    def settle(self, now: float, cancel_grace_s: float) -> int:
+        """Move batches that are through, out of time or drained of cancelled work on to finalizing.
+
+        From here on no result of theirs is accepted: `outcome` is what `RequestTable.record` looks at.
+        """
+        undecided = batches.c.outcome.is_(None)
+        in_flight = exists().where(requests.c.batch == batches.c.seq, requests.c.state == LEASED)
+        running = batches.c.status == BatchStatus.IN_PROGRESS
+        through = and_(running, undecided, batches.c.completed + batches.c.failed >= batches.c.total)
+        late = and_(or_(running, VALIDATES), batches.c.expires_at <= now)
+        waited = batches.c.cancelling_at <= now - cancel_grace_s
+        drained = and_(batches.c.status == BatchStatus.CANCELLING, undecided, or_(~in_flight, waited))
+        finalizing = {"status": BatchStatus.FINALIZING, "finalizing_at": int(now)}
+        moved = 0
+        with self._database.write() as connection:
+            for which, values in (
+                (through, {**finalizing, "outcome": BatchStatus.COMPLETED}),
+                (late, {**finalizing, "outcome": BatchStatus.EXPIRED}),
+                (drained, {"outcome": BatchStatus.CANCELLED}),
+            ):
+                moved += connection.execute(update(batches).where(which).values(values)).rowcount
+        return moved
+
+    def first(self, which: ColumnElement[bool]) -> Row[Any] | None:
+        """The oldest batch that VALIDATES or ENDS."""
+        query = select(batches).where(which).order_by(batches.c.seq).limit(1)
+        with self._database.read() as connection:
+            return connection.execute(query).first()
+
+    def ended_with_lines(self) -> list[int]:
+        """Batches whose last state is durable and whose lines are not forgotten yet."""
+        lines = exists().where(requests.c.batch == batches.c.seq)
+        with self._database.read() as connection:
+            query = select(batches.c.seq).where(batches.c.status.not_in(LIVE), lines)
+            return list(connection.execute(query).scalars())
+
+    def begin(self, seq: int, model: str | None, total: int, est_tokens: int, now: float) -> bool:
+        """False when it was cancelled or ran out of time meanwhile."""
+        running = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": int(now)}
+        return self._validated(seq, {**running, "model": model, "total": total, "est_tokens": est_tokens})
+
+    def fail(self, seq: int, errors: Sequence[BatchError], now: float) -> bool:
+        wrong = [asdict(error) for error in errors]
+        failed = {"status": BatchStatus.FAILED, "failed_at": int(now), "errors": wrong}
+        return self._validated(seq, failed)
+
+    def _validated(self, seq: int, values: dict[str, Any]) -> bool:
+        validating = update(batches).where(batches.c.seq == seq, VALIDATES)
+        with self._database.write() as connection:
+            return connection.execute(validating.values(values)).rowcount == 1
+
+    def finish(
+        self,
+        batch: Row[Any],
+        output: FileRecord | None,
+        error: FileRecord | None,
+        completed: int,
+        failed: int,
+        now: float,
+    ) -> bool:
+        """The files' rows and the batch's last state appear together, or not at all."""
+        ended = {"status": batch.outcome, f"{batch.outcome}_at": int(now)}
+        counts = {"total": completed + failed, "completed": completed, "failed": failed}
+        named = {"output_file_id": output and output.id, "error_file_id": error and error.id}
+        with self._database.write() as connection:
+            ending = update(batches).where(batches.c.seq == batch.seq, ENDS)
+            if connection.execute(ending.values({**ended, **counts, **named})).rowcount != 1:
+                return False
+            for file in (output, error):
+                if file is not None:
+                    _add_file(connection, file)
+            return True
+
+
+def _visible(owner: str, now: float) -> ColumnElement[bool]:
+    unexpired = or_(files.c.expires_at.is_(None), files.c.expires_at > now)
+    return and_(files.c.owner == owner, files.c.deleted_at.is_(None), unexpired)
+
+
+def _add_file(connection: Connection, file: FileRecord) -> None:
+    connection.execute(insert(files).values(asdict(file)))
+
+
+class Store:
+    def __init__(self, url: str) -> None:
+        self._database = Database(url)
+        self.files = FileTable(self._database)
+        self.batches = BatchTable(self._database)
+        self.requests = RequestTable(self._database)
+
+    def take_over(self) -> int:
+        """Make this process the one that writes; how many lines were in flight of a former one."""
+        self._database.take_over()
+        return self.requests.requeue()
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,1 +1,0 @@
-"""What must survive: files, batches, their requests and results."""

@@ -1,0 +1,349 @@
+"""Validation of a batch: its file is read once, as a stream, and each good line gets a row."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import xxhash
+from sqlalchemy import Row
+
+from router.batch.blobs import Blobs
+from router.batch.config import BatchConfig
+from router.batch.metrics import BATCHES_ENDED
+from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest
+from router.batch.store import Store
+from router.config import ServedModel
+from router.errors import RouterError
+
+log = logging.getLogger("conserve.router.batch.validation")
+
+BYTES_PER_TOKEN = 4  # a guess good enough to share decoders by; corrected by each answer's usage
+DEFAULT_OUTPUT_TOKENS = 256
+_CUSTOM_ID_CHARS = 512
+_LINES_A_WRITE = 1_000
+# A thread beside the event loop: it lets go of the interpreter before the loop has to ask for it.
+_WORK_S = 0.002
+_REST_S = 0.0002
+
+
+class Validator:
+    def __init__(self, store: Store, blobs: Blobs, config: BatchConfig, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._limits = config.limits
+        self._models = {name: model for model in config.models for name in (model.name, *model.aliases)}
+        self._clock = clock
+
+    def validate(self, batch: Row[Any]) -> None:
+        """Leads to in_progress or failed. Starts over when an earlier try was cut off."""
+        self._store.requests.clear(batch.seq)
+        seen = _Seen()
+        errors: list[BatchError] = []
+        good: list[NewRequest] = []
+        try:
+            chunks = self._blobs.chunks(batch.input_file_id)
+            for line in _in_turns(split_lines(chunks, self._limits.line_bytes)):
+                try:
+                    request = self._check(line, batch.endpoint, seen)
+                except BadLine as bad:
+                    errors.append(bad.at(line.number))
+                    if len(errors) >= self._limits.reported_errors:
+                        break
+                    continue
+                if errors:
+                    continue  # the batch fails: only more errors are of interest
+                good.append(request)
+                if len(good) >= _LINES_A_WRITE:
+                    if not self._store.requests.load(batch.seq, good):
+                        return
+                    good.clear()
+        except FileNotFoundError:
+            gone = "The input file is gone. Upload it again."
+            errors.append(BatchError("file_not_found", gone, "input_file_id"))
+        if not errors and seen.total == 0:
+            empty = "The input file is empty. Please ensure that the batch contains at least one request."
+            errors.append(BatchError("empty_file", empty))
+        if errors:
+            self._fail(batch, errors)
+            return
+        lines = self._store.requests
+        if (not good or lines.load(batch.seq, good)) and lines.enqueue(batch.seq):
+            now = self._clock()
+            if self._store.batches.begin(batch.seq, seen.model, seen.total, seen.est_tokens, now):
+                log.info("batch accepted batch=%s requests=%d", batch.id, seen.total)
+
+    def _check(self, line: "Line", endpoint: str, seen: "_Seen") -> NewRequest:
+        checked = check_line(line.data, endpoint, self._limits.line_bytes, self._models)
+        digest = xxhash.xxh3_128_intdigest(checked.custom_id.encode())
+        if digest in seen.ids:
+            text = (
+                f"The custom_id '{checked.custom_id}' for this request is a duplicate of another request. "
+                "The custom_id parameter must be unique for each request in a batch."
+            )
+            raise BadLine("duplicate_custom_id", text, "custom_id")
+        if seen.model is not None and checked.model != seen.model:
+            text = (
+                f"The model '{checked.model}' differs from '{seen.model}' of the lines before it. "
+                "All requests of a batch must be for one model."
+            )
+            raise BadLine("model_mismatch", text, "body.model")
+        if seen.total >= self._limits.requests_per_batch:
+            text = f"A batch holds at most {self._limits.requests_per_batch} requests."
+            raise BadLine("too_many_tasks", text)
+        seen.ids.add(digest)
+        seen.model = checked.model
+        seen.total += 1
+        seen.est_tokens += checked.est_tokens
+        key = prefix_key(checked.body)
+        return NewRequest(line.number, checked.custom_id, line.offset, line.length, key, checked.est_tokens)
+
+    def _fail(self, batch: Row[Any], errors: list[BatchError]) -> None:
+        if self._store.batches.fail(batch.seq, errors, self._clock()):
+            BATCHES_ENDED.labels(BatchStatus.FAILED).inc()
+            log.info("batch failed batch=%s errors=%d first=%s", batch.id, len(errors), errors[0].code)
+            self._store.requests.clear(batch.seq)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the lines so far have in common. Ids are kept as 128-bit digests: a million take about 100 MB."""
+
+    ids: set[int] = field(default_factory=set)
+    model: str | None = None
+    total: int = 0
+    est_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    number: int  # from 1, as people and editors count
+    offset: int
+    length: int
+    data: bytes | None  # None: longer than allowed, and not kept
+
+
+def split_lines(chunks: Iterable[bytes], longest: int) -> Iterator[Line]:
+    """Cut at newlines. Never holds more than `longest` bytes and one chunk."""
+    number = 1
+    offset = 0  # where the line under way began
+    length = 0
+    held: list[bytes] = []
+
+    def finish() -> Line:
+        return Line(number, offset, length, b"".join(held) if length <= longest else None)
+
+    for chunk in chunks:
+        start = 0
+        while (end := chunk.find(b"\n", start)) >= 0:
+            length += end - start
+            if length <= longest:
+                held.append(chunk[start:end])
+            yield finish()
+            number, offset, length, start = number + 1, offset + length + 1, 0, end + 1
+            held.clear()
+        length += len(chunk) - start
+        if length <= longest:
+            held.append(chunk[start:])
+        else:
+            held.clear()
+    if length:
+        yield finish()
+
+
+def _in_turns(lines: Iterator[Line]) -> Iterator[Line]:
+    until = time.perf_counter() + _WORK_S
+    for line in lines:
+        yield line
+        if time.perf_counter() > until:
+            time.sleep(_REST_S)
+            until = time.perf_counter() + _WORK_S
+
+
+# Is one line a request we can run? In the codes and words of OpenAI where it has them.
+
+
+class BadLine(RouterError):
+    """A line of an input file that is no request we can run."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+    def at(self, line: int) -> BatchError:
+        return BatchError(self.code, self.message, self.param, line)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLine:
+    custom_id: str
+    model: str
+    body: dict[str, Any]
+    est_tokens: int
+
+
+def check_line(
+    data: bytes | None, endpoint: str, longest: int, models: Mapping[str, ServedModel]
+) -> CheckedLine:
+    if data is None:
+        raise BadLine("line_too_large", f"This line is longer than the {longest} bytes allowed.")
+    entry = _parse(data)
+    custom_id = _required(entry, "custom_id", "a string")
+    if not custom_id or "\0" in custom_id:
+        wrong = "contain U+0000" if custom_id else "be empty"
+        raise BadLine("invalid_value", f"Invalid 'custom_id': it must not {wrong}.", "custom_id")
+    if len(custom_id) > _CUSTOM_ID_CHARS:
+        text = f"'custom_id' is longer than {_CUSTOM_ID_CHARS} characters."
+        raise BadLine("string_above_max_length", text, "custom_id")
+    method = _required(entry, "method", "a string")
+    if method != "POST":
+        text = f"Invalid value: '{method}'. The only supported value is 'POST'."
+        raise BadLine("invalid_method", text, "method")
+    url = _required(entry, "url", "a string")
+    if url != endpoint:
+        text = f"The URL '{url}' of this request is not the batch's endpoint '{endpoint}'."
+        raise BadLine("url_mismatch", text, "url")
+    body = _required(entry, "body", "an object")
+    name = _required(body, "model", "a string", "body.model")
+    model = models.get(name)
+    if model is None:
+        raise BadLine("model_not_found", f"The model '{name}' is not served by this fleet.", "body.model")
+    if endpoint == EMBEDDINGS and not model.embeddings:
+        raise BadLine("unsupported", f"The model '{name}' generates text: it makes no embeddings.", "url")
+    _check_common(body)
+    if endpoint == "/v1/chat/completions":
+        _check_messages(_required(body, "messages", "an array", "body.messages"))
+    else:
+        prompt = "prompt" if endpoint == "/v1/completions" else "input"
+        if not _required(body, prompt, "a string or an array", f"body.{prompt}"):
+            raise BadLine("invalid_value", f"'{prompt}' must not be empty.", f"body.{prompt}")
+    return CheckedLine(custom_id, name, body, estimated_tokens(len(data), body))
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} of the line"
+        raise BadLine("invalid_encoding", f"This line is not valid UTF-8 ({where}).") from None
+    if not data.strip():
+        raise BadLine("invalid_json_line", "This line is empty.")
+    try:
+        entry = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        why = f"This line is not parseable as valid JSON: {error.msg}."
+        raise BadLine("invalid_json_line", why) from None
+    if not isinstance(entry, dict):
+        raise BadLine("invalid_json_line", "This line is not a JSON object.")
+    return entry
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "a string": str,
+    "an integer": int,
+    "an array": list,
+    "an object": dict,
+    "a string or an array": (str, list),
+}
+_NAMES = {float: "a number", bool: "a boolean", type(None): "null"}
+
+
+def _required(entry: dict[str, Any], name: str, kind: str, param: str = "") -> Any:
+    if name not in entry:
+        missing = f"Missing required parameter: '{param or name}'."
+        raise BadLine("missing_required_parameter", missing, param or name)
+    return _of_kind(entry[name], kind, param or name)
+
+
+def _of_kind(value: Any, kind: str, param: str) -> Any:
+    if isinstance(value, _KINDS[kind]) and not isinstance(value, bool):
+        return value
+    names = _NAMES | {types: name for name, types in _KINDS.items() if isinstance(types, type)}
+    text = f"Invalid type for '{param}': expected {kind}, but got {names[type(value)]} instead."
+    raise BadLine("invalid_type", text, param)
+
+
+def _check_common(body: dict[str, Any]) -> None:
+    try:
+        orjson.dumps(body)  # it is written anew for the engine
+    except orjson.JSONEncodeError:
+        raise BadLine("invalid_request", "'body' is nested too deeply.", "body") from None
+    if body.get("stream"):
+        raise BadLine("invalid_request", "Streaming is not supported in a batch.", "body.stream")
+    for reserved in ("kv_transfer_params", "priority"):
+        if reserved in body:
+            raise BadLine("invalid_request", f"'{reserved}' is not yours to set.", f"body.{reserved}")
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        value = body.get(name)
+        if value is not None and _of_kind(value, "an integer", f"body.{name}") < 1:
+            raise BadLine("integer_below_min_value", f"'{name}' must be at least 1.", f"body.{name}")
+    count = body.get("n")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise BadLine("invalid_value", "'n' must be an integer of at least 1.", "body.n")
+
+
+def _check_messages(messages: list[Any]) -> None:
+    if not messages:
+        raise BadLine("empty_array", "'messages' must hold at least one message.", "body.messages")
+    for index, message in enumerate(messages):
+        param = f"body.messages[{index}]"
+        _of_kind(message, "an object", param)
+        if not isinstance(message.get("role"), str):
+            text = f"Missing required parameter: '{param}.role'."
+            raise BadLine("missing_required_parameter", text, f"{param}.role")
+        if message.get("content") is not None:
+            _of_kind(message["content"], "a string or an array", f"{param}.content")
+
+
+def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
+    """Of a request of `size` bytes, its answer included."""
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        if isinstance(body.get(name), int):
+            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1)
+    return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
+
+
+# A prefix key is three digests of the first 256, 2,048 and 16,384 characters of what the engine will read.
+# Sorting by it puts the lines with the longest common beginnings next to one another; its first two digests
+# name the group that is best served by one decoder, whose prefix cache then holds the common part.
+
+_STEPS = (256, 2_048, 16_384)
+_GROUP_CHARS = 2 * 8  # hexadecimal digits
+
+
+def prefix_key(body: Mapping[str, object]) -> str:
+    text = _leading_text(body, _STEPS[-1])
+    return "".join(xxhash.xxh32_hexdigest(text[:step].encode()) for step in _STEPS)
+
+
+def group_of(key: str) -> str:
+    return key[:_GROUP_CHARS]
+
+
+def _leading_text(body: Mapping[str, object], enough: int) -> str:
+    pieces: list[str] = []
+    length = 0
+    for piece in _pieces(body):
+        pieces.append(piece[: enough - length])
+        length += len(pieces[-1])
+        if length >= enough:
+            break
+    return "".join(pieces)
+
+
+def _pieces(body: Mapping[str, object]) -> Iterator[str]:
+    """The parts of a request in the order in which chat templates put them before the model."""
+    yield str(body.get("model"))
+    if body.get("tools"):
+        yield orjson.dumps(body["tools"]).decode()
+    if isinstance(body.get("instructions"), str):
+        yield str(body["instructions"])
+    for name in ("messages", "prompt", "input"):
+        content = body.get(name)
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, Sequence):
+            for item in content:
+                yield item if isinstance(item, str) else orjson.dumps(item).decode()

@@ -1,0 +1,215 @@
+"""Prompts as chains of hashes, each over everything before it, so that a known prefix is a known hash.
+
+Messages that mean the same are spelled alike first: a prefix is recognised however a client writes it. Equal
+on purpose: `"content": "x"` and one text part; null, empty list and a missing field; the spacing of a tool
+call's argument JSON; cache markers that move from turn to turn; ids and states of response items.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from xxhash import xxh3_128, xxh3_128_digest
+
+from router.errors import BadIdentity
+
+# Fields that clients add, move or drop between turns without changing the prompt.
+_UNSTABLE = frozenset({"cache_control", "annotations", "status", "index"})
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+_ITEM_UNSTABLE = frozenset({"id", "status"})
+
+BLOCK_BYTES = 256  # of plain prompts, a link
+
+
+def canonical(message: object) -> bytes:
+    if type(message) is dict and len(message) == 2:  # by far the most common shape needs no rewriting
+        role, content = message.get("role"), message.get("content")
+        if type(role) is str and type(content) is str:
+            return _plain(role, content)
+    if isinstance(message, Mapping):
+        message = _message(message)
+        role, content = message.get("role"), message.get("content", "")
+        if isinstance(role, str) and isinstance(content, str) and message.keys() <= {"role", "content"}:
+            return _plain(role, content)
+    try:
+        return orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
+    except (TypeError, ValueError) as wrong:
+        raise BadIdentity("a message is nested too deeply") from wrong
+
+
+def _plain(role: str, content: str) -> bytes:
+    return f"{role}\0{content}".encode("utf-8", "surrogatepass")
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    drop = _UNSTABLE
+    if "type" in message:  # an item of the responses API: its id is the server's, not part of the prompt
+        drop = _UNSTABLE | _ITEM_UNSTABLE
+    kept = {name: value for name, value in message.items() if name not in drop and _present(value)}
+    if kept.get("type") == "message":
+        del kept["type"]
+    if "content" in kept:
+        kept["content"] = _content(kept["content"])
+    if "tool_calls" in kept and isinstance(kept["tool_calls"], list):
+        kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
+    if isinstance(kept.get("arguments"), str):
+        kept["arguments"] = _arguments(kept["arguments"])
+    return kept
+
+
+def _present(value: object) -> bool:
+    return value is not None and value != [] and value != ""
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    parts = [_part(part) for part in content]
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return parts
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    kept = {name: value for name, value in part.items() if name not in _UNSTABLE and _present(value)}
+    if kept.get("type") in _TEXT_TYPES and kept.keys() <= {"type", "text"}:
+        return kept.get("text", "")
+    return kept
+
+
+def _tool_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    kept = {name: value for name, value in call.items() if name not in _UNSTABLE and _present(value)}
+    function = kept.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        kept["function"] = {**function, "arguments": _arguments(function["arguments"])}
+    return kept
+
+
+def _arguments(text: str) -> Any:
+    """Arguments are JSON inside a string, and frameworks write it back with other spacing."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The point where a request's prompt ended, relative to a link of its chain."""
+
+    link: bytes
+    tail_bytes: int = 0  # prompt bytes after the link: plain prompts do not end on a block
+    tail_digest: bytes = b""  # hash of the prompt up to and with those bytes
+
+    @property
+    def digest(self) -> bytes:
+        return self.tail_digest or self.link
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    links: tuple[bytes, ...]
+    sizes: tuple[int, ...]  # prompt bytes up to each link
+    end: End
+    total_bytes: int
+    text: bytes = b""  # plain prompts only: what tails are checked against
+    seed: bytes = b""
+
+    def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
+        """The digest of this prompt's prefix of that length, None where the prompt is shorter."""
+        if not tail_bytes:
+            return self.links[index]
+        size = self.sizes[index] + tail_bytes
+        return _prefix_digest(self.seed, self.text[:size]) if size <= len(self.text) else None
+
+
+def seed(space: str, model: str, user: str = "") -> bytes:
+    """Chains of different keys, models or persons never meet."""
+    return xxh3_128_digest(f"{space}\0{model}\0{user}".encode("utf-8", "surrogatepass"))
+
+
+def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
+    links: list[bytes] = []
+    sizes: list[int] = []
+    link, size = start, 0
+    for message in messages:
+        data = canonical(message)
+        size += len(data)
+        link = xxh3_128_digest(link + data)
+        links.append(link)
+        sizes.append(size)
+    if not links:
+        return Chain((start,), (0,), End(start), 0)
+    return Chain(tuple(links), tuple(sizes), End(link), size)
+
+
+def of_text(start: bytes, text: bytes) -> Chain:
+    """Links at whole blocks; the rest of the last block is a tail that is compared exactly, since
+    prompts that share a long beginning and differ in their last words are not one conversation."""
+    running = xxh3_128(start)
+    links, sizes = [running.digest()], [0]
+    whole = len(text) - len(text) % BLOCK_BYTES
+    for at in range(0, whole, BLOCK_BYTES):
+        running.update(text[at : at + BLOCK_BYTES])
+        links.append(running.digest())
+        sizes.append(at + BLOCK_BYTES)
+    tail = len(text) - whole
+    end = End(links[-1], tail, _prefix_digest(start, text)) if tail else End(links[-1])
+    return Chain(tuple(links), tuple(sizes), end, len(text), text, start)
+
+
+def of_pointer(start: bytes, name: str, rest: Chain) -> Chain:
+    """A request that names its predecessor instead of repeating it (`previous_response_id`)."""
+    before = response_end(start, name).link
+    link = xxh3_128_digest(before + rest.end.digest)
+    return Chain((before, link), (0, rest.total_bytes), End(link), rest.total_bytes)
+
+
+def response_end(start: bytes, name: str) -> End:
+    """The node of a response's id."""
+    return End(xxh3_128_digest(start + b"response\0" + name.encode("utf-8", "surrogatepass")))
+
+
+def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
+    """The chain of any API's body; what has no known shape is one opaque link."""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        return of_messages(start, _system(body.get("system")) + messages)
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if isinstance(given, list):
+        instructions = body.get("instructions")
+        head = [{"role": "system", "content": instructions}] if instructions else []
+        return of_messages(start, head + given)
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return of_text(start, prompt.encode("utf-8", "surrogatepass"))
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        with suppress(OverflowError):  # not token ids; the engine will say so
+            return of_text(xxh3_128_digest(start + b"tokens"), array("q", prompt).tobytes())
+    return of_messages(start, [prompt])
+
+
+def _system(system: object) -> list[object]:
+    """Anthropic's system prompt stands beside the messages. Claude Code bills with a block that changes with
+    every request; engines leave it out of the prompt."""
+    if isinstance(system, list):
+        system = [part for part in system if not _is_billing(part)]
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _is_billing(part: object) -> bool:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
+
+
+def _prefix_digest(start: bytes, text: bytes) -> bytes:
+    return xxh3_128_digest(start + text)

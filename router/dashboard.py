@@ -1,0 +1,142 @@
+"""`/dashboard`: one static page, and the JSON it asks for once a second.
+
+It shows every caller's conversations, so where keys are asked for it wants an admin key, as the password of
+HTTP basic authentication: what a browser can send.
+"""
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+
+from placement.engines import Role
+from router.config import GatewayConfig
+from router.directory.client import DirectoryClient
+from router.directory.messages import TimelineReport
+from router.errors import DirectoryUnreachable, Forbidden, MethodNotAllowed, NotFound, PasswordWanted
+from router.http import Request, Responder
+
+PREFIX = "/dashboard"
+WINDOW_S = 120.0
+_JSON = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+_HTML = [
+    (b"content-type", b"text/html; charset=utf-8"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+    ),
+]
+
+
+class DashboardRoutes:
+    """The page and its JSON."""
+
+    def __init__(
+        self, config: GatewayConfig, directory: DirectoryClient, is_admin: Callable[[str], bool]
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._is_admin = is_admin
+        self._page = files(__package__).joinpath("dashboard.html").read_bytes()
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        if request.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed(f"{PREFIX} takes GET", allow="GET")
+        self._check(request)
+        path = request.path.removeprefix(PREFIX).rstrip("/")
+        if not path:
+            responder.respond(200, self._page, _HTML)
+        elif path == "/state":
+            responder.respond(200, orjson.dumps(await self._state()), _JSON)
+        elif path.startswith("/conversations/"):
+            found = await self._conversation(unquote(path.removeprefix("/conversations/")))
+            responder.respond(200, orjson.dumps(found), _JSON)
+        else:
+            raise NotFound(f"there is no {request.path[:200]}; the page is {PREFIX}")
+
+    def _check(self, request: Request) -> None:
+        if not self._config.admin_keys:
+            if self._config.api_keys:
+                raise Forbidden("set gateway.admin_keys in the fleet file to open the dashboard")
+        elif not self._is_admin(_key(request)):
+            raise PasswordWanted("the dashboard wants an admin key as the password")
+
+    async def _state(self) -> dict[str, Any]:
+        engines = [self._engine(info.engine) for info in self._directory.engines.infos()]
+        holding = [engine for engine in engines if engine["role"] != Role.PREFILL]
+        capacity = sum(engine["kv"]["capacity"] for engine in holding)
+        in_use = sum(engine["kv"]["live"] + engine["kv"]["reserved"] for engine in holding)
+        notice = ""
+        try:
+            shown = await self._directory.timeline(WINDOW_S)
+        except DirectoryUnreachable as wrong:
+            shown = TimelineReport()
+            notice = f"{wrong}; bound conversations go on"
+        return {
+            "fleet": self._config.fleet,
+            "models": [model.name for model in self._config.models],
+            "notice": notice,
+            "now": shown.now,
+            "live": sum(engine["conversations"] for engine in holding),
+            "turns_running": sum(engine["running"] for engine in holding),
+            "decoder_kv": in_use / capacity if capacity else 0.0,
+            "slo": self._attainment({"met": shown.met, "missed": shown.missed}),
+            "engines": sorted(engines, key=lambda engine: (engine["role"] != Role.PREFILL, engine["engine"])),
+            "timelines": shown.conversations,
+        }
+
+    def _engine(self, name: str) -> dict[str, Any]:
+        info, load = self._directory.engines.get(name), self._directory.engines.load(name)
+        state = load.state
+        assert info is not None
+        return {
+            "engine": info.engine,
+            "tier": info.tier,
+            "role": info.role,
+            "epoch": info.epoch,
+            "status": "silent" if load.suspect else "draining" if state.draining else "up",
+            "conversations": load.conversations,
+            "running": state.running,
+            "waiting": state.waiting,
+            "offline_running": state.offline_running,
+            "kv": {
+                "capacity": info.kv_tokens,
+                "live": state.live_tokens,
+                "reserved": max(0, load.kv_in_use - state.live_tokens),
+                "parked": state.parked_tokens,
+                "offline": state.offline_tokens,
+                "host_used": state.host_used_tokens,
+                "host_capacity": state.host_used_tokens + state.host_free_tokens,
+            },
+        }
+
+    def _attainment(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+        """Share of answers within each target that the fleet has set."""
+        shown = []
+        for objective, target in self._config.slo.by_objective.items():
+            met, missed = (counts[which].get(objective, 0) for which in ("met", "missed"))
+            if met + missed:
+                share = met / (met + missed)
+                answers = {"target_s": target, "attained": share, "answers": met + missed}
+                shown.append({"objective": objective, **answers})
+        return shown
+
+    async def _conversation(self, key: str) -> dict[str, Any]:
+        found = await self._directory.describe(key)
+        if found is None:
+            raise NotFound("there is no such conversation, or it ended long ago")
+        return found
+
+
+def _key(request: Request) -> str:
+    scheme, _, given = (request.headers.text(b"authorization") or "").partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip()
+    try:
+        return base64.b64decode(given, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

@@ -1,1 +1,0 @@
-"""A page to look at: engines with their KV, conversations as lanes."""

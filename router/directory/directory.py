@@ -1,0 +1,255 @@
+"""The directory as a process part: the table, its journal, its clock, and what leaves it."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import orjson
+
+from placement.engines import EngineInfo, EngineState
+from placement.fleet.capacity import Thresholds
+from placement.fleet.placer import Placer
+from router import metrics
+from router.directory.fleet import CapacityWatcher
+from router.directory.journal import Journal, JournalError
+from router.directory.messages import EngineRecord
+from router.directory.push import GatewayStreams
+from router.directory.table import BindingTable
+from router.directory.timeline import Timeline
+
+log = logging.getLogger("conserve.router.directory.directory")
+
+_TICK_S = 0.1
+_RELEASE_TIMEOUT_S = 5.0
+
+Release = Callable[[EngineInfo, str], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorySettings:
+    ttl_s: float  # a conversation without a turn for this long ends
+    thresholds: Thresholds = field(default_factory=Thresholds)  # of the advice about its size
+    return_s: float = 10.0  # after a start: how long new conversations wait for engines of the journal
+    settle_s: float = 60.0  # and bindings for an engine that the journal does not name
+    gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
+    push_states_s: float = 1.0
+
+
+class Directory:
+    """What `deploy` tells of engines and gateways ask; it speaks to neither by itself (`server.py`)."""
+
+    def __init__(
+        self,
+        settings: DirectorySettings,
+        placer: Placer,
+        journal: Path,
+        release: Release,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.table = BindingTable(settings.ttl_s, placer)
+        self.gateways = GatewayStreams()
+        self.timeline = Timeline()
+        self.capacity = CapacityWatcher(settings.thresholds, placer, self.table.conversations, clock)
+        self.settled = False
+        self.met: Counter[str] = Counter()  # answers to users by SLO target, of all gateways
+        self.missed: Counter[str] = Counter()
+        self.metrics_page = ""  # host:port, where there is one
+        self._placer = placer
+        self._release = release
+        self._journal = Journal(journal)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serve_timer: asyncio.TimerHandle | None = None
+        self._pushed_version = -1
+        self._states_changed = False
+        self._states_pushed_at = 0.0
+        self._started_at = 0.0
+
+    def replay(self) -> None:
+        """Make the table of the journal again; before anything else."""
+        self.table.replay(self._journal.read())
+        self._started_at = self.clock()
+        self.settled = not self.table.absent()
+        self._show_awaited()
+        counts = len(self.table.conversations), len(self.table.fleet.recalled)
+        log.info("journal replayed conversations=%d engines=%d", *counts)
+
+    def begin(self) -> None:
+        """Time passes from here on."""
+        self._spawn(self._tick_forever())
+        self._spawn(self.capacity.run())
+
+    async def close(self) -> None:
+        if self._serve_timer is not None:
+            self._serve_timer.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._journal.close()
+
+    # Told by deploy
+
+    def engine_up(self, info: EngineInfo) -> None:
+        """A new engine, or a new epoch of one; said again after its keeper or the directory restarted."""
+        if self.table.engine_up(info):
+            self.table.conversations.engine_gone(info.engine)  # what its last epoch held
+            log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
+        self.changed()
+
+    def engine_state(self, state: EngineState) -> bool:
+        parked = self.table.fleet.newly_parked(state)
+        taken = self.table.engine_state(state, self.clock())
+        self._states_changed |= taken
+        if taken:
+            for key in parked:
+                if self.table.conversations.park(key, state.engine):
+                    self.timeline.parked(key, self.clock())
+        if taken and self.table.waiting:
+            self.serve_soon()
+        if self.table.fleet.version != self._pushed_version:
+            self.changed()
+        return taken
+
+    def engine_down(self, engine: str) -> None:
+        """Its epoch is over and its KV gone. Not for a keeper that is merely out of reach."""
+        self.table.conversations.engine_gone(engine)
+        self.table.engine_down(engine)
+        log.warning("engine down engine=%s", engine)
+        self.changed()
+
+    # Called by the service
+
+    def check_journal(self) -> None:
+        """JournalError where what would be placed could not be written for a while."""
+        self._journal.check_capacity()
+
+    async def durable(self) -> None:
+        await self._journal.durable()
+
+    def changed(self) -> None:
+        """Let out what the table's last calls produced."""
+        effects = self.table.effects()
+        for row in effects.rows:
+            try:
+                self._journal.append(row)
+            except JournalError as wrong:  # the others go on, and this one is not remembered
+                log.error("not written: %s", wrong)
+        for engine, key in effects.releases:
+            info = self.table.fleet.info(engine)
+            if info is not None:
+                self._spawn(self._release_on(info, key))
+        for key, cause in effects.ended:
+            metrics.CONVERSATIONS_ENDED.labels(cause).inc()
+            if last := self.table.describe(key):
+                metrics.CONVERSATION_SECONDS.observe(last["used_at"] - last["created_at"])
+            self.timeline.conversation_ended(key, cause, self.clock())
+        for placed in effects.placed:
+            log.info("placed conversation=%s receipt=%s", placed.key, orjson.dumps(placed.note).decode())
+        metrics.CONVERSATIONS_LIVE.set(len(self.table.conversations))
+        metrics.PLACES_WAITING.set(self.table.waiting)
+        metrics.CONVERSATIONS_PARKED.set(self.table.conversations.parked)
+        self.gateways.tell(effects.ended, effects.foreign)
+        if effects.ended and self.table.waiting:
+            self.serve_soon()
+        if self.table.fleet.version != self._pushed_version:
+            self._show_awaited()
+            self._push_engines()
+
+    def serve_soon(self) -> None:
+        """Many reports come together: look at the queue once for all of them."""
+        if self._serve_timer is None:
+            self._serve_timer = asyncio.get_running_loop().call_later(0.005, self._serve)
+
+    def engines(self) -> tuple[EngineRecord, ...]:
+        """As gateways are told of them."""
+        table = self.table
+        return tuple(
+            replace(
+                record,
+                state=replace(record.state, confirmed={}, parked={}),
+                conversations=table.bound_to(record.info.engine),
+                kv_in_use=table.kv_in_use(record.info.engine),
+            )
+            for record in table.fleet.records()
+        )
+
+    def running(self, key: str) -> bool:
+        """Has it a turn that an equal request would be another of? Not at a gateway that is out of reach: if
+        it died, its client asks again at once, and must find its conversation."""
+        return any(gateway in self.gateways for gateway in self.table.running_at(key))
+
+    def gateway_came(self, gateway: str) -> None:
+        """The process that had its name before has ended, even if its stream still seems open."""
+        for earlier in self.gateways.supersede(gateway):
+            log.info("gateway superseded gateway=%s by=%s", earlier, gateway)
+            self.gateway_left(earlier)
+
+    def gateway_left(self, gateway: str) -> None:
+        asyncio.get_running_loop().call_later(self.settings.gateway_grace_s, self._gateway_gone, gateway)
+
+    def _gateway_gone(self, gateway: str) -> None:
+        if gateway not in self.gateways:
+            self.table.gateway_gone(gateway, self.clock())
+            self.changed()
+
+    def _serve(self) -> None:
+        self._serve_timer = None
+        self.table.serve_waiting(self.clock())
+        self.changed()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = self.clock()
+            if self.table.fleet.awaits_some and now - self._started_at >= self.settings.return_s:
+                self._await_no_longer()
+            if not self.settled and now - self._started_at >= self.settings.settle_s:
+                self.settled = True
+                self.table.void_absent()
+                self._push_engines()
+            self.table.expire(now)
+            self.table.serve_waiting(now)
+            if self._states_changed and now - self._states_pushed_at >= self.settings.push_states_s:
+                self._push_engines()
+            self.changed()
+
+    def _show_awaited(self) -> None:
+        metrics.ENGINES_AWAITED.set(len(self.table.fleet.recalled))
+
+    def _await_no_longer(self) -> None:
+        metrics.FALLBACKS.labels("engines_missing").inc()
+        log.warning(
+            "placing without engines that were up before the restart engines=%s waited_s=%.0f",
+            ",".join(self.table.fleet.recalled),
+            self.settings.return_s,
+        )
+        self.table.fleet.await_no_longer()
+        self.serve_soon()
+
+    def _push_engines(self) -> None:
+        self._pushed_version = self.table.fleet.version
+        self._states_changed = False
+        self._states_pushed_at = self.clock()
+        self.gateways.tell_engines()
+        self.serve_soon()
+
+    async def _release_on(self, info: EngineInfo, key: str) -> None:
+        try:
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                await self._release(info, key)
+        except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
+            # The engine lets go of it by its own idle time.
+            metrics.RELEASES_FAILED.inc()
+            log.warning("not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

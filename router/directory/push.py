@@ -1,0 +1,109 @@
+"""Pushes to gateways: what they are told without asking, collected for each.
+
+A gateway's name is its place in the fleet, and one process at a time has it. What an earlier process of the
+name was doing ended with it.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+MAX_PENDING = 100_000
+BATCH = "batch"  # what the batch process calls itself
+
+
+def process_name(gateway: str) -> str:
+    """This process of a gateway, from now on: later ones of its name are greater."""
+    return f"{gateway}.{time.time_ns():016x}"
+
+
+def supersedes(newer: str, older: str) -> bool:
+    gateway, _, number = newer.rpartition(".")
+    earlier_gateway, _, earlier = older.rpartition(".")
+    return gateway == earlier_gateway and earlier < number
+
+
+class GatewayStream:
+    """One gateway's stream. What waits is merged: a slow gateway costs memory only by what changed."""
+
+    def __init__(self, page: str = "") -> None:
+        self.page = page  # host:port of the gateway's metrics
+        self.ended: list[tuple[str, str]] = []
+        self.foreign: list[str] = []
+        self.engines = True  # the first message has them
+        self.overrun = False
+        self._wake = asyncio.Event()
+        self._wake.set()
+
+    async def wait(self) -> None:
+        await self._wake.wait()
+        self._wake.clear()
+
+    def wake(self) -> None:
+        if len(self.ended) + len(self.foreign) > MAX_PENDING:
+            self.overrun = True
+        self._wake.set()
+
+    def take(self) -> tuple[list[tuple[str, str]], list[str], bool]:
+        taken = self.ended, self.foreign, self.engines
+        self.ended, self.foreign, self.engines = [], [], False
+        return taken
+
+
+class GatewayStreams:
+    def __init__(self) -> None:
+        self._by_gateway: dict[str, GatewayStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_gateway)
+
+    def __contains__(self, gateway: str) -> bool:
+        return gateway in self._by_gateway
+
+    def pages(self, *, of_batch: bool) -> tuple[str, ...]:
+        """Of the gateway processes, or of the batch process, which follows the fleet as they do."""
+        streams = self._by_gateway.items()
+        pages = {one.page for name, one in streams if name.startswith(f"{BATCH}.") is of_batch and one.page}
+        return tuple(sorted(pages))
+
+    def join(self, gateway: str, page: str = "") -> GatewayStream:
+        stream = self._by_gateway[gateway] = GatewayStream(page)
+        return stream
+
+    def leave(self, gateway: str, stream: GatewayStream) -> bool:
+        """False when the gateway has a newer stream already."""
+        if self._by_gateway.get(gateway) is not stream:
+            return False
+        del self._by_gateway[gateway]
+        return True
+
+    def supersede(self, gateway: str) -> list[str]:
+        """Forget the processes that had its name before; a stream of theirs ends."""
+        earlier = [one for one in self._by_gateway if supersedes(gateway, one)]
+        for one in earlier:
+            stream = self._by_gateway.pop(one)
+            stream.overrun = True
+            stream.wake()
+        return earlier
+
+    def tell(self, ended: Iterable[tuple[str, str]], foreign: Iterable[tuple[str, str]]) -> None:
+        ended = list(ended)
+        if ended:
+            for stream in self._by_gateway.values():
+                stream.ended += ended
+                stream.wake()
+        for gateway, key in foreign:
+            one = self._by_gateway.get(gateway)
+            if one is not None:
+                one.foreign.append(key)
+                one.wake()
+
+    def tell_engines(self) -> None:
+        for stream in self._by_gateway.values():
+            stream.engines = True
+            stream.wake()
+
+    def close(self) -> None:
+        for stream in self._by_gateway.values():
+            stream.overrun = True
+            stream.wake()

@@ -1,0 +1,157 @@
+"""gRPC with our own data: frozen dataclasses as msgpack, methods by name, one secret for all.
+
+No schema beside the dataclasses. A field that the reader does not know is passed over, and one that the
+writer does not send has its default, so that two versions of a fleet can talk while one replaces the other:
+new fields need defaults, and a field keeps its meaning for as long as it keeps its name.
+"""
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+import msgspec
+
+from router.errors import RouterError
+
+_SECRET = "x-conserve-secret"
+MAX_MESSAGE = ("grpc.max_receive_message_length", 64 << 20)
+
+encode = msgspec.msgpack.encode
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Context = Any  # grpc has no types that mypy could follow
+
+
+class NoSecret(RouterError, ValueError):
+    """A service without a secret would answer everybody."""
+
+
+class BadReply(RouterError, ConnectionError):
+    """What came back is no answer that this version understands."""
+
+
+@dataclass(frozen=True, eq=False)
+class Method(Generic[Request, Reply]):
+    path: str  # /SERVICE/NAME
+    request: Any  # their types: whatever msgspec reads
+    reply: Any
+
+
+class Stub:
+    """The asking side of a channel. Raises grpc.aio.AioRpcError."""
+
+    def __init__(self, channel: Any, secret: str) -> None:
+        self._channel = channel
+        self._metadata = ((_SECRET, secret),) if secret else ()
+        self._calls: dict[Method[Any, Any], tuple[Any, msgspec.msgpack.Decoder[Any]]] = {}
+
+    async def ask(
+        self, method: Method[Any, Reply], request: object, timeout_s: float, *, wait_for_ready: bool = False
+    ) -> Reply:
+        call, decoder = self._call(method, self._channel.unary_unary)
+        data = await call(
+            encode(request), timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready
+        )
+        return _decoded(decoder, data)
+
+    async def stream(
+        self,
+        method: Method[Any, Reply],
+        request: object,
+        timeout_s: float | None = None,
+        *,
+        wait_for_ready: bool = True,
+    ) -> AsyncIterator[Reply]:
+        call, decoder = self._call(method, self._channel.unary_stream)
+        answers = call(
+            encode(request), timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready
+        )
+        try:
+            async for data in answers:
+                yield _decoded(decoder, data)
+        finally:
+            answers.cancel()
+
+    def _call(
+        self, method: Method[Any, Reply], open_call: Callable[[str], Any]
+    ) -> tuple[Any, "msgspec.msgpack.Decoder[Reply]"]:
+        if method not in self._calls:
+            self._calls[method] = open_call(method.path), msgspec.msgpack.Decoder(method.reply)
+        return self._calls[method]
+
+
+class Service:
+    """The answering side: who does not know the secret is refused, and so is what cannot be read."""
+
+    def __init__(self, secret: str, unavailable: tuple[type[Exception], ...]) -> None:
+        """`unavailable`: exceptions of a handler that mean so; their text is the caller's reason."""
+        if not secret:
+            raise NoSecret("the fleet's secret is empty: everybody would be answered; give one")
+        self._secret, self._unavailable = secret.encode(), unavailable
+        self._handlers: dict[str, Any] = {}
+
+    def once(
+        self, method: Method[Request, Reply], handler: Callable[[Request], Awaitable[Reply]]
+    ) -> None:
+        decoder = msgspec.msgpack.Decoder(method.request)
+
+        async def answer(data: bytes, context: Context) -> bytes:
+            request = await self._read(decoder, data, context)
+            try:
+                return encode(await handler(request))
+            except self._unavailable as wrong:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(wrong))
+                raise  # abort has raised already
+
+        self._handlers[method.path] = grpc.unary_unary_rpc_method_handler(answer)
+
+    def stream(
+        self, method: Method[Request, Reply], handler: Callable[[Request], AsyncIterator[Reply]]
+    ) -> None:
+        decoder = msgspec.msgpack.Decoder(method.request)
+
+        async def answer(data: bytes, context: Context) -> AsyncIterator[bytes]:
+            request = await self._read(decoder, data, context)
+            try:
+                async for one in handler(request):
+                    yield encode(one)
+            except self._unavailable as wrong:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(wrong))
+
+        self._handlers[method.path] = grpc.unary_stream_rpc_method_handler(answer)
+
+    def server(self, options: Iterable[tuple[str, object]] = ()) -> Any:
+        made = grpc.aio.server(options=[MAX_MESSAGE, *options])
+        made.add_generic_rpc_handlers((_ByPath(self._handlers),))
+        return made
+
+    async def _read(
+        self, decoder: "msgspec.msgpack.Decoder[Request]", data: bytes, context: Context
+    ) -> Request:
+        given = str(dict(context.invocation_metadata()).get(_SECRET, ""))
+        if not hmac.compare_digest(given.encode(), self._secret):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the fleet's secret is missing or wrong"
+            )
+        try:
+            return decoder.decode(data)
+        except msgspec.MsgspecError as wrong:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not understood: {wrong}")
+            raise  # abort has raised already
+
+
+class _ByPath(grpc.GenericRpcHandler):
+    def __init__(self, handlers: dict[str, Any]) -> None:
+        self._handlers = handlers
+
+    def service(self, handler_call_details: Any) -> Any:
+        return self._handlers.get(handler_call_details.method)
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[Reply]", data: bytes) -> Reply:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as wrong:
+        raise BadReply(f"the answer is not understood: {wrong}") from wrong

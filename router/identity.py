@@ -1,0 +1,290 @@
+"""Which conversation a request belongs to: by an id it carries, else by its prompt's longest known prefix.
+
+Ids stand in headers or in the body, and the order here is the order of precedence; they are scoped by the
+caller's API key. `previous_response_id` is not an id but a pointer to a conversation, followed like a prefix.
+Where a request's prompt ended is a *node*; the longest known node of a new prompt decides:
+
+* none: a new conversation;
+* the newest of its conversation, and the prompt goes on: the same conversation;
+* the newest, and the prompt ends there: a retry of it, or a fork while a turn of it is running;
+* an older one: a fork, a new conversation with that parent, on its decoder while there is capacity.
+"""
+
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import sha256
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from router.chains import Chain, End
+from router.errors import BadIdentity
+
+ID_HEADERS = (
+    "x-conversation-id", "x-session-id", "x-session-affinity", "x-correlation-id", "x-dynamo-session-id",
+    "x-claude-code-session-id", "thread-id", "session-id", "x-litellm-session-id", "x-smg-routing-key",
+    "x-flow-conversation-id",
+)
+PARENT_HEADERS = ("x-parent-conversation-id", "x-dynamo-parent-session-id")
+AGENT_HEADER = "x-claude-code-agent-id"
+PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
+FINAL_HEADER = "x-conversation-final"
+
+MAX_ID_BYTES = 512
+_PLAIN = re.compile(r"[!-~]+")
+_TRUE = frozenset({"1", "true", "yes"})
+
+
+@dataclass(frozen=True, slots=True)
+class Explicit:
+    """What a request says about its own identity; ids are already safe for a header and a URL."""
+
+    id: str | None
+    parent: str | None
+    source: str  # the header or body field the id came from, empty without one
+    previous_response: str | None
+
+
+def namespace(api_key: str) -> str:
+    """Clients choose their ids, so that every id is scoped by the key it came with."""
+    return sha256(api_key.encode()).hexdigest()[:16]
+
+
+def conversation_key(space: str, conversation_id: str) -> str:
+    return f"{space}:{conversation_id}"
+
+
+def conversation_id(key: str) -> str:
+    return key.partition(":")[2]
+
+
+def clean_id(raw: object, source: str) -> str | None:
+    """The id as visible ASCII. Others are replaced by their hash: ids travel in headers and URLs."""
+    if raw is None or raw == "":
+        return None
+    if not isinstance(raw, str):
+        raise BadIdentity(f"{source} must be a string naming the conversation")
+    encoded = raw.encode("utf-8", "surrogatepass")
+    if len(encoded) > MAX_ID_BYTES:
+        raise BadIdentity(f"{source} has {len(encoded)} bytes; a conversation id has at most {MAX_ID_BYTES}")
+    return raw if _PLAIN.fullmatch(raw) else f"hash-{xxh3_128_hexdigest(encoded)}"
+
+
+def is_final(headers: Mapping[str, str]) -> bool:
+    """Whether the client says that this turn is the conversation's last."""
+    return headers.get(FINAL_HEADER, "").strip().lower() in _TRUE
+
+
+def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:
+    found, source, parent = _from_headers(headers)
+    previous = body.get("previous_response_id")
+    if previous is not None and not isinstance(previous, str):
+        raise BadIdentity("previous_response_id must be a string")
+    if found is None and (pair := _from_body(body, before_previous=True)):
+        found, source = pair
+    if found is None and not previous and (pair := _from_body(body, before_previous=False)):
+        found, source = pair
+    return Explicit(found, parent, source, previous or None)
+
+
+def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
+    parent = None
+    for name in PARENT_HEADERS:
+        parent = parent or clean_id(headers.get(name), name)
+    for name in ID_HEADERS:
+        found = clean_id(headers.get(name), name)
+        if found is None:
+            continue
+        if name == "x-claude-code-session-id":
+            found, agent_parent = _claude_code(found, headers)
+            parent = parent or agent_parent
+        return found, name, parent if parent != found else None
+    return None, "", parent
+
+
+def _claude_code(session: str, headers: Mapping[str, str]) -> tuple[str, str | None]:
+    """Its sub-agents share the session id; each is a conversation of its own, below the one that began it."""
+    agent = clean_id(headers.get(AGENT_HEADER), AGENT_HEADER)
+    if agent is None:
+        return session, None
+    parent_agent = clean_id(headers.get(PARENT_AGENT_HEADER), PARENT_AGENT_HEADER)
+    return f"{session}.{agent}", f"{session}.{parent_agent}" if parent_agent else session
+
+
+def _from_body(body: Mapping[str, Any], before_previous: bool) -> tuple[str, str] | None:
+    fields: tuple[tuple[str, object], ...]
+    if before_previous:
+        conversation = body.get("conversation")
+        if isinstance(conversation, Mapping):
+            conversation = conversation.get("id")
+        fields = (("session_id", body.get("session_id")), ("conversation", conversation))
+    else:
+        metadata = body.get("metadata")
+        session = metadata.get("session_id") if isinstance(metadata, Mapping) else None
+        fields = (("prompt_cache_key", body.get("prompt_cache_key")), ("metadata.session_id", session))
+    for source, raw in fields:
+        found = clean_id(raw, source)
+        if found is not None:
+            return found, source
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A conversation one of whose requests ended at a node."""
+
+    conversation: str
+    tip: bool  # it is where the conversation's newest request ended
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest known prefix of a prompt."""
+
+    digest: bytes
+    size: int  # prompt bytes up to it
+    holders: tuple[Holder, ...]
+
+
+@dataclass(slots=True)
+class _Node:
+    end: End
+    conversations: dict[str, None] = field(default_factory=dict)  # in the order they came
+
+
+class NodeTable:
+    def __init__(self, capacity: int, per_conversation: int = 256) -> None:
+        self._capacity = capacity
+        self._per_conversation = per_conversation
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+        self._tails: dict[bytes, dict[int, int]] = {}  # link -> length of a tail known there -> how many
+        self._tips: dict[str, tuple[bytes, ...]] = {}  # newest request, then other names of it
+        self._of: dict[str, deque[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def tips(self, conversation: str) -> tuple[bytes, ...]:
+        return self._tips.get(conversation, ())
+
+    def record(self, end: End, conversation: str, *, alias: bool = False) -> None:
+        """A request of `conversation` ended here: its new tip. An alias (a response's id) is one tip more."""
+        digest = end.digest
+        node = self._nodes.get(digest)
+        if node is None:
+            node = self._nodes[digest] = _Node(end)
+            if end.tail_bytes:
+                lengths = self._tails.setdefault(end.link, {})
+                lengths[end.tail_bytes] = lengths.get(end.tail_bytes, 0) + 1
+        else:
+            self._nodes.move_to_end(digest)
+        if conversation not in node.conversations:
+            node.conversations[conversation] = None
+            mine = self._of.setdefault(conversation, deque())
+            mine.append(digest)
+            if len(mine) > self._per_conversation:
+                self._leave(mine.popleft(), conversation)
+        tips = self._tips.get(conversation, ()) if alias else ()
+        if digest not in tips:
+            self._tips[conversation] = (*tips, digest)
+        while len(self._nodes) > self._capacity:
+            self._evict(next(iter(self._nodes)))
+
+    def forget(self, conversation: str) -> None:
+        self._tips.pop(conversation, None)
+        for digest in self._of.pop(conversation, ()):
+            self._leave(digest, conversation)
+
+    def holders(self, digest: bytes) -> tuple[Holder, ...]:
+        node = self._nodes.get(digest)
+        if node is None:
+            return ()
+        self._nodes.move_to_end(digest)
+        return tuple(Holder(one, digest in self._tips.get(one, ())) for one in node.conversations)
+
+    def tails(self, link: bytes) -> Sequence[int]:
+        """Lengths of the tails known after a link, longest first."""
+        return sorted(self._tails.get(link, ()), reverse=True)
+
+    def find(self, chain: Chain) -> Found | None:
+        for index in range(len(chain.links) - 1, -1, -1):
+            for tail in (*self.tails(chain.links[index]), 0):
+                digest = chain.digest_at(index, tail)
+                if digest is not None and (holders := self.holders(digest)):
+                    return Found(digest, chain.sizes[index] + tail, holders)
+        return None
+
+    def find_of(self, chain: Chain, conversation: str) -> int:
+        """Bytes of the longest prefix at which a request of this very conversation ended; 0 for none."""
+        mine = self._of.get(conversation)
+        if not mine:
+            return 0
+        for index in range(len(chain.links) - 1, -1, -1):
+            for tail in (*self.tails(chain.links[index]), 0):
+                digest = chain.digest_at(index, tail)
+                node = self._nodes.get(digest) if digest is not None else None
+                if node is not None and conversation in node.conversations:
+                    return chain.sizes[index] + tail
+        return 0
+
+    def _evict(self, digest: bytes) -> None:
+        for conversation in tuple(self._nodes[digest].conversations):
+            mine = self._of[conversation]
+            mine.remove(digest)
+            if not mine:
+                del self._of[conversation]
+            tips = tuple(tip for tip in self._tips.get(conversation, ()) if tip != digest)
+            self._tips[conversation] = tips
+            if not tips:
+                del self._tips[conversation]
+            self._leave(digest, conversation)
+
+    def _leave(self, digest: bytes, conversation: str) -> None:
+        node = self._nodes.get(digest)
+        if node is None:
+            return
+        node.conversations.pop(conversation, None)
+        if node.conversations:
+            return
+        del self._nodes[digest]
+        end = node.end
+        if end.tail_bytes:
+            lengths = self._tails[end.link]
+            lengths[end.tail_bytes] -= 1
+            if not lengths[end.tail_bytes]:
+                del lengths[end.tail_bytes]
+            if not lengths:
+                del self._tails[end.link]
+
+
+class How(StrEnum):
+    EXPLICIT = "explicit"  # the request names its conversation
+    CONTINUED = "continued"  # it goes on from the newest request of a conversation
+    RETRIED = "retried"  # it repeats the newest request, which is not running any more
+    FORKED = "forked"  # it goes on from an older point, or repeats a request that is still running
+    NEW = "new"  # nothing of it is known
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    how: How
+    conversation: str | None  # None: a new one is to be made
+    parent: str | None  # whose decoder a fork starts on
+    known_bytes: int  # of the prompt, up to the known prefix
+
+
+def resolve_prefix(found: Found | None, end_digest: bytes, running: Callable[[str], bool]) -> Resolved:
+    """`running` says whether a conversation has a turn in flight."""
+    if found is None:
+        return Resolved(How.NEW, None, None, 0)
+    tips = [holder.conversation for holder in found.holders if holder.tip]
+    idle = [conversation for conversation in tips if not running(conversation)]
+    if found.digest == end_digest:
+        if idle:
+            return Resolved(How.RETRIED, idle[0], None, found.size)
+    elif tips:
+        return Resolved(How.CONTINUED, (idle or tips)[0], None, found.size)
+    return Resolved(How.FORKED, None, found.holders[0].conversation, found.size)

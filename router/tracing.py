@@ -1,0 +1,246 @@
+"""Spans of sampled turns by OpenTelemetry: identify, bind, prefill leg, transfer, decode leg.
+
+A client's `traceparent` decides whether its turn is sampled; without one a share of the turns is. A sampled
+turn's engines get a `traceparent` that names their leg's span; any other turn passes with its headers as they
+came. Nothing is done a token. Spans go to an OTLP receiver over HTTP from a thread of the SDK's; turns never
+wait for it: what a slow or missing receiver does not take is dropped, counted and said once for each time it
+begins. Loaded only where the fleet file asks for it (tests/router/test_tracing.py).
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from router import metrics
+from router.config import TracingConfig
+from router.http import RawHeaders
+
+log = logging.getLogger("conserve.router.tracing")
+
+MOST_WAITING = 2048  # turns
+_SPANS_A_TURN = 16  # at most: the SDK's queue never fills before ours
+_SPANS_AT_ONCE = 1536  # in one message: some 256 turns, 200 kB
+_EVERY_S = 1.0
+_SEND_S = 5.0  # one message, tries and pauses included
+_LAST_S = 2.0  # for what waits when the gateway stops
+_CONTEXT_HEADERS = frozenset({b"traceparent", b"tracestate"})
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+Value: TypeAlias = str | int
+
+
+class TurnTracer:
+    """The spans of one gateway process, from their sampling to their sending."""
+
+    def __init__(
+        self,
+        config: TracingConfig,
+        fleet: str,
+        gateway: str,
+        clock: Callable[[], float] = time.monotonic,
+        exporter: SpanExporter | None = None,
+    ) -> None:
+        made_by = {
+            "service.name": "conserve-gateway",
+            "service.namespace": fleet,
+            "service.instance.id": gateway,
+        }
+        # The resource and a receiver's key may also come from OTEL_RESOURCE_ATTRIBUTES and
+        # OTEL_EXPORTER_OTLP_HEADERS, as the SDK's documents say.
+        url = f"{config.endpoint.rstrip('/')}/v1/traces"
+        self._exporter = _CountingExporter(exporter or OTLPSpanExporter(url, timeout=_SEND_S))
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=Resource.create(made_by), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter, MOST_WAITING * _SPANS_A_TURN, _EVERY_S * 1e3, _SPANS_AT_ONCE
+            )
+        )
+        self._tracer = self._provider.get_tracer("conserve.router")
+        self._clock, self._sample, self._draw = clock, config.sample, random.random
+
+    def begin(
+        self, headers: RawHeaders, arrived_at: float, attributes: Mapping[str, Value]
+    ) -> "TurnTrace | None":
+        """The trace of a turn that came with these headers; None when it is not sampled."""
+        said: dict[str, str] = {}
+        for field, value in headers:
+            if (name := field.lower()) in _CONTEXT_HEADERS:
+                said.setdefault(name.decode(), value.decode("latin-1"))
+        context = _PROPAGATOR.extract(said, context=Context())
+        client = get_current_span(context).get_span_context()
+        if not (client.trace_flags.sampled if client.is_valid else self._draw() < self._sample):
+            return None
+        offset_ns = time.time_ns() - int(self._clock() * 1e9)
+        trace = TurnTrace(self._tracer, context, self._clock, offset_ns, arrived_at, self._exporter.admit)
+        trace.note(attributes)
+        return trace
+
+    def close(self) -> None:
+        """What waits is sent, for two seconds at most."""
+        bound = threading.Timer(_LAST_S, self._exporter.shutdown)
+        bound.start()
+        self._provider.shutdown()
+        bound.cancel()
+
+
+class TurnTrace:
+    """The spans of one turn. The stages follow one another; the legs may overlap."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        context: Context,
+        clock: Callable[[], float],
+        clock_to_time_of_day_ns: int,
+        arrived_at: float,
+        admit: Callable[[], bool],
+    ) -> None:
+        self._tracer, self._clock, self._admit = tracer, clock, admit
+        self._offset_ns = clock_to_time_of_day_ns  # set once a turn, so that its spans fit
+        self._turn = tracer.start_span("turn", context, SpanKind.SERVER, start_time=self._ns(arrived_at))
+        self._context = set_span_in_context(self._turn, Context())
+        self._spans: dict[Span, float | None] = {}  # those below the turn's, and when they ended
+        self._since = arrived_at  # where the next stage begins
+        self._prefilled_at: float | None = None
+        self._legs: dict[str, Span] = {}
+
+    def note(self, attributes: Mapping[str, Value]) -> None:
+        self._turn.set_attributes(attributes)
+
+    def identified(self, conversation: str, how: str) -> None:
+        self.note({"conserve.conversation": conversation})
+        self._stage("identify", {"conserve.how": how})
+
+    def bound(self, cause: str, decoder: str, prefiller: str | None) -> None:
+        chosen: dict[str, Value] = {"conserve.cause": cause, "conserve.decoder": decoder}
+        if prefiller:
+            chosen["conserve.prefiller"] = prefiller
+        self._stage("bind", chosen)
+
+    def leg(self, name: str, headers: RawHeaders, engine: str) -> RawHeaders:
+        """A leg begins: the headers as its engine gets them, with a `traceparent` that names its span."""
+        span = self._begin(name, SpanKind.CLIENT, self._clock(), {"conserve.engine": engine})
+        self._legs[name] = span
+        said: dict[str, str] = {}
+        _PROPAGATOR.inject(said, set_span_in_context(span, Context()))
+        kept = [pair for pair in headers if pair[0].lower() not in _CONTEXT_HEADERS]
+        return [*kept, *((field.encode(), value.encode("latin-1")) for field, value in said.items())]
+
+    def prefilled(self, prompt_tokens: int) -> None:
+        """`prompt_tokens` is 0 when the leg failed, and the decoder computes the prompt."""
+        self._prefilled_at = self._clock()
+        if (span := self._legs.pop("prefill leg", None)) is not None:
+            span.set_attribute("conserve.prompt_tokens", prompt_tokens)
+            if not prompt_tokens:
+                span.set_status(Status(StatusCode.ERROR, "the decoder computes the prompt"))
+            self._spans[span] = self._prefilled_at
+
+    def decoded(self, outcome: str, complete: bool, first_token_at: float | None) -> None:
+        """`transfer` is what the KV's way adds as its reader sees it: from the prefill's answer to the first
+        token. Of an answer that is not a stream nobody sees the first token, so it has no such span."""
+        now = self._clock()
+        if first_token_at is not None and (prefilled := self._prefilled_at) is not None:
+            moved = self._begin("transfer", SpanKind.INTERNAL, prefilled, {})
+            self._spans[moved] = max(first_token_at, prefilled)
+        if (span := self._legs.pop("decode leg", None)) is not None:
+            if first_token_at is not None:
+                span.add_event("first token", timestamp=self._ns(first_token_at))
+            span.set_attribute("conserve.outcome", outcome)
+            if not complete:
+                span.set_status(Status(StatusCode.ERROR, outcome))
+            self._spans[span] = now
+        self._prefilled_at = None
+        self._legs.clear()
+        self._since = now  # a turn whose decoder was lost is bound again
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Also of a turn that was refused or broke off: nothing stays open. All of it is sent, or nothing."""
+        if not self._admit():
+            return
+        now = self._clock()
+        for span, ended_at in (*self._spans.items(), (self._turn, None)):
+            if ended_at is None and kind is not None:
+                span.set_status(Status(StatusCode.ERROR, kind.__name__))
+            span.end(self._ns(now if ended_at is None else ended_at))
+
+    def _begin(self, name: str, kind: SpanKind, at: float, attributes: Mapping[str, Value]) -> Span:
+        span = self._tracer.start_span(name, self._context, kind, attributes, start_time=self._ns(at))
+        self._spans[span] = None
+        return span
+
+    def _stage(self, name: str, attributes: Mapping[str, Value]) -> None:
+        now = self._clock()
+        self._spans[self._begin(name, SpanKind.INTERNAL, self._since, attributes)] = now
+        self._since = now
+
+    def _ns(self, at: float) -> int:
+        return self._offset_ns + int(at * 1e9)
+
+
+class _CountingExporter(SpanExporter):
+    """An exporter with a bound on the turns that wait for it, which counts those whose spans are dropped."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._admitted = 0  # turns; by the event loop's thread
+        self._handled = 0  # by the SDK's thread
+        self._dropping = self._ended = False
+
+    def admit(self) -> bool:
+        if self._admitted - self._handled >= MOST_WAITING:
+            self._dropped("queue_full", 1)
+            return False
+        self._admitted += 1
+        return True
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        turns = sum(span.name == "turn" for span in spans)
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:  # the SDK goes on after a fault, and logs it
+            self._handled += turns
+            if result is SpanExportResult.SUCCESS:
+                self._dropping = False
+            else:
+                self._dropped("not_taken", turns)
+        return result
+
+    def shutdown(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._exporter.shutdown()
+
+    def _dropped(self, cause: str, turns: int) -> None:
+        metrics.TRACES_DROPPED.labels(cause).inc(turns)
+        if not self._dropping:
+            self._dropping = True
+            log.warning("traces of turns are dropped cause=%s", cause)

@@ -1,0 +1,184 @@
+"""The command line says what is wrong in a sentence, which fleet is meant, and what it is doing."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import psutil
+import pytest
+import typer
+
+from deploy.cli import application
+from deploy.cli.commands import run
+from deploy.cli.common import errors_as_sentences
+from deploy.home import FleetHome, RunRecord
+from deploy.lifecycle.status import fleet_status
+from deploy.ray.control import ControlError
+from kvtransfer.errors import ConnectorConfigError
+from router.errors import GatewayConfigError
+from tests.support.fleet import ROOT, conserve
+from workers.status import KeeperPhase, KeeperReport, KeeperStatus
+
+OURS = RunRecord(pid=41, started=1.0, ray_address="127.0.0.1:1")
+LAPTOP = ROOT / "configs" / "laptop.yaml"
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="conserve-"))  # a short path: sockets lie below it
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    for inner, one in getattr(command, "commands", {}).items():
+        yield from leaves(one, f"{name} {inner}")
+
+
+COMMANDS = dict(leaves(typer.main.get_command(application()), "conserve"))
+
+
+def up(base: Path, name: str, record: RunRecord) -> FleetHome:
+    """As `conserve up` writes it down."""
+    home = FleetHome.of(name, str(base))
+    home.create()
+    home.secret()
+    home.fleet_file.write_text(LAPTOP.read_text().replace("name: laptop", f"name: {name}"))
+    home.write_run(record)
+    return home
+
+
+def alive() -> RunRecord:
+    """Of a supervisor that runs: ourselves."""
+    return replace(OURS, pid=os.getpid(), started=psutil.Process().create_time())
+
+
+def test_a_good_file_is_valid(base: Path) -> None:
+    answer = conserve(base, "check", "configs/laptop.yaml")
+    assert answer.returncode == 0
+    assert "valid: fleet 'laptop', model small, 1 x prefill (prefill), 2 x decode (decode)" in answer.stdout
+
+
+def test_a_wrong_file_is_told_with_its_line_and_without_a_traceback(base: Path) -> None:
+    file = base / "wrong.yaml"
+    file.write_text(LAPTOP.read_text().replace("replicas: 2", "replcas: 2"))
+    for command in ("check", "up"):
+        answer = conserve(base, command, str(file))
+        assert answer.returncode == 1
+        assert "did you mean 'replicas'?" in answer.stderr
+        assert str(file) in answer.stderr
+        assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("error", [ConnectorConfigError, GatewayConfigError])
+def test_what_a_component_refuses_is_a_sentence(error: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), errors_as_sentences():
+        raise error("that cannot be")
+    assert capsys.readouterr().err == "conserve: that cannot be\n"
+
+
+def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = up(base, "laptop", alive())
+    names = ("prefill-0", "decode-0", "decode-1")
+    for name in names:
+        home.engine(name).mkdir(parents=True)
+        (home.engine(name) / "control").write_text(name)
+    all_asked = asyncio.Barrier(len(names))
+
+    class Keeper:
+        def __init__(self, control: str, *given: object) -> None:
+            self._control = control
+
+        async def __aenter__(self) -> "Keeper":
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            pass
+
+        async def info(self) -> KeeperReport:
+            await asyncio.wait_for(all_asked.wait(), 5)
+            if self._control == "decode-1":
+                raise ControlError("gone")
+            return KeeperReport(KeeperStatus(self._control, KeeperPhase.SERVING), None, None)
+
+    monkeypatch.setattr("deploy.lifecycle.status.ControlClient", Keeper)
+    found = {engine.engine: engine.phase for engine in fleet_status(home).engines}
+    assert found == {"prefill-0": "serving", "decode-0": "serving", "decode-1": "not started yet"}
+
+
+def test_what_is_not_up_is_told_as_such(base: Path) -> None:
+    answer = conserve(base, "status", "laptop")
+    assert (answer.returncode, answer.stderr.strip()) == (
+        1,
+        "conserve: fleet 'laptop' is not up; start it with: conserve up FILE",
+    )
+    assert "nothing was up" in conserve(base, "down", "laptop").stdout
+    assert "no engine 'decode-0'" in conserve(base, "logs", "decode-0", "--fleet", "laptop").stderr
+
+
+def test_without_a_name_it_is_the_only_fleet_that_is_up(base: Path) -> None:
+    for command in ("status", "down", "advise", "top"):
+        said = conserve(base, command).stderr
+        assert said == "conserve: no fleet is up on this machine; start one with: conserve up FILE\n"
+    up(base, "one", alive())
+    assert conserve(base, "status").stdout.startswith("one ")
+    up(base, "two", alive())
+    assert conserve(base, "status").stderr == "conserve: several fleets are up: one, two; say which\n"
+    assert conserve(base, "status", "two").stdout.startswith("two ")
+
+
+def test_a_fleet_that_starts_is_told_as_such(base: Path) -> None:
+    up(base, "one", alive())
+    said = conserve(base, "status").stdout
+    assert "0 of 3 engines serve; the endpoint is open when all do" in said
+    assert "directory" not in said
+    assert "still starting: see conserve status one" in conserve(base, "top").stderr
+
+
+def test_a_fleet_without_its_supervisor_is_told_as_such(base: Path) -> None:
+    up(base, "one", OURS)
+    assert "Its supervisor is gone" in conserve(base, "status").stdout
+
+
+def test_the_help_names_every_command(base: Path) -> None:
+    text = conserve(base, "--help").stdout
+    for name in (name.split()[1] for name in COMMANDS if name != "conserve"):
+        assert f" {name} " in text, name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_in_a_sentence_what_it_does(name: str) -> None:
+    said = (COMMANDS[name].help or "").strip()
+    assert said.endswith(".") and len(said.split()) > 3
+
+
+def ends_after(change: Callable[[], object], home: FleetHome) -> bool:
+    waiting = threading.Thread(target=run.wait_for_its_end, args=(home, 0.01), daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    change()
+    waiting.join(0.5)
+    return not waiting.is_alive()
+
+
+def test_up_ends_when_the_fleet_is_brought_down(base: Path) -> None:
+    home = up(base, "one", OURS)
+    assert ends_after(home.run_file.unlink, home)
+
+
+def test_up_ends_when_another_run_has_taken_its_place(base: Path) -> None:
+    home = up(base, "one", OURS)
+    assert ends_after(lambda: home.write_run(replace(OURS, pid=42, started=2.0)), home)
+
+
+def test_an_upgrade_does_not_end_up(base: Path) -> None:
+    home = up(base, "one", OURS)
+    assert not ends_after(lambda: home.write_run(replace(OURS, endpoint="http://127.0.0.1:8001")), home)

@@ -1,0 +1,150 @@
+"""Each component gets from a fleet file what it says, in its own configuration."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.fleet import FleetFileError, FleetSpec, load_fleet, parse_fleet
+from deploy.fleet.components import (
+    EngineName,
+    directory_settings,
+    engine_spec,
+    engines,
+    gateway_config,
+    keeper_settings,
+    placer_settings,
+    power_settings,
+    prefill_curves,
+    shared_tier,
+)
+from deploy.generated import SCHEMA_FILE
+from deploy.home import FleetHome
+from placement.fleet.policies import PlacingPolicy
+from router.config import Handover, dump, load
+
+CONFIGS = SCHEMA_FILE.parent
+HOME = FleetHome(Path("/state"))
+
+
+def fleet(name: str) -> FleetSpec:
+    return load_fleet(CONFIGS / f"{name}.yaml")
+
+
+def spec_of(wanted: FleetSpec, name: str) -> dict[str, object]:
+    engine = next(engine for engine in engines(wanted) if engine.name == name)
+    spec = engine_spec(wanted, engine, HOME, "10.1.2.3")
+    return {field: getattr(spec, field) for field in type(spec).__dataclass_fields__}
+
+
+def test_a_shared_tier_is_for_decoders_and_not_beside_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
+    text = (CONFIGS / "laptop.yaml").read_text() + "  kv_tiers: [host, lmcache]\n"
+    wanted = parse_fleet(text, "fleet.yaml")
+    tiers = {engine.name: shared_tier(wanted, engine, HOME) is not None for engine in engines(wanted)}
+    assert tiers == {"prefill-0": False, "decode-0": True, "decode-1": True}
+    assert placer_settings(wanted).shared_tier and not placer_settings(fleet("laptop")).shared_tier
+    with pytest.raises(FleetFileError, match="use one or the other"):
+        parse_fleet(text + "coserving:\n  enabled: true\n", "fleet.yaml")
+    monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: None)
+    with pytest.raises(FleetFileError, match=r"requirements/lmcache\.txt"):
+        parse_fleet(text, "fleet.yaml")
+
+
+def test_every_replica_of_every_tier_is_an_engine() -> None:
+    assert [engine.name for engine in engines(fleet("laptop"))] == ["prefill-0", "decode-0", "decode-1"]
+    assert len(list(engines(fleet("two-nodes")))) == 8
+
+
+def test_a_tiers_arguments_add_to_the_engines() -> None:
+    options = dict(spec_of(fleet("a40-paper"), "decode-2")["options"])  # type: ignore[call-overload]
+    assert options["max-num-seqs"] == 128
+    assert options["gpu-memory-utilization"] == 0.9
+    assert "max-num-seqs" not in dict(spec_of(fleet("a40-paper"), "prefill-0")["options"])  # type: ignore[call-overload]
+
+
+def test_engines_of_one_fleet_differ_and_stay_the_same_between_runs() -> None:
+    laptop = fleet("laptop")
+    prints = [engine_spec(laptop, engine, HOME, "h").fingerprint() for engine in engines(laptop)]
+    assert len(set(prints)) == 3
+    assert prints == [engine_spec(laptop, engine, HOME, "h").fingerprint() for engine in engines(laptop)]
+
+
+def test_only_decoders_of_a_coserving_fleet_coserve() -> None:
+    prefill, decode = spec_of(fleet("two-nodes"), "prefill-0"), spec_of(fleet("two-nodes"), "decode-0")
+    assert (prefill["scheduler_class"], prefill["additional"]) == (None, None)
+    assert str(decode["scheduler_class"]).startswith("workers.coserving.")
+    assert "coserving" in json.loads(str(decode["additional"]))
+
+
+def gpus_of(wanted: FleetSpec) -> tuple[str, ...]:
+    return power_settings(wanted, next(engines(wanted)), HOME, ("3",)).gpus
+
+
+def test_an_engines_power_is_that_of_gpus_it_asked_for_not_of_any_it_can_see() -> None:
+    text = (CONFIGS / "co-serving.yaml").read_text()
+    with_gpu = text.replace("{decode_tier: 1}", "{decode_tier: 1, GPU: 1}\n    power_cap_w: 200")
+    assert gpus_of(parse_fleet(text, "f")) == ()
+    assert gpus_of(parse_fleet(with_gpu, "f")) == ("3",)
+    assert gpus_of(fleet("a40-paper")) == ("3",)
+    with pytest.raises(FleetFileError, match=r"a power cap needs GPUs, but engine\.device is 'cpu'"):
+        parse_fleet(with_gpu.replace(", GPU: 1", ""), "f")
+
+
+def test_the_gateways_file_is_read_back_the_same(tmp_path: Path) -> None:
+    for name in ("laptop", "a40-paper", "two-nodes"):
+        config = gateway_config(fleet(name), "gateway-0", "10.0.0.1:99", "s" * 20, "10.0.0.1:77")
+        file = tmp_path / f"{name}.json"
+        file.write_bytes(dump(config))
+        assert load(file) == config
+
+
+def test_the_gateway_is_told_how_kv_is_handed_over() -> None:
+    laptop = gateway_config(fleet("laptop"), "g", "d:1", "s", "d:2")
+    nodes = gateway_config(fleet("two-nodes"), "g", "d:1", "s", "d:2")
+    assert (laptop.handover, nodes.handover) == (Handover.TOGETHER, Handover.IN_TURN)
+    assert laptop.reuse_port and nodes.reuse_port
+
+
+def test_the_gateways_limits_reach_both_of_its_sides() -> None:
+    text = (
+        "policy: collocated\ntiers: [{name: all, role: mixed, replicas: 1}]\n"
+        "gateway: {limits: {first_token_timeout: 7s, idle_timeout: 5s, request_timeout: 3s}}\n"
+    )
+    config = gateway_config(parse_fleet(text, "f.yaml"), "g", "d:1", "s", "d:2")
+    assert (config.upstream.first_byte_timeout_s, config.upstream.chunk_timeout_s) == (7, 5)
+    assert (config.limits.write_stall_s, config.limits.head_timeout_s) == (5, 3)
+
+
+def test_policy_and_times_reach_who_decides_by_them() -> None:
+    baseline = parse_fleet(
+        "policy: collocated\n"
+        "tiers: [{name: all, role: mixed, replicas: 2, prefill_curve: {a: 1, b: 2, c: 3}}]\n"
+        "conversation: {ttl: 5m, headroom_tokens: 7, redisaggregate_tokens: 11}\n",
+        "f.yaml",
+    )
+    settings = placer_settings(baseline)
+    assert settings.policy is PlacingPolicy.COLLOCATED
+    assert (settings.headroom_tokens, settings.redisaggregation.above_tokens) == (7, 11)
+    assert directory_settings(baseline).ttl_s == 300
+    assert prefill_curves(baseline)["all"].seconds(10) == 1 + 20 + 300
+    connector = engine_spec(baseline, EngineName("all-0", baseline.tiers[0]), HOME, "h").connector
+    assert connector is not None and not connector.transfer
+
+
+@pytest.mark.parametrize(("name", "together"), [("laptop", 1), ("a40-paper", None)])
+def test_engines_start_one_by_one_only_where_they_share_cores(name: str, together: int | None) -> None:
+    assert keeper_settings(fleet(name)).start_together == together
+
+
+def test_tracing_reaches_gateways_and_engines_which_record_what_a_gateway_samples() -> None:
+    plain = fleet("laptop")
+    block = "\nobserve: {tracing: {endpoint: 'http://collector:4318/', sample: 0.2}}\n"
+    traced = parse_fleet((CONFIGS / "laptop.yaml").read_text() + block, "traced")
+    assert gateway_config(plain, "gateway-0", "127.0.0.1:1", "s", "d:2").tracing is None
+    config = gateway_config(traced, "gateway-0", "127.0.0.1:1", "s", "d:2")
+    assert config.tracing is not None and config.tracing.sample == 0.2
+    off, on = spec_of(plain, "decode-0"), spec_of(traced, "decode-0")
+    assert "otlp-traces-endpoint" not in dict(off["options"])  # type: ignore[call-overload]
+    assert dict(on["options"])["otlp-traces-endpoint"] == "http://collector:4318/v1/traces"  # type: ignore[call-overload]
+    assert dict(on["env"])["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"  # type: ignore[call-overload]

@@ -1,0 +1,405 @@
+"""Every key of the fleet file reaches a component; every field of a component's configuration is set by a
+key, or nobody should set it."""
+
+import ast
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from deploy.fleet import FleetSpec
+from deploy.fleet.checks import check
+from deploy.fleet.components import (
+    batch_config,
+    directory_settings,
+    engine_spec,
+    engines,
+    gateway_config,
+    keeper_settings,
+    placer_settings,
+    power_settings,
+    prefill_curves,
+    scale_limits,
+    shared_tier,
+)
+from deploy.home import FleetHome
+from deploy.ray.common import control_resources, resources
+from deploy.ray.own_cluster import OwnCluster
+from kvtransfer.config import ConnectorConfig
+from placement.fleet.capacity import ScaleLimits, Thresholds
+from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import Redisaggregation
+from placement.fleet.prefillers import PrefillCurve
+from placement.iteration.interface import ServingSettings
+from placement.iteration.interface import TurnTargets as ServingSlo
+from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
+from router.config import GatewayConfig, ServedModel, SloTargets, TracingConfig
+from router.directory.directory import DirectorySettings
+from router.http import ServerLimits, UpstreamLimits
+from tests.support.fleet import ROOT
+from workers.coserving.config import CoServingConfig
+from workers.keeper import KeeperSettings
+from workers.launch import LaunchSpec, Start, engine_command
+from workers.power.engine_power import PowerSettings
+
+HOME = FleetHome(Path("/state/fleets/base"))
+CONFIGURATIONS = {
+    *(GatewayConfig, ServedModel, SloTargets, TracingConfig, ServerLimits, UpstreamLimits),
+    *(BatchConfig, BatchLimits, DispatchSettings),
+    *(DirectorySettings, Thresholds),
+    *(PlacerSettings, Redisaggregation, PrefillCurve, ScaleLimits),
+    *(LaunchSpec, KeeperSettings, PowerSettings, ConnectorConfig),
+    *(CoServingConfig, ServingSettings, ServingSlo),
+}
+
+BASE: dict[str, Any] = {
+    "name": "base",
+    "tiers": [
+        {"name": "prefill", "role": "prefill"},
+        {"name": "decode", "role": "decode", "replicas": 2, "autoscale": {"min": 1, "max": 8},
+         "prefill_curve": {"a": 1, "b": 1, "c": 1}},
+    ],
+    "coserving": {"enabled": True},
+    "observe": {"tracing": {"endpoint": "http://collector:4318"}},
+}
+
+
+class Everything:
+    """What components get from a fleet file."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        fleet = self.fleet = FleetSpec.model_validate(content)
+        assert list(check(fleet)) == []
+        self.names = [engine.name for engine in engines(fleet)]
+        decode = list(engines(fleet))[-1]
+        home = FleetHome.of(fleet.name, "/state")
+        self.engine = engine_spec(fleet, decode, home, "10.0.0.1")
+        start = Start(epoch=1, http_port=2, transfer_port=3)
+        command = engine_command(self.engine, start, "secret", {"PATH": "/bin"})
+        self.argv, self.env = " ".join(command.argv), command.env
+        self.keeper = keeper_settings(fleet)
+        self.power = power_settings(fleet, decode, home, ("0",))
+        self.shared_tier = shared_tier(fleet, decode, home)
+        self.placer, self.curves = placer_settings(fleet), dict(prefill_curves(fleet))
+        self.directory = directory_settings(fleet)
+        self.gateway = gateway_config(fleet, "gateway-0", "10.0.0.1:9", "secret", "10.0.0.1:8")
+        self.batch = batch_config(fleet, home, "10.0.0.1:9", "secret", "10.0.0.1", 8)
+        limits = decode.tier.autoscale
+        self.scale = scale_limits(fleet, limits) if limits else None
+        self.coserving = CoServingConfig.from_additional_config(json.loads(self.engine.additional or "{}"))
+        self.resources, self.control = resources(decode.tier.resources), control_resources(fleet)
+        self.cluster = OwnCluster.of(fleet, home, 1, 2)
+
+    def settings(self) -> Iterator[tuple[tuple[type, str], Any]]:
+        for value in vars(self).values():
+            yield from settings(value)
+
+
+def settings(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
+    """Type, name and value of every field of the configurations in it."""
+    if type(value) in CONFIGURATIONS:
+        for field in fields(value):
+            inner = getattr(value, field.name)
+            yield (type(value), field.name), inner
+            yield from settings(inner)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from settings(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from settings(one)
+
+
+@dataclass(frozen=True)
+class Case:
+    value: Any
+    arrives: Callable[[Everything], Any]
+    expected: Any = None  # where that is not the value
+    base: tuple[tuple[str, Any], ...] = ()  # keys without which it would have no effect
+
+
+def case(value: Any, arrives: Callable[[Everything], Any], expected: Any = None, **base: Any) -> Case:
+    return Case(value, arrives, expected, tuple((key.replace("__", "."), one) for key, one in base.items()))
+
+
+def server_limits(got: Everything) -> tuple[ServerLimits, ServerLimits]:
+    return got.gateway.limits, got.batch.server
+
+
+LMCACHE = {"kv__kv_tiers": ["host", "lmcache"], "coserving__enabled": False}
+COLLOCATED = {"coserving__enabled": False, "policy": "collocated"}
+CASES = {
+    "name": case("other", lambda got: got.gateway.fleet),
+    "policy": case("collocated", lambda got: got.placer.policy),
+    "model.path": case("Qwen/Qwen3-8B", lambda got: got.engine.model),
+    "model.served_name": case("qwen", lambda got: got.gateway.models[0].name),
+    "model.aliases": case(
+        ["gpt"], lambda got: (got.gateway.models[0].aliases, "small gpt" in got.argv), (("gpt",), True)
+    ),
+    "model.embeddings": case(
+        True,
+        lambda got: (got.batch.models[0].embeddings, "--runner pooling" in got.argv),
+        (True, True),
+        **COLLOCATED,
+    ),
+    "model.dtype": case("float16", lambda got: got.engine.dtype),
+    "model.max_context": case(4096, lambda got: got.engine.max_context),
+    "engine.device": case("cpu", lambda got: got.engine.device),
+    "engine.args": case({"max-num-seqs": 7}, lambda got: "--max-num-seqs 7" in got.argv, True),
+    "engine.env": case({"A_NAME": "b"}, lambda got: got.env.get("A_NAME"), "b"),
+    "engine.threads": case(3, lambda got: got.env.get("OMP_NUM_THREADS"), "3", engine__device="cpu"),
+    "engine.start_together": case(5, lambda got: got.keeper.start_together),
+    "engine.start_limit": case(11, lambda got: got.keeper.start_limit_s),
+    "engine.stall_limit": case(12, lambda got: got.keeper.stall_limit_s),
+    "engine.health_interval": case(13, lambda got: got.keeper.health_interval_s),
+    "engine.health_misses": case(14, lambda got: got.keeper.health_misses),
+    "engine.lease": case(
+        15, lambda got: (got.keeper.lease_s, got.directory.settle_s, got.power.grace_s), (15, 15, 45)
+    ),
+    "tiers.name": case("decoders", lambda got: got.names[-1], "decoders-1"),
+    "tiers.role": case("mixed", lambda got: got.engine.role, **COLLOCATED),
+    "tiers.replicas": case(3, lambda got: len(got.names), 4),
+    "tiers.autoscale.min": case(2, lambda got: got.scale and got.scale.least),
+    "tiers.autoscale.max": case(9, lambda got: got.scale and got.scale.most),
+    "tiers.resources": case({"GPU": 2, "rack": 1}, lambda got: got.resources["num_gpus"], 2),
+    "tiers.power_cap_w": case(200, lambda got: got.power.cap_w),
+    "tiers.prefill_curve.a": case(5, lambda got: got.curves["decode"].a),
+    "tiers.prefill_curve.b": case(6, lambda got: got.curves["decode"].b),
+    "tiers.prefill_curve.c": case(7, lambda got: got.curves["decode"].c),
+    "tiers.args": case({"max-num-seqs": 8}, lambda got: "--max-num-seqs 8" in got.argv, True),
+    "tiers.env": case({"A_NAME": "c"}, lambda got: got.env.get("A_NAME"), "c"),
+    "gateway.host": case("0.0.0.0", lambda got: got.gateway.host),
+    "gateway.port": case(8001, lambda got: got.gateway.port),
+    "gateway.api_keys": case(["k"], lambda got: got.gateway.api_keys, ("k",)),
+    "gateway.admin_keys": case(["a"], lambda got: got.gateway.admin_keys, ("a",)),
+    "gateway.limits.body_mib": case(
+        1.5, lambda got: [one.max_body_bytes for one in server_limits(got)], [3 << 19, 3 << 19]
+    ),
+    "gateway.limits.headers": case(10, lambda got: [one.max_headers for one in server_limits(got)], [10, 10]),
+    "gateway.limits.header_kib": case(
+        2, lambda got: [one.max_head_bytes for one in server_limits(got)], [2048, 2048]
+    ),
+    "gateway.limits.connections": case(99, lambda got: got.gateway.limits.max_connections),
+    "gateway.limits.request_timeout": case(
+        3, lambda got: [(one.head_timeout_s, one.body_timeout_s) for one in server_limits(got)], [(3, 3)] * 2
+    ),
+    "gateway.limits.first_token_timeout": case(
+        4, lambda got: [one.upstream.first_byte_timeout_s for one in (got.gateway, got.batch)], [4, 4]
+    ),
+    "gateway.limits.idle_timeout": case(
+        5,
+        lambda got: (
+            [one.upstream.chunk_timeout_s for one in (got.gateway, got.batch)],
+            [one.write_stall_s for one in server_limits(got)],
+        ),
+        ([5, 5], [5, 5]),
+    ),
+    "conversation.ttl": case(
+        "5m", lambda got: (got.directory.ttl_s, got.engine.connector.ttl_s), (300, 360)
+    ),
+    "conversation.park_after": case(7, lambda got: got.engine.connector.park_after_s),
+    "conversation.redisaggregate_tokens": case(
+        11, lambda got: [one.redisaggregation.above_tokens for one in (got.gateway, got.placer)], [11, 11]
+    ),
+    "conversation.redisaggregate_share": case(
+        0.2, lambda got: [one.redisaggregation.min_share for one in (got.gateway, got.placer)], [0.2, 0.2]
+    ),
+    "conversation.headroom_tokens": case(12, lambda got: got.placer.headroom_tokens),
+    "conversation.decoder_wait": case(13, lambda got: got.gateway.place_wait_s),
+    "conversation.prefiller_wait": case(14, lambda got: got.placer.max_prefill_wait_s),
+    "slos.ttfet": case(1.5, lambda got: got.gateway.slo.ttfet_s),
+    "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slo.last_turn_tbt_s, 0.05),
+    "slos.e2e": case(60, lambda got: got.gateway.slo.e2e_s),
+    "transfer.backend": case(
+        "nixl", lambda got: (got.engine.connector.backend, got.gateway.handover), ("nixl", "in_turn")
+    ),
+    "transfer.lease": case(16, lambda got: got.engine.connector.lease_s),
+    "transfer.staging_gib": case(1.5, lambda got: got.engine.connector.staging_gib),
+    "transfer.timeout": case(17, lambda got: got.engine.connector.timeout_s),
+    "kv.host_kv_gib": case(2, lambda got: got.engine.connector.host_kv_gib),
+    "kv.kv_tiers": case(
+        ["lmcache"], lambda got: (got.placer.shared_tier, got.engine.connector.host_kv_gib), (True, 0),
+        coserving__enabled=False,
+    ),
+    "kv.lmcache.gib": case(3, lambda got: got.shared_tier and got.shared_tier.gib, **LMCACHE),
+    "kv.lmcache.timeout": case(2, lambda got: got.engine.connector.lmcache_timeout_s, **LMCACHE),
+    "coserving.enabled": case(False, lambda got: got.engine.scheduler_class is None, True),
+    "coserving.policy": case("bros", lambda got: got.coserving.serving.policy),
+    "coserving.ttft": case(1.5, lambda got: got.coserving.serving.slo.ttft_s),
+    "coserving.tbt": case(0.5, lambda got: got.coserving.serving.slo.tbt_s),
+    "coserving.margin": case(0.25, lambda got: got.coserving.serving.margin),
+    "coserving.safepoints": case(False, lambda got: got.coserving.serving.safepoints),
+    "coserving.safepoint_layers": case(4, lambda got: got.coserving.safepoint_every),
+    "coserving.offline_share": case(0.25, lambda got: got.coserving.serving.offline_share),
+    "coserving.ageing": case("30s", lambda got: got.coserving.serving.ageing_s, 30),
+    "batch.enabled": case(False, lambda got: got.gateway.batch is None, True),
+    "batch.max_requests": case(9, lambda got: got.batch.limits.requests_per_batch),
+    "batch.max_file_mib": case(
+        0.5,
+        lambda got: (got.batch.limits.file_bytes, got.gateway.batch.max_file_bytes),
+        (1 << 19, 1 << 19),
+    ),
+    "batch.in_flight_per_engine": case(9, lambda got: got.batch.dispatch.max_in_flight),
+    "batch.harvest_prefill": case(True, lambda got: got.batch.dispatch.harvest_prefill),
+    "batch.keep_free": case(0.25, lambda got: got.batch.dispatch.keep_free_fraction),
+    "batch.ageing": case("1m", lambda got: got.batch.dispatch.ageing_s, 60),
+    "batch.file_ttl": case("1h", lambda got: got.batch.file_ttl_s, 3600),
+    "batch.database": case("sqlite:///x", lambda got: got.batch.store_url),
+    "batch.files": case("/files", lambda got: got.batch.files_url),
+    "capacity.window": case(30, lambda got: got.placer.capacity_window_s),
+    "capacity.high": case(
+        0.9, lambda got: (got.directory.thresholds.high, got.scale.thresholds.high), (0.9, 0.9)
+    ),
+    "capacity.target": case(
+        0.6, lambda got: (got.directory.thresholds.target, got.scale.thresholds.target), (0.6, 0.6)
+    ),
+    "capacity.low": case(
+        0.2, lambda got: (got.directory.thresholds.low, got.scale.thresholds.low), (0.2, 0.2)
+    ),
+    "capacity.cool_down": case(18, lambda got: got.scale.cool_down_s),
+    "capacity.calm": case(19, lambda got: got.scale.calm_s),
+    "observe.tracing.endpoint": case(
+        "http://other:1", lambda got: (got.gateway.tracing.endpoint, "http://other:1/v1/traces" in got.argv),
+        ("http://other:1", True),
+    ),
+    "observe.tracing.sample": case(0.5, lambda got: got.gateway.tracing.sample),
+    "ray.address": case("10.0.0.1:6379", lambda got: "conserve_control" in got.control["resources"], False),
+    "ray.control_resources": case({"CPU": 2}, lambda got: got.control["num_cpus"], 2),
+    "ray.object_store_mib": case(200, lambda got: got.cluster.object_store_bytes, 200 << 20),
+    "ray.dashboard": case(True, lambda got: got.cluster.dashboard),
+}  # fmt: skip
+
+# Keys that an actor reads from the fleet itself.
+DIRECT = {
+    "gateway.processes": ["deploy/ray/gateway_actor.py"],
+    "capacity.drain": ["deploy/ray/autoscaler_actor.py", "deploy/lifecycle/upgrade.py"],
+}
+
+# Fields that no key sets, and why.
+IDENTITY = "of one engine or process: its name, its place, its addresses, what it shares with the others"
+MEASURED = "measured by `conserve profile`, or written for a benchmark"
+SIMULATED = "`conserve simulate` sets it; live engines do not cut prompts by it yet"
+CONSTANT = "bounds and periods of the implementation, which nobody should have to know"
+NOT_SET: dict[type, dict[str, str]] = {
+    GatewayConfig: {
+        "directory name reuse_port metrics_host directory_secret": IDENTITY,
+        "tokens_per_byte drain_s": CONSTANT,
+    },
+    BatchConfig: {"directory secret host port": IDENTITY, "flex_timeout_s": CONSTANT},
+    BatchLimits: {"line_bytes reported_errors": CONSTANT},
+    DispatchSettings: {
+        "max_tries request_timeout_s blind_window backoff_first_s backoff_max_s cancel_grace_s tick_s "
+        "lost_after_s": CONSTANT
+    },
+    ServerLimits: {
+        "max_url_bytes idle_timeout_s write_high_bytes write_low_bytes read_high_bytes linger_s": CONSTANT
+    },
+    UpstreamLimits: {
+        "max_connections acquire_timeout_s connect_timeout_s idle_timeout_s max_head_bytes": CONSTANT
+    },
+    PlacerSettings: {
+        "fill retry_no_capacity_s retry_no_engine_s local_prefill_without_prefiller forget_prefill_after_s":
+            CONSTANT,
+        "first_turns last_resort_fill": SIMULATED,
+    },
+    DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
+    KeeperSettings: {
+        "warm_limit_s tier_limit_s health_timeout_s end_grace_s backoff_first_s backoff_longest_s "
+        "calm_after_s": CONSTANT
+    },
+    LaunchSpec: {"host": IDENTITY},
+    PowerSettings: {"record": IDENTITY, "interval_s": CONSTANT},
+    ConnectorConfig: {"engine epoch host port feed lmcache safepoint": IDENTITY},
+    CoServingConfig: {"model profiled iteration_log": MEASURED},
+}  # fmt: skip
+
+# Fields that a fleet sets from another key than the one they are named for, so that their own default is for
+# a component by itself.
+DERIVED = {
+    (KeeperSettings, "start_together"),  # by the device
+    (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers
+    (ConnectorConfig, "plugins"),  # by coserving.enabled
+    (CoServingConfig, "profiles"),  # where this machine has them
+    (LaunchSpec, "options"),
+    (LaunchSpec, "env"),
+}
+
+
+def keys(spec: type[BaseModel], path: str = "") -> Iterator[str]:
+    for name, field in spec.model_fields.items():
+        inner = _specs(field.annotation)
+        if inner:
+            yield from keys(inner[0], f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def _specs(kind: Any) -> list[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [spec for part in get_args(kind) for spec in _specs(part)]
+
+
+def made(*changes: tuple[str, Any]) -> Everything:
+    """Everything of the base file with these keys; those of tiers in the last tier."""
+    content = copy.deepcopy(BASE)
+    for path, value in changes:
+        *way, last = path.replace("slos.", "slos.default.").split(".")
+        block: Any = content
+        for step in way:
+            block = block[-1] if isinstance(block, list) else block
+            block = block.setdefault(step, {})
+        (block[-1] if isinstance(block, list) else block)[last] = value
+    return Everything(content)
+
+
+def test_every_key_has_a_case() -> None:
+    assert sorted([*CASES, *DIRECT]) == sorted(keys(FleetSpec))
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_arrives(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
+    one = CASES[key]
+    expected = one.value if one.expected is None else one.expected
+    assert one.arrives(made(*one.base)) != expected
+    assert one.arrives(made(*one.base, (key, one.value))) == expected
+
+
+@pytest.mark.parametrize("key", DIRECT)
+def test_a_key_is_read(key: str) -> None:
+    for file in DIRECT[key]:
+        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+        assert any(isinstance(node, ast.Attribute) and ast.unparse(node).endswith(key) for node in nodes)
+
+
+@pytest.fixture
+def set_by_keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[type, str]]:
+    monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
+    found = set()
+    for key, one in CASES.items():
+        before, after = made(*one.base), made(*one.base, (key, one.value))
+        old = list(before.settings())
+        found |= {place for place, value in after.settings() if (place, value) not in old}
+    return found
+
+
+def test_every_field_is_set_by_a_key_or_nobody_should_set_it(set_by_keys: set[tuple[type, str]]) -> None:
+    missing = {(kind, field.name) for kind in CONFIGURATIONS for field in fields(kind)} - set_by_keys
+    assert missing == {(kind, name) for kind, names in NOT_SET.items() for name in " ".join(names).split()}
+
+
+def test_a_default_stands_in_one_place(set_by_keys: set[tuple[type, str]]) -> None:
+    """What a fleet gets without a key is what its components take by themselves."""
+    defaults = {
+        (kind, field.name): field.default for kind in CONFIGURATIONS for field in fields(kind)
+        if field.default not in (MISSING, None) and (kind, field.name) in set_by_keys - DERIVED
+    }  # fmt: skip
+    got = made(("name", "fleet"), ("observe", {"tracing": {"endpoint": "http://c:1"}}))
+    other = {place: value for place, value in got.settings() if defaults.get(place, value) != value}
+    assert other == {}

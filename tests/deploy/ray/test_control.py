@@ -1,0 +1,104 @@
+"""What a keeper says over gRPC is what the other side reads, and only who has the secret may ask."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from deploy.ray.control import ControlClient, ControlError, ControlServer
+from kvtransfer.feed import FeedError
+from tests.workers.test_status import INFO, STATE
+from workers.status import KeeperPhase, StatusStore
+
+SECRET = "a-secret-of-16-chars"
+
+
+@dataclass
+class Feed:
+    """An engine that holds the conversation `known`."""
+
+    drained: list[bool] = field(default_factory=list)
+    reachable: bool = True
+
+    async def release(self, conversation: str) -> bool:
+        if not self.reachable:
+            raise FeedError("the engine does not listen at present")
+        return conversation == "known"
+
+    async def drain(self, on: bool) -> None:
+        self.drained.append(on)
+
+
+@dataclass
+class Rig:
+    store: StatusStore
+    feed: Feed
+    server: ControlServer
+    address: str
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    store, feed = StatusStore("decode-0"), Feed()
+    server = ControlServer(store, feed, SECRET)
+    address = await server.start("127.0.0.1")
+    yield Rig(store, feed, server, address)
+    await server.stop()
+
+
+async def test_watching_gives_what_the_board_has(rig: Rig) -> None:
+    rig.store.engine_up(INFO)
+    rig.store.engine_state(STATE)
+    rig.store.tell(KeeperPhase.SERVING, pid=12, log_lines=("one", "two"))
+    async with ControlClient(rig.address, SECRET) as client:
+        reports = client.watch()
+        first = await anext(reports)
+        assert first == rig.store.report
+        rig.store.engine_down()
+        gone = await anext(reports)
+        assert (gone.info, gone.over) == (None, INFO.epoch)
+        await reports.aclose()
+
+
+async def test_commands_reach_the_engine(rig: Rig) -> None:
+    async with ControlClient(rig.address, SECRET) as client:
+        assert await client.release("known")
+        assert not await client.release("other")
+        await client.drain()
+        await client.drain(False)
+    assert rig.feed.drained == [True, False]
+
+
+async def test_an_engine_out_of_reach_is_an_error_with_its_reason(rig: Rig) -> None:
+    rig.feed.reachable = False
+    async with ControlClient(rig.address, SECRET) as client:
+        with pytest.raises(ControlError, match="does not listen at present"):
+            await client.release("known")
+
+
+async def test_without_the_secret_nothing_is_told_or_done(rig: Rig) -> None:
+    async with ControlClient(rig.address, "wrong") as client:
+        with pytest.raises(ControlError, match="secret is missing or wrong"):
+            await client.release("known")
+        with pytest.raises(ControlError, match="secret is missing or wrong"):
+            await anext(client.watch())
+
+
+async def test_a_keeper_that_goes_away_ends_the_watch(rig: Rig) -> None:
+    async with ControlClient(rig.address, SECRET) as client:
+        reports = client.watch()
+        await anext(reports)
+        await rig.server.stop()
+        with pytest.raises(ControlError, match=r"went away|ended the stream"):
+            await asyncio.wait_for(anext(reports), 5)
+
+
+async def test_a_restarted_keeper_listens_where_it_did(rig: Rig) -> None:
+    port = int(rig.address.rsplit(":", 1)[1])
+    await rig.server.stop()
+    again = ControlServer(rig.store, rig.feed, SECRET)
+    try:
+        assert await again.start("127.0.0.1", port) == rig.address
+    finally:
+        await again.stop()

@@ -1,0 +1,20 @@
+"""Files made from the code hold what the code says, and nothing by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.generated import GRAFANA, generated
+
+GENERATED = generated()
+
+
+@pytest.mark.parametrize("file", GENERATED, ids=lambda file: file.name)
+def test_a_generated_file_is_current(file: Path) -> None:
+    assert file.read_text() == GENERATED[file], "run: python -m deploy.generated"
+
+
+def test_no_dashboard_is_left_over() -> None:
+    assert set(GRAFANA.glob("*.json")) == {file for file in GENERATED if file.parent == GRAFANA}
+    assert all(json.loads(file.read_text())["panels"] for file in GRAFANA.glob("*.json"))

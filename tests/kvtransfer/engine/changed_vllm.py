@@ -1,0 +1,31 @@
+"""Another vLLM than the pinned one, loaded by an engine by name: a signature of each table is changed."""
+
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine.core import EngineCore
+
+from kvtransfer.connector import ConServeConnector
+from workers.coserving.scheduler import CoServingScheduler
+
+
+def _touch(self: BlockPool, block_ids: list[int]) -> None:
+    raise AssertionError("an engine on a changed vLLM has served")
+
+
+def _preprocess(self: EngineCore, client_request: Any) -> Any:
+    raise AssertionError("an engine on a changed vLLM has served")
+
+
+class ConnectorOnChangedVllm(ConServeConnector):
+    """The patch is made where the engine makes its connector: its front end loads this module too."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        BlockPool.touch = _touch
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class SchedulerOnChangedVllm(CoServingScheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        EngineCore.preprocess_add_request = _preprocess
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,246 @@
+"""What is relied on of vLLM is checked, and is in two modules only."""
+
+import ast
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from kvtransfer import vllm_internals
+from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.vllm_internals import CONNECTOR, WORKER, ReliedOn, UnsupportedVllmError, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
+CONTACTS = {"kvtransfer/vllm_internals.py", "workers/coserving/vllm_internals.py"}
+# Not private by name, and still no interface.
+INTERNAL = {
+    "discard_request_mask", "execute_model_state", "free_block_queue", "is_prefill_chunk",
+    "iter_blocks_after", "kv_connector_output", "kv_holding_waiting", "last_read", "num_cached_block",
+    "req_to_blocks", "single_type_managers",
+}  # fmt: skip
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BY_NAME = ("getattr", "setattr")
+
+
+@pytest.mark.parametrize("table", [CONNECTOR, WORKER], ids=["connector", "worker"])
+def test_the_installed_release_is_the_one_written_for(table: ReliedOn) -> None:
+    verify(table)
+
+
+@pytest.mark.parametrize("release", ["0.31.4", "0.33.0", "1.0.0", "0.320.0"])
+def test_another_release_is_refused(release: str) -> None:
+    with pytest.raises(UnsupportedVllmError, match=rf"this is {release}: install vllm==0\.32\.0"):
+        verify(CONNECTOR, release)
+
+
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "touch", lambda self, block_ids: None)
+    with pytest.raises(UnsupportedVllmError, match=r"touch\(self, blocks\) is relied on.*block_ids"):
+        verify(CONNECTOR)
+
+
+def test_an_attribute_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "__init__", lambda self: None)
+    with pytest.raises(UnsupportedVllmError, match=r"BlockPool\.\w+ is relied on, but does not exist"):
+        verify(CONNECTOR)
+
+
+class Mentions:
+    def __init__(self, other: Any) -> None:
+        self.sets = other.reads
+
+
+def test_an_attribute_that_is_only_read_is_not_there() -> None:
+    table = ReliedOn({}, {f"{__name__}:Mentions": ("sets", "reads")})
+    assert list(vllm_internals.differences(table)) == ["Mentions.reads is relied on, but does not exist"]
+
+
+class HealthyAdapter:
+    def __init__(self) -> None:
+        self._health_event = threading.Event()
+
+
+class AnotherAdapter:
+    def __init__(self) -> None:
+        self._healthy = True
+
+
+@pytest.mark.parametrize("adapter", [HealthyAdapter, AnotherAdapter])
+def test_an_lmcache_without_the_event_that_is_cleared_is_refused(
+    adapter: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Connector:
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+            self.worker_adapter = adapter()
+
+    package = "lmcache.integration.vllm"
+    stand_ins = {
+        "lmcache": {}, "lmcache.integration": {}, package: {},
+        f"{package}.lmcache_mp_connector": {"LMCacheMPConnector": Connector},
+        f"{package}.vllm_multi_process_adapter": {"LMCacheMPWorkerAdapter": adapter},
+    }  # fmt: skip
+    for name, content in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "kvtransfer.lmcache", raising=False)
+    guarded = import_module("kvtransfer.lmcache").GuardedLMCache
+    monkeypatch.delitem(sys.modules, "kvtransfer.lmcache")  # of the stand-in
+    if adapter is AnotherAdapter:
+        with pytest.raises(ConnectorConfigError, match=r"_health_event is relied on.*lmcache\.txt"):
+            guarded(None, None)
+    else:
+        assert isinstance(guarded(None, None).worker_adapter, HealthyAdapter)
+
+
+def test_code_that_does_without_what_was_relied_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "free_blocks", lambda self, ordered_blocks: self.free_blocks)
+    with pytest.raises(UnsupportedVllmError, match=r"free_blocks is relied on to use append_n, but does not"):
+        verify(CONNECTOR)
+
+
+def test_a_class_that_moved_is_a_difference_and_not_an_import_error() -> None:
+    table = ReliedOn({"vllm.v1.core.elsewhere:BlockPool": {"touch": ("self", "blocks")}}, {})
+    assert list(vllm_internals.differences(table)) == [
+        "BlockPool.touch(self, blocks) is relied on, but does not exist"
+    ]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name.strip("_") != ""
+
+
+def contacts(source: str) -> Iterator[str]:
+    """Private and patched names of vLLM in a module of ours."""
+    tree = ast.parse(source)
+    imported = set(names_from_vllm(tree))
+    own = own_names(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "vllm":
+                yield from (n for n in [*module.split("."), *(a.name for a in names)] if is_private(n))
+            case ast.Attribute(attr=name) if name in INTERNAL:
+                yield name
+            case ast.Attribute(attr=name, value=ast.Name(id="self" | "cls")) if is_private(name):
+                if name not in own:
+                    yield name
+            case ast.Attribute(attr=name) if is_private(name):
+                yield name
+            case ast.Call(func=ast.Name(id=called), args=[_, ast.Constant(value=str(name)), *_]):
+                if called in BY_NAME and (is_private(name) or name in INTERNAL):
+                    yield name
+        for target in assigned(node):
+            if isinstance(target, ast.Attribute) and root_of(target) in imported:
+                yield f"{ast.unparse(target)} patched"
+
+
+def names_from_vllm(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.asname or "vllm" for a in node.names if a.name.split(".")[0] == "vllm")
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Names that classes here define or assign to themselves."""
+    methods = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+    fields = {t.id for node in ast.walk(tree) for t in assigned(node) if isinstance(t, ast.Name)}
+    attributes = {t.attr for node in ast.walk(tree) for t in assigned(node) if isinstance(t, ast.Attribute)}
+    return methods | fields | attributes
+
+
+def assigned(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            flat = [t.elts if isinstance(t, ast.Tuple) else [t] for t in targets]
+            return [one for targets in flat for one in targets]
+        case ast.AnnAssign(target=target) | ast.AugAssign(target=target):
+            return [target]
+        case ast.Call(func=ast.Name(id="setattr"), args=[target, ast.Constant(value=str(name)), *_]):
+            return [ast.Attribute(target, name, ast.Store())]
+    return []
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def near_vllm() -> list[Path]:
+    """Modules that import vLLM, or are handed its objects."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            handed = package == "kvtransfer" or name.startswith(("workers/coserving/", "workers/cpu_worker"))
+            if name not in CONTACTS and (handed or set(names_from_vllm(ast.parse(path.read_text())))):
+                found.append(path)
+    return found
+
+
+def test_no_other_module_uses_private_names_of_vllm_or_patches_it() -> None:
+    wrong = {
+        path.relative_to(ROOT).as_posix(): found
+        for path in near_vllm()
+        if (found := sorted(set(contacts(path.read_text()))))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from vllm.v1.core.block_pool import _Pool", ["_Pool"]),
+        ("from vllm._custom_ops import swap", ["_custom_ops"]),
+        ("def f(scheduler):\n    return scheduler._inflight", ["_inflight"]),
+        ("def f(pool):\n    return pool.free_block_queue.iter_blocks_after(None)", None),
+        ("def f(runner):\n    runner._model_forward = None", ["_model_forward"]),
+        ("def f(core):\n    return getattr(core, '_step')", ["_step"]),
+        ("from vllm.v1.engine.core import EngineCore\nEngineCore.step = None", ["EngineCore.step patched"]),
+        ("import vllm.v1.engine.core\nvllm.v1.engine.core.x = 1", ["vllm.v1.engine.core.x patched"]),
+        ("from vllm import LLM\nsetattr(LLM, 'chat', None)", ["LLM.chat patched"]),
+        ("class A(Scheduler):\n    def f(self):\n        return self._inflight", ["_inflight"]),
+        ("class A(Scheduler):\n    def _f(self):\n        super()._f()", ["_f"]),
+        ("class A:\n    def f(self):\n        self._a = 1\n        return self._a", []),
+    ],
+)
+def test_what_it_finds(source: str, found: list[str] | None) -> None:
+    wanted = sorted(["free_block_queue", "iter_blocks_after"]) if found is None else found
+    assert sorted(set(contacts(source))) == wanted
+
+
+def private_names(cls: type) -> set[str]:
+    """What a class defines, and what its `__init__` sets or reads."""
+    code = getattr(inspect.unwrap(vars(cls).get("__init__", lambda: None)), "__code__", None)
+    return {name for name in (*vars(cls), *getattr(code, "co_names", ())) if is_private(name)} - {"_abc_impl"}
+
+
+def test_no_class_elsewhere_overrides_what_is_private_in_vllm() -> None:
+    wrong = []
+    for path in near_vllm():
+        if path.name == "lmcache.py":  # an optional package; the syntax tree has shown that it is clean
+            continue
+        module = import_module(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."))
+        for name, cls in inspect.getmembers(module, inspect.isclass):
+            if cls.__module__ == module.__name__:
+                above = [one for one in cls.__mro__[1:] if one.__module__.split(".")[0] == "vllm"]
+                taken = {private for one in above for private in private_names(one)}
+                wrong += [f"{path.name}: {name}.{private}" for private in private_names(cls) & taken]
+    assert wrong == []

@@ -1,0 +1,168 @@
+"""A first turn is computed where its first token comes first, and the placer says what it compared."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.engines import EngineInfo, Role
+from placement.fleet.answers import LOCAL_COST, Refusal, RefusalReason, Why
+from placement.fleet.elastic import FirstTurns
+from placement.fleet.placer import FirstTurn, LaterTurn, Placement, Placer, PlacerSettings
+from tests.placement.conftest import CURVE, engine, state
+
+
+def a_placer(decoders: int = 2, kv_tokens: int = 1_000_000, first: FirstTurns = FirstTurns.ELASTIC) -> Placer:
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1e9, first_turns=first)
+    placer = Placer(settings, {"prefill": CURVE, "decode": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL, kv_tokens))
+    for number in range(decoders):
+        placer.engine_up(engine(f"d{number}", kv_tokens=kv_tokens))
+    return placer
+
+
+def place(placer: Placer, key: str, tokens: int = 10_000, now: float = 0.0) -> Placement:
+    answer = placer.place(FirstTurn(key, tokens), now)
+    assert isinstance(answer, Placement)
+    return answer
+
+
+@given(
+    queued=st.lists(st.integers(1_000, 40_000), max_size=6),
+    waiting=st.integers(0, 60_000),
+    rate=st.floats(0.0, 40_000),
+    share=st.floats(0.1, 1.0),
+    tokens=st.integers(500, 40_000),
+)
+def test_the_lesser_of_two_estimates_decides_and_both_are_on_the_receipt(
+    queued: list[int], waiting: int, rate: float, share: float, tokens: int
+) -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1, prompt_share=0.01), 0.0)
+    for number, prompt in enumerate(queued):
+        place(placer, f"q{number}", prompt)
+    report = state(
+        "d0", 0, 2, waiting_prompt_tokens=waiting, prompt_tokens_per_s=rate, prompt_share=share
+    )
+    assert placer.observe(report, 1e-6)
+    wait_s = placer.prefill_wait_s("p0", 1e-6)
+    answer = place(placer, "new", tokens, now=1e-6)
+    estimates = answer.receipt.estimates
+    assert estimates is not None and estimates.remote_s is not None
+    assert estimates.remote_s == pytest.approx(wait_s + CURVE.seconds(tokens))
+    assert estimates.local_s >= CURVE.seconds(tokens) / share
+    if rate and waiting:
+        assert estimates.local_s >= waiting / rate
+    assert (answer.prefiller is None) == (estimates.local_s * LOCAL_COST <= estimates.remote_s)
+    assert answer.receipt.to_json()["estimates"]["remote_s"] == estimates.remote_s
+
+
+def test_a_prefiller_has_it_when_idle_and_the_decoder_when_the_queue_is_long() -> None:
+    placer = a_placer()
+    placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
+    placer.observe(state("d1", 0, 1, prompt_share=0.7), 0.0)
+    first, second = place(placer, "a"), place(placer, "b")
+    assert first.prefiller == "p0"
+    assert second.prefiller is None and second.receipt.prefiller.why is Why.SOONER_ON_DECODER
+    assert second.receipt.prefiller.runners_up[0].engine == "p0"
+    assert second.decoder == "d1", "the binding is that of the decoder with the least KV in use"
+
+
+def test_the_papers_rule_is_the_default_and_estimates_nothing() -> None:
+    assert PlacerSettings().first_turns is FirstTurns.PREFILLER
+    placer = a_placer(first=FirstTurns.PREFILLER)
+    answers = [place(placer, str(number)) for number in range(8)]
+    assert all(answer.prefiller == "p0" and answer.receipt.estimates is None for answer in answers)
+
+
+def test_what_was_placed_on_a_decoder_counts_until_the_decoder_reports_it() -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1), 0.0)
+    for number in range(20):
+        place(placer, f"a{number}")
+    local = sum(place(placer, f"b{number}").prefiller is None for number in range(20))
+    assert 7 <= local <= 13, "a burst without a report is divided, not sent to one side"
+
+
+def test_a_decoder_of_which_nothing_is_known_computes_nothing() -> None:
+    """Safe rather than fast: no curve, no rate yet."""
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, first_turns=FirstTurns.ELASTIC)
+    placer = Placer(settings, {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    placer.engine_up(engine("d0", kv_tokens=10_000_000))
+    assert all(place(placer, str(number)).prefiller == "p0" for number in range(5))
+    placer.observe(state("d0", 0, 1, prompt_tokens_per_s=50_000.0), 0.0)
+    assert place(placer, "new").prefiller is None
+
+
+def test_a_transfer_that_is_not_hidden_counts() -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1, prompt_share=0.8), 0.0)
+    assert place(placer, "a").prefiller == "p0"
+    placer.prefill_done("a", 0.0)
+    placer.transferred(10_000, 0.5)
+    assert place(placer, "b").prefiller is None
+
+
+def test_second_thoughts_name_turns_whose_decoder_is_sooner_now() -> None:
+    placer = a_placer(decoders=1)
+    busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)
+    placer.observe(busy, 0.0)
+    for key in "abc":
+        assert place(placer, key).prefiller == "p0"
+    assert placer.second_thoughts("d0", 0.0) == ()
+    placer.observe(state("d0", 0, 2), 0.1)
+    assert placer.second_thoughts("d0", 0.1) == ("b", "c")
+    placer.taken_back("c", "d0", 10_000, 0.1)
+    assert placer.second_thoughts("d0", 0.1) == (), "it is busy with the one it took"
+    assert placer.prefill_wait_s("p0", 0.1) == pytest.approx(2 * CURVE.seconds(10_000) - 0.1)
+
+
+def test_a_large_later_turn_is_computed_where_it_ends_sooner() -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
+    place(placer, "a")
+    placer.prefill_done("a", 0.0)
+    small = placer.place_later(LaterTurn("a", "d0", 12_000, 2_000), 0.0)
+    assert small.prefiller is None and small.receipt.estimates is None, "below the bounds nothing is compared"
+    again = placer.place_later(LaterTurn("a", "d0", 20_000, 20_000), 0.0)
+    assert again.prefiller == "p0"
+    placer.prefill_done("a", 0.0)
+    mostly_cached = placer.place_later(LaterTurn("a", "d0", 40_000, 20_000), 0.0)
+    assert mostly_cached.prefiller is None, "the prefiller would compute twice as much"
+    placer.release("a", 0.0)
+    cached_there = placer.place_later(LaterTurn("a", "d0", 40_000, 20_000, "p0", 20_000), 0.0)
+    assert cached_there.prefiller == "p0", "what the prefiller has cached does not count"
+
+
+def test_a_prefiller_holds_what_fits_on_no_decoder_before_anything_is_refused() -> None:
+    placer = a_placer(decoders=1, kv_tokens=100_000)
+    for engine_name in ("d0", "p0"):
+        placer.observe(state(engine_name, 0, 1), 0.0)
+    place(placer, "a", 90_000)
+    held = place(placer, "b", 30_000)
+    assert (held.decoder, held.prefiller) == ("p0", None)
+    assert held.receipt.decoder.why is Why.LAST_RESORT
+    later = placer.place_later(LaterTurn("b", "p0", 31_000, 31_000), 1.0)
+    assert (later.decoder, later.prefiller) == ("p0", None), "it stays there for life"
+    full = placer.place(FirstTurn("c", 50_000), 1.0)
+    assert isinstance(full, Refusal) and full.reason is RefusalReason.NO_CAPACITY
+    placer.release("b", 2.0)
+    assert place(placer, "c", 50_000, now=2.0).decoder == "p0"
+    assert set(placer.engine_down("p0")) == {"a", "c"}, "one queued there, the other held"
+
+
+def test_an_engine_that_leaves_takes_what_is_known_of_it_along() -> None:
+    placer = a_placer(decoders=2)
+    for key in "abcd":
+        place(placer, key)
+    placer.engine_down("d0")
+    placer.engine_down("p0")
+    assert place(placer, "e").prefiller is None
+    fresh: EngineInfo = replace(engine("p0", Role.PREFILL), epoch=2)
+    placer.engine_up(fresh)
+    assert placer.second_thoughts("d1", 0.0) == ()
+    for key in "abcde":
+        placer.release(key, 1.0)
+    assert placer.prefill_wait_s("p0", 1.0) == 0.0

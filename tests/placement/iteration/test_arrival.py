@@ -1,0 +1,81 @@
+"""Algorithm 1: which arrivals raise the flag of the running iteration."""
+
+from dataclasses import replace
+
+import pytest
+
+from placement.iteration.interface import RunningBatch, ServingSettings
+from placement.iteration.latency import BatchWork
+from placement.iteration.policies import make_policy
+from tests.placement.iteration.views import MODEL, arrived, policy_with
+
+WORK = BatchWork.of([(2000, 0)])
+LONG = RunningBatch(
+    WORK, BatchWork(), offline_requests=1, online_requests=0, seconds=0.8, passed_s=0.1, slack_s=None
+)
+NEW = arrived("new", 300)
+QUEUED = BatchWork.of([(300, 0)])
+
+
+def raises(
+    batch: RunningBatch, queued: BatchWork = QUEUED, *, safepoints: bool = True, **constants: float
+) -> bool:
+    policy = policy_with(constants, safepoints=safepoints)
+    return policy.interrupts(NEW, queued, batch, MODEL)
+
+
+def test_an_arrival_that_would_miss_its_ttft_raises_the_flag() -> None:
+    assert raises(LONG)
+
+
+def test_one_that_meets_it_anyway_does_not() -> None:
+    assert not raises(replace(LONG, seconds=0.5), ttft_share=1.0)
+
+
+def test_an_arrival_may_be_made_to_wait_for_a_share_of_its_ttft_only() -> None:
+    within_the_target = replace(LONG, seconds=0.5)
+    assert raises(within_the_target, ttft_share=0.5)
+    assert not raises(replace(LONG, seconds=0.2), ttft_share=0.5)
+
+
+def test_what_is_queued_before_it_counts() -> None:
+    almost = replace(LONG, seconds=0.5)
+    assert raises(almost, queued=BatchWork.of([(300, 0)] * 5), ttft_share=1.0)
+
+
+def test_a_batch_without_offline_requests_is_left_alone() -> None:
+    assert not raises(replace(LONG, offline_requests=0))
+
+
+def test_an_iteration_that_is_nearly_done_is_left_alone() -> None:
+    assert not raises(replace(LONG, seconds=0.8, passed_s=0.799), queued=BatchWork.of([(9000, 0)]))
+
+
+def test_much_work_is_not_thrown_away_for_a_little_sooner() -> None:
+    late_in_it = replace(LONG, seconds=0.4, passed_s=0.3)  # its TTFT of 0.5 s is kept either way
+    assert not raises(late_in_it)
+    assert raises(late_in_it, ttft_share=0.25, abort_worth=0.3)
+    assert raises(replace(late_in_it, passed_s=0.2)), "as much is won as is lost"
+
+
+def test_whatever_it_costs_where_the_target_is_at_stake() -> None:
+    assert raises(replace(LONG, seconds=1.6, passed_s=1.1))
+
+
+def test_online_requests_of_the_batch_are_not_made_to_pay_for_nothing() -> None:
+    mixed = replace(
+        LONG, online_requests=4, online_work=BatchWork.of([(1, 500)] * 4), slack_s=0.05, passed_s=0.02
+    )
+    assert raises(mixed)
+    assert not raises(replace(mixed, passed_s=0.048)), "their token would come after its deadline"
+    assert not raises(replace(mixed, seconds=0.03), queued=BatchWork.of([(9000, 0)])), "redoing takes longer"
+
+
+def test_no_flag_without_safepoints() -> None:
+    assert not raises(LONG, safepoints=False)
+
+
+@pytest.mark.parametrize("policy", ["bros", "sarathi", "non_preemptive", "online_only"])
+def test_the_other_policies_preempt_between_iterations_only(policy: str) -> None:
+    chosen = make_policy(ServingSettings(policy))
+    assert not chosen.interrupts(NEW, QUEUED, LONG, MODEL)

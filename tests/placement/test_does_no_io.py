@@ -1,0 +1,41 @@
+"""Nothing in placement/ reads a file, a clock, the environment or the network, or writes a log."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import placement
+
+MODULES = sorted(Path(placement.__file__).parent.rglob("*.py"))
+# What a decision on plain data is made with: numbers, collections, and the two libraries that fit curves.
+ALLOWED = {
+    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "re",
+    "typing", "numpy", "scipy", "placement",
+}  # fmt: skip
+BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
+
+
+def reached(module: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(module.read_text())):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name.split(".")[0] for alias in names)
+            case ast.ImportFrom(module=source):
+                yield (source or "").split(".")[0]
+            case ast.Call(func=ast.Name(id=name)) if name in BUILTINS:
+                yield name
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_a_module_of_placement_does_no_io(module: Path) -> None:
+    assert set(reached(module)) <= ALLOWED
+
+
+def test_opening_a_file_or_asking_the_time_would_be_seen(tmp_path: Path) -> None:
+    module = tmp_path / "wrong.py"
+    module.write_text(
+        "import time\nfrom pathlib import Path\n\n\ndef f():\n    return open('x'), time.time()\n"
+    )
+    assert {"time", "pathlib", "open"} <= set(reached(module)) - ALLOWED

@@ -1,0 +1,43 @@
+"""What a gateway's process was doing ends with it, and its successor knows."""
+
+from pathlib import Path
+
+from placement.fleet.answers import Refusal
+from router.chains import of_body, seed
+from router.directory.client import DirectoryClient
+from router.directory.messages import Ask
+from router.directory.push import process_name, supersedes
+from tests.support.fake_fleet import fleet
+from tests.support.waiting import until
+
+
+def test_only_a_later_process_of_the_same_name_supersedes() -> None:
+    first, second = process_name("gateway-1"), process_name("gateway-1")
+    assert supersedes(second, first)
+    assert not supersedes(first, second)
+    assert not supersedes(first, first)
+    assert not supersedes(process_name("gateway-10"), first)
+    assert not supersedes(process_name("my.gateway-1"), first)
+
+
+async def test_a_successor_is_believed_while_the_old_stream_still_seems_open(tmp_path: Path) -> None:
+    """A machine that vanished closes no connection."""
+    async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0) as made:
+        chain = of_body(seed("s", "m", ""), {"messages": [{"role": "user", "content": "x" * 100}]})
+        old = DirectoryClient(made.address, "g", secret="s3cret")
+        await old.start()
+        await until(lambda: len(old.engines))
+        placed, _ = await old.place(Ask("s:a", "", 100, 1.0, end=chain.end, turn=old.next_turn()))
+        assert not isinstance(placed, Refusal)
+
+        other = DirectoryClient(made.address, "h", secret="s3cret")
+        found, running = await other.find(chain)
+        assert found is not None and running("s:a")
+
+        new = DirectoryClient(made.address, "g", secret="s3cret")
+        await new.start()
+        await until(lambda: len(new.engines))
+        found, running = await new.find(chain)
+        assert found is not None and not running("s:a")
+        for client in (old, other, new):
+            await client.stop()

@@ -1,0 +1,113 @@
+"""Reports of engines are cumulative: who gets only some of them, or gets one twice, knows what all say."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.engines import EngineInfo, EngineState
+from router.directory.directory import Directory, DirectorySettings
+from router.directory.table import BindingTable
+from tests.router.directory.test_table import ask, place, table
+from tests.support.engines import info, placer, state
+
+
+def report(seq: int, live: int = 0, named_after: int = 0, **confirmed: int) -> EngineState:
+    return replace(state("d0", seq, live), confirmed=confirmed, named_after=named_after)
+
+
+def reserved(made: BindingTable, live: int = 0) -> int:
+    return made.kv_in_use("d0") - live
+
+
+def test_of_many_reports_the_newest_is_enough() -> None:
+    made = table(decoders=1)
+    for key in ("a", "b", "c"):
+        place(made, ask(key, 1000))
+    assert reserved(made) == 3 * 1100
+    assert made.engine_state(report(1), 0.0)
+    assert made.engine_state(report(9, live=2000, a=3, b=7), 1.0)
+    assert reserved(made, 2000) == 1100
+
+
+def test_a_confirmation_that_is_named_again_does_not_confirm_what_came_after_it() -> None:
+    made = table(decoders=1)
+    place(made, ask("c", 1000))
+    made.engine_state(report(2, live=1000, c=2), 0.0)
+    made.turn_ended("c", "g", 1.0, prompt_tokens=1000, completion_tokens=5)
+    place(made, ask("c", 9400, uncached_tokens=9000))
+    made.engine_state(report(3, live=1000, c=2), 2.0)
+    assert reserved(made, 1000) == 9100
+    made.engine_state(report(4, live=9000, c=4), 3.0)
+    assert reserved(made, 9000) == 0
+
+
+def test_a_report_that_comes_twice_or_late_changes_nothing() -> None:
+    made = table(decoders=1)
+    place(made, ask("c", 1000))
+    assert made.engine_state(report(5, live=70), 0.0)
+    for late in (report(5, live=1, c=5), report(4, live=1, c=4)):
+        assert not made.engine_state(late, 1.0)
+    assert reserved(made, 70) == 1100
+
+
+def test_nothing_stays_reserved_for_what_was_named_while_nobody_listened_for_too_long() -> None:
+    made = table(decoders=1)
+    place(made, ask("c", 1000))
+    made.engine_state(report(5), 0.0)
+    made.engine_state(report(900, live=1000, named_after=700, other=750), 60.0)
+    assert reserved(made, 1000) == 0
+
+
+def test_who_has_heard_nothing_yet_has_missed_nothing() -> None:
+    """A directory that has just begun: what it reserved, it reserved a moment ago."""
+    made = table(decoders=1)
+    place(made, ask("a", 1000))
+    place(made, ask("b", 1000))
+    made.engine_state(report(900, live=1000, named_after=700, b=899), 1.0)
+    assert reserved(made, 1000) == 1100
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 2**32))
+def test_whatever_reports_are_lost_the_reservations_end_up_the_same(passed: list[bool], seed: int) -> None:
+    """One hop passes every report on, another some and the last: both directories agree then."""
+    every, some = table(decoders=1), table(decoders=1)
+    named: dict[str, int] = {}
+    for seq, heard in enumerate([*passed, True], start=1):
+        for made in (every, some):
+            place(made, ask(f"c{seq}", 10))
+        if (seed >> (seq % 32)) & 1:
+            named[f"c{max(1, seq - 1)}"] = seq
+        told = report(seq, live=seq, **named)
+        every.engine_state(told, float(seq))
+        if heard:
+            some.engine_state(told, float(seq))
+    assert every.kv_in_use("d0") == some.kv_in_use("d0")
+
+
+@pytest.fixture
+async def directory(tmp_path: Path) -> AsyncIterator[Directory]:
+    async def release(engine: EngineInfo, key: str) -> None:
+        pass
+
+    made = Directory(DirectorySettings(100.0), placer(), tmp_path / "journal", release)
+    made.replay()
+    made.engine_up(info("d0"))
+    yield made
+    await made.close()
+
+
+async def test_a_parked_conversation_that_is_named_again_is_not_parked_again(directory: Directory) -> None:
+    place(directory.table, ask("c", turn=1))
+    directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
+    directory.engine_state(replace(report(1), parked={"c": 1}))
+    assert directory.table.conversations.parked == 1
+    place(directory.table, ask("c", turn=2))
+    directory.table.turn_ended("c", "g", 2.0, prompt_tokens=20, completion_tokens=1, turn=2)
+    directory.engine_state(replace(report(2), parked={"c": 1}))
+    assert directory.table.conversations.parked == 0
+    directory.engine_state(replace(report(3), parked={"c": 3}))
+    assert directory.table.conversations.parked == 1

@@ -1,0 +1,137 @@
+"""Messages are plain data on the wire: two versions understand each other, and nobody else is listened to."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+import pytest
+
+from placement.engines import EngineInfo, EngineState, Role
+from placement.fleet.answers import Refusal, RefusalReason
+from placement.fleet.capacity import Action, Recommendation, Signals
+from router.chains import End
+from router.directory import messages as m
+from router.directory.rpc import BadReply, Method, NoSecret, Service, Stub, encode
+
+INFO = EngineInfo("d0", "decode", Role.DECODE, 5, "h:1", "h:2", "h:3", 4096, 16, 8192)
+STATE = EngineState("d0", 5, 7, 10, 0, 0, 90, 1, 0, confirmed={"a": 6}, parked={"b": 7}, named_after=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    key: str
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The same message of a newer version: a field is gone, one has come."""
+
+    key: str
+    reason: str = "none given"
+
+
+ECHO = Method("/test.Service/Echo", Now, Now)
+ECHO_OF_LATER = Method("/test.Service/Echo", Later, Later)
+COUNT = Method("/test.Service/Count", Now, Now)
+
+
+async def echo(message: Now) -> Now:
+    if message.key == "wait":
+        raise TimeoutError("come back later")
+    return message
+
+
+async def count(message: Now) -> AsyncIterator[Now]:
+    for turn in range(message.turn):
+        yield Now(message.key, turn)
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    service = Service("s3cret", unavailable=(TimeoutError,))
+    service.once(ECHO, echo)
+    service.stream(COUNT, count)
+    server = service.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Ask("k", "g", 5, 1.5, lost=("d0", 3), end=End(b"\x00\xff", 3, b"d")),
+        m.PlaceAnswer(1, m.Placed("k", "d0", 5, None, True, "bound", {"at": 1.5}, 9)),
+        m.PlaceAnswer(0, refused=Refusal(RefusalReason.SATURATED, "full", 2.0)),
+        m.IdentifyReply(2, (m.FoundHolder("c", True, False),), ((0, (3, 2)),)),
+        m.ReportRequest("g", (m.Activity("k", 3, ended=m.TurnEnded(1, 2, True, End(b"x"), ("e2e",))),)),
+        m.Push(m.Engines((m.EngineRecord(INFO, STATE, False, 3, 99),), True), (("c", "idle"),), ("f",)),
+        m.DirectoryStatus((m.EngineRecord(INFO, STATE, True),), 0, "h:9", ("h:8",), ()),
+        m.CapacityReport(
+            Signals(0, float("inf"), 0.0, 1, 0.5, 0.25, 3.0), (Recommendation(Action.ADD_DECODERS, 1, "r"),)
+        ),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_every_kind_of_message_arrives_as_it_was_sent(message: object) -> None:
+    assert msgspec.msgpack.decode(encode(message), type=type(message)) == message
+
+
+async def test_a_field_that_one_version_lacks_has_its_default_or_is_passed_over(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = Stub(channel, "s3cret")
+        assert await stub.ask(ECHO, Now("k", 3), 5.0) == Now("k", 3)
+        assert await stub.ask(ECHO_OF_LATER, Later("k", "because"), 5.0) == Later("k")
+
+
+async def test_a_state_of_another_version_is_taken_in() -> None:
+    fields = msgspec.msgpack.decode(encode(STATE))
+    later = {**fields, "not_known_here": [1]}
+    earlier = {name: value for name, value in fields.items() if name != "named_after"}
+    assert msgspec.msgpack.decode(encode(later), type=EngineState) == STATE
+    assert msgspec.msgpack.decode(encode(earlier), type=EngineState).named_after == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x00" * 20, encode({"turn": 1}), encode({"key": 5})])
+async def test_bytes_that_are_no_message_are_refused_and_nothing_breaks(address: str, data: bytes) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        for call in (channel.unary_unary(ECHO.path), channel.unary_unary(COUNT.path)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(data, metadata=(("x-conserve-secret", "s3cret"),), timeout=5.0)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await Stub(channel, "s3cret").ask(ECHO, Now("k"), 5.0) == Now("k")
+
+
+async def test_an_answer_that_is_not_understood_is_an_error_of_its_own(address: str) -> None:
+    wrong = Method("/test.Service/Echo", Now, m.DirectoryStatus)
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(BadReply):
+            await Stub(channel, "s3cret").ask(wrong, Now("k"), 5.0)
+
+
+@pytest.mark.parametrize("secret", ["", "wrong", "s3cre", "s3cret!"])
+async def test_without_the_secret_nothing_is_answered(address: str, secret: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = Stub(channel, secret)
+        with pytest.raises(grpc.aio.AioRpcError, match="secret is missing or wrong"):
+            await stub.ask(ECHO, Now("k"), 5.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="secret is missing or wrong"):
+            await anext(stub.stream(COUNT, Now("k", 3), 5.0))
+
+
+async def test_streams_end_and_reasons_arrive(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = Stub(channel, "s3cret")
+        assert [one.turn async for one in stub.stream(COUNT, Now("k", 3), 5.0)] == [0, 1, 2]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ask(ECHO, Now("wait"), 5.0)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert refused.value.details() == "come back later"
+
+
+def test_a_service_without_a_secret_is_refused() -> None:
+    with pytest.raises(NoSecret, match="secret is empty"):
+        Service("", unavailable=())

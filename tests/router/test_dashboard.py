@@ -1,0 +1,83 @@
+"""The dashboard's page and JSON: what they show, and who may see them."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from router.config import SloTargets
+from tests.support.fake_fleet import ask, fleet, user
+
+
+async def fetch(url: str, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    async with aiohttp.ClientSession() as session, session.get(url + path, headers=headers) as answer:
+        return answer.status, await answer.read(), dict(answer.headers)
+
+
+async def state(url: str) -> dict[str, Any]:
+    status, body, _ = await fetch(url, "/dashboard/state")
+    assert status == 200
+    return dict(orjson.loads(body))
+
+
+async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        status, page, headers = await fetch(made.urls[0], "/dashboard")
+    assert status == 200 and headers["Content-Type"].startswith("text/html")
+    assert b"https://" not in page and b'src="' not in page and b"@import" not in page
+    assert "default-src 'self'" in headers["Content-Security-Policy"]
+
+
+async def test_engines_lanes_and_receipts_are_of_what_was_served(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        url = made.urls[0]
+        first = await ask(url, [user("hello " * 50)], stream=True)
+        await made.settle()
+        shown = await state(url)
+        assert {engine["engine"] for engine in shown["engines"]} == {"p0", "d0", "d1"}
+        (timeline,) = shown["timelines"]
+        assert timeline["key"].endswith(first.conversation)
+        assert timeline["turns"] == timeline["transfers"] == 1
+        assert [kind for kind, _ in timeline["spans"]] == ["prefill", "decode", "idle"]
+        holder = next(engine for engine in shown["engines"] if engine["engine"] == timeline["engine"])
+        assert holder["conversations"] == shown["live"] == 1
+        status, body, _ = await fetch(url, f"/dashboard/conversations/{timeline['key']}")
+        assert status == 200
+        (placement,) = orjson.loads(body)["placements"]
+        assert placement["receipt"]["decoder"]["chosen"]["engine"] == timeline["engine"]
+
+
+async def test_objectives_are_counted_over_all_gateways(tmp_path: Path) -> None:
+    async with fleet(tmp_path, gateways=2, slo=SloTargets(ttfet_s=30.0, last_turn_tbt_s=1e-9)) as made:
+        for number, url in enumerate((*made.urls, made.urls[0])):
+            await ask(url, [user(f"{number} " * 50)], stream=True)
+        await made.settle()
+        shown = [(await state(url))["slo"] for url in made.urls]
+    assert shown[0] == shown[1]
+    by_name = {one["objective"]: (one["attained"], one["answers"], one["target_s"]) for one in shown[0]}
+    assert by_name == {"ttfet": (1.0, 3, 30.0), "last_turn_tbt": (0.0, 3, 1e-9)}
+
+
+async def test_without_the_directory_the_page_says_so(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        await made.directory.stop(0)
+        shown = await state(made.urls[0])
+        assert "directory" in shown["notice"] and shown["timelines"] == []
+
+
+async def test_where_keys_are_asked_for_it_wants_an_admins(tmp_path: Path) -> None:
+    def basic(key: str) -> str:
+        return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
+
+    async with fleet(tmp_path, api_keys=("right",), admin_keys=("boss",)) as made:
+        url = made.urls[0]
+        status, _, headers = await fetch(url, "/dashboard")
+        assert status == 401 and headers["WWW-Authenticate"].startswith("Basic")
+        for given in (basic("right"), "Bearer right", "Basic %%%"):
+            assert (await fetch(url, "/dashboard/state", Authorization=given))[0] == 401
+        for given in (basic("boss"), "Bearer boss"):
+            assert (await fetch(url, "/dashboard/state", Authorization=given))[0] == 200
+    async with fleet(tmp_path / "other", api_keys=("right",)) as made:
+        assert (await fetch(made.urls[0], "/dashboard", Authorization="Bearer right"))[0] == 403

@@ -1,0 +1,207 @@
+"""Which conversation: ids a request carries, in their order; else continue, retry or fork by the prompt."""
+
+import pickle
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router import chains
+from router.chains import Chain
+from router.errors import BadIdentity
+from router.identity import (
+    ID_HEADERS,
+    MAX_ID_BYTES,
+    How,
+    NodeTable,
+    Resolved,
+    clean_id,
+    conversation_id,
+    conversation_key,
+    explicit_identity,
+    is_final,
+    namespace,
+    resolve_prefix,
+)
+
+SEED = chains.seed("space", "model")
+
+
+def test_headers_count_in_their_documented_order() -> None:
+    for at, name in enumerate(ID_HEADERS):
+        headers = {later: f"id-{later}" for later in ID_HEADERS[at:]}
+        assert explicit_identity(headers, {"session_id": "body"}).source == name
+
+
+def test_body_fields_count_after_headers_in_their_order() -> None:
+    body = {
+        "session_id": "a",
+        "conversation": {"id": "b"},
+        "prompt_cache_key": "c",
+        "metadata": {"session_id": "d"},
+    }
+    for expected in ("session_id", "conversation", "prompt_cache_key", "metadata.session_id"):
+        got = explicit_identity({}, body)
+        assert got.source == expected
+        body.pop(expected.partition(".")[0])
+    assert explicit_identity({}, body).id is None
+
+
+def test_a_previous_response_comes_before_the_cache_key() -> None:
+    got = explicit_identity({}, {"previous_response_id": "resp_1", "prompt_cache_key": "c"})
+    assert (got.id, got.previous_response) == (None, "resp_1")
+
+
+def test_sub_agents_are_conversations_below_their_parent() -> None:
+    claude = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a2"}
+    assert (explicit_identity(claude, {}).id, explicit_identity(claude, {}).parent) == ("s.a2", "s")
+    nested = {**claude, "x-claude-code-parent-agent-id": "a1"}
+    assert explicit_identity(nested, {}).parent == "s.a1"
+    dynamo = {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": "top"}
+    assert explicit_identity(dynamo, {}).parent == "top"
+    assert explicit_identity({"x-parent-conversation-id": "p"}, {}).parent == "p"
+    assert explicit_identity({"x-conversation-id": "p", "x-parent-conversation-id": "p"}, {}).parent is None
+
+
+def test_an_id_that_is_too_long_is_refused() -> None:
+    assert clean_id("x" * MAX_ID_BYTES, "h") is not None
+    with pytest.raises(BadIdentity, match="512"):
+        explicit_identity({"x-session-id": "x" * 10_000}, {})
+    with pytest.raises(BadIdentity):
+        explicit_identity({}, {"session_id": 7})
+
+
+def test_ids_that_cannot_stand_in_a_header_are_replaced_by_their_hash() -> None:
+    for wild in ("a b", "a\r\nx: y", "é", "\ud800"):
+        cleaned = clean_id(wild, "f")
+        assert cleaned is not None
+        assert cleaned.startswith("hash-")
+        assert clean_id(cleaned, "f") == cleaned
+
+
+def test_keys_are_scoped_by_the_api_key() -> None:
+    one, other = (conversation_key(namespace(key), "a:b") for key in ("k1", "k2"))
+    assert one != other
+    assert conversation_id(one) == conversation_id(other) == "a:b"
+
+
+def test_the_final_marker() -> None:
+    assert is_final({"x-conversation-final": "True"})
+    assert not is_final({"x-conversation-final": "0"})
+    assert not is_final({})
+
+
+def prompt(*words: str) -> Chain:
+    return chains.of_messages(SEED, [{"role": "user", "content": word} for word in words])
+
+
+def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()) -> Resolved:
+    return resolve_prefix(table.find(asked), asked.end.digest, running.__contains__)
+
+
+def test_what_is_unknown_is_new() -> None:
+    table = NodeTable(100)
+    table.record(prompt("a", "b").end, "one")
+    assert decide(table, prompt("a", "c")).how is How.NEW  # nodes are only where a request ended
+    assert decide(table, prompt("a")).how is How.NEW
+
+
+def test_going_on_from_the_tip_continues() -> None:
+    table = NodeTable(100)
+    table.record(prompt("a").end, "one")
+    got = decide(table, prompt("a", "b", "c"))
+    assert (got.how, got.conversation, got.known_bytes) == (How.CONTINUED, "one", prompt("a").total_bytes)
+
+
+def test_going_on_from_an_older_point_forks_with_that_parent() -> None:
+    table = NodeTable(100)
+    table.record(prompt("a").end, "one")
+    table.record(prompt("a", "b", "c").end, "one")
+    got = decide(table, prompt("a", "x", "y"))
+    assert (got.how, got.conversation, got.parent) == (How.FORKED, None, "one")
+
+
+def test_a_repeat_is_a_retry_when_idle_and_a_fork_while_running() -> None:
+    table = NodeTable(100)
+    table.record(prompt("a").end, "one")
+    assert decide(table, prompt("a")) == Resolved(How.RETRIED, "one", None, prompt("a").total_bytes)
+    got = decide(table, prompt("a"), frozenset({"one"}))
+    assert (got.how, got.parent) == (How.FORKED, "one")
+
+
+def test_two_conversations_with_one_first_request_each_go_on() -> None:
+    table = NodeTable(100)
+    table.record(prompt("a").end, "one")
+    table.record(prompt("a").end, "two")
+    first = decide(table, prompt("a", "p", "q"))
+    assert first.conversation == "one"
+    table.record(prompt("a", "p", "q").end, "one")
+    assert decide(table, prompt("a", "r", "s")).conversation == "two"
+
+
+def test_a_request_is_known_by_its_prompt_and_by_its_answers_id() -> None:
+    table = NodeTable(100)
+    table.record(prompt("a").end, "one")
+    table.record(chains.response_end(SEED, "resp_1"), "one", alias=True)
+    by_id = chains.of_pointer(SEED, "resp_1", prompt("b"))
+    assert decide(table, prompt("a", "x", "b")).conversation == "one"
+    assert decide(table, by_id).conversation == "one"
+    table.record(by_id.end, "one")
+    assert decide(table, by_id).how is How.RETRIED
+    assert decide(table, chains.of_pointer(SEED, "resp_1", prompt("c"))).how is How.FORKED
+    assert decide(table, prompt("b")).how is How.NEW  # what follows a pointer is no prompt of its own
+
+
+def test_plain_prompts_that_share_whole_blocks_are_not_confused() -> None:
+    table = NodeTable(100)
+    shared = b"s" * 700
+    for number in range(20):
+        asked = chains.of_text(SEED, shared + b"question %d?" % number)
+        assert decide(table, asked).how is How.NEW
+        table.record(asked.end, str(number))
+    got = decide(table, chains.of_text(SEED, shared + b"question 7? answer"))
+    assert got.conversation == "7"
+
+
+def test_forgetting_and_eviction_leave_nothing_behind() -> None:
+    table = NodeTable(capacity=50, per_conversation=10)
+    rng = random.Random(1)
+    for step in range(2000):
+        name = str(rng.randrange(12))
+        if rng.random() < 0.05:
+            table.forget(name)
+        else:
+            data = bytes([rng.randrange(3)]) * rng.randrange(600)
+            table.record(chains.of_text(SEED, data).end, name)
+        assert len(table) <= 50, step
+    for number in range(12):
+        table.forget(str(number))
+    assert len(table) == 0
+    assert pickle.dumps(table) == pickle.dumps(NodeTable(capacity=50, per_conversation=10))
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
+def test_every_branch_of_a_tree_of_prompts_keeps_its_own_conversation(steps: list[tuple[int, int]]) -> None:
+    """Branches grow one after the other; each must be found as itself, whatever the others did."""
+    table = NodeTable(10_000)
+    root = ["root"]
+    table.record(prompt(*root).end, "c0")
+    branches: dict[str, list[str]] = {"c0": root}
+    for pick, word in steps:
+        name = list(branches)[pick % len(branches)]
+        longer = [*branches[name], f"answer-{name}-{len(branches[name])}", f"word-{word}"]
+        got = decide(table, prompt(*longer))
+        assert (got.how, got.conversation) == (How.CONTINUED, name)
+        table.record(prompt(*longer).end, name)
+        older: Any = branches[name]
+        branches[name] = longer
+        fork = [*older, f"other-{len(branches)}", "x"]
+        forked = decide(table, prompt(*fork))
+        assert forked.how is How.FORKED
+        assert forked.parent is not None
+        child = f"c{len(branches)}"
+        table.record(prompt(*fork).end, child)
+        branches[child] = fork

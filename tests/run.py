@@ -1,0 +1,77 @@
+"""Runner of the suites: python -m tests.run fast slow engines
+
+What fails is run once more, alone and on fleets of its own, since every test shares the machine with
+engines. What fails twice fails. What failed once and passed alone is named at the end, and fails unless
+tests/flaky.toml has it.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from datetime import date, timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAKY = Path(__file__).with_name("flaky.toml")
+LISTED_FOR = timedelta(days=30)
+# Which tests, and how they run. Those without engines wait more than they compute: several at a time keep two
+# cores busy. Engines need both.
+SUITES = {
+    "fast": (["-m", "not engine and not fleet and not slow"], ["-q", "-n", "3", "--dist", "loadfile"]),
+    "slow": (["-m", "slow and not engine and not fleet"], ["-q", "-n", "2", "--dist", "loadfile"]),
+    "engines": (["-m", "engine or fleet"], ["--durations", "30"]),
+}
+PASSED, FAILED = 0, 1
+
+
+def listed(file: Path, today: date) -> tuple[set[str], list[str]]:
+    """Ids of the tests that may fail once, and what is wrong with the list."""
+    tests = tomllib.loads(file.read_text()).get("test", [])
+    wrong = [
+        f"{test['id']}: on the list since {test['since']}, longer than {LISTED_FOR.days} days"
+        for test in tests
+        if today - test["since"] > LISTED_FOR
+    ]
+    wrong += [f"{test['id']}: no reason" for test in tests if not test.get("reason")]
+    return {test["id"] for test in tests}, wrong
+
+
+def pytest(*arguments: str, cache: str) -> tuple[int, set[str]]:
+    """Exit status, and the ids of what failed."""
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
+    status = subprocess.run(command, check=False).returncode
+    failed = Path(cache, "v", "cache", "lastfailed")
+    return status, set(json.loads(failed.read_text())) if failed.exists() else set()
+
+
+def twice(which: list[str], how: list[str]) -> tuple[int, set[str]]:
+    """Exit status of a suite, and the ids of what failed once and passed alone."""
+    with tempfile.TemporaryDirectory(prefix="pytest-cache-") as cache:
+        status, failed = pytest(*which, *how, cache=cache)
+        if status != FAILED:
+            return status, set()
+        print(f"\n{len(failed)} failed (above); once more, alone:", flush=True)
+        status, again = pytest(*which, "--last-failed", "--last-failed-no-failures", "none", cache=cache)
+        return status, failed - again
+
+
+def run(suites: list[tuple[list[str], list[str]]], flaky: Path, today: date) -> int:
+    allowed, wrong = listed(flaky, today)
+    once: set[str] = set()
+    status = PASSED
+    for which, how in suites:
+        failed, more = twice(which, how)
+        status, once = status or failed, once | more
+    if once:
+        print("\nfailed once and passed alone:")
+        for test in sorted(once):
+            print(f"  {test}" + ("" if test in allowed else f"   (not in {flaky.name})"))
+    for line in wrong:
+        print(f"{flaky.name}: {line}")
+    return status or (FAILED if wrong or once - allowed else PASSED)
+
+
+if __name__ == "__main__":
+    sys.exit(run([SUITES[name] for name in sys.argv[1:]], FLAKY, date.today()))

@@ -1,0 +1,32 @@
+"""Imports between the packages point one way (docs/architecture.md), and never in a circle."""
+
+import pytest
+
+from benchmarks.structure import PRODUCT, circles, import_graph
+from tests.structure.trees import PRODUCT_MODULES
+
+ALLOWED: dict[str, set[str]] = {
+    "placement": set(),
+    "kvtransfer": {"placement"},
+    "workers": {"placement", "kvtransfer"},
+    "router": {"placement"},
+    "traces": {"placement"},
+    "deploy": {"placement", "kvtransfer", "workers", "router", "traces", "configs"},
+}
+OURS = {*PRODUCT, "configs", "benchmarks", "tests"}
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    wrong = [
+        f"{module.path} imports {source}"
+        for module in PRODUCT_MODULES.values()
+        if module.package == package
+        for source, _ in module.imported()
+        if source.partition(".")[0] in OURS - {package} - ALLOWED[package]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circles(import_graph(PRODUCT_MODULES)) == []

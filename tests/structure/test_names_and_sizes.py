@@ -1,0 +1,59 @@
+"""A class name means one thing, an exception derives from its package's base, a file is at most a chapter."""
+
+import ast
+import builtins
+
+import pytest
+
+from benchmarks.structure import PRODUCT, Module, class_names_defined_twice
+from tests.structure.trees import MODULES, PRODUCT_MODULES
+
+LONGEST = 480
+BASES = {
+    "placement": "PlacementError",
+    "kvtransfer": "KVTransferError",
+    "workers": "WorkerError",
+    "router": "RouterError",
+    "deploy": "DeployError",
+    "traces": "TraceError",
+}
+
+
+def test_a_class_name_is_defined_once() -> None:
+    assert class_names_defined_twice(MODULES) == {}
+
+
+def test_a_file_is_at_most_a_chapter() -> None:
+    long = [f"{m.path}: {m.lines} lines" for m in PRODUCT_MODULES.values() if m.lines > LONGEST]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_every_exception_derives_from_its_packages_base(package: str) -> None:
+    ours = [module for module in PRODUCT_MODULES.values() if module.package == package]
+    wrong = [
+        f"{module.name}: {node.name}"
+        for module in ours
+        for node in module.classes
+        if is_exception(above := ancestors(node, ours)) and BASES[package] not in {node.name, *above}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def ancestors(node: ast.ClassDef, ours: list[Module]) -> set[str]:
+    """Names of all that the class derives from, as far as this package defines them."""
+    defined = {other.name: other for module in ours for other in module.classes}
+    names, left = set[str](), [*node.bases]
+    while left:
+        name = ast.unparse(left.pop()).rpartition(".")[2]
+        if name not in names and name in defined:
+            left += defined[name].bases
+        names.add(name)
+    return names
+
+
+def is_exception(names: set[str]) -> bool:
+    found = (getattr(builtins, name, None) for name in names)
+    return any(isinstance(one, type) and issubclass(one, Exception) for one in found) or any(
+        name.endswith(("Error", "Exception")) for name in names - {"BaseException"}
+    )

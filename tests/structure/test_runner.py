@@ -1,0 +1,71 @@
+"""What fails once and passes alone is named, and fails the run unless the dated list has it."""
+
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests import run
+
+TODAY = date(2026, 11, 23)
+FLAKY = '''
+from pathlib import Path
+
+def test_first_time_fails():
+    before = Path({before!r})
+    if not before.exists():
+        before.touch()
+        raise AssertionError("once")
+
+def test_passes():
+    pass
+'''
+BROKEN = "def test_fails():\n    raise AssertionError('always')\n"
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_made.py").write_text(FLAKY.format(before=str(tmp_path / "before")))
+    return ["test_made.py"], ["-q"]
+
+
+def flaky_list(tmp_path: Path, since: date | None, reason: str = "made so") -> Path:
+    file = tmp_path / "flaky.toml"
+    test = f'[[test]]\nid = "test_made.py::test_first_time_fails"\nsince = {since}\nreason = "{reason}"\n'
+    file.write_text(test if since else "")
+    return file
+
+
+def test_failing_once_is_named_and_fails(
+    suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.run([suite], flaky_list(tmp_path, None), TODAY) == run.FAILED
+    said = capsys.readouterr().out
+    assert "failed once and passed alone:" in said
+    assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in said
+    assert "test_passes" not in said
+
+
+def test_failing_once_is_named_and_passes_when_listed(
+    suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.run([suite], flaky_list(tmp_path, TODAY), TODAY) == run.PASSED
+    assert "  test_made.py::test_first_time_fails\n" in capsys.readouterr().out
+
+
+def test_failing_twice_fails(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text(BROKEN)
+    assert run.run([suite], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
+
+
+@pytest.mark.parametrize("since, reason", [(TODAY - timedelta(days=31), "made so"), (TODAY, "")])
+def test_an_entry_that_is_old_or_without_reason_fails(tmp_path: Path, since: date, reason: str) -> None:
+    assert run.run([], flaky_list(tmp_path, since, reason), TODAY) == run.FAILED
+
+
+def test_our_list_is_in_order() -> None:
+    ids, wrong = run.listed(run.FLAKY, date.today())
+    assert not wrong
+    assert [test for test in ids if not (run.ROOT / test.partition("::")[0]).exists()] == []

@@ -1,0 +1,78 @@
+"""Does the simulation bind conversations where a live fleet bound them?
+
+A live run leaves a receipt for each binding. The same conversations arrive in the simulation when they did
+live, with the prompts that were counted live; the decoders are compared one by one. Engines are named alike
+on both sides, by tier and number.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from traces.format import TraceConversation
+from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import SimulatedFleet
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBinding:
+    conversation: str  # its id in the trace
+    at: float
+    prompt_tokens: int
+    decoder: str
+
+    @classmethod
+    def from_note(cls, conversation: str, note: Mapping[str, Any]) -> "LiveBinding":
+        """From a placement as `GET /v1/conversations/{id}` shows it."""
+        return cls(
+            conversation, float(note["at"]), int(note["receipt"]["prompt_tokens"]), str(note["decoder"])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BindingDifference:
+    conversation: str
+    live: str
+    simulated: str | None  # None: not placed
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    compared: int
+    differences: tuple[BindingDifference, ...]
+
+    @property
+    def share(self) -> float:
+        return 1 - len(self.differences) / self.compared if self.compared else 1.0
+
+
+def compare(
+    fleet: SimulatedFleet,
+    settings: SimulationSettings,
+    trace: Iterable[TraceConversation],
+    live: Sequence[LiveBinding],
+) -> Agreement:
+    simulation = Simulation(fleet, settings)
+    simulation.run(_as_it_was(trace, live))
+    simulated = dict(simulation.bound)
+    return Agreement(
+        len(live),
+        tuple(
+            BindingDifference(one.conversation, one.decoder, simulated.get(one.conversation))
+            for one in sorted(live, key=lambda one: one.at)
+            if simulated.get(one.conversation) != one.decoder
+        ),
+    )
+
+
+def _as_it_was(trace: Iterable[TraceConversation], live: Sequence[LiveBinding]) -> list[TraceConversation]:
+    """The conversations that were bound, at their live arrivals and with their live first prompts."""
+    by_id = {conversation.id: conversation for conversation in trace}
+    start = min((one.at for one in live), default=0.0)
+    played = []
+    for one in sorted(live, key=lambda one: one.at):
+        conversation = by_id[one.conversation]
+        first = replace(conversation.turns[0], appended_tokens=one.prompt_tokens, cached_tokens=0)
+        turns = (first, *conversation.turns[1:])
+        played.append(replace(conversation, arrival_s=one.at - start, turns=turns))
+    return played

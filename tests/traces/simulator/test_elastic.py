@@ -1,0 +1,108 @@
+"""Elastic placing on a simulated fleet: running turns keep their target, and no account is left open."""
+
+from random import Random
+
+from benchmarks.paper import elastic, workload
+from benchmarks.paper.a40 import A40
+from placement.fleet.placer import PlacerSettings
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.kv import Pressure
+from traces.simulator.metrics import SimulationResult
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.sticky import StickyRouting, StickySettings
+
+from .conftest import fleet
+
+TBT_S = 0.05
+
+
+def play(
+    system: System, found: list[TraceConversation], kv_tokens: int = 300_000, **more: float
+) -> SimulationResult:
+    placer = PlacerSettings(max_prefill_wait_s=1e9, headroom_tokens=64)
+    settings = SimulationSettings(
+        SystemSettings(system), placer, Pressure.PARK, token_gaps=True, tbt_s=TBT_S, **more
+    )  # type: ignore[arg-type]
+    return Simulation(fleet(kv_tokens=kv_tokens), settings).run(found)
+
+
+def arriving(count: int, every_s: float, prompt: int = 12_000, output: int = 200) -> list[TraceConversation]:
+    turns = (TraceTurn(prompt, 0, output), TraceTurn(200, prompt + output, output, 0.5))
+    return [TraceConversation(f"c{i}", i * every_s, turns) for i in range(count)]
+
+
+def test_above_a_prefillers_rate_decoders_compute_what_it_cannot() -> None:
+    found = arriving(120, 0.15)
+    ours, paper = play(System.ELASTIC, found), play(System.CONSERVE, found)
+    assert ours.totals.transfers < paper.totals.transfers == 120
+    assert ours.recorder.turn_ttft and max(ours.ttfet) < max(paper.ttfet) / 2
+
+
+def test_running_turns_keep_their_target_beside_prompts() -> None:
+    result = play(System.ELASTIC, arriving(120, 0.15))
+    assert result.gaps is not None
+    assert result.gaps.share_above(TBT_S * 1.001) == 0.0
+
+
+def test_alone_an_idle_decoder_needs_no_transfer() -> None:
+    """The first one is transferred, which is how its cost becomes known."""
+    found = arriving(5, 100.0)
+    ours, paper = play(System.ELASTIC, found), play(System.CONSERVE, found)
+    assert (ours.totals.transfers, paper.totals.transfers) == (1, 5)
+    assert max(ours.ttfet) <= max(paper.ttfet) * 1.001
+
+
+def test_what_fits_on_no_decoder_is_held_by_a_prefiller() -> None:
+    """And every token, all KV and every second is accounted for: `run` checks it."""
+    found = arriving(60, 0.02, output=400)
+    result = play(System.ELASTIC, found, kv_tokens=60_000)
+    assert result.totals.last_resorts > 0
+    assert len(result.e2e) == 60
+
+
+def test_turns_that_still_wait_are_taken_back_when_their_decoder_is_free() -> None:
+    random = Random(3)
+    found = [
+        TraceConversation(f"c{i}", i * 0.05, (TraceTurn(random.randint(200, 40_000), 0, 60),))
+        for i in range(150)
+    ]
+    result = play(System.ELASTIC, found)
+    assert result.totals.taken_back > 0
+    assert len(result.e2e) == 150
+
+
+def test_prefiller_is_another_name_of_the_papers_rule() -> None:
+    assert System("prefiller") is System.CONSERVE
+
+
+def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> None:
+    turns = {"a": 0, "b": 0}
+    routing = StickyRouting(StickySettings(balance_abs=4), turns)
+    assert routing.choose("one", 1_000, 0) == "a"
+    assert routing.choose("two", 400, 0) == "b", "it was sent least"
+    assert routing.choose("one", 1_200, 1_000) == "a"
+    turns["a"] = 4
+    assert routing.choose("one", 1_400, 1_200) == "a", "four more are not above the threshold"
+    turns["a"] = 5
+    assert routing.choose("one", 1_600, 1_400) == "b"
+    turns["a"] = 0
+    assert routing.choose("one", 1_800, 1_600) == "b", "most of it is there now"
+    assert routing.choose("one", 9_000, 1_800) == "a", "too little of it is anywhere: to whom was sent least"
+    routing.forget("one")
+    assert routing.choose("one", 100, 100) == "b"
+
+
+def test_on_the_papers_mix_it_is_about_as_good_as_the_better_of_the_two_others() -> None:
+    """A short run of what `python -m benchmarks.paper.elastic` measures: its bars, less tight."""
+    calibration, found = A40(), workload.conversations(workload.PaperMix(conversations=500))
+    trace, target_s = workload.poisson(found, 1.5), elastic.tbt_target_s(A40())
+    rows = [
+        elastic.row("load", system.value, elastic.play(system, trace, calibration), target_s)
+        for system in (System.ELASTIC, *elastic.OTHERS)
+    ]
+    ours, *others = rows
+    for field, most in zip(elastic.RATIOS.values(), (1.05, 1.15, 1.4, 1.05), strict=True):
+        assert getattr(ours, field) <= most * min(getattr(other, field) for other in others), field
+    assert ours.late_share <= 0.001
+    assert ours.tokens_per_joule >= 0.99 * max(other.tokens_per_joule for other in others)

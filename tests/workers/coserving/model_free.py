@@ -1,0 +1,137 @@
+"""vLLM's real scheduler, ours on top, and a worker that notes what KV is where instead of computing it.
+
+Every slot of KV remembers the prefix it was computed for. A request that would attend to a slot with anything
+else is a wrong output on a real model; here it is an entry in `lies`.
+"""
+
+import random
+import uuid
+from pathlib import Path
+
+from kvtransfer.config import ConnectorConfig
+from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.iteration.latency import LatencyModel
+from workers.coserving import rollback
+from workers.coserving import safepoint as page
+from workers.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
+from workers.coserving.vllm_internals import armed_epoch
+
+BLOCK, BLOCKS, GARBAGE = 32, 48, -1
+EASY = TurnTargets(10.0, 10.0)
+
+
+class ModelFreeEngine:
+    def __init__(
+        self,
+        model: Path,
+        left_out: rollback.Step | None = None,
+        seed: int = 0,
+        slo: TurnTargets = EASY,
+        policy: str = "conserve",
+        plugins: tuple[str, ...] = (),
+    ) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from workers.coserving.scheduler import CoServingScheduler
+
+        serving = ServingSettings(policy, slo)
+        config = CoServingConfig(serving, LatencyModel(1e-6, 0, 0, 1e-6), profiled=True)
+        connector = ConnectorConfig(
+            safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
+            plugins=(SAFEPOINT_PLUGIN, *plugins),
+            transfer=False,
+        )
+        vllm_config = EngineArgs(
+            model=str(model), dtype="float32", max_model_len=1024, block_size=BLOCK, max_num_seqs=8,
+            num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=192, enforce_eager=True,
+            async_scheduling=False, scheduling_policy="priority", scheduler_cls=SCHEDULER_CLASS,
+            additional_config=config.to_additional_config(),
+            kv_transfer_config=connector.to_kv_transfer_config(),
+        ).create_engine_config()  # fmt: skip
+        vllm_config.cache_config.num_gpu_blocks = BLOCKS
+        import torch
+
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler = CoServingScheduler(
+            vllm_config, cache, StructuredOutputManager(vllm_config), BLOCK, log_stats=False
+        )
+        self.scheduler.rollback_steps = tuple(step for step in rollback.STEPS if step is not left_out)
+        self._flag = page.Flag(connector.safepoint)
+        self._rng = random.Random(seed)
+        self._kv: dict[tuple[int, int], int] = {}
+        self.lies: list[str] = []
+        self.aborts = self.hung_up = 0
+        self.outputs: dict[str, list[int]] = {}
+
+    def ask(self, key: str, prompt: list[int], output: int, priority: int) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        request = Request(key, prompt, params, None, priority=priority, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        self.outputs[key] = []
+
+    def step(self, abort_share: float, hang_up_share: float = 0.0) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import RequestStatus
+
+        done = self.scheduler.schedule()
+        epoch = armed_epoch(done, "safepoint")
+        aborted = bool(epoch) and self._rng.random() < abort_share
+        rows = list(done.num_scheduled_tokens)
+        sampled = [self._compute(key, done.num_scheduled_tokens[key], aborted) for key in rows]
+        if aborted:
+            self.aborts += 1
+            self._flag.fields[page.ABORTED] = epoch
+        if rows and self._rng.random() < hang_up_share:
+            gone = self._rng.choice(rows)
+            self.hung_up += 1
+            self.outputs.pop(gone)
+            self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+        index = {key: number for number, key in enumerate(rows)}
+        tokens = [] if aborted else sampled
+        self.scheduler.update_from_output(done, ModelRunnerOutput(rows, index, tokens))
+        for key, new in zip(rows, tokens, strict=False):
+            if key in self.outputs:
+                self.outputs[key] += new
+
+    def _compute(self, key: str, count: int, aborted: bool) -> list[int]:
+        request = self.scheduler.requests[key]
+        tokens = list(request.all_token_ids)
+        end = request.num_computed_tokens
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(key)[0]
+        for position in range(end):
+            slot = blocks[position // BLOCK], position % BLOCK
+            if position >= end - count:
+                # Half a pass over what was right already writes the same again.
+                if not aborted or self._kv.get(slot) != prefix_of(tokens, position):
+                    self._kv[slot] = GARBAGE if aborted else prefix_of(tokens, position)
+            elif not aborted and self._kv.get(slot) not in (prefix_of(tokens, position), None):
+                self.lies.append(f"{key} reads {slot}, which holds something else")
+            elif not aborted and slot not in self._kv:
+                self.lies.append(f"{key} reads {slot}, which nobody computed")
+        return [answer(tokens)] if end == len(tokens) else []
+
+
+def prefix_of(tokens: list[int], position: int) -> int:
+    return hash(tuple(tokens[: position + 1]))
+
+
+def answer(tokens: list[int]) -> int:
+    return 32 + hash(tuple(tokens)) % 80
+
+
+def expected(prompt: list[int], output: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(output):
+        tokens.append(answer(tokens))
+    return tokens[len(prompt) :]

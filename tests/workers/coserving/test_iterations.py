@@ -1,0 +1,45 @@
+"""Every count of a co-serving engine is one that `/metrics` knows: an unknown name stops the front end."""
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from kvtransfer.metrics import COUNTERS as CONNECTOR_COUNTERS
+from placement.iteration.interface import RunningBatch
+from placement.iteration.latency import BatchWork
+from workers.coserving.iterations import COUNTERS, HISTOGRAMS, PendingIteration, count, observe
+
+
+def counted(online: int, offline: int, aborted: bool) -> tuple[Counter[str], dict[str, list[float]]]:
+    counts: Counter[str] = Counter()
+    observations: defaultdict[str, list[float]] = defaultdict(list)
+    batch = RunningBatch(BatchWork(40), BatchWork(10), offline, online, 0.1, 0.0, None)
+    iteration = PendingIteration(0.0, batch, 7, (), 30, 1, 50, 5, aborted, 4)
+    count(iteration, counts, 0.2, 2)
+    observe(iteration, observations, 0.2, 0.004)
+    return counts, observations
+
+
+@pytest.mark.parametrize(
+    ("online", "offline", "classes"), [(1, 0, "online"), (1, 1, "mixed"), (0, 2, "offline")]
+)
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_is_counted_is_declared(online: int, offline: int, classes: str, aborted: bool) -> None:
+    counts, observations = counted(online, offline, aborted)
+    assert observations.keys() <= HISTOGRAMS.keys()
+    assert observations["coserving_abort_wait"] == ([0.004] if aborted else [])
+    assert observations["coserving_model_error"] == ([] if aborted else [0.5])
+    for name in counts:
+        key, _, label = name.partition(".")
+        assert bool(COUNTERS[key].label) == bool(label)
+    assert counts[f"coserving_iterations.{classes}"] == 1
+    assert counts["coserving_aborts"] == aborted
+    assert counts["coserving_offline_tokens"] == (0 if aborted else 30)
+    assert counts["coserving_online_tokens"] == (0 if aborted else 10)
+    assert counts["coserving_offline_tokens_lost.abort"] == (30 if aborted else 0)
+    assert counts["coserving_offline_tokens_lost.preemption"] == 5
+
+
+def test_names_are_not_taken_by_the_connector() -> None:
+    assert not COUNTERS.keys() & CONNECTOR_COUNTERS.keys()
+    assert not {c.name for c in COUNTERS.values()} & {c.name for c in CONNECTOR_COUNTERS.values()}

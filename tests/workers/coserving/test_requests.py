@@ -1,0 +1,110 @@
+"""What a policy is told of vLLM's requests: class, age, SLO target, lateness, order."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.iteration.policies import make_policy
+from workers.coserving.requests import TrackedRequests, slo_of
+
+DEFAULT = TurnTargets(2.0, 0.2)
+
+
+def request(key: str, priority: int = 0, arrival: float = 100.0, **more: Any) -> Any:
+    fields = {"num_tokens": 10, "num_computed_tokens": 0, "num_output_tokens": 0, "arguments": {}}
+    fields |= {"restore": 0} | more
+    return SimpleNamespace(request_id=key, priority=priority, arrival_time=arrival, **fields)
+
+
+class Clocks:
+    now = 50.0
+
+    def requests(self) -> TrackedRequests:
+        return TrackedRequests(
+            DEFAULT,
+            lambda r: r.arguments,
+            lambda r: 0,
+            lambda r: 0,
+            lambda r: r.restore,
+            lambda: self.now,
+            lambda: self.now + 50,
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, DEFAULT),
+        ({"slo_ttft_ms": 500}, TurnTargets(0.5, 0.2)),
+        ({"slo_ttft_ms": "500", "slo_tbt_ms": 40.0}, TurnTargets(0.5, 0.04)),
+        ({"slo_tbt_ms": "soon"}, DEFAULT),
+        ({"slo_tbt_ms": -1}, DEFAULT),
+        ({"slo_ttft_ms": [1]}, DEFAULT),
+    ],
+)
+def test_a_request_brings_its_slo_or_gets_the_engines(
+    arguments: dict[str, Any], expected: TurnTargets
+) -> None:
+    assert slo_of(arguments, DEFAULT) == expected
+
+
+def test_age_is_kept_across_clocks() -> None:
+    clocks = Clocks()
+    one = clocks.requests().add(request("a", arrival=97.0))
+    assert one.arrival == pytest.approx(47.0)
+
+
+def test_priority_above_zero_is_offline() -> None:
+    tracked = Clocks().requests()
+    for key, priority in (("a", 0), ("b", 1), ("c", -5), ("d", 9)):
+        tracked.add(request(key, priority))
+    assert [one.request.request_id for one in tracked.online()] == ["a", "c"]
+    assert tracked.offline_count == 2
+    tracked.drop("b")
+    assert tracked.offline_count == 1
+
+
+def test_the_oldest_waiting_offline_request_is_found_past_running_ones() -> None:
+    tracked = Clocks().requests()
+    for index in range(5):
+        tracked.add(request(f"o{index}", 1))
+    waiting = tracked.offline_waiting(3, lambda r: r.request_id not in {"o0", "o1"})
+    assert [one.request.request_id for one in waiting] == ["o2", "o3"]
+
+
+def test_a_first_token_is_late_by_ttft_and_a_later_one_by_tbt() -> None:
+    clocks = Clocks()
+    tracked = clocks.requests()
+    asked = request("a")
+    tracked.add(asked)
+    clocks.now += 1.9
+    asked.num_output_tokens = 1
+    assert not tracked.served(asked, clocks.now)
+    asked.num_output_tokens = 2
+    assert tracked.served(asked, clocks.now + 0.25)
+    assert not tracked.served(asked, clocks.now + 9.0), "no new token, nothing late"
+
+
+def test_offline_tokens_are_never_late() -> None:
+    tracked = Clocks().requests()
+    asked = request("a", 1)
+    tracked.add(asked)
+    asked.num_output_tokens = 1
+    assert not tracked.served(asked, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("bros", ["second", "third", "first"]), ("conserve", [])]
+)
+def test_bros_starts_what_has_least_to_bring_back_and_others_keep_the_order(
+    policy: str, expected: list[str]
+) -> None:
+    tracked = Clocks().requests()
+    for key, restore in (("first", 30), ("second", 0), ("third", 5), ("runs", 0)):
+        tracked.add(request(key, 1, restore=restore))
+    order = tracked.start_order(
+        make_policy(ServingSettings(policy)), 10, lambda r: r.request_id != "runs"
+    )
+    assert [one.request_id for one in order] == expected

@@ -1,0 +1,107 @@
+"""No request reads KV that was not computed for it, whatever is aborted: vLLM without a model."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from tests.workers.coserving.model_free import ModelFreeEngine, expected
+from workers.coserving import rollback
+
+
+def storm(model: Path, left_out: rollback.Step | None, seed: int, rounds: int = 400) -> ModelFreeEngine:
+    rng = random.Random(seed)
+    engine = ModelFreeEngine(model, left_out, seed)
+    asked: dict[str, tuple[list[int], int]] = {}
+    for number in range(rounds):
+        if number % 8 == 0 and number < rounds - 60:
+            prefix = [rng.randint(32, 120) for _ in range(rng.choice((40, 70, 150)))]
+            for index in range(rng.randint(1, 4)):  # siblings are admitted together, and share blocks
+                key, prompt = (
+                    f"{number}-{index}",
+                    prefix + [rng.randint(32, 120) for _ in range(rng.randint(1, 40))],
+                )
+                asked[key] = prompt, rng.randint(1, 6)
+                engine.ask(key, *asked[key], priority=rng.randint(0, 1))
+        engine.step(abort_share=0.5 if number < rounds - 60 else 0.0, hang_up_share=0.02)
+    for _ in range(400):
+        if not engine.scheduler.requests:
+            break
+        engine.step(0.0)
+    for key, got in engine.outputs.items():
+        if got != expected(*asked[key]):
+            engine.lies.append(f"{key} answered {got}, not {expected(*asked[key])}")
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_reads_what_was_not_computed_for_it(small_model: Path, seed: int) -> None:
+    engine = storm(small_model, None, seed)
+    assert engine.aborts > 50
+    assert engine.hung_up > 0
+    assert engine.lies == []
+    assert not engine.scheduler.requests
+
+
+@pytest.mark.parametrize("left_out", [rollback.rewind_computed, rollback.evict_written])
+def test_without_one_step_some_request_does(small_model: Path, left_out: rollback.Step) -> None:
+    assert any(_lied(small_model, left_out, seed) for seed in range(3))
+
+
+def _lied(model: Path, left_out: rollback.Step, seed: int) -> bool:
+    try:
+        return bool(storm(model, left_out, seed).lies)
+    except AssertionError:  # vLLM's own checks stop it first
+        return True
+
+
+def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> list[str]:
+    """Two requests admitted in the aborted step; the one whose blocks the other adopted hangs up after it."""
+    from vllm.v1.request import RequestStatus
+
+    engine = ModelFreeEngine(model, left_out, 0)
+    prefix = [33 + number % 80 for number in range(128)]
+    engine.ask("owner", prefix + [40] * 3, 2, priority=1)
+    engine.ask("sharer", prefix + [41] * 5, 2, priority=1)
+    engine.step(abort_share=1.0)
+    assert engine.aborts == 1
+    engine.scheduler.finish_requests("owner", RequestStatus.FINISHED_ABORTED)
+    for _ in range(3):
+        engine.step(abort_share=0.0)
+    return engine.lies
+
+
+def test_a_request_that_adopted_blocks_of_an_aborted_step_computes_them_itself(small_model: Path) -> None:
+    assert lies_after_the_owner_left(small_model, None) == []
+    assert lies_after_the_owner_left(small_model, rollback.truncate_sharers) != []
+
+
+def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:
+    """Tokens of a prompt found in the prefix cache, after it was computed at the second attempt."""
+    engine = ModelFreeEngine(model, left_out, 0)
+    prompt = [33 + number % 80 for number in range(150)]
+    engine.ask("first", prompt, 2, priority=1)
+    engine.step(abort_share=1.0)
+    assert engine.aborts == 1
+    for _ in range(3):
+        engine.step(abort_share=0.0)
+    engine.ask("second", prompt, 1, priority=1)
+    return int(engine.scheduler.cached_tokens(engine.scheduler.requests["second"]))
+
+
+def test_blocks_computed_at_the_second_attempt_are_found_again(small_model: Path) -> None:
+    assert hits_after_an_abort(small_model, None) == 128
+    assert hits_after_an_abort(small_model, rollback.rewind_registered) < 128
+
+
+@pytest.mark.parametrize("left_out", [None, rollback.restore_prefill_marks])
+def test_a_prompt_whose_last_chunk_was_aborted_counts_as_prefilling(
+    small_model: Path, left_out: rollback.Step | None
+) -> None:
+    engine = ModelFreeEngine(small_model, left_out, 0)
+    engine.ask("a", [40] * 100, 2, priority=1)
+    engine.step(abort_share=1.0)
+    request = engine.scheduler.requests["a"]
+    assert request.is_prefill_chunk == (left_out is None)

@@ -1,0 +1,153 @@
+"""Request traces: Azure's (a request is a conversation of one turn) and Mooncake's (rebuilt from hashes).
+
+A hash of Mooncake's names a block *and everything before it*, so two prompts share exactly the blocks whose
+hashes they share. A request goes on with a conversation when its prompt contains every full block of that
+conversation's latest prompt. When it leaves a known prompt earlier, it is a new conversation with the older
+one as parent.
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, open_text
+from traces.importers.source import FileHead, Importer, plain_name, rows
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MICROSECONDS = 26  # characters of a time stamp that datetime reads; the source has one digit more
+
+AZURE_HEADER = TraceHeader(
+    source="AzurePublicDataset, LLM inference traces 2023",
+    licence="CC-BY-4.0",
+    attribution="Microsoft Azure; Patel et al., Splitwise (ISCA 2024)",
+    notes="One turn a conversation: the source does not say which requests belong together.",
+)
+
+
+def read_azure(path: Path) -> Iterator[TraceConversation]:
+    start: datetime | None = None
+    with open_text(path) as lines:
+        table = csv.DictReader(lines)
+        if tuple(table.fieldnames or ()) != COLUMNS:
+            raise TraceError(f"{path}:1: expected the columns {', '.join(COLUMNS)}")
+        for row in table:
+            try:
+                at = datetime.fromisoformat(row["TIMESTAMP"][:MICROSECONDS])
+                turn = TraceTurn(int(row["ContextTokens"]), 0, int(row["GeneratedTokens"]))
+            except (TypeError, ValueError) as error:
+                raise TraceError(f"{path}:{table.line_num}: {error}") from error
+            start = start or at
+            name = f"{plain_name(path)}-{table.line_num - 1:06d}"
+            yield TraceConversation(name, (at - start).total_seconds(), (turn,))
+
+
+def recognises_azure(head: FileHead) -> bool:
+    return head.first_line.strip() == ",".join(COLUMNS)
+
+
+AZURE = Importer(
+    "azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER, recognises_azure, read_azure
+)
+
+
+BLOCK_TOKENS = 512
+SYSTEM_SHARE = (
+    0.05  # a block that more of the requests begin with is the service's own prompt, not a conversation
+)
+
+MOONCAKE_HEADER = TraceHeader(
+    source="Mooncake conversation trace",
+    licence="Apache-2.0",
+    attribution="kvcache-ai/Mooncake contributors",
+    notes="Conversations are rebuilt from 512-token block hashes. Waits are gaps between requests, answers "
+    "included: the source does not say how long these took. Every answer is taken to speak to the user.",
+)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A conversation being rebuilt."""
+
+    id: str
+    arrival_s: float
+    parent: str | None
+    full_blocks: tuple[int, ...] = ()  # of the latest prompt
+    latest_s: float = 0.0
+    largest_context: int = 0
+    turns: list[TraceTurn] = field(default_factory=list)
+
+    def take(self, row: dict[str, Any], cached: int) -> None:
+        at, prompt = row["timestamp"] / 1000.0, row["input_length"]
+        turn = TraceTurn(
+            appended_tokens=prompt - cached,
+            cached_tokens=cached,
+            output_tokens=row["output_length"],
+            wait_s=at - self.latest_s if self.turns else 0.0,
+        )
+        self.turns.append(turn)
+        self.latest_s = at
+        self.full_blocks = tuple(row["hash_ids"][: prompt // BLOCK_TOKENS])
+        self.largest_context = max(self.largest_context, turn.context_tokens)
+
+
+def rebuild(requests: list[dict[str, Any]]) -> list[TraceConversation]:
+    system = _system_blocks(requests)
+    owners: dict[int, _Open] = {}  # block hash -> the conversation that last had it
+    found: list[_Open] = []
+    for row in requests:
+        blocks, prompt = row["hash_ids"], row["input_length"]
+        shared = next((count for count, block in enumerate(blocks) if block not in owners), len(blocks))
+        owner = owners[blocks[shared - 1]] if shared and blocks[shared - 1] not in system else None
+        cached = min(shared * BLOCK_TOKENS, prompt - 1)  # the last token is always computed
+        if owner and len(owner.full_blocks) <= shared and _goes_on(owner, blocks):
+            conversation, cached = owner, min(cached, owner.largest_context)
+        else:
+            name = f"mooncake-{len(found):05d}"
+            conversation = _Open(name, row["timestamp"] / 1000.0, owner.id if owner else None)
+            cached = cached if owner else 0
+            found.append(conversation)
+        conversation.take(row, cached)
+        owners.update(dict.fromkeys(blocks, conversation))
+    return [TraceConversation(c.id, c.arrival_s, tuple(c.turns), c.parent) for c in found]
+
+
+def _goes_on(conversation: _Open, blocks: list[int]) -> bool:
+    mine = conversation.full_blocks
+    return bool(mine) and blocks[len(mine) - 1] == mine[-1]
+
+
+def _system_blocks(requests: list[dict[str, Any]]) -> frozenset[int]:
+    counts: dict[int, int] = {}
+    for row in requests:
+        for block in row["hash_ids"]:
+            counts[block] = counts.get(block, 0) + 1
+    often = max(2.0, SYSTEM_SHARE * len(requests))
+    return frozenset(block for block, count in counts.items() if count > often)
+
+
+def read_mooncake(path: Path) -> Iterator[TraceConversation]:
+    requests: list[dict[str, Any]] = []
+    for number, row in rows(path):
+        if not recognises_mooncake(FileHead("", frozenset(row))):
+            raise TraceError(f"{path}:{number}: not a Mooncake request: {sorted(row)}")
+        if row["input_length"] < 1 or not row["hash_ids"]:
+            raise TraceError(f"{path}:{number}: an empty prompt")
+        requests.append(row)
+    requests.sort(key=lambda row: row["timestamp"])
+    yield from rebuild(requests)
+
+
+def recognises_mooncake(head: FileHead) -> bool:
+    return {"timestamp", "input_length", "output_length", "hash_ids"} <= head.fields
+
+
+MOONCAKE = Importer(
+    "mooncake",
+    "Mooncake request traces (JSON lines with block hashes)",
+    MOONCAKE_HEADER,
+    recognises_mooncake,
+    read_mooncake,
+)

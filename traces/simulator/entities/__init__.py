@@ -1,1 +1,0 @@
-"""The things a simulation moves: conversations, engines, their KV, links."""

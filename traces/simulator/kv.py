@@ -1,0 +1,202 @@
+"""KV of a simulated engine: held for running turns, retained between turns, parked on the host, or lost."""
+
+from collections import OrderedDict
+from enum import IntEnum, StrEnum
+
+from traces.format import TraceConversation, TraceTurn
+
+
+class Where(IntEnum):
+    """Where the KV of the turns before is."""
+
+    NOWHERE = 0
+    ACCELERATOR = 1
+    HOST = 2
+
+
+class LiveConversation:
+    """A conversation while it is being served. One turn runs at a time, so the work an engine does for it is
+    here as well.
+    """
+
+    __slots__ = (
+        "arrived", "begun", "context", "conversation", "engine", "first_token_at", "held", "joined",
+        "lacking", "left", "order", "stall_s", "todo", "turn_at", "turn_index", "visit", "where",
+    )  # fmt: skip
+
+    def __init__(self, conversation: TraceConversation, order: int, now: float) -> None:
+        self.conversation = conversation
+        self.order = order  # place in the trace
+        self.arrived = now
+        self.turn_index = 0
+        self.turn_at = now
+        self.engine = ""  # where it is bound
+        self.where = Where.NOWHERE
+        self.held = 0  # tokens of KV at `where`
+        self.todo = 0  # tokens the engine that serves it now has still to compute before a token comes out
+        self.context = 0  # tokens in front of those
+        self.lacking = 0  # tokens its decoder waits for from a prefiller
+        self.left = 0  # tokens still to decode
+        self.joined = 0  # iteration at which it began to decode
+        self.visit = 0  # grows with every stay on an engine's batch: an older entry in its heap is void
+        self.stall_s = 0.0
+        self.begun = False  # some of this leg's prompt is computed, or being computed
+        self.first_token_at = 0.0
+
+    @property
+    def key(self) -> str:
+        return self.conversation.id
+
+    @property
+    def turn(self) -> TraceTurn:
+        return self.conversation.turns[self.turn_index]
+
+    @property
+    def output_tokens(self) -> int:
+        """A turn that ended before its first token still had one decoded."""
+        return max(1, self.turn.output_tokens)
+
+    @property
+    def is_last_turn(self) -> bool:
+        return self.turn_index == len(self.conversation.turns) - 1
+
+
+class Pressure(StrEnum):
+    """What becomes of KV retained between turns when running turns need its place."""
+
+    PARK = "park"  # to the host
+    DROP = "drop"  # lost: plain prefix caching
+    PIN = "pin"  # it stays: the conversation paper's rule
+
+
+class KvStore:
+    """Counts tokens. `resident` is what is on the accelerator; the retained part of it may give way.
+
+    Parking costs no time of its own: blocks are copied to the host as they fill, so that leaving the
+    accelerator is a release. Coming back crosses the host link.
+    """
+
+    def __init__(self, capacity: int, pressure: Pressure) -> None:
+        self.capacity = capacity
+        self.pressure = pressure
+        self.resident = 0
+        self.parked = 0
+        self.dropped = 0  # tokens lost under pressure, in all
+        self.parked_in_all = 0
+        self._retained: OrderedDict[str, LiveConversation] = OrderedDict()  # oldest first
+        self._retained_tokens = 0
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.resident
+
+    @property
+    def live(self) -> int:
+        """What an engine reports as held for conversations. A plain prefix cache holds nothing for anyone."""
+        return self.resident - self._retained_tokens if self.pressure is Pressure.DROP else self.resident
+
+    @property
+    def idle(self) -> int:
+        """Of the live, what gives way without loss."""
+        return self._retained_tokens if self.pressure is Pressure.PARK else 0
+
+    @property
+    def yielding(self) -> int:
+        """Tokens that would give way under pressure."""
+        return 0 if self.pressure is Pressure.PIN else self._retained_tokens
+
+    def take(self, tokens: int) -> None:
+        """Hold more for a turn; retained KV makes place."""
+        if tokens > self.free:
+            self.make_place(tokens)
+        self.resident += tokens
+
+    def make_place(self, tokens: int, even_pinned: bool = False) -> None:
+        while tokens > self.free and (self._retained_tokens if even_pinned else self.yielding):
+            self.evict(next(iter(self._retained.values())))
+
+    def lose(self, live: LiveConversation) -> None:
+        """What a running or waiting turn holds is dropped and has to be computed again."""
+        self.resident -= live.held
+        self.dropped += live.held
+        live.held = 0
+
+    def trim(self, live: LiveConversation, tokens: int) -> None:
+        """The next prompt shares only its first `tokens` with what is held: the rest is of no use."""
+        self.resident -= live.held - tokens
+        live.held = tokens
+
+    def retain(self, live: LiveConversation) -> None:
+        """A turn ended; its conversation goes on."""
+        live.where = Where.ACCELERATOR
+        self._retained[live.key] = live
+        self._retained_tokens += live.held
+
+    def wake(self, live: LiveConversation) -> None:
+        """A retained or parked conversation has work again; its KV is held from now on."""
+        if live.where is Where.ACCELERATOR:
+            del self._retained[live.key]
+            self._retained_tokens -= live.held
+        elif live.where is Where.HOST:
+            self.parked -= live.held
+            self.take(live.held)
+            live.where = Where.ACCELERATOR
+
+    def evict(self, live: LiveConversation) -> None:
+        """Retained KV leaves the accelerator: to the host, or it is lost."""
+        del self._retained[live.key]
+        self._retained_tokens -= live.held
+        self.resident -= live.held
+        if self.pressure is Pressure.PARK:
+            live.where = Where.HOST
+            self.parked += live.held
+            self.parked_in_all += live.held
+        else:
+            live.where = Where.NOWHERE
+            self.dropped += live.held
+            live.held = 0
+
+    def forget(self, live: LiveConversation) -> None:
+        """An idle conversation ended."""
+        if live.where is Where.ACCELERATOR:
+            del self._retained[live.key]
+            self._retained_tokens -= live.held
+            self.resident -= live.held
+        elif live.where is Where.HOST:
+            self.parked -= live.held
+        live.where, live.held = Where.NOWHERE, 0
+
+
+class Prefixes:
+    """Prefixes that a prefiller still has of earlier turns: vLLM's prefix cache, least recently used out."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` in tokens; 0 remembers nothing."""
+        self._capacity = capacity
+        self._tokens = 0
+        self._held: OrderedDict[str, int] = OrderedDict()
+
+    def of(self, conversation: str) -> int:
+        return self._held.get(conversation, 0)
+
+    def remember(self, conversation: str, tokens: int) -> None:
+        """A prompt was computed; older ones make place for it."""
+        if tokens > self._capacity:
+            return
+        self._tokens += tokens - self._held.pop(conversation, 0)
+        self._held[conversation] = tokens
+        while self._tokens > self._capacity:
+            self._tokens -= self._held.popitem(last=False)[1]
+
+
+class Link:
+    """A link: it sends one thing after the other at a fixed rate."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def send(self, size: float, now: float) -> float:
+        """When the last byte of `size` has arrived."""
+        self._free_at = max(self._free_at, now) + size / self._bytes_per_s
+        return self._free_at

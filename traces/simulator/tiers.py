@@ -1,0 +1,54 @@
+"""Tiers of simulated engines: how fast they are, what they hold, draw and send."""
+
+from dataclasses import dataclass, replace
+
+from placement.engines import Role
+from placement.fleet.prefillers import PrefillCurve, curve_of, prompt_seconds
+from placement.fleet.provisioning import PowerCurve
+from placement.iteration.latency import LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    latency: LatencyModel
+    power: PowerCurve
+    chunk_tokens: int  # most new tokens of one iteration
+    kv_tokens: int
+    kv_bytes_per_token: float
+    network_bytes_per_s: float
+    host_bytes_per_s: float  # accelerator to host memory and back
+
+    def capped(self, watts: float) -> "EngineProfile":
+        """Under a power cap the terms that compute slow down; reading KV and weights stays as fast."""
+        slower = 1.0 / self.power.compute_speed(watts)
+        latency = replace(
+            self.latency,
+            per_token=self.latency.per_token * slower,
+            per_attended=self.latency.per_attended * slower,
+            per_before=self.latency.per_before * slower,
+        )
+        return replace(self, latency=latency, power=self.power.capped(watts))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTier:
+    name: str
+    role: Role
+    replicas: int
+    profile: EngineProfile
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    tiers: tuple[SimulatedTier, ...]
+
+    def of(self, role: Role) -> tuple[SimulatedTier, ...]:
+        return tuple(tier for tier in self.tiers if tier.role is role)
+
+
+def prefill_seconds(profile: EngineProfile, prompt: int, cached: int = 0) -> float:
+    return prompt_seconds(profile.latency, profile.chunk_tokens, prompt, cached)
+
+
+def prefill_curve(profile: EngineProfile) -> PrefillCurve:
+    return curve_of(profile.latency, profile.chunk_tokens)

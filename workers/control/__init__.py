@@ -1,1 +1,0 @@
-"""The control service of an engine: watch it, release conversations, drain it."""

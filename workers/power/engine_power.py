@@ -1,0 +1,177 @@
+"""Power of one engine, as its keeper keeps it: the cap while it runs, the joules it takes."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from workers import metrics
+from workers.power.limits import WantedLimit, apply, boot_id, restore
+from workers.power.nvml import Gpus, PowerError
+from workers.processes import LogOnChange
+
+log = logging.getLogger("conserve.workers.power")
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSettings:
+    engine: str
+    role: str
+    gpus: tuple[str, ...]  # indices or UUIDs
+    cap_w: float | None
+    record: Path  # one for the machine: limits are the machine's
+    interval_s: float = 5.0  # of energy readings and looks at the cap
+    grace_s: float = 90.0  # after the keeper's death, before its caps are set back; above the engine's lease
+
+
+def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The GPUs given to this process."""
+    return tuple(name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip())
+
+
+class EnginePower:
+    """`async with`: the cap is set on entry and set back on exit. Failures are said; serving goes on."""
+
+    def __init__(self, settings: PowerSettings) -> None:
+        self._settings = settings
+        self._holder = uuid.uuid4().hex
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._capped = False  # all of our GPUs have the cap
+        self._last: dict[str, float] = {}  # GPU -> joules when last read
+
+    async def __aenter__(self) -> "EnginePower":
+        if self._settings.gpus:
+            await asyncio.to_thread(self._cap if self._settings.cap_w is not None else self._clear)
+            self._watching = asyncio.create_task(self._watch(), name=f"power-{self._settings.engine}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        if self._guard is not None:
+            self._set_back()  # in this thread: a cancelled task could not wait for another
+            guard, self._guard = self._guard, None
+            if guard.stdin:
+                guard.stdin.close()
+
+    def _cap(self) -> None:
+        settings = self._settings
+        if self._guard is None:
+            self._guard = start_guard(settings, self._holder)
+        cap_w = float(settings.cap_w or 0.0)
+        wanted_limits = [WantedLimit(gpu, cap_w, settings.engine) for gpu in settings.gpus]
+        try:
+            with Gpus() as gpus:
+                outcomes = apply(gpus, wanted_limits, settings.record, boot_id(), self._holder)
+        except PowerError as error:
+            self._not_done(str(error))
+            return
+        self._capped = all(outcome.done for outcome in outcomes)
+        for outcome in outcomes:
+            if outcome.done:
+                log.info("power engine=%s gpu=%s done=%r", settings.engine, outcome.gpu, outcome.text)
+            else:
+                self._not_done(f"GPU {outcome.gpu}: {outcome.text}")
+
+    def _clear(self) -> None:
+        """A cap that an earlier run left on our GPUs, whose keeper and guard are gone."""
+        if not self._settings.record.exists():
+            return
+        try:
+            with Gpus() as gpus:
+                ours = frozenset(gpus.find(name).uuid for name in self._settings.gpus)
+                outcomes = restore(gpus, self._settings.record, boot_id(), uuids=ours)
+        except PowerError as error:
+            self._not_done(str(error))
+            return
+        for outcome in outcomes:
+            log.warning(
+                "old power cap found gpu=%s owner=%s done=%r", outcome.gpu, outcome.owner, outcome.text
+            )
+
+    def _not_done(self, why: str) -> None:
+        metrics.POWER_NOT_DONE.labels(self._settings.engine).inc()
+        log.warning(
+            "power limit not as the fleet file has it engine=%s reason=%r", self._settings.engine, why
+        )
+
+    def _set_back(self) -> None:
+        try:
+            with Gpus() as gpus:
+                outcomes = restore(gpus, self._settings.record, boot_id(), holder=self._holder)
+        except PowerError as error:
+            log.error("power limits not set back, do it with conserve power restore reason=%r", str(error))
+            return
+        for outcome in outcomes:
+            level = logging.INFO if outcome.done else logging.ERROR
+            log.log(
+                level,
+                "power limit set back engine=%s gpu=%s done=%r",
+                self._settings.engine,
+                outcome.gpu,
+                outcome.text,
+            )
+
+    async def _watch(self) -> None:
+        engine = self._settings.engine
+        say = LogOnChange(lambda why: log.warning("power not measured engine=%s reason=%r", engine, why))
+        while True:
+            try:
+                await asyncio.to_thread(self._sample)
+                say("")
+            except PowerError as error:
+                say(str(error))
+            await asyncio.sleep(self._settings.interval_s)
+
+    def _sample(self) -> None:
+        settings = self._settings
+        watts = limit = 0.0
+        with Gpus() as gpus:
+            for name in settings.gpus:
+                gpu = gpus.find(name)
+                joules = gpus.joules(gpu.uuid)
+                grown = joules - self._last.get(gpu.uuid, joules)
+                if grown > 0.0:  # the counter begins again when the driver is loaded again
+                    metrics.ENERGY_JOULES.labels(settings.engine, settings.role).inc(grown)
+                self._last[gpu.uuid] = joules
+                watts += gpus.watts(gpu.uuid)
+                limit += gpu.limit_w
+        metrics.POWER_WATTS.labels(settings.engine).set(watts)
+        metrics.POWER_LIMIT_WATTS.labels(settings.engine).set(limit)
+        wanted = (settings.cap_w or 0.0) * len(settings.gpus)
+        if self._capped and limit > wanted + len(settings.gpus):
+            log.warning("power cap was lost, set again engine=%s now_w=%g", settings.engine, limit)
+            self._cap()
+
+
+def start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes]:
+    """A process of its own session: it must outlive a keeper that is killed with its group.
+
+    Told to end before it listens, it hears of it when it does.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "workers.power.guard",
+        str(settings.record),
+        holder,
+        str(settings.grace_s),
+    ]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # of this thread; children inherit it
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,147 @@
+"""Processes of ours: their ports and paths, files written as a whole, back-off, the end of whole trees.
+
+Trees are ended by pid, without ever touching a process that only inherited a pid.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+SOURCE = str(Path(__file__).resolve().parents[1])
+
+
+class WorkerError(Exception):
+    """Base of what goes wrong with an engine and its keeper; says what, and what to do about it."""
+
+
+class Backoff:
+    """Doubles from `first` to `longest`; a long enough calm starts over."""
+
+    def __init__(self, first_s: float, longest_s: float, calm_s: float) -> None:
+        self._first, self._longest, self._calm = first_s, longest_s, calm_s
+        self._next = first_s
+        self._serving_since: float | None = None
+
+    def serving(self, now: float) -> None:
+        self._serving_since = now
+
+    def next(self, now: float) -> float:
+        if self._serving_since is not None and now - self._serving_since >= self._calm:
+            self._next = self._first
+        self._serving_since = None
+        wait, self._next = self._next, min(self._longest, self._next * 2)
+        return wait
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago. Who loses it to another process fails to start and tries again."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
+
+
+def with_our_packages(environ: Mapping[str, str]) -> dict[str, str]:
+    parts = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    absolute = [os.path.abspath(part) for part in parts]
+    return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys((SOURCE, *absolute)))}
+
+
+def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """On the disk as a whole or not at all, also for who reads it meanwhile and after a crash."""
+    draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
+    with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as opened:
+        opened.write(content.encode() if isinstance(content, str) else content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    draft.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class LogOnChange:
+    """Says something once and not every few seconds, until it is something else or over."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said = ""
+
+    def __call__(self, text: str) -> None:
+        if text and text != self._said:
+            self._say(text)
+        self._said = text
+
+
+def find(pid: int, started: float) -> psutil.Process | None:
+    """The process of that pid and start time, or None when it is gone (a zombie is gone)."""
+    try:
+        process = psutil.Process(pid)
+        # A second of tolerance: start times are computed from the boot time, which can shift a little.
+        if abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+    except psutil.Error:
+        return None
+    return process
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def tree(root: psutil.Process) -> list[psutil.Process]:
+    """The root, its descendants, and what is left of its session when it leads one."""
+    try:
+        found = {process.pid: process for process in (root, *root.children(recursive=True))}
+    except psutil.Error:
+        found = {root.pid: root}
+    for process in session(root.pid):
+        found.setdefault(process.pid, process)
+    return list(found.values())
+
+
+def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
+    """Ask, wait `grace_s`, kill; says whether all of them are gone."""
+    remaining = [process for process in processes if _running(process)]
+    for process in remaining:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    remaining = _wait(remaining, grace_s)
+    for process in remaining:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return not _wait(remaining, 5.0)
+
+
+def session(leader: int) -> Iterator[psutil.Process]:
+    """Every process of the session that `leader` leads or led.
+
+    The kernel gives a pid to nobody else while a session of that number exists, so a leader that was killed
+    still names what it left behind.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.getsid(process.pid) == leader and alive(process.pid):
+                yield process
+
+
+def _wait(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + limit_s
+    while (
+        processes := [process for process in processes if _running(process)]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return processes
+
+
+def _running(process: psutil.Process) -> bool:
+    return bool(process.is_running()) and alive(process.pid)
