@@ -1,8 +1,9 @@
 """Runner of the suites: python -m tests.run fast slow engines
 
 What fails is run once more, alone and on fleets of its own, since every test shares the machine with
-engines. What fails twice fails. What failed once and passed alone is named at the end, and fails unless
-tests/flaky.toml has it.
+engines. What fails twice fails. What failed once and passed alone is named at the end; tests/flaky.toml is
+the list of those that may. Of others the run forgives two, since two shared cores delay any of 1,900 tests
+now and then, and fails from the third: each is to be mended or listed with the next change.
 """
 
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAKY = Path(__file__).with_name("flaky.toml")
 LISTED_FOR = timedelta(days=30)
+FORGIVEN = 2  # tests that failed once, passed alone, and are not on the list
 # Which tests, and how they run. Those without engines wait more than they compute: several at a time keep two
 # cores busy. Engines need both.
 SUITES = {
@@ -57,7 +59,9 @@ def twice(which: list[str], how: list[str]) -> tuple[int, set[str]]:
         return status, failed - again
 
 
-def run(suites: list[tuple[list[str], list[str]]], flaky: Path, today: date) -> int:
+def run(
+    suites: list[tuple[list[str], list[str]]], flaky: Path, today: date, forgiven: int = FORGIVEN
+) -> int:
     allowed, wrong = listed(flaky, today)
     once: set[str] = set()
     status = PASSED
@@ -70,7 +74,7 @@ def run(suites: list[tuple[list[str], list[str]]], flaky: Path, today: date) -> 
             print(f"  {test}" + ("" if test in allowed else f"   (not in {flaky.name})"))
     for line in wrong:
         print(f"{flaky.name}: {line}")
-    return status or (FAILED if wrong or once - allowed else PASSED)
+    return status or (FAILED if wrong or len(once - allowed) > forgiven else PASSED)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workers.processes import session
+from workers.processes import alive, session
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -75,7 +75,7 @@ def test_a_child_that_is_killed_starts_again_without_its_leftovers(
     now = {process.pid for process in below(supervisor.pid)}
     assert len(now & set(before)) == 2, "the other child goes on"
     assert not now & set(leftovers)
-    until(lambda: not any(psutil.pid_exists(pid) for pid in leftovers))
+    until(lambda: not any(alive(pid) for pid in leftovers))
 
 
 def test_asked_to_end_it_ends_everything(started: Callable[..., subprocess.Popen[bytes]]) -> None:

@@ -22,6 +22,7 @@ from deploy.ray.gateway_actor import GatewaysActor
 from tests.router.batch.processes import free_port
 from tests.support.waiting import until
 from workers.leased import RECORD, ProcessRecord
+from workers.processes import alive
 
 FLEET = """
 policy: collocated
@@ -82,7 +83,7 @@ async def test_the_batch_process_is_started_again_and_adopted(home: FleetHome) -
     await until(lambda: len(heir.pids()) == 2, 60)
     assert heir.pids()["batch"] == record.pid and await answering(record.pid, url) == again
     heir.end()
-    assert not psutil.pid_exists(again)
+    assert not alive(again)
 
 
 @pytest.mark.slow
