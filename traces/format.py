@@ -5,16 +5,16 @@ A conversation is plain data: when it arrives and what each of its turns asks fo
 and how long that takes depends on who serves it.
 """
 
+import contextlib
 import gzip
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-import orjson
+import msgspec
 
 from traces.errors import NotATrace as NotATrace
 from traces.errors import TraceError as TraceError
@@ -83,8 +83,7 @@ class TraceConversation:
         return len(self.turns) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class TraceHeader:
+class TraceHeader(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format", tag=FORMAT):
     """The first line of a file: where the conversations come from."""
 
     source: str = ""
@@ -135,77 +134,52 @@ def check(conversation: TraceConversation) -> None:
         largest = max(largest, turn.context_tokens)
 
 
+class _TurnRow(msgspec.Struct, omit_defaults=True):
+    appended: int
+    cached: int
+    out: int
+    end: TurnEnding
+    wait: float = 0.0
+    served: float | None = None
+
+
+class _ConversationRow(msgspec.Struct, omit_defaults=True):
+    id: str
+    arrival: float
+    turns: list[_TurnRow]
+    parent: str | None = None
+    model: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_ConversationRow)
+
+
 def to_json(conversation: TraceConversation) -> bytes:
-    row: dict[str, Any] = {"id": conversation.id, "arrival": round(conversation.arrival_s, 6)}
-    if conversation.parent is not None:
-        row["parent"] = conversation.parent
-    if conversation.model_class:
-        row["model"] = conversation.model_class
-    row["turns"] = [_turn_row(turn) for turn in conversation.turns]
-    return orjson.dumps(row)
-
-
-def _turn_row(turn: TraceTurn) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "appended": turn.appended_tokens,
-        "cached": turn.cached_tokens,
-        "out": turn.output_tokens,
-        "wait": round(turn.wait_s, 6),
-        "end": turn.ending.value,
-    }
-    if turn.served_s is not None:
-        row["served"] = round(turn.served_s, 6)
-    return row
+    turns = [
+        _TurnRow(
+            *(turn.appended_tokens, turn.cached_tokens, turn.output_tokens, turn.ending),
+            *(round(turn.wait_s, 6), None if turn.served_s is None else round(turn.served_s, 6)),
+        )
+        for turn in conversation.turns
+    ]
+    arrival, parent = round(conversation.arrival_s, 6), conversation.parent
+    row = _ConversationRow(conversation.id, arrival, turns, parent, conversation.model_class)
+    return msgspec.json.encode(row)
 
 
 def from_json(line: bytes | str) -> TraceConversation:
     """One line as a checked conversation; TraceError says what is wrong with it, not where."""
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise TraceError(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise TraceError("a conversation is a JSON object")
-    conversation = TraceConversation(
-        id=_value(row, "id", str),
-        arrival_s=float(_value(row, "arrival", (int, float))),
-        turns=tuple(_turn(turn, number) for number, turn in enumerate(_value(row, "turns", list), start=1)),
-        parent=_value(row, "parent", str) if row.get("parent") is not None else None,
-        model_class=_value(row, "model", str) if "model" in row else "",
-    )
+        row = _DECODER.decode(line)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{error}; traces/README.md describes the format") from error
+    turns = (TraceTurn(one.appended, one.cached, one.out, one.wait, one.end, one.served) for one in row.turns)
+    conversation = TraceConversation(row.id, row.arrival, tuple(turns), row.parent, row.model)
     check(conversation)
     return conversation
 
 
-def _turn(row: Any, number: int) -> TraceTurn:
-    if not isinstance(row, dict):
-        raise TraceError(f"turn {number} is not a JSON object")
-    try:
-        return TraceTurn(
-            appended_tokens=_value(row, "appended", int),
-            cached_tokens=_value(row, "cached", int),
-            output_tokens=_value(row, "out", int),
-            wait_s=float(_value(row, "wait", (int, float))) if "wait" in row else 0.0,
-            ending=TurnEnding(_value(row, "end", str)),
-            served_s=float(_value(row, "served", (int, float))) if row.get("served") is not None else None,
-        )
-    except TraceError as error:
-        raise TraceError(f"turn {number}: {error}") from error
-    except ValueError as error:  # TurnEnding() of an unknown word
-        known = ", ".join(ending.value for ending in TurnEnding)
-        raise TraceError(f"turn {number}: {error}; an ending is one of {known}") from error
-
-
-def _value(row: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    if name not in row:
-        raise TraceError(f"field {name!r} is missing")
-    value = row[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TraceError(f"field {name!r} is {value!r}, which is not of the right type")
-    return value
-
-
-@contextmanager
+@contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
     """A text file, gzip or plain, by its first two bytes."""
     try:
@@ -221,23 +195,13 @@ def open_text(path: Path) -> Iterator[TextIO]:
         raise TraceError(f"{path}: {error.strerror}") from error
 
 
-def read_header(path: Path) -> TraceHeader:
-    with open_text(path) as lines:
-        return _header(lines.readline(), path)
-
-
 def _header(line: str, path: Path) -> TraceHeader:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        row = None
-    if not isinstance(row, dict) or row.get("format") != FORMAT:
-        raise NotATrace(
-            f'{path}:1: not a trace of ours: the first line must be {{"format": "{FORMAT}", ...}};'
-            " `conserve trace import` makes one from other formats"
-        )
-    return TraceHeader(
-        **{name: str(row.get(name, "")) for name in ("source", "licence", "attribution", "notes")}
+    with contextlib.suppress(msgspec.DecodeError):
+        if f'"{FORMAT}"' in line:
+            return msgspec.json.decode(line, type=TraceHeader)
+    raise NotATrace(
+        f'{path}:1: not a trace of ours: the first line must be {{"format": "{FORMAT}", ...}};'
+        " `conserve trace import` makes one from other formats"
     )
 
 
@@ -263,7 +227,9 @@ def read(path: Path) -> Iterator[TraceConversation]:
 
 
 def load(path: Path) -> Trace:
-    return Trace(read_header(path), tuple(read(path)))
+    with open_text(path) as lines:
+        header = _header(lines.readline(), path)
+    return Trace(header, tuple(read(path)))
 
 
 def write(path: Path, conversations: Iterable[TraceConversation], header: TraceHeader) -> int:
@@ -275,14 +241,7 @@ def write(path: Path, conversations: Iterable[TraceConversation], header: TraceH
     with path.open("wb") as raw:
         stream = gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) if path.suffix == ".gz" else raw
         with stream:
-            top = {
-                "format": FORMAT,
-                "source": header.source,
-                "licence": header.licence,
-                "attribution": header.attribution,
-                "notes": header.notes,
-            }
-            stream.write(orjson.dumps({name: value for name, value in top.items() if value}) + b"\n")
+            stream.write(msgspec.json.encode(header) + b"\n")
             for conversation in conversations:
                 check(conversation)
                 if conversation.arrival_s < arrival:

@@ -1,13 +1,13 @@
 """Report of replays, one alone or several side by side: in a terminal, or as one page of HTML."""
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -239,9 +239,9 @@ def terminal(runs: Sequence[Replay]) -> RenderableType:
 
 
 def _parts(table: ReportTable) -> list[RenderableType]:
-    drawn = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+    drawn = RichTable(title=Text(table.title), title_justify="left", box=None, pad_edge=False)
     for index, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="right" if index else "left")
+        drawn.add_column(Text(column), justify="right" if index and column else "left")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     parts: list[RenderableType] = [drawn]
@@ -252,37 +252,35 @@ def _parts(table: ReportTable) -> list[RenderableType]:
 
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #888; }
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-td:first-child, th:first-child { text-align: left; font-weight: normal; }
-.wide { overflow-x: auto; } .note, dt, td.again { color: var(--soft); }
-.runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 0 2rem; }
-dl { display: grid; grid-template-columns: auto 1fr; gap: 0 1rem; } dd { margin: 0; }
+h1 { font-size: 1.5rem; } pre { overflow-x: auto; line-height: 1.35; }
 figure { margin: 1rem 0; background: #fff; padding: .5rem; } figure svg { width: 100%; height: auto; }
 """
+PAGE_COLUMNS = 160  # of the tables on the page, which scrolls sideways where it is narrower
 
 
 def page(runs: Sequence[Replay]) -> str:
-    title = " against ".join(run.label for run in runs)
-    parts = [f"<h1>Replay: {escape(title)}</h1>"]
-    parts.append(f'<div class="runs">{"".join(_facts(run) for run in runs)}</div>')
-    latencies, *others = tables(runs)
-    parts += [
-        f"<figure>{charts.to_svg(figure)}</figure>"
-        for figure in (latency_charts(runs), charts_over_time(runs))
-    ]
-    parts += [_table(table) for table in (*others, latencies)]  # the longest last
+    title = escape("Replay: " + " against ".join(run.label for run in runs))
+    figures = (charts.to_svg(figure) for figure in (latency_charts(runs), charts_over_time(runs)))
+    drawn = "".join(f"<figure>{figure}</figure>" for figure in figures)
+    facts = Group(*(part for run in runs for part in _parts(_facts(run))))
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Replay: {escape(title)}</title><style>{STYLE}</style>"
+        f"<title>{title}</title><style>{STYLE}</style>"
     )
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+    body = f"<h1>{title}</h1>{_html(facts)}{drawn}{_html(terminal(runs))}"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def _facts(run: Replay) -> str:
+def _html(shown: RenderableType) -> str:
+    """What a terminal would show."""
+    console = Console(width=PAGE_COLUMNS, record=True, file=io.StringIO())
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _facts(run: Replay) -> ReportTable:
     facts = {
         "trace": run.trace,
         "endpoint": run.url,
@@ -290,33 +288,11 @@ def _facts(run: Replay) -> str:
         "duration": seconds(run.duration_s),
         "text": f"{run.chars_per_token:.2f} characters a token, by {run.calibrated_by}",
     }
-    if run.unloaded:
-        alone = run.unloaded
+    if alone := run.unloaded:
         facts["unloaded"] = (
             f"TTFT {seconds(alone.fixed_s)} + {alone.per_token_s * 1e6:.3g} µs a new token, "
             f"TBT {seconds(alone.step_s)}; {alone.probes} probes, "
             f"mean error {alone.ttft_error:.1%} and {alone.tbt_error:.1%}"
         )
     facts["options"] = ", ".join(f"{name} {value}" for name, value in run.options.items() if value != "")
-    rows = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value
-    )
-    return f"<section><h2>{escape(run.label)}</h2><dl>{rows}</dl></section>"
-
-
-def _table(table: ReportTable) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.columns)
-    body = "".join(_row(row, before) for before, row in pairwise((("",), *table.rows)))
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return (
-        f'<h2>{escape(table.title)}</h2>{note}<div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _row(row: Sequence[str], before: Sequence[str]) -> str:
-    """The label of another percentile of the same quantity stands back."""
-    again = row[0].rpartition(", ")[0]
-    known = again and again == before[0].rpartition(", ")[0]
-    label = f'<td class="again">{escape(row[0])}</td>' if known else f"<td>{escape(row[0])}</td>"
-    return f"<tr>{label}{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+    return ReportTable(run.label, ("", ""), tuple(fact for fact in facts.items() if fact[1]))

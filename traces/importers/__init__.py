@@ -1,13 +1,12 @@
 """Workloads from elsewhere, as conversations. The kind of a file is told from its content."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from traces.format import Trace, TraceConversation, TraceError, check
+from traces.format import Trace, TraceConversation, TraceError, TraceHeader, check
 from traces.importers.agents import CONDENSED, RECORDING, TRAJECTORY
 from traces.importers.requests import AZURE, MOONCAKE
-from traces.importers.source import Importer, look
+from traces.importers.source import Importer, fields_of
 
 IMPORTERS: dict[str, Importer] = {
     importer.name: importer for importer in (CONDENSED, RECORDING, MOONCAKE, AZURE, TRAJECTORY)
@@ -15,9 +14,9 @@ IMPORTERS: dict[str, Importer] = {
 
 
 def detect(path: Path) -> Importer:
-    head = look(path)
+    fields = fields_of(path)
     for importer in IMPORTERS.values():
-        if importer.recognises(head):
+        if importer.recognises(fields):
             return importer
     kinds = "; ".join(f"{importer.name}: {importer.summary}" for importer in IMPORTERS.values())
     raise TraceError(f"{path}: none of the importers knows this content ({kinds})")
@@ -36,16 +35,11 @@ def import_files(paths: Sequence[Path], kind: str | None = None) -> Trace:
         _checked((path, importer) for path, importer in zip(files, chosen, strict=True)),
         key=lambda conversation: (conversation.arrival_s, conversation.id),
     )
-    header = (
-        headers[0]
-        if len(headers) == 1
-        else replace(
-            headers[0],
-            source=" + ".join(header.source for header in headers),
-            licence=" + ".join(dict.fromkeys(header.licence for header in headers if header.licence)),
-            attribution="; ".join(header.attribution for header in headers if header.attribution),
-            notes=" ".join(header.notes for header in headers),
-        )
+    header = TraceHeader(
+        source=" + ".join(header.source for header in headers),
+        licence=" + ".join(dict.fromkeys(header.licence for header in headers if header.licence)),
+        attribution="; ".join(dict.fromkeys(header.attribution for header in headers if header.attribution)),
+        notes=" ".join(header.notes for header in headers),
     )
     return Trace(header, tuple(found))
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
-from traces.importers.source import FileHead, Importer, document, plain_name, rows
+from traces.importers.source import Importer, document, plain_name, rows
 
 ENDINGS = {
     "tool_use": TurnEnding.TOOL_USE,
@@ -84,15 +84,11 @@ def read_condensed(path: Path) -> Iterator[TraceConversation]:
             raise TraceError(f"{path}:{number}: not a condensed conversation: {error!r}") from error
 
 
-def recognises_condensed(head: FileHead) -> bool:
-    return {"id", "block_size", "turns"} <= head.fields
-
-
 CONDENSED = Importer(
     "agents",
     "condensed coding-agent conversations (JSON lines)",
     CONDENSED_HEADER,
-    recognises_condensed,
+    ({"id", "block_size", "turns"},),
     read_condensed,
 )
 
@@ -181,17 +177,14 @@ def read_recording(path: Path) -> Iterator[TraceConversation]:
         raise TraceError(f"{path}: not a recording of kv-cache-tester: {error!r}") from error
 
 
-def recognises_recording(head: FileHead) -> bool:
-    return {"block_size", "requests", "hash_id_scope"} <= head.fields or (
-        {"block_size", "requests", "tool_tokens"} <= head.fields
-    )
-
-
 RECORDING = Importer(
     "kv-cache-tester",
     "kv-cache-tester recordings (one JSON file each)",
     RECORDING_HEADER,
-    recognises_recording,
+    (
+        {"block_size", "requests", "hash_id_scope"},
+        {"block_size", "requests", "tool_tokens"},
+    ),
     read_recording,
 )
 
@@ -302,14 +295,10 @@ def read_trajectory(path: Path) -> Iterator[TraceConversation]:
     yield TraceConversation(plain_name(path), 0.0, turns)
 
 
-def recognises_trajectory(head: FileHead) -> bool:
-    return "info" in head.fields and bool({"trajectory", "history", "messages"} & head.fields)
-
-
 TRAJECTORY = Importer(
     "swe-agent",
     "SWE-agent and mini-SWE-agent trajectories (.traj)",
     TRAJECTORY_HEADER,
-    recognises_trajectory,
+    ({"info", "trajectory"}, {"info", "history"}, {"info", "messages"}),
     read_trajectory,
 )

@@ -7,6 +7,7 @@ one as parent.
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, open_text
-from traces.importers.source import FileHead, Importer, plain_name, rows
+from traces.importers.source import Importer, plain_name, rows
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MICROSECONDS = 26  # characters of a time stamp that datetime reads; the source has one digit more
@@ -44,15 +45,12 @@ def read_azure(path: Path) -> Iterator[TraceConversation]:
             yield TraceConversation(name, (at - start).total_seconds(), (turn,))
 
 
-def recognises_azure(head: FileHead) -> bool:
-    return head.first_line.strip() == ",".join(COLUMNS)
-
-
 AZURE = Importer(
-    "azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER, recognises_azure, read_azure
+    "azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER, (set(COLUMNS),), read_azure
 )
 
 
+ROW = {"timestamp", "input_length", "output_length", "hash_ids"}
 BLOCK_TOKENS = 512
 SYSTEM_SHARE = (
     0.05  # a block that more of the requests begin with is the service's own prompt, not a conversation
@@ -120,10 +118,7 @@ def _goes_on(conversation: _Open, blocks: list[int]) -> bool:
 
 
 def _system_blocks(requests: list[dict[str, Any]]) -> frozenset[int]:
-    counts: dict[int, int] = {}
-    for row in requests:
-        for block in row["hash_ids"]:
-            counts[block] = counts.get(block, 0) + 1
+    counts = Counter(block for row in requests for block in row["hash_ids"])
     often = max(2.0, SYSTEM_SHARE * len(requests))
     return frozenset(block for block, count in counts.items() if count > often)
 
@@ -131,7 +126,7 @@ def _system_blocks(requests: list[dict[str, Any]]) -> frozenset[int]:
 def read_mooncake(path: Path) -> Iterator[TraceConversation]:
     requests: list[dict[str, Any]] = []
     for number, row in rows(path):
-        if not recognises_mooncake(FileHead("", frozenset(row))):
+        if not row.keys() >= ROW:
             raise TraceError(f"{path}:{number}: not a Mooncake request: {sorted(row)}")
         if row["input_length"] < 1 or not row["hash_ids"]:
             raise TraceError(f"{path}:{number}: an empty prompt")
@@ -140,14 +135,10 @@ def read_mooncake(path: Path) -> Iterator[TraceConversation]:
     yield from rebuild(requests)
 
 
-def recognises_mooncake(head: FileHead) -> bool:
-    return {"timestamp", "input_length", "output_length", "hash_ids"} <= head.fields
-
-
 MOONCAKE = Importer(
     "mooncake",
     "Mooncake request traces (JSON lines with block hashes)",
     MOONCAKE_HEADER,
-    recognises_mooncake,
+    (ROW,),
     read_mooncake,
 )

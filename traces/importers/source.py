@@ -1,6 +1,6 @@
 """What an importer is, and how the kind of a file is told from its content."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,26 @@ from traces.format import TraceConversation, TraceError, TraceHeader, open_text
 
 
 @dataclass(frozen=True, slots=True)
-class FileHead:
-    """What is seen of a file before its kind is known."""
-
-    first_line: str
-    fields: frozenset[str]  # of the JSON object that the first line, else the whole file, holds
-
-
-@dataclass(frozen=True, slots=True)
 class Importer:
+    """A kind of file, with any of these sets of fields, by which it is told from others."""
+
     name: str
     summary: str
     header: TraceHeader
-    recognises: Callable[[FileHead], bool]
+    fields: tuple[set[str], ...]
     read: Callable[[Path], Iterator[TraceConversation]]
 
+    def recognises(self, fields: Iterable[str]) -> bool:
+        return any(needed <= set(fields) for needed in self.fields)
 
-def look(path: Path) -> FileHead:
+
+def fields_of(path: Path) -> list[str]:
+    """Of the JSON object that the first line, else the whole file, holds; or the columns of a table."""
     with open_text(path) as lines:
         first = lines.readline()
-        found = _object(first)
-        if found is None and first.lstrip().startswith("{"):
-            found = _object(first + lines.read())
-    return FileHead(first.rstrip("\n"), frozenset(found or ()))
+        if not first.lstrip().startswith("{"):
+            return first.strip().split(",")
+        return list(_object(first) or _object(first + lines.read()) or ())
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -220,9 +220,6 @@ class Calibration:
     def characters(self, tokens: float) -> int:
         return max(1, round(tokens * self.chars_per_token))
 
-    def tokens(self, characters: int) -> float:
-        return characters / self.chars_per_token
-
 
 def _user(characters: int) -> Message:
     return {"role": "user", "content": text("calibration", characters)}

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -135,8 +135,6 @@ def _beginning(piece: _Piece, tokens: float) -> str:
 
 log = logging.getLogger("conserve.traces.replay")
 
-Sleep = Callable[[float], Awaitable[None]]
-
 
 class Player:
     """Keeps what was measured where a time limit can still find it after it ended the playing."""
@@ -149,17 +147,10 @@ class Player:
         clock: Clock,
         epoch: float,
         retries: int,
-        on_turn: Callable[[TurnResult], None] = lambda turn: None,
-        sleep: Sleep = asyncio.sleep,
+        on_turn: Callable[[TurnResult], None],
     ) -> None:
-        self._conversation = conversation
-        self._dialogue = dialogue
-        self._client = client
-        self._clock = clock
-        self._epoch = epoch
-        self._retries = retries
-        self._on_turn = on_turn
-        self._sleep = sleep
+        self._conversation, self._dialogue, self._client = conversation, dialogue, client
+        self._clock, self._epoch, self._retries, self._on_turn = clock, epoch, retries, on_turn
         self._started_s = 0.0
         self._turns: list[TurnResult] = []
         self._refusals = 0
@@ -169,7 +160,7 @@ class Player:
         try:
             for index, turn in enumerate(self._conversation.turns):
                 if index:
-                    await self._sleep(turn.wait_s)
+                    await asyncio.sleep(turn.wait_s)
                 result = await self._turn(index, turn)
                 self._turns.append(result)
                 self._on_turn(result)
@@ -216,7 +207,7 @@ class Player:
                 refusals += 1
                 if refusals > self._retries:
                     raise ReplayError(f"refused {refusals} times; last: {refused}") from refused
-                await self._sleep(refused.retry_after_s)
+                await asyncio.sleep(refused.retry_after_s)
 
     def _now(self) -> float:
         return self._clock() - self._epoch

@@ -104,20 +104,16 @@ class Unloaded:
     tbt_error: float
 
     def ttft_s(self, turn: TurnResult) -> float:
-        new, retained = turn.new_tokens, turn.prompt_tokens - turn.new_tokens
-        return self.fixed_s + self.per_token_s * new + self.per_product_s * new * (retained + new / 2.0)
+        return float(np.dot(_prefill_terms(turn), (self.fixed_s, self.per_token_s, self.per_product_s)))
 
     def tbt_s(self, turn: TurnResult) -> float:
-        return self.step_s + self.per_context_s * (turn.prompt_tokens + turn.output_tokens / 2.0)
+        return float(np.dot(_gap_terms(turn), (self.step_s, self.per_context_s)))
 
     def turn_s(self, turn: TurnResult) -> float:
         return self.ttft_s(turn) + max(0, turn.output_tokens - 1) * self.tbt_s(turn)
 
     def ttfet_s(self, conversation: ConversationResult) -> float:
-        before, last = (
-            conversation.turns[: conversation.effective_turn],
-            conversation.turns[conversation.effective_turn],
-        )
+        *before, last = conversation.turns[: conversation.effective_turn + 1]
         return sum(map(self.turn_s, before)) + self.ttft_s(last)
 
     def e2e_s(self, conversation: ConversationResult) -> float:
@@ -167,15 +163,12 @@ def probes(conversations: Sequence[TraceConversation], count: int) -> list[Trace
             id=f"probe-{number}-{conversation.id}",
             parent=None,
             turns=(
-                replace(
-                    conversation.turns[0],
-                    appended_tokens=conversation.turns[0].prompt_tokens,
-                    cached_tokens=0,
-                ),
-                *(replace(turn, wait_s=0.0) for turn in conversation.turns[1:PROBE_TURNS]),
+                replace(first, appended_tokens=first.prompt_tokens, cached_tokens=0),
+                *(replace(turn, wait_s=0.0) for turn in later),
             ),
         )
         for number, conversation in enumerate(chosen)
+        for first, *later in [conversation.turns[:PROBE_TURNS]]
     ]
 
 
@@ -190,8 +183,10 @@ def fit(played: Sequence[ConversationResult]) -> Unloaded:
         )
     ttft = [turn.ttft_s for turn in turns]
     prefill, ttft_error = _nonnegative([_prefill_terms(turn) for turn in turns], ttft, ttft)
-    decoding = [(turn.tbt_s or 0.0) * (turn.output_tokens - 1) for turn in spoken]
-    decode, tbt_error = _nonnegative([_decode_terms(t) for t in spoken], decoding, [1.0] * len(spoken))
+    per_gap = [1.0 / (turn.output_tokens - 1) for turn in spoken]
+    decode, tbt_error = _nonnegative(
+        [_gap_terms(turn) for turn in spoken], [turn.tbt_s or 0.0 for turn in spoken], per_gap
+    )
     fixed, per_token, per_product = prefill
     step, per_context = decode
     return Unloaded(fixed, per_token, per_product, step, per_context, len(played), ttft_error, tbt_error)
@@ -202,9 +197,8 @@ def _prefill_terms(turn: TurnResult) -> tuple[float, ...]:
     return 1.0, float(new), new * (retained + new / 2.0)
 
 
-def _decode_terms(turn: TurnResult) -> tuple[float, ...]:
-    gaps = turn.output_tokens - 1
-    return float(gaps), gaps * (turn.prompt_tokens + turn.output_tokens / 2.0)
+def _gap_terms(turn: TurnResult) -> tuple[float, float]:
+    return 1.0, turn.prompt_tokens + turn.output_tokens / 2.0
 
 
 def _nonnegative(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import TracebackType
 
 import aiohttp
@@ -97,77 +97,41 @@ JOULES = "conserve_energy_joules_total"
 TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    counters: dict[str, float]  # summed over labels and pages
-    unread: tuple[str, ...]
-
-
-async def read_counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> Snapshot:
-    pages = await asyncio.gather(*(_page(session, url) for url in urls))
+async def read_counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> MeterReading:
+    """What the pages count so far, summed over labels and pages."""
     counters: dict[str, float] = {}
     unread: list[str] = []
-    for url, (page, problem) in zip(urls, pages, strict=True):
-        if problem:
-            unread.append(f"{url}: {problem}")
-            continue
-        for name, value in _counters(page).items():
-            counters[name] = counters.get(name, 0.0) + value
-    return Snapshot(counters, tuple(unread))
+
+    async def read(url: str) -> None:
+        try:
+            async with session.get(url, timeout=TIMEOUT, raise_for_status=True) as response:
+                _add_counters(counters, await response.text())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            unread.append(f"{url}: {type(error).__name__}: {error}")
+
+    await asyncio.gather(*map(read, urls))
+    return MeterReading(counters, None, tuple(sorted(unread)))
 
 
-async def _page(session: aiohttp.ClientSession, url: str) -> tuple[str, str]:
-    try:
-        async with session.get(url, timeout=TIMEOUT) as response:
-            if response.status != 200:
-                return "", f"HTTP {response.status}"
-            return await response.text(), ""
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return "", f"{type(error).__name__}: {error}"
-
-
-def _counters(page: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _add_counters(counters: dict[str, float], page: str) -> None:
     for family in text_string_to_metric_families(page):
-        if family.type not in ("counter", "histogram", "summary") or not family.name.startswith(PREFIXES):
-            continue
-        for sample in family.samples:
-            if sample.name.endswith(("_total", "_sum", "_count")):
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+        if family.type in ("counter", "histogram", "summary") and family.name.startswith(PREFIXES):
+            for sample in family.samples:
+                if sample.name.endswith(("_total", "_sum", "_count")):
+                    counters[sample.name] = counters.get(sample.name, 0.0) + sample.value
 
 
-def between(before: Snapshot, after: Snapshot) -> MeterReading:
+def between(before: MeterReading, after: MeterReading) -> MeterReading:
     """What was counted in between. A counter that fell was restarted: what it says now is all one knows."""
     grown: dict[str, float] = {}
-    for name, value in after.counters.items():
+    for name, value in sorted(after.counters.items()):
         earlier = before.counters.get(name, 0.0)
         grown[name] = value - earlier if value >= earlier else value
     unread = tuple(dict.fromkeys((*before.unread, *after.unread)))
-    return MeterReading(
-        {name: grown[name] for name in sorted(grown) if grown[name]}, grown.get(JOULES), unread
-    )
+    return MeterReading({name: more for name, more in grown.items() if more}, grown.get(JOULES), unread)
 
 
 log = logging.getLogger("conserve.traces.replay")
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What every conversation of a run is played with."""
-
-    client: ChatClient
-    sizes: Calibration
-    options: ReplayOptions
-    watcher: ReplayWatcher
-    clock: Clock
-
-    def player(self, conversation: TraceConversation, root: str, epoch: float) -> Player:
-        options = self.options
-        dialogue = Dialogue(conversation, self.sizes, options.tools, options.salt, root)
-        return Player(
-            conversation, dialogue, self.client, self.clock, epoch, options.retries, self.watcher.answered
-        )
 
 
 async def replay(
@@ -187,14 +151,13 @@ async def replay(
         model = options.model or await first_model(session, options.url)
         client = ChatClient(session, options, model, clock)
         sizes = await calibrate(session, options.url, client, options.tools)
-        stage = Stage(client, sizes, options, watcher, clock)
-        unloaded = await _unloaded(conversations, stage)
+        run = _Run(client, sizes, options, watcher, clock, conversations)
+        unloaded = await run.unloaded()
         pages = (f"{options.url.rstrip('/')}/metrics", *options.metrics_urls)
         before = await read_counters(session, pages)
         watcher.phase("replay", len(conversations))
-        epoch = clock()
-        results = await _Run(stage, conversations, epoch).play(stop or asyncio.Event())
-        duration = clock() - epoch
+        results = await run.play(stop or asyncio.Event())
+        duration = clock() - run.epoch
         after = await read_counters(session, pages)
     return Replay(
         label=label or trace or options.url,
@@ -218,42 +181,51 @@ def _told(options: ReplayOptions) -> dict[str, str | float | int | bool]:
     return {name: value for name, value in asdict(options).items() if name not in elsewhere}
 
 
-async def _unloaded(conversations: Sequence[TraceConversation], stage: Stage) -> Unloaded | None:
-    chosen = probes(conversations, stage.options.probes)
-    if not chosen:
-        return None
-    stage.watcher.phase("unloaded latency", len(chosen))
-    played: list[ConversationResult] = []
-    first = replace(chosen[0], id=f"warm-up-{chosen[0].id}")  # words of its own: a probe must find no cache
-    warm_up = await stage.player(first, first.id, stage.clock()).play()
-    if warm_up.outcome is not PlayOutcome.DONE:
-        raise ReplayError(f"the first probe failed, so the replay would: {warm_up.error}")
-    for conversation in chosen:
-        result = await stage.player(conversation, conversation.id, stage.clock()).play()
-        stage.watcher.ended(result)
-        if result.outcome is not PlayOutcome.DONE:
-            raise ReplayError(f"a probe failed with nothing else running: {result.error}")
-        played.append(result)
-    return fit(played)
-
-
 class _Run:
     """Conversations in flight: each starts at its arrival, or when a slot is free."""
 
-    def __init__(self, stage: Stage, conversations: Sequence[TraceConversation], epoch: float) -> None:
-        self._stage = stage
-        self._conversations = conversations
-        self._epoch = epoch
-        self._slots = asyncio.Semaphore(stage.options.max_conversations)
+    def __init__(
+        self,
+        client: ChatClient,
+        sizes: Calibration,
+        options: ReplayOptions,
+        watcher: ReplayWatcher,
+        clock: Clock,
+        conversations: Sequence[TraceConversation],
+    ) -> None:
+        self._client, self._sizes, self._options = client, sizes, options
+        self._watcher, self._clock, self._conversations = watcher, clock, conversations
+        self._slots = asyncio.Semaphore(options.max_conversations)
         self._known = {conversation.id: conversation for conversation in conversations}
         self._results: dict[str, ConversationResult] = {}
         self._players: dict[str, Player] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.epoch = clock()
+
+    async def unloaded(self) -> Unloaded | None:
+        chosen = probes(self._conversations, self._options.probes)
+        if not chosen:
+            return None
+        self._watcher.phase("unloaded latency", len(chosen))
+        played: list[ConversationResult] = []
+        # Words of its own: a probe must find no cache.
+        first = replace(chosen[0], id=f"warm-up-{chosen[0].id}")
+        warm_up = await self._player(first).play()
+        if warm_up.outcome is not PlayOutcome.DONE:
+            raise ReplayError(f"the first probe failed, so the replay would: {warm_up.error}")
+        for conversation in chosen:
+            result = await self._player(conversation).play()
+            self._watcher.ended(result)
+            if result.outcome is not PlayOutcome.DONE:
+                raise ReplayError(f"a probe failed with nothing else running: {result.error}")
+            played.append(result)
+        return fit(played)
 
     async def play(self, stop: asyncio.Event) -> list[ConversationResult]:
+        self.epoch = self._clock()
         all_done = asyncio.create_task(self._feed(), name="replay-feed")
         stopped = asyncio.create_task(stop.wait(), name="replay-stop")
-        limit = self._stage.options.time_limit_s
+        limit = self._options.time_limit_s
         done, _ = await asyncio.wait((all_done, stopped), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         leftover = [all_done, stopped, *self._tasks]
         for task in leftover:
@@ -266,9 +238,18 @@ class _Run:
             log.warning("stopped with %d conversations not done", len(self._known) - len(self._results))
         return [self._result(conversation) for conversation in self._conversations]
 
+    def _player(self, conversation: TraceConversation) -> Player:
+        parent, options = conversation.parent, self._options
+        root = parent if parent is not None and parent in self._known else conversation.id
+        dialogue = Dialogue(conversation, self._sizes, options.tools, options.salt, root)
+        answered = self._watcher.answered
+        return Player(
+            conversation, dialogue, self._client, self._clock, self.epoch, options.retries, answered
+        )
+
     async def _feed(self) -> None:
         for conversation in self._conversations:
-            await asyncio.sleep(self._epoch + conversation.arrival_s - self._stage.clock())
+            await asyncio.sleep(self.epoch + conversation.arrival_s - self._clock())
             await self._slots.acquire()
             task = asyncio.create_task(self._one(conversation), name=f"conversation-{conversation.id}")
             self._tasks.add(task)
@@ -281,16 +262,10 @@ class _Run:
             self._tasks.discard(task)
 
     async def _one(self, conversation: TraceConversation) -> None:
-        player = self._stage.player(conversation, self._root(conversation), self._epoch)
-        self._players[conversation.id] = player
-        self._stage.watcher.started(conversation)
-        result = await player.play()
-        self._results[conversation.id] = result
-        self._stage.watcher.ended(result)
-
-    def _root(self, conversation: TraceConversation) -> str:
-        parent = conversation.parent
-        return parent if parent is not None and parent in self._known else conversation.id
+        player = self._players[conversation.id] = self._player(conversation)
+        self._watcher.started(conversation)
+        result = self._results[conversation.id] = await player.play()
+        self._watcher.ended(result)
 
     def _result(self, conversation: TraceConversation) -> ConversationResult:
         if conversation.id in self._results:
