@@ -1,9 +1,9 @@
 """The life of a conversation, turn by turn: identify, bind, relay, report.
 
-A first turn is placed by the directory: a prefiller computes the prompt while its KV streams to the decoder,
-and the decoder answers. Every later turn goes to that decoder as it came. A later turn that appends much,
-most of its prompt, passes through a prefiller again (`placement/fleet/policies.py`); a conversation whose
-decoder is lost is bound anew.
+A first turn is placed by the directory: its decoder computes the prompt, or a prefiller does while its KV
+streams to the decoder, and the decoder answers. Every later turn goes to that decoder as it came. A later
+turn that appends much, most of its prompt, may pass through a prefiller again
+(`placement/fleet/policies.py`); a conversation whose decoder is lost is bound anew.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from placement.engines import EngineInfo
 from placement.fleet.answers import Refusal, RefusalReason
+from placement.objectives import tbt_s
 from router import chains, legs, metrics
 from router.chains import Chain
 from router.config import GatewayConfig, Handover
@@ -32,7 +33,7 @@ from router.errors import (
     TooManyRequests,
     Unavailable,
 )
-from router.http import RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
+from router.http import Observation, RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
 from router.identity import How, conversation_id, conversation_key, resolve_prefix
 from router.turn import Api, TokenRatio, Turn, TurnMetrics
 
@@ -63,6 +64,23 @@ class Route:
     prefiller: EngineInfo | None  # None: the decoder computes what it does not have
     turn: int
     cause: str  # first_turn, rebound, redisaggregated, bound
+    placed_at: float | None = None  # None: it needed no place
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """What became of a turn's prefill leg."""
+
+    at: float | None = None  # when the prefiller had computed the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A turn that was relayed, to whatever end."""
+
+    outcome: RelayOutcome
+    observer: StreamObserver
+    prefilled: Prefilled
 
 
 class Life:
@@ -101,15 +119,15 @@ class Life:
         with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
             try:
                 route = await self._bind(turn, who, responder)
-                outcome, observer = await self._run(turn, route, responder)
-                if legs.decoder_lost(outcome) and not responder.disconnected:
+                ran = await self._run(turn, route, responder)
+                if legs.decoder_lost(ran.outcome) and not responder.disconnected:
                     route = await self._bind_again(turn, who, route, responder)
-                    outcome, observer = await self._run(turn, route, responder)
+                    ran = await self._run(turn, route, responder)
             except ClientLeft:
                 metrics.TURNS.labels("client_gone").inc()
                 return
-            self._close(turn, who, route, outcome, observer)
-            legs.answer_what_is_left(outcome, responder)
+            self._close(turn, who, route, ran)
+            legs.answer_what_is_left(ran.outcome, responder)
 
     # Identify
 
@@ -226,7 +244,7 @@ class Life:
             metrics.FALLBACKS.labels("prefill_failed").inc()
             self._directory.prefill_done(who.key)
         self._metrics.placed(self._config.policy, outcome.cause, prefiller is not None)
-        return Route(known, decoder, prefiller, who.turn, outcome.cause)
+        return Route(known, decoder, prefiller, who.turn, outcome.cause, self._clock())
 
     async def _ask(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
         """A fork goes where its parent is: while that is being placed here, it waits for it."""
@@ -243,10 +261,8 @@ class Life:
 
     # Relay
 
-    async def _run(
-        self, turn: Turn, route: Route, responder: Responder
-    ) -> tuple[RelayOutcome, StreamObserver]:
-        key, trace = route.known.key, turn.trace
+    async def _run(self, turn: Turn, route: Route, responder: Responder) -> Ran:
+        key, trace, prefilled = route.known.key, turn.trace, Prefilled()
         observer = StreamObserver(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None
@@ -256,33 +272,43 @@ class Life:
                 sent = _for_leg("decode leg", turn, route.decoder)
                 outcome = await legs.decode(self._pool, sent, key, route.decoder, None, responder, observer)
             else:
-                outcome = await self._run_both(turn, route, route.prefiller, responder, observer)
+                outcome = await self._run_both(turn, route, route.prefiller, responder, observer, prefilled)
         except BaseException:
             self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running for ever
             raise
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
-        return outcome, observer
+        return Ran(outcome, observer, prefilled)
 
     async def _run_both(
-        self, turn: Turn, route: Route, prefiller: EngineInfo, responder: Responder, observer: StreamObserver
+        self,
+        turn: Turn,
+        route: Route,
+        prefiller: EngineInfo,
+        responder: Responder,
+        observer: StreamObserver,
+        prefilled: Prefilled,
     ) -> RelayOutcome:
         key, transfer_id = route.known.key, uuid4().hex
-        prefill = asyncio.create_task(self._prefill(turn, key, prefiller, transfer_id))
+        prefill = asyncio.create_task(self._prefill(turn, key, prefiller, transfer_id, prefilled))
+
         try:
-            if self._config.handover is Handover.TOGETHER:
-                params: dict[str, Any] | None = legs.pull_from(prefiller, transfer_id)
-            else:
-                params = await prefill
-            sent = _for_leg("decode leg", turn, route.decoder)
-            return await legs.decode(self._pool, sent, key, route.decoder, params, responder, observer)
+            # When it is taken back, the decode leg is there already: refused by the prefiller, it computes.
+            with self._directory.prefilling(key, prefill.cancel):
+                if self._config.handover is Handover.TOGETHER:
+                    params: dict[str, Any] | None = legs.pull_from(prefiller, transfer_id)
+                else:
+                    await asyncio.wait([prefill])
+                    params = None if prefill.cancelled() else prefill.result()
+                sent = _for_leg("decode leg", turn, route.decoder)
+                return await legs.decode(self._pool, sent, key, route.decoder, params, responder, observer)
         finally:
             if not prefill.done():
                 self._directory.prefill_done(key)
             prefill.cancel()
 
     async def _prefill(
-        self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str
+        self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, prefilled: Prefilled
     ) -> dict[str, Any] | None:
         sent = _for_leg("prefill leg", turn, prefiller)
         answer = await legs.prefill(self._pool, sent, key, prefiller, transfer_id)
@@ -290,15 +316,14 @@ class Life:
             turn.trace.prefilled(answer.prompt_tokens)
         self._ratio.learn(turn.prompt_bytes, answer.prompt_tokens)
         lost = prefiller if answer.unreachable else None
-        self._directory.prefill_done(key, lost)
+        prefilled.at = self._clock() if answer.prompt_tokens else None
+        self._directory.prefill_done(key, answer.prompt_tokens, lost)
         return answer.params
 
     # Report
 
-    def _close(
-        self, turn: Turn, who: Identified, route: Route, outcome: RelayOutcome, observer: StreamObserver
-    ) -> None:
-        seen = observer.observation()
+    def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran) -> None:
+        outcome, seen = ran.outcome, ran.observer.observation()
         done = self._metrics.ended(turn, route.known, route.cause, outcome, seen)
         if turn.trace is not None:
             tokens = {
@@ -314,6 +339,7 @@ class Life:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
             by_id = turn.api is Api.RESPONSES and seen.response_id
             answer = chains.response_end(turn.seed, seen.response_id) if by_id and seen.response_id else None
+            first_token_s, handover_s = _took(route, ran.prefilled, seen)
             self._directory.turn_ended(
                 route.known,
                 route.turn,
@@ -323,6 +349,8 @@ class Life:
                 tool_call=seen.called_tool,
                 met=done.met,
                 missed=done.missed,
+                first_token_s=first_token_s,
+                handover_s=handover_s,
             )
         if turn.final and outcome.end is RelayEnd.COMPLETE:
             self._end_soon(who.key, "final")
@@ -342,6 +370,18 @@ class Life:
             await self._directory.end(key, cause)
         except DirectoryUnreachable as wrong:
             log.warning("will end by its idle time, not now conversation=%s reason=%r", key, str(wrong))
+
+
+def _took(route: Route, prefilled: Prefilled, seen: Observation) -> tuple[float, float]:
+    """Seconds from the placement to the first token, and of those from the end of the prefill, less what one
+    more token takes; 0 where nobody could see that."""
+    first = seen.first_token_at if seen.streamed else None
+    if first is None or route.placed_at is None:
+        return 0.0, 0.0
+    if prefilled.at is None:
+        return first - route.placed_at, 0.0
+    step_s = tbt_s(first, seen.last_at, seen.gaps) or 0.0
+    return first - route.placed_at, max(1e-6, first - prefilled.at - step_s)
 
 
 def _for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:

@@ -63,6 +63,20 @@ CAPACITY_ADVICE = Gauge(
     "Actions: add_prefillers, add_decoders, raise_host_kv, lower_prefill_caps, lower_decode_caps.",
     ["action"],
 )
+PROMPTS_PLACED = Counter(
+    "conserve_prompts_placed_total",
+    "Placed turns by why their prompt is computed where it is: on a prefiller finishes_first; on the decoder "
+    "sooner_on_decoder, prefillers_saturated, no_prefiller_up, prefillers_busy, prefilled_locally, restored; "
+    "on a prefiller that holds the conversation, because it fits on no decoder, last_resort.",
+    ["why"],
+)
+SECOND_THOUGHTS = Counter(
+    "conserve_second_thoughts_total",
+    "Turns waiting for a prefiller whose decoder became free sooner, by outcome: taken_back (the decoder "
+    "computes the prompt), begun (the prefiller keeps it), ended (the turn was over), unanswered (its keeper "
+    "did not say).",
+    ["outcome"],
+)
 RELEASES_FAILED = Counter(
     "conserve_releases_failed_total",
     "Ended conversations whose engine could not be told; it frees their KV by its own idle time.",
@@ -194,6 +208,8 @@ ENGINE_KV_TOKENS = Gauge(
 ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bound to an engine.", ["engine"])
 
 from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
+from_zero(PROMPTS_PLACED, "finishes_first", "sooner_on_decoder", "prefillers_saturated", "last_resort")
+from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(REDISAGGREGATIONS, "transferred", "local")

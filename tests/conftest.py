@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.support.fleet import RunningFleet, fleet_up
 from tests.support.whole_life import Life, whole_life
@@ -11,6 +12,9 @@ from tests.support.whole_life import Life, whole_life
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would all the processes that tests
 # start and end by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("busy machine", deadline=None, max_examples=60)
+settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

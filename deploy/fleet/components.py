@@ -11,6 +11,7 @@ from deploy.home import POWER, PROFILES, FleetHome, conserve_home
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.fleet.capacity import ScaleLimits, Thresholds
+from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import PlacerSettings
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve
@@ -34,8 +35,9 @@ from workers.power.engine_power import PowerSettings
 
 DEFAULT_BLOCK_TOKENS = 16  # vLLM's, on GPUs
 
-# Until a tier is profiled: an 8B model on one GPU, the small model on one core. Too slow a guess refuses
-# early, too fast a guess queues longer than its target; the placer corrects neither.
+# Of prefillers until their tier is profiled: an 8B model on one GPU, the small model on one core. The placer
+# corrects it by what prompts take. Of decoders nothing is guessed: they compute first turns when they have
+# reported a rate.
 GUESSED_CURVES = {
     Device.CPU: PrefillCurve(0.03, 3e-4, 1e-8),
     Device.CUDA: PrefillCurve(0.02, 1e-4, 1e-9),
@@ -183,6 +185,7 @@ def placer_settings(fleet: FleetSpec) -> PlacerSettings:
         PlacerSettings,
         times,
         policy=PlacingPolicy(fleet.policy),
+        first_turns=FirstTurns(fleet.placement.first_turns),
         capacity_window_s=fleet.capacity.window,
         max_prefill_wait_s=times.prefiller_wait,
         shared_tier="lmcache" in fleet.kv.kv_tiers,
@@ -196,11 +199,13 @@ def redisaggregation(fleet: FleetSpec) -> Redisaggregation:
 
 
 def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
-    guess = GUESSED_CURVES[Device(fleet.engine.device)]
-    return {
-        tier.name: configured(PrefillCurve, tier.prefill_curve) if tier.prefill_curve else guess
-        for tier in fleet.tiers
-    }
+    curves = {}
+    for tier in fleet.tiers:
+        if tier.prefill_curve:
+            curves[tier.name] = configured(PrefillCurve, tier.prefill_curve)
+        elif tier.role is not Role.DECODE:
+            curves[tier.name] = GUESSED_CURVES[Device(fleet.engine.device)]
+    return curves
 
 
 def directory_settings(fleet: FleetSpec) -> DirectorySettings:

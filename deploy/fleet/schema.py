@@ -208,6 +208,13 @@ class ConversationSpec(Spec):
     """How long a first turn may wait for a saturated prefiller before 429."""
 
 
+class PlacementSpec(Spec):
+    first_turns: Literal["prefiller", "elastic"] = default(PlacerSettings, "first_turns").value
+    """Where prompts of first turns are computed, and of later ones with much to compute: `elastic`, where the
+    first token comes first, on a prefiller or on the conversation's own decoder; `prefiller`, the rule of the
+    paper, always on a prefiller."""
+
+
 class SloSpec(Spec):
     """Targets of one class of conversations."""
 
@@ -342,6 +349,7 @@ class FleetSpec(Spec):
     tiers: Annotated[list[TierSpec], Field(min_length=1)]
     gateway: GatewaySpec = GatewaySpec()
     conversation: ConversationSpec = ConversationSpec()
+    placement: PlacementSpec = PlacementSpec()
     slos: dict[Name, SloSpec] = {"default": SloSpec()}
     transfer: TransferSpec = TransferSpec()
     kv: KvSpec = KvSpec()

@@ -6,6 +6,7 @@ dataclass costs three times as much to make.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Any, NamedTuple
 
 
@@ -13,6 +14,7 @@ class Why(StrEnum):
     FINISHES_FIRST = "finishes_first"  # prefiller: queue plus curve is the shortest
     NO_PREFILLER_UP = "no_prefiller_up"  # the decoder computes the prompt itself, by the fleet's setting
     SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: there its first token comes first
+    PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
     PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: the queues are too long
     PREFILLED_LOCALLY = "prefilled_locally"  # the placing policy prefills this turn where it decodes
     RESTORED = "restored"  # another decoder had this conversation: the shared tier has its KV
@@ -58,7 +60,7 @@ LOCAL_COST = 1.05
 class Estimates(NamedTuple):
     """Seconds until the first token, from now."""
 
-    local_s: float  # computed on its decoder
+    local_s: float  # computed on its decoder; infinite where nothing is known of how fast that is
     remote_s: float | None  # on a prefiller; None where none takes prompts
 
     @property
@@ -84,6 +86,8 @@ class Receipt(NamedTuple):
 def _plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return {name: _plain(part) for name, part in value._asdict().items()}
+    if value == inf:
+        return None
     return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 

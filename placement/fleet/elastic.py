@@ -7,6 +7,7 @@ them, and the share of its time that the TBT target of its running turns leaves 
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from placement.engines import EngineState
@@ -40,14 +41,22 @@ class DecoderPrompts:
     placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # tokens and when
 
     def first_token_s(self, tokens: int) -> float:
-        """Those that wait at the rate of late, then these in the time that running turns leave."""
-        share = max(self.share, LEAST_SHARE)
-        if self.curve is None:
-            alone_s = tokens / self.tokens_per_s if self.tokens_per_s else float("inf")
-        else:
-            alone_s = self.curve.seconds(tokens) / share
+        """Those that wait at the rate of late, then these in the time that running turns leave; infinite
+        where nothing is known of how fast it is."""
+        return self._alone_s(tokens) + self.wait_s(tokens)
+
+    def wait_s(self, tokens: int) -> float:
+        """For the prompts before one of so many tokens; 0 where there are none, at any rate."""
         ahead = self.waiting_tokens + sum(tokens for tokens, _ in self.placed.values())
-        return alone_s + (ahead / (self.tokens_per_s or tokens / alone_s) if ahead else 0.0)
+        if not ahead:
+            return 0.0
+        rate = self.tokens_per_s or tokens / self._alone_s(tokens)
+        return ahead / rate if rate else inf
+
+    def _alone_s(self, tokens: int) -> float:
+        if self.curve is not None:
+            return self.curve.seconds(tokens) / max(self.share, LEAST_SHARE)
+        return tokens / self.tokens_per_s if self.tokens_per_s else inf
 
 
 class Elastic:
@@ -88,6 +97,9 @@ class Elastic:
             remote_s = (remote.wait_s + remote.prefill_s) / share + self.transfer_s(tokens)
         return Estimates(self._queues[decoder].first_token_s(tokens), remote_s)
 
+    def local_wait_s(self, decoder: str, tokens: int) -> float:
+        return self._queues[decoder].wait_s(tokens)
+
     def transfer_s(self, tokens: int) -> float:
         return tokens * (self._transfer_s_per_token or 0.0)
 
@@ -99,6 +111,10 @@ class Elastic:
     def goes_remote(self, key: str, decoder: str, tokens: int, now: float) -> None:
         self.done(key)
         self._remote[key] = PrefillWaiting(decoder, tokens)
+
+    def begun(self, key: str) -> None:
+        """Its prefiller computes it already: it stays there."""
+        self._remote.pop(key, None)
 
     def done(self, key: str) -> None:
         """Its prompt is computed or never will be, or the engine counts it itself now."""

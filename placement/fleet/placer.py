@@ -44,7 +44,7 @@ class PlacerSettings:
     capacity_window_s: float = 60.0  # over which the two signals are averaged for `signals`
     forget_prefill_after_s: float = 5.0  # an idle prefiller's unreported ends
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
-    first_turns: FirstTurns = FirstTurns.PREFILLER  # elastic: later ones with much to compute as well
+    first_turns: FirstTurns = FirstTurns.ELASTIC  # and later ones with much to compute as well
     last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
 
 
@@ -82,7 +82,7 @@ class Placement:
 
 class Placer:
     def __init__(self, settings: PlacerSettings, curves: Mapping[str, PrefillCurve]) -> None:
-        """`curves` by tier of prefiller."""
+        """`curves` by tier: of all tiers of prefillers, and of those of decoders where they are known."""
         self.settings = settings
         self._curves = curves
         self._infos: dict[str, EngineInfo] = {}
@@ -90,7 +90,8 @@ class Placer:
         self._prefillers = Prefillers()
         self._decoders = Decoders()
         self._last_resort = Decoders()  # prefillers, for what fits on no decoder
-        self._elastic = Elastic() if settings.first_turns is FirstTurns.ELASTIC else None
+        elastic = settings.first_turns is FirstTurns.ELASTIC and settings.policy is PlacingPolicy.CONSERVE
+        self._elastic = Elastic() if elastic else None
         self._watch = CapacityWatch(settings.capacity_window_s)
 
     def engine_up(self, info: EngineInfo) -> tuple[str, ...]:
@@ -161,13 +162,13 @@ class Placer:
                 return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
             prefiller, estimates = self._sooner(prefiller, decoder, turn.prompt_tokens)
-            wait_s, limit_s = (
-                prefiller.chosen.wait_s if prefiller.chosen else 0.0,
-                settings.max_prefill_wait_s,
-            )
-            if wait_s > limit_s:
-                # The queue is a known number of seconds long, so when it is short enough again is known.
-                return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
+            wait_s = prefiller.chosen.wait_s if prefiller.chosen else 0.0
+            if wait_s > (limit_s := settings.max_prefill_wait_s):
+                with_time = self._decoder_with_time(decoder, turn.prompt_tokens)
+                if with_time is None:
+                    # The queue is a known number of seconds long: when it is short enough again is known.
+                    return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
+                decoder, prefiller = with_time, _without(prefiller, Why.PREFILLERS_SATURATED)
         sizes = Sizes(turn.prompt_tokens, turn.prompt_tokens, need)
         return self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
 
@@ -200,10 +201,16 @@ class Placer:
             settings.redisaggregation, uncached_tokens, prompt_tokens
         )
 
-    def prefill_done(self, key: str, now: float) -> None:
-        self._prefillers.done(key, now)
+    def prefill_done(self, key: str, now: float, tokens: int = 0) -> None:
+        """`tokens`: what the prefiller computed, from which its curve learns; 0: it did not, or who knows."""
+        self._prefillers.computed(key, tokens, now)
         if self._elastic:
             self._elastic.done(key)
+
+    def prefill_began(self, key: str) -> None:
+        """It is no second thought any more."""
+        if self._elastic:
+            self._elastic.begun(key)
 
     def transferred(self, tokens: int, seconds: float) -> None:
         """What of a transfer was not hidden: from the end of a prefill to the start on the decoder."""
@@ -264,7 +271,8 @@ class Placer:
         return self._prefillers.wait_s(engine, now)
 
     def kv_in_use(self, engine: str) -> int:
-        return self._decoders.option(engine).kv_in_use
+        holders = self._last_resort if engine in self._last_resort else self._decoders
+        return holders.option(engine).kv_in_use
 
     def _sooner(
         self, prefiller: PrefillerChoice, decoder: DecoderChoice, tokens: int
@@ -274,9 +282,19 @@ class Placer:
             return prefiller, None
         estimates = self._elastic.estimates(decoder.chosen.engine, tokens, prefiller.chosen)
         if prefiller.chosen is not None and estimates.local_first:
-            seen = (prefiller.chosen, *prefiller.runners_up)
-            prefiller = PrefillerChoice(Why.SOONER_ON_DECODER, None, seen, prefiller.considered)
+            prefiller = _without(prefiller, Why.SOONER_ON_DECODER)
         return prefiller, estimates
+
+    def _decoder_with_time(self, decoder: DecoderChoice, tokens: int) -> DecoderChoice | None:
+        """Elastic: the first that the conversation fits on and whose own prompts are soon through."""
+        if self._elastic is None:
+            return None
+        fitting = (decoder.chosen, *decoder.runners_up)
+        for one in fitting:
+            if self._elastic.local_wait_s(one.engine, tokens) <= self.settings.max_prefill_wait_s:
+                others = tuple(other for other in fitting if other is not one)
+                return decoder._replace(chosen=one, runners_up=others)
+        return None
 
     def _with_prefix(self, prefiller: PrefillerChoice, turn: LaterTurn, now: float) -> PrefillerChoice:
         """What a prefiller still has of a turn it does not compute."""
@@ -326,6 +344,12 @@ class Placer:
             return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
         retry_s, decoders = self.settings.retry_no_capacity_s, len(self._decoders)
         return refuse(RefusalReason.NO_CAPACITY, retry_s, tokens=need, decoders=decoders)
+
+
+def _without(prefiller: PrefillerChoice, why: Why) -> PrefillerChoice:
+    """The best of them is not taken after all."""
+    seen = (prefiller.chosen, *prefiller.runners_up) if prefiller.chosen else prefiller.runners_up
+    return PrefillerChoice(why, None, seen, prefiller.considered)
 
 
 def _no_prefiller(why: Why) -> PrefillerChoice:

@@ -2,7 +2,7 @@
 
 The curve says how many seconds of a prefiller's time a prompt takes. Attention makes that quadratic in the
 prompt, and the prompt's length is known at arrival: what can be read becomes what has to be known, when a
-prefiller will be free.
+prefiller will be free. The curve's form is profiled or guessed; its scale follows what prompts took.
 """
 
 from collections import OrderedDict
@@ -80,6 +80,35 @@ class Queued(NamedTuple):
     placed_at: float
 
 
+REMEMBERED = 0.9  # of what was learned, at each prompt
+SLOWEST, FASTEST = 20.0, 0.05
+
+
+@dataclass(slots=True)
+class Learned:
+    """Seconds that prompts of an engine took, and what its curve says of them.
+
+    They are counted while there is a queue, from the end of the prompt before: the sums hold in whatever
+    order the engine computes, and with several at once.
+    """
+
+    took_s: float = 0.0
+    expected_s: float = 0.0
+    since: float = 0.0  # the queue began, or the prompt before ended
+
+    def prompt(self, expected_s: float, now: float) -> None:
+        if not self.expected_s:
+            self.took_s = self.expected_s = expected_s  # the curve counts as much as the first prompt
+        self.took_s = REMEMBERED * self.took_s + max(0.0, now - self.since)
+        self.expected_s = REMEMBERED * self.expected_s + expected_s
+        self.since = now
+
+    @property
+    def scale(self) -> float:
+        """Of the curve."""
+        return min(max(self.took_s / self.expected_s, FASTEST), SLOWEST) if self.expected_s else 1.0
+
+
 class Prefillers:
     """Queues of the prefillers as the placer knows them: first come, first served, one prompt at a time.
 
@@ -92,6 +121,8 @@ class Prefillers:
         self._table = EngineTable(free_at=0.0, behind=0.0, a=0.0, b=0.0, c=0.0, closed=inf)
         self._queues: dict[str, OrderedDict[str, Queued]] = {}
         self._where: dict[str, str] = {}  # conversation -> prefiller
+        self._curves: dict[str, PrefillCurve] = {}
+        self._learned: dict[str, Learned] = {}  # an engine that restarts is as fast as it was
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -100,8 +131,11 @@ class Prefillers:
         return engine in self._queues
 
     def add(self, engine: str, curve: PrefillCurve) -> None:
-        self._table.add(engine, a=curve.a, b=curve.b, c=curve.c, free_at=-inf, closed=0.0)
+        self._table.add(engine, free_at=-inf, closed=0.0)
         self._queues[engine] = OrderedDict()
+        if self._curves.get(engine) != curve:
+            self._curves[engine], self._learned[engine] = curve, Learned()
+        self._draw(engine)
 
     def remove(self, engine: str) -> tuple[str, ...]:
         """Forget an engine; returns the conversations whose prefill was queued there."""
@@ -166,8 +200,17 @@ class Prefillers:
             self._table["behind"][row] += seconds
         else:
             self._table["free_at"][row] = now + seconds
+            self._learned[engine].since = now
         queue[key] = Queued(seconds, now)
         self._where[key] = engine
+
+    def computed(self, key: str, tokens: int, now: float) -> None:
+        """A prefill ended; `tokens` is what the engine counted, 0 where it said nothing."""
+        engine = self._where.get(key)
+        if engine is not None and tokens:
+            self._learned[engine].prompt(self._curves[engine].seconds(tokens), now)
+            self._draw(engine)
+        self.done(key, now)
 
     def done(self, key: str, now: float) -> None:
         """A prefill ended, or will never run."""
@@ -210,3 +253,9 @@ class Prefillers:
     def wait_s(self, engine: str, now: float) -> float:
         row = self._table.row(engine)
         return float(max(self._table["free_at"][row] - now, self._table["behind"][row], 0.0))
+
+    def _draw(self, engine: str) -> None:
+        """Its curve as it is known now."""
+        row, curve, scale = self._table.row(engine), self._curves[engine], self._learned[engine].scale
+        for name, value in (("a", curve.a), ("b", curve.b), ("c", curve.c)):
+            self._table[name][row] = value * scale

@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -71,6 +72,7 @@ class DirectoryClient:
         self._stub = Stub(self._channel, secret)
         self._places = PlaceCalls(self._stub)
         self._reports = ActivityReports(self._stub, self.gateway, self._unknown)
+        self._prefilling: dict[str, Callable[[], object]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, metrics_page: str = "") -> None:
@@ -146,10 +148,20 @@ class DirectoryClient:
         self.cache.touch(known)
         self._reports.add(Activity(known.key, turn, began=end))
 
-    def prefill_done(self, key: str, lost: EngineInfo | None = None) -> None:
-        """`lost`: the prefiller could not be reached."""
+    def prefill_done(self, key: str, tokens: int = 0, lost: EngineInfo | None = None) -> None:
+        """`tokens`: that the prefiller counted, if it computed them; `lost`: it could not be reached."""
         epoch = (lost.engine, lost.epoch) if lost else None
-        self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch)))
+        self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens)))
+
+    @contextmanager
+    def prefilling(self, key: str, taken_back: Callable[[], object]) -> Iterator[None]:
+        """A prefill leg under way. `taken_back` is called when its prefiller has let go of it, not begun."""
+        self._prefilling[key] = taken_back
+        try:
+            yield
+        finally:
+            if self._prefilling.get(key) is taken_back:
+                del self._prefilling[key]
 
     def first_token(self, key: str) -> None:
         self._reports.add(Activity(key, first_token=True))
@@ -169,6 +181,8 @@ class DirectoryClient:
         tool_call: bool = False,
         met: Sequence[str] = (),
         missed: Sequence[str] = (),
+        first_token_s: float = 0.0,
+        handover_s: float = 0.0,
     ) -> None:
         if prompt_tokens:
             known.turns += 1
@@ -176,9 +190,9 @@ class DirectoryClient:
             known.context_tokens = prompt_tokens + completion_tokens
         if answer is not None and self.cache.get(known.key) is known:
             self.cache.nodes.record(answer, known.key, alias=True)
-        ended = m.TurnEnded(
-            prompt_tokens, completion_tokens, tool_call, answer, tuple(met), tuple(missed)
-        )
+        counts = prompt_tokens, completion_tokens
+        took = first_token_s, handover_s
+        ended = m.TurnEnded(*counts, tool_call, answer, tuple(met), tuple(missed), *took)
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:
@@ -267,6 +281,9 @@ class DirectoryClient:
             self.engines.take(push.engines)
         for key, _ in push.ended:
             self.cache.drop(key)
+        for key in push.taken_back:
+            if (taken_back := self._prefilling.get(key)) is not None:
+                taken_back()
         for key in push.foreign:
             self.cache.drop(key)  # its prompts and sizes as known here are old: ask when it comes back
         metrics.CACHED_BINDINGS.set(len(self.cache))

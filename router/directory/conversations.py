@@ -14,6 +14,14 @@ ENDED_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
+class PlacedTurn:
+    """A turn under way that was placed, and what its decoder lacked of its prompt."""
+
+    note: dict[str, Any]  # of its placement
+    tokens: int
+
+
+@dataclass(slots=True)
 class ConversationRecord:
     key: str
     parent: str | None
@@ -27,6 +35,8 @@ class ConversationRecord:
     notes: list[dict[str, Any]] = field(default_factory=list)  # one a placement: cause, engines, receipt
     gateway: str = ""  # that served its newest turn
     running: dict[str, set[int]] = field(default_factory=dict)  # gateway -> turns in flight there
+    placed: dict[tuple[str, int], PlacedTurn] = field(default_factory=dict)  # of these, by gateway and number
+    prefix: tuple[str, int, int] = ("", 0, 0)  # prefiller, its epoch, and what it has computed of the prompt
 
     @property
     def context_tokens(self) -> int:
@@ -116,6 +126,8 @@ class ConversationRecords:
 
     def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
         """An end may be heard of before its beginning: calls overtake each other."""
+        if conversation is not None:
+            conversation.placed.pop((gateway, turn), None)
         here = conversation.running.get(gateway) if conversation is not None else None
         if conversation is None or here is None or turn not in here:
             if turn:
@@ -136,6 +148,8 @@ class ConversationRecords:
         had = [self._live[key] for key in self._running.pop(gateway, ())]
         for conversation in had:
             conversation.running.pop(gateway, None)
+            for turn in [turn for turn in conversation.placed if turn[0] == gateway]:
+                del conversation.placed[turn]
         return had
 
     def idle_since(self, before: float) -> list[ConversationRecord]:

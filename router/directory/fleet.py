@@ -66,6 +66,10 @@ class FleetView:
         state = self._states.get(engine)
         return state is not None and state.draining
 
+    def waiting_prompt_tokens(self, engine: str) -> int:
+        state = self._states.get(engine)
+        return state.waiting_prompt_tokens if state is not None else 0
+
     def recall(self, info: EngineInfo) -> None:
         """It was up when the journal was written. What it holds is not known."""
         self._infos[info.engine] = info

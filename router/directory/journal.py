@@ -193,7 +193,7 @@ _COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tok
 
 def placed(conversation: ConversationRecord, binding: Binding) -> Iterator[Row]:
     fields = asdict(conversation)
-    for name in ("running", "gateway"):
+    for name in ("running", "gateway", "placed", "prefix"):
         del fields[name]
     subject = _CONVERSATION + conversation.key
     yield Row(subject, _WHOLE, orjson.dumps(fields))

@@ -75,6 +75,7 @@ class IdentifyReply:
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
     lost: tuple[str, int] | None = None  # the prefiller and its epoch, when it could not be reached
+    tokens: int = 0  # of the prompt, as the prefiller counted them; 0: it did not compute it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class TurnEnded:
     answer: End | None = None  # by which the next turn may name this one (`previous_response_id`)
     met: tuple[str, ...] = ()  # SLO targets of the answer that were met
     missed: tuple[str, ...] = ()
+    first_token_s: float = 0.0  # from its placement; 0: it was not placed, or nobody could see the token
+    handover_s: float = 0.0  # from the end of its prefill to that, less the time of one more token
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class Push:
     engines: Engines | None = None
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
     foreign: tuple[str, ...] = ()  # another gateway serves these now
+    taken_back: tuple[str, ...] = ()  # their prefillers have not begun: the decoders compute the prompts
 
 
 @dataclass(frozen=True, slots=True)

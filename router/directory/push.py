@@ -30,6 +30,7 @@ class GatewayStream:
         self.page = page  # host:port of the gateway's metrics
         self.ended: list[tuple[str, str]] = []
         self.foreign: list[str] = []
+        self.taken_back: list[str] = []
         self.engines = True  # the first message has them
         self.overrun = False
         self._wake = asyncio.Event()
@@ -40,13 +41,13 @@ class GatewayStream:
         self._wake.clear()
 
     def wake(self) -> None:
-        if len(self.ended) + len(self.foreign) > MAX_PENDING:
+        if len(self.ended) + len(self.foreign) + len(self.taken_back) > MAX_PENDING:
             self.overrun = True
         self._wake.set()
 
-    def take(self) -> tuple[list[tuple[str, str]], list[str], bool]:
-        taken = self.ended, self.foreign, self.engines
-        self.ended, self.foreign, self.engines = [], [], False
+    def take(self) -> tuple[list[tuple[str, str]], list[str], list[str], bool]:
+        taken = self.ended, self.foreign, self.taken_back, self.engines
+        self.ended, self.foreign, self.taken_back, self.engines = [], [], [], False
         return taken
 
 
@@ -96,6 +97,13 @@ class GatewayStreams:
             one = self._by_gateway.get(gateway)
             if one is not None:
                 one.foreign.append(key)
+                one.wake()
+
+    def tell_taken_back(self, taken: Iterable[tuple[str, str]]) -> None:
+        for gateway, key in taken:
+            one = self._by_gateway.get(gateway)
+            if one is not None:
+                one.taken_back.append(key)
                 one.wake()
 
     def tell_engines(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from placement.fleet.answers import Refusal
 from placement.fleet.placer import Placer
 from router.directory import messages as m
-from router.directory.directory import Directory, DirectorySettings, Release
+from router.directory.directory import Directory, DirectorySettings, Release, Withdraw
 from router.directory.journal import JournalError
 from router.directory.rpc import Service
 from router.directory.table import Waiter
@@ -28,7 +28,8 @@ class NotSettled(RouterError):
 
 class DirectoryServer(Directory):
     """A directory that listens. `deploy` runs one in an actor: it announces engines and their reports here,
-    and passes a `release` that tells an engine's keeper that a conversation is over."""
+    and passes what tells an engine's keeper that a conversation is over (`release`), and asks it to leave a
+    prompt that it has not begun (`withdraw`; without it what waits for a prefiller stays there)."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class DirectoryServer(Directory):
         release: Release,
         *,
         secret: str,
+        withdraw: Withdraw | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(settings, placer, journal, release, clock)
+        super().__init__(settings, placer, journal, release, withdraw, clock)
         service = Service(secret, unavailable=(JournalError, NotSettled))
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)
@@ -114,9 +116,9 @@ class DirectoryServer(Directory):
                 await stream.wait()
                 if stream.overrun:
                     return
-                ended, foreign, engines = stream.take()
+                ended, foreign, taken_back, engines = stream.take()
                 told = m.Engines(self.engines(), self.settled) if engines else None
-                yield m.Push(told, tuple(ended), tuple(foreign))
+                yield m.Push(told, tuple(ended), tuple(foreign), tuple(taken_back))
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)
@@ -158,7 +160,7 @@ class DirectoryServer(Directory):
                 self.timeline.turn_started(key, binding.engine, transferred=False, now=now)
             return known
         elif activity.prefilled is not None:
-            self.table.prefill_done(key, now)
+            self.table.prefill_done(key, now, activity.prefilled.tokens)
             if activity.prefilled.lost is not None:
                 self.table.fleet.suspect(*activity.prefilled.lost)
             if self.table.waiting:
@@ -176,6 +178,8 @@ class DirectoryServer(Directory):
                 completion_tokens=ended.completion_tokens,
                 turn=turn,
                 answer=ended.answer,
+                first_token_s=ended.first_token_s,
+                handover_s=ended.handover_s,
             )
         return True
 

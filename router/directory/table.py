@@ -16,7 +16,7 @@ from placement.fleet.bindings import Binding, Bindings, StaleEpoch
 from placement.fleet.placer import FirstTurn, LaterTurn, Placement, Placer
 from router.chains import End
 from router.directory import journal
-from router.directory.conversations import ConversationRecord, ConversationRecords
+from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
 from router.directory.fleet import FleetView
 from router.directory.messages import Ask, Placed
 from router.identity import NodeTable
@@ -36,6 +36,18 @@ class Effects:
     ended: list[tuple[str, str]] = field(default_factory=list)  # conversation, cause
     foreign: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation served elsewhere now
     placed: list[Placed] = field(default_factory=list)
+    taken_back: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation
+
+
+@dataclass(frozen=True, slots=True)
+class SecondThought:
+    """A turn that waits for a prefiller although its decoder would be sooner now."""
+
+    key: str
+    gateway: str
+    turn: int
+    prefiller: EngineInfo
+    decoder: str
 
 
 @dataclass(slots=True, eq=False)
@@ -158,8 +170,14 @@ class BindingTable:
         self._began(conversation, gateway, turn, node, now)
         return True
 
-    def prefill_done(self, key: str, now: float) -> None:
-        self._placer.prefill_done(key, now)
+    def prefill_done(self, key: str, now: float, tokens: int = 0) -> None:
+        """`tokens`: of the prompt; 0 when its prefiller did not compute it."""
+        self._placer.prefill_done(key, now, tokens)
+        conversation = self.conversations.get(key)
+        if tokens and conversation is not None and conversation.notes:
+            prefiller = self.fleet.info(conversation.notes[-1]["prefiller"] or "")
+            if prefiller is not None:
+                conversation.prefix = prefiller.engine, prefiller.epoch, tokens
 
     def turn_ended(
         self,
@@ -171,6 +189,8 @@ class BindingTable:
         completion_tokens: int,
         answer: End | None = None,
         turn: int = 0,
+        first_token_s: float = 0.0,
+        handover_s: float = 0.0,
     ) -> bool:
         """`answer` is the node of a response id, by which the next turn may name this one. Without tokens
         the turn came to nothing; a conversation of which nothing came ends."""
@@ -178,9 +198,14 @@ class BindingTable:
             self._waiting.remove(waiter)
             waiter.settle(LEFT)
         conversation = self.conversations.get(key)
+        placed = conversation.placed.get((gateway, turn)) if conversation is not None else None
         self.conversations.turn_ended(conversation, gateway, turn)
         if conversation is None:
             return False
+        if placed is not None and first_token_s:
+            placed.note["took"] = {"first_token_s": first_token_s, "handover_s": handover_s or None}
+            if handover_s:
+                self._placer.transferred(placed.tokens, handover_s)
         self.conversations.touch(conversation, now)
         if prompt_tokens:
             conversation.turns += 1
@@ -233,6 +258,35 @@ class BindingTable:
 
     def engine_state(self, state: EngineState, now: float) -> bool:
         return self.fleet.observe(state, now)
+
+    def second_thought(self, decoder: str, now: float) -> SecondThought | None:
+        """Of this decoder, if no prompt waits there. Answer it with `reconsidered`."""
+        if self.fleet.waiting_prompt_tokens(decoder):
+            return None
+        for key in self._placer.second_thoughts(decoder, now):
+            conversation, binding = self.conversations.get(key), self._bindings.look_up(key)
+            if conversation is None or binding is None or binding.engine != decoder:
+                continue
+            for (gateway, turn), placed in conversation.placed.items():
+                prefiller = self.fleet.info(placed.note["prefiller"] or "")
+                if prefiller is not None:
+                    return SecondThought(key, gateway, turn, prefiller, decoder)
+        return None
+
+    def reconsidered(self, thought: SecondThought, withdrawn: bool, now: float) -> bool:
+        """`withdrawn`: its prefiller had not begun, and will not. Whether its decoder computes it now."""
+        conversation = self.conversations.get(thought.key)
+        if conversation is None or (thought.gateway, thought.turn) not in conversation.placed:
+            return False  # it has ended meanwhile
+        placed = conversation.placed[thought.gateway, thought.turn]
+        if not withdrawn:
+            self._placer.prefill_began(thought.key)
+            return False
+        self._placer.taken_back(thought.key, thought.decoder, placed.tokens, now)
+        placed.note["taken_back"] = {"at": now, "from": thought.prefiller.engine}
+        conversation.transfers -= 1
+        self._effects.taken_back.append((thought.gateway, thought.key))
+        return True
 
     def engine_down(self, engine: str) -> None:
         """Its epoch is over. (A keeper that is out of reach is no reason to say so: its engine may live.)"""
@@ -347,7 +401,13 @@ class BindingTable:
         conversation = self.conversations.get(ask.key)
         assert conversation is not None
         if ask.uncached_tokens is not None and self.fleet.placeable(binding.engine):
-            later = LaterTurn(ask.key, binding.engine, ask.prompt_tokens, ask.uncached_tokens)
+            prefix_on, epoch, tokens = conversation.prefix
+            info = self.fleet.info(prefix_on)
+            if info is None or info.epoch != epoch:
+                prefix_on = ""
+            shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # beyond that the prefix broke
+            sizes = ask.prompt_tokens, ask.uncached_tokens
+            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared))
             outcome = self._placer.place_later(later, now)
             return self._placed(ask, conversation, binding, outcome, "redisaggregated", now)
         context = conversation.context_tokens
@@ -374,6 +434,8 @@ class BindingTable:
         }
         conversation.note(note)
         conversation.transfers += placement.prefiller is not None
+        tokens = ask.prompt_tokens if ask.uncached_tokens is None else ask.uncached_tokens
+        conversation.placed[ask.gateway, ask.turn] = PlacedTurn(note, tokens)
         context, known = conversation.context_tokens, cause == "redisaggregated"
         self._effects.rows.extend(journal.placed(conversation, binding))
         self._began(conversation, ask.gateway, ask.turn, ask.end, now)

@@ -1,14 +1,11 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 
 from placement.engines import EngineInfo, EngineState, Role
+from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import Placer, PlacerSettings
 from placement.fleet.prefillers import PrefillCurve
-
-settings.register_profile("busy machine", deadline=None, max_examples=60)
-settings.load_profile("busy machine")
 
 CURVE = PrefillCurve(a=0.02, b=4e-5, c=2e-10)
 MakeFleet = Callable[..., Placer]
@@ -38,7 +35,7 @@ def state(name: str, live: int, seq: int, epoch: int = 1, **more: object) -> Eng
 def fleet() -> MakeFleet:
     def make(prefillers: int = 1, decoders: int = 3, kv_tokens: int = 100_000, **settings: object) -> Placer:
         placer = Placer(
-            PlacerSettings(fill=1.0, **settings),  # type: ignore[arg-type]
+            PlacerSettings(**{"fill": 1.0, "first_turns": FirstTurns.PREFILLER, **settings}),  # type: ignore[arg-type]
             {"prefill": CURVE, "decode": CURVE},
         )
         for i in range(prefillers):

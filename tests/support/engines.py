@@ -1,6 +1,7 @@
 """Engine facts for tests that need a table and no engine."""
 
 from placement.engines import EngineInfo, EngineState, Role
+from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import Placer, PlacerSettings
 from placement.fleet.prefillers import PrefillCurve
 
@@ -25,4 +26,5 @@ def state(
 
 
 def placer(**changes: object) -> Placer:
-    return Placer(PlacerSettings(**{"headroom_tokens": 100, "fill": 0.95, **changes}), CURVES)  # type: ignore[arg-type]
+    settings = {"headroom_tokens": 100, "fill": 0.95, "first_turns": FirstTurns.PREFILLER, **changes}
+    return Placer(PlacerSettings(**settings), CURVES)  # type: ignore[arg-type]

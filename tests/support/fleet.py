@@ -75,10 +75,14 @@ class RunningFleet:
 
 @contextmanager
 def fleet_up(shipped: str, edit: Edit = lambda content: None) -> Iterator[RunningFleet]:
-    """`configs/SHIPPED.yaml` as `edit` leaves its content, on a free port; at the end down and forgotten."""
+    """`configs/SHIPPED.yaml` as `edit` leaves its content, on a free port; at the end down and forgotten.
+
+    First turns go through a prefiller, unless `edit` says otherwise: most tests are about what happens then.
+    """
     base = Path(tempfile.mkdtemp(prefix="conserve-"))  # a short path: sockets lie below it
     content = yaml.safe_load((ROOT / "configs" / f"{shipped}.yaml").read_text())
     content["gateway"]["port"] = free_port("127.0.0.1")
+    content["placement"] = {"first_turns": "prefiller"}
     content["engine"]["start_together"] = 2  # on two cores sooner than one by one
     edit(content)
     file = base / "fleet.yaml"

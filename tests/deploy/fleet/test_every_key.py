@@ -212,6 +212,7 @@ CASES = {
     "conversation.headroom_tokens": case(12, lambda got: got.placer.headroom_tokens),
     "conversation.decoder_wait": case(13, lambda got: got.gateway.place_wait_s),
     "conversation.prefiller_wait": case(14, lambda got: got.placer.max_prefill_wait_s),
+    "placement.first_turns": case("prefiller", lambda got: got.placer.first_turns),
     "slos.ttfet": case(1.5, lambda got: got.gateway.slo.ttfet_s),
     "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slo.last_turn_tbt_s, 0.05),
     "slos.e2e": case(60, lambda got: got.gateway.slo.e2e_s),
@@ -283,7 +284,6 @@ DIRECT = {
 # Fields that no key sets, and why.
 IDENTITY = "of one engine or process: its name, its place, its addresses, what it shares with the others"
 MEASURED = "measured by `conserve profile`, or written for a benchmark"
-SIMULATED = "`conserve simulate` sets it; live engines do not cut prompts by it yet"
 CONSTANT = "bounds and periods of the implementation, which nobody should have to know"
 NOT_SET: dict[type, dict[str, str]] = {
     GatewayConfig: {
@@ -303,9 +303,8 @@ NOT_SET: dict[type, dict[str, str]] = {
         "max_connections acquire_timeout_s connect_timeout_s idle_timeout_s max_head_bytes": CONSTANT
     },
     PlacerSettings: {
-        "fill retry_no_capacity_s retry_no_engine_s local_prefill_without_prefiller forget_prefill_after_s":
-            CONSTANT,
-        "first_turns last_resort_fill": SIMULATED,
+        "fill retry_no_capacity_s retry_no_engine_s local_prefill_without_prefiller forget_prefill_after_s "
+        "last_resort_fill": CONSTANT,
     },
     DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
     KeeperSettings: {

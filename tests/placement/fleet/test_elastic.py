@@ -42,9 +42,7 @@ def test_the_lesser_of_two_estimates_decides_and_both_are_on_the_receipt(
     placer.observe(state("d0", 0, 1, prompt_share=0.01), 0.0)
     for number, prompt in enumerate(queued):
         place(placer, f"q{number}", prompt)
-    report = state(
-        "d0", 0, 2, waiting_prompt_tokens=waiting, prompt_tokens_per_s=rate, prompt_share=share
-    )
+    report = state("d0", 0, 2, waiting_prompt_tokens=waiting, prompt_tokens_per_s=rate, prompt_share=share)
     assert placer.observe(report, 1e-6)
     wait_s = placer.prefill_wait_s("p0", 1e-6)
     answer = place(placer, "new", tokens, now=1e-6)
@@ -69,8 +67,8 @@ def test_a_prefiller_has_it_when_idle_and_the_decoder_when_the_queue_is_long() -
     assert second.decoder == "d1", "the binding is that of the decoder with the least KV in use"
 
 
-def test_the_papers_rule_is_the_default_and_estimates_nothing() -> None:
-    assert PlacerSettings().first_turns is FirstTurns.PREFILLER
+def test_the_papers_rule_estimates_nothing() -> None:
+    assert PlacerSettings().first_turns is FirstTurns.ELASTIC
     placer = a_placer(first=FirstTurns.PREFILLER)
     answers = [place(placer, str(number)) for number in range(8)]
     assert all(answer.prefiller == "p0" and answer.receipt.estimates is None for answer in answers)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from placement.engines import Role
 from placement.fleet.answers import Refusal, RefusalReason, Why
+from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import FirstTurn, LaterTurn, Placement, Placer, PlacerSettings
 from placement.fleet.prefillers import PrefillCurve
 from tests.placement.conftest import CURVE, MakeFleet, engine, state
@@ -14,7 +15,10 @@ FAST, SLOW = PrefillCurve(0.01, 2e-5, 1e-10), PrefillCurve(0.01, 8e-5, 4e-10)
 
 
 def two_speeds() -> Placer:
-    placer = Placer(PlacerSettings(max_prefill_wait_s=1e9), {"prefill": FAST, "decode": SLOW})
+    placer = Placer(
+        PlacerSettings(max_prefill_wait_s=1e9, first_turns=FirstTurns.PREFILLER),
+        {"prefill": FAST, "decode": SLOW},
+    )
     placer.engine_up(engine("fast", Role.PREFILL))
     placer.engine_up(engine("d", kv_tokens=10**9))
     slow = engine("slow", Role.PREFILL)
