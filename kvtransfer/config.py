@@ -35,6 +35,9 @@ class ConnectorConfig:
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
+    # False: no plugin does anything between layers here, so that vLLM may run a pass as one graph. Then
+    # nothing is exported either: it is published layer by layer.
+    layer_hooks: bool = True
     safepoint: str = ""  # shared memory name of the safepoint flag; empty: no safepoints
     plugins: tuple[str, ...] = ()  # more plugins, as "module:Class"
 

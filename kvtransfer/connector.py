@@ -97,8 +97,9 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             rank = vllm_config.parallel_config.rank
             self._workers = {plugin.name: plugin.worker_side(context, rank) for plugin in plugins}
         # These run twice a layer and step: only sides that do something there are called.
-        self._before_layer = [h.before_layer for h in self._workers.values() if h.overrides("before_layer")]
-        self._after_layer = [h.after_layer for h in self._workers.values() if h.overrides("after_layer")]
+        hooked = self._workers.values() if config.layer_hooks else ()
+        self._before_layer = [h.before_layer for h in hooked if h.overrides("before_layer")]
+        self._after_layer = [h.after_layer for h in hooked if h.overrides("after_layer")]
         self._matches: dict[str, tuple[str, Match]] = {}  # request -> plugin that loads it
         self._hit_sources: dict[str, CacheHitSource] = {}
         self._failed_blocks: set[int] = set()
@@ -110,8 +111,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks are Python: they must run between graph pieces."""
-        return True
+        """Layer hooks are Python: where there are any, they must run between graph pieces."""
+        return ConnectorConfig.from_extra_config(extra_config).layer_hooks
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:

@@ -76,7 +76,7 @@ def engine_command(spec: LaunchSpec, start: Start, secret: str, environ: Mapping
     argv += ["--host", spec.host, "--port", str(start.http_port), "--dtype", spec.dtype]
     if spec.max_context:
         argv += ["--max-model-len", str(spec.max_context)]
-    for name, value in (*_OWN_OPTIONS, *_device_options(spec.device), *spec.options):
+    for name, value in (*_OWN_OPTIONS, *_worker_options(spec), *spec.options):
         if not any(name == later for later, _ in spec.options) or (name, value) in spec.options:
             argv += _option(name, value)
     connector = _connector(spec, start)
@@ -103,9 +103,10 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 )
 
 
-def _device_options(device: Device) -> tuple[tuple[str, object], ...]:
-    # The plug points were proved with synchronous scheduling; the CPU build allows nothing else anyway.
-    return (("async-scheduling", False),) if device is Device.CUDA else ()
+def _worker_options(spec: LaunchSpec) -> Options:
+    # A step that our worker leaves early is undone before the next one is scheduled. On the CPU vLLM does so
+    # by itself.
+    return (("async-scheduling", False),) if spec.worker_class and spec.device is Device.CUDA else ()
 
 
 def _option(name: str, value: object) -> list[str]:
@@ -150,7 +151,8 @@ def _environment(spec: LaunchSpec, secret: str, environ: Mapping[str, str]) -> d
         )
         if spec.threads:
             env["OMP_NUM_THREADS"] = str(spec.threads)
-    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if spec.worker_class:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # our workers are in front of the V1 runner's
     # `previous_response_id` of the Responses API. vLLM keeps each stored response until it ends: a fleet
     # whose clients store many sets this to 0 in `engine.env`.
     env["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"

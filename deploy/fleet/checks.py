@@ -209,7 +209,7 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
     home, address = FleetHome.of(fleet.name), "127.0.0.1:1"
     moving: tuple[KeyPath, ...] = (("transfer",), ("conversation",), ("kv",), ("kv", "lmcache"))
     offered: tuple[KeyPath, ...] = (("gateway",), ("gateway", "limits"), ("observe", "tracing"))
-    yield moving, lambda: components.connector(fleet, fleet.coserving.enabled)
+    yield moving, lambda: components.connector(fleet, Role.DECODE)
     yield (("coserving",),), lambda: components.coserving(fleet)
     yield (("engine",),), lambda: components.keeper_settings(fleet)
     yield (("conversation",), ("capacity",)), lambda: components.placer_settings(fleet)

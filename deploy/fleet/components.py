@@ -71,7 +71,7 @@ def engines(fleet: FleetSpec) -> Iterator[EngineName]:
 
 def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str) -> LaunchSpec:
     tier, device = engine.tier, Device(fleet.engine.device)
-    coserves = fleet.coserving.enabled and tier.role is not Role.PREFILL
+    coserves = coserves_on(fleet, tier.role)
     trace_options, trace_env = _engine_tracing(fleet, engine)
     options = {**trace_options, **_model_options(fleet), **fleet.engine.args, **tier.args}
     env = {**trace_env, **fleet.engine.env, **tier.env, FLEET_MARK: home.mark}
@@ -87,7 +87,7 @@ def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str
         host=host,
         options=tuple(sorted(options.items())),
         env=tuple(sorted(env.items())),
-        connector=connector(fleet, coserves),
+        connector=connector(fleet, tier.role),
         scheduler_class=SCHEDULER_CLASS if coserves else None,
         worker_class=_worker_class(device, coserves),
         additional=json.dumps(coserving(fleet).to_additional_config()) if coserves else None,
@@ -129,6 +129,10 @@ def model_path(fleet: FleetSpec, home: FleetHome) -> str:
     return str(path.resolve()) if path.is_dir() else fleet.model.path
 
 
+def has_safepoints(fleet: FleetSpec) -> bool:
+    return fleet.coserving.safepoints and fleet.coserving.policy == "conserve"
+
+
 def coserving(fleet: FleetSpec) -> CoServingConfig:
     block = fleet.coserving
     return CoServingConfig(
@@ -138,12 +142,19 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
     )
 
 
-def connector(fleet: FleetSpec, coserves: bool) -> ConnectorConfig:
+def coserves_on(fleet: FleetSpec, role: Role) -> bool:
+    return fleet.coserving.enabled and role is not Role.PREFILL
+
+
+def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
+    coserves, transfer = coserves_on(fleet, role), fleet.policy != "collocated"
+    publishes = transfer and role is Role.PREFILL and fleet.transfer.backend == "tcp"
     return configured(
         ConnectorConfig,
         *(fleet.transfer, fleet.conversation),
         plugins=(SAFEPOINT_PLUGIN,) if coserves else (),
-        transfer=fleet.policy != "collocated",
+        transfer=transfer,
+        layer_hooks=publishes or (coserves and has_safepoints(fleet)),
         ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
         host_kv_gib=fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0,
         lmcache_timeout_s=fleet.kv.lmcache.timeout,

@@ -68,6 +68,11 @@ class Mover(ABC):
     takes_cores: bool  # what moves bytes is what the model computes with
 
     @abstractmethod
+    def mark(self) -> None:
+        """What was launched up to now comes before what `to_device` writes from now on. Called by the thread
+        that launches steps."""
+
+    @abstractmethod
     def from_device(self, blocks: list[int]) -> Piece:
         """In the first rows of `bounce`: good until the next call."""
 
@@ -85,6 +90,9 @@ class HostMover(Mover):
         self._layers = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
         self._places = places(device)
         self.bounce = np.empty(bounce_shape(device, HOST_PIECE_BYTES), dtype=np.uint8)
+
+    def mark(self) -> None:
+        """What was launched is done."""
 
     def from_device(self, blocks: list[int]) -> Piece:
         piece: Piece = self.bounce[: len(blocks)]
@@ -104,7 +112,8 @@ class CudaMover(Mover):
 
     Written against the V1 runner. What only a GPU can show: that the copies overlap the model's kernels, and
     the time a gather takes. Order: the blocks of a store were confirmed by a step whose results are back, and
-    those of a load belong to a request that does not run yet, so neither races the compute stream.
+    those of a load belong to a request that does not run yet. But the step before may still write there for
+    the request that had them: a load waits until what was launched before it has been done.
     """
 
     takes_cores = False
@@ -112,6 +121,7 @@ class CudaMover(Mover):
     def __init__(self, device: list[torch.Tensor]) -> None:
         self._device = device
         self._stream = torch.cuda.Stream()
+        self._launched = torch.cuda.Event()
         shape = bounce_shape(device, CUDA_PIECE_BYTES)
         self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self.gathered = torch.empty(shape, dtype=torch.uint8, device=device[0].device)
@@ -128,8 +138,14 @@ class CudaMover(Mover):
         self._stream.synchronize()
         return self.bounce[: len(blocks)]
 
+    def mark(self) -> None:
+        launched = torch.cuda.Event()
+        launched.record()
+        self._launched = launched
+
     def to_device(self, blocks: list[int]) -> None:
         gathered = self.gathered[: len(blocks)]
+        self._stream.wait_event(self._launched)
         with torch.cuda.stream(self._stream):
             gathered.copy_(self._pinned[: len(blocks)], non_blocking=True)
             target = torch.tensor(blocks, device=gathered.device)

@@ -83,6 +83,8 @@ class Copier:
 
     def submit(self, order: CheckpointOrder) -> None:
         now = time.monotonic()
+        if order.loads:
+            self._mover.mark()
         with self._work:
             self._loads.extend((now, load) for load in order.loads)
             self._stores.extend((now, copies) for copies in self._pieces(order.stores))

@@ -33,6 +33,10 @@ class BlockMemory:
         """A layer of these blocks was computed; `done` is called when `view` shows it."""
         done()
 
+    def mark(self) -> None:
+        """What was launched up to now comes before what `landed` writes from now on. Called by the thread
+        that launches steps: the one before may still write to blocks that were freed and given to others."""
+
     def landed(self, blocks: Sequence[int]) -> None:
         """They were received; returns when the model can read them."""
 
@@ -102,6 +106,7 @@ class StagedBlockMemory(BlockMemory):
             for t in self._device
         ]
         self._stream = torch.cuda.Stream() if self._cuda else None
+        self._launched = torch.cuda.Event() if self._cuda else None
         self._lock = threading.Lock()
         self._free = list(range(staging_blocks))
         self._slots: dict[int, int] = {}  # block -> slot
@@ -142,7 +147,15 @@ class StagedBlockMemory(BlockMemory):
             event.record(self._stream)
         self._copies.put((event, done))
 
+    def mark(self) -> None:
+        if self._cuda:
+            launched = torch.cuda.Event()
+            launched.record()
+            self._launched = launched
+
     def landed(self, blocks: Sequence[int]) -> None:
+        if self._stream is not None:
+            self._stream.wait_event(self._launched)
         slots = torch.tensor([self._slots[block] for block in blocks])
         with torch.cuda.stream(self._stream):
             for device, rows in zip(self._device, self._rows, strict=True):

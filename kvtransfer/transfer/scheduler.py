@@ -120,7 +120,10 @@ class TransferScheduler(SchedulerSide):
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             transfer_id = str(params.get("transfer_id") or request.request_id)
-            if self._is_exported(transfer_id):
+            if not self._config.layer_hooks:
+                logger.warning("request %s is not exported: this engine only fetches", request.request_id)
+                self._counts[f"refused.{Reason.INVALID}"] += 1
+            elif self._is_exported(transfer_id):
                 logger.warning(
                     "request %s repeats transfer %s: not exported", request.request_id, transfer_id
                 )

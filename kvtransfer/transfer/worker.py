@@ -90,6 +90,8 @@ class TransferWorker(WorkerSide):
         for request_id in order.cancelled:
             if cancellation := self._cancellations.get(request_id):
                 cancellation.cancel()
+        if order.fetches:
+            self._memory.mark()
         for wanted in order.fetches:
             cancellation = self._cancellations[wanted.request_id] = Cancellation()
             self._in_thread(wanted.request_id, partial(self._fetch, wanted, cancellation))

@@ -114,6 +114,7 @@ class SafepointScheduler(SchedulerSide):
         self.counts: Counter[str] = Counter()
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
         self._epoch = new_epoch()
+        self.armed = 0  # epoch of the step that was ordered last; 0: it may not be aborted
 
     def on_new_request(self, request: Any) -> None:
         if request.priority > 0:
@@ -123,13 +124,14 @@ class SafepointScheduler(SchedulerSide):
         self._offline.discard(request.request_id)
 
     def order(self, scheduler_output: Any) -> Armed | None:
+        self.armed = 0
         # A step with a synchronous load is not armed: its requests count tokens that the load brings layer by
         # layer.
         if not self._enabled or scheduler_output.has_sync_kv_loads:
             return None
         if self._offline.isdisjoint(scheduler_output.num_scheduled_tokens):
             return None
-        self._epoch += 1
+        self._epoch = self.armed = self._epoch + 1
         return Armed(self._epoch)
 
     def take_counts(self) -> Mapping[str, float]:

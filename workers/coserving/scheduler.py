@@ -207,7 +207,7 @@ class CoServingScheduler(internals.OpenScheduler):
     def _note(
         self, output: Any, started: float, running_before: set[str], preempted: int
     ) -> PendingIteration:
-        epoch = internals.armed_epoch(output, safepoint.NAME) if self._safepoint is not None else 0
+        epoch = self._safepoint.armed if self._safepoint is not None else 0
         work, online_work, online_requests, offline_requests = BatchWork(), BatchWork(), 0, 0
         slack: float | None = None
         scheduled: list[ScheduledRequest] = []

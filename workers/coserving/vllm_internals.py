@@ -63,7 +63,7 @@ SCHEDULING = ReliedOn(
         "vllm.v1.request:Request": (
             "arrival_time", "is_prefill_chunk", "num_output_tokens", "sampling_params",
         ),
-        "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads", "kv_connector_metadata"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
     uses={
         # Every candidate is offered to the policy, and the queue is asked before each.
@@ -358,13 +358,6 @@ def discarded_requests_unseeded(runner: GPUModelRunner) -> Iterator[None]:
         yield
     finally:
         generators.update(put_aside)
-
-
-def armed_epoch(scheduler_output: Any, plugin: str) -> int:
-    """The epoch of a step that may be aborted; 0 if it may not."""
-    orders = getattr(scheduler_output.kv_connector_metadata, "orders", {})
-    order = orders.get(plugin)
-    return int(order.epoch) if order is not None else 0
 
 
 def extra_args(request: Request) -> dict[str, Any]:

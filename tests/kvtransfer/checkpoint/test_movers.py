@@ -30,7 +30,9 @@ def mover(request: pytest.FixtureRequest, device: list[Any], monkeypatch: pytest
         return empty(*shape, **more)
 
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    stream = SimpleNamespace(synchronize=lambda: None, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     make: Callable[[list[Any]], Mover] = request.param
     return make(device)
@@ -59,3 +61,34 @@ def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
     assert HostMover(device).bounce.shape == (1, len(bytes_of(device, 0)))
     monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PIECE_BYTES", 1000)
     assert HostMover(device).bounce.dtype == np.uint8 and len(HostMover(device).bounce) == 1000 // 176
+
+
+def test_a_load_comes_after_what_was_launched_when_it_was_ordered(
+    device: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before may still write to blocks that were freed and given to the load's request."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.when = "nothing"
+
+        def record(self) -> None:
+            self.when = "the step before"
+
+    stream = SimpleNamespace(
+        synchronize=lambda: done.append("load"), wait_event=lambda event: done.append(event.when)
+    )
+    empty = torch.empty
+
+    def unpinned(*shape: Any, pin_memory: bool = False, **more: Any) -> Any:
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    mover = CudaMover(device)
+    mover.mark()
+    mover.to_device([0])
+    assert done == ["the step before", "load"]

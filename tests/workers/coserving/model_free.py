@@ -7,14 +7,14 @@ else is a wrong output on a real model; here it is an entry in `lies`.
 import random
 import uuid
 from pathlib import Path
+from typing import Any
 
-from kvtransfer.config import ConnectorConfig
+from kvtransfer.config import SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.latency import LatencyModel
 from workers.coserving import rollback
 from workers.coserving import safepoint as page
 from workers.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
-from workers.coserving.vllm_internals import armed_epoch
 
 BLOCK, BLOCKS, GARBAGE = 32, 48, -1
 EASY = TurnTargets(10.0, 10.0)
@@ -29,7 +29,9 @@ class ModelFreeEngine:
         slo: TurnTargets = EASY,
         policy: str = "conserve",
         plugins: tuple[str, ...] = (),
+        beside: dict[str, Any] | None = None,
     ) -> None:
+        """`beside`: another connector of the engine, as in `--kv-transfer-config`."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -45,12 +47,17 @@ class ModelFreeEngine:
             plugins=(SAFEPOINT_PLUGIN, *plugins),
             transfer=False,
         )
+        transfer = connector.to_kv_transfer_config()
+        if beside is not None:
+            several = {"kv_connector": SEVERAL, "kv_connector_module_path": SEVERAL_MODULE}
+            extra = {"connectors": [beside, transfer]}
+            transfer = {**transfer, **several, "kv_connector_extra_config": extra}
         vllm_config = EngineArgs(
             model=str(model), dtype="float32", max_model_len=1024, block_size=BLOCK, max_num_seqs=8,
             num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=192, enforce_eager=True,
             async_scheduling=False, scheduling_policy="priority", scheduler_cls=SCHEDULER_CLASS,
             additional_config=config.to_additional_config(),
-            kv_transfer_config=connector.to_kv_transfer_config(),
+            kv_transfer_config=transfer,
         ).create_engine_config()  # fmt: skip
         vllm_config.cache_config.num_gpu_blocks = BLOCKS
         import torch
@@ -85,7 +92,7 @@ class ModelFreeEngine:
         from vllm.v1.request import RequestStatus
 
         done = self.scheduler.schedule()
-        epoch = armed_epoch(done, "safepoint")
+        epoch = self.scheduler.plugin(page.NAME).armed
         aborted = bool(epoch) and self._rng.random() < abort_share
         rows = list(done.num_scheduled_tokens)
         sampled = [self._compute(key, done.num_scheduled_tokens[key], aborted) for key in rows]

@@ -1,0 +1,128 @@
+"""The configuration that vLLM makes of an engine's command line, on a stand-in for an H100.
+
+python -m tests.support.final_config < COMMANDS > CONFIGURATIONS, both JSON by name. A process of its own: which
+platform there is, vLLM asks once. What vLLM decides by the device (graphs, scheduling, runner) it decides here
+as on a GPU; what only a GPU could compute is not asked for.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+from tests.support.fleet import ROOT
+
+Commands = dict[str, tuple[list[str], dict[str, str]]]  # arguments and environment by name
+Flat = dict[str, str]
+
+
+def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, Flat]:
+    """By name, each field of the configuration by its path; a command that vLLM refuses has only `error`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.final_config"],
+        input=json.dumps(commands),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Flat] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _stand_in_for_a_gpu() -> None:
+    import vllm.platforms
+
+    # The CUDA platform loads its kernels, which a CPU build does not have; none is called here.
+    sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class H100(NonNvmlCudaPlatform):  # type: ignore[misc]
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H100 80GB HBM3"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 80 << 30
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 8
+
+        @classmethod
+        def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
+            return True
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 132
+
+    vllm.platforms._current_platform = H100()
+    import vllm.config.vllm
+
+    vllm.config.vllm.HAS_TRITON = True
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _flat(getattr(value, field.name, None), f"{path}.{field.name}" if path else field.name)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}")
+    elif isinstance(value, Enum):
+        yield path, value.name
+    elif isinstance(value, str | int | float | bool | list | tuple | set | None):
+        yield path, str(value)
+    else:
+        yield path, type(value).__name__
+
+
+def _final(argv: list[str]) -> Flat:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    return {
+        **dict(_flat(config)),
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "scheduler": config.scheduler_config.get_scheduler_cls().__name__,
+    }
+
+
+def _main() -> None:
+    commands: Commands = json.load(sys.stdin)
+    _stand_in_for_a_gpu()
+    found: dict[str, Flat] = {}
+    for name, (argv, env) in commands.items():
+        before = dict(os.environ)
+        os.environ.update(env)
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                found[name] = _final(argv)
+            except (ValueError, SystemExit) as error:
+                found[name] = {"error": str(error)}
+        os.environ.clear()
+        os.environ.update(before)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,73 @@
+"""Safepoints of an engine that has another connector beside ours, as it has with NIXL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+
+from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
+from workers.coserving import safepoint
+
+
+class Nothing(KVConnectorMetadata):
+    """What the connector beside ours tells its workers."""
+
+
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+    """Has nothing, moves nothing."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: Any) -> Nothing:
+        return Nothing()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+BESIDE = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": __name__,
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {},
+}
+
+
+def test_steps_with_offline_work_are_armed_and_undone(small_model: Path) -> None:
+    engine = ModelFreeEngine(small_model, beside=BESIDE)
+    prompt = list(range(32, 32 + 3 * BLOCK))
+    engine.ask("batch", prompt, 4, priority=1)
+    engine.step(abort_share=0.0)
+    assert engine.scheduler.plugin(safepoint.NAME).armed > 0
+    engine.ask("turn", prompt[: 2 * BLOCK], 4, priority=0)
+    for _ in range(30):
+        engine.step(abort_share=0.5)
+    assert engine.aborts > 0
+    assert engine.lies == []
+    assert engine.outputs == {"batch": expected(prompt, 4), "turn": expected(prompt[: 2 * BLOCK], 4)}
+
+
+def test_steps_without_are_not(small_model: Path) -> None:
+    engine = ModelFreeEngine(small_model, beside=BESIDE)
+    engine.ask("turn", [40] * (3 * BLOCK), 2, priority=0)
+    engine.step(abort_share=0.0)
+    assert engine.scheduler.plugin(safepoint.NAME).armed == 0
