@@ -95,7 +95,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def _final(argv: list[str]) -> Flat:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
