@@ -1,8 +1,8 @@
 """The configuration that vLLM makes of an engine's command line, on a stand-in for an H100.
 
-python -m tests.support.final_config < COMMANDS > CONFIGURATIONS, both JSON by name. A process of its own: which
-platform there is, vLLM asks once. What vLLM decides by the device (graphs, scheduling, runner) it decides here
-as on a GPU; what only a GPU could compute is not asked for.
+python -m tests.support.final_config < COMMANDS > CONFIGURATIONS, both JSON by name. A process of its own:
+which platform there is, vLLM asks once. What vLLM decides by the device (graphs, scheduling, runner) it
+decides here as on a GPU; what only a GPU could compute is not asked for.
 """
 
 import contextlib
@@ -96,10 +96,11 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def _final(argv: list[str]) -> Flat:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
-    config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    config = AsyncEngineArgs.from_cli_args(given).create_engine_config(UsageContext.OPENAI_API_SERVER)
     return {
         **dict(_flat(config)),
         "runner": "V2" if config.use_v2_model_runner else "V1",
