@@ -44,38 +44,11 @@ def _stand_in_for_a_gpu() -> None:
 
     # The CUDA platform loads its kernels, which a CPU build does not have; none is called here.
     sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-    from vllm.platforms.interface import DeviceCapability
-
-    class H100(NonNvmlCudaPlatform):  # type: ignore[misc]
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(9, 0)
-
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
-            return "NVIDIA H100 80GB HBM3"
-
-        @classmethod
-        def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return 80 << 30
-
-        @classmethod
-        def device_count(cls) -> int:
-            return 8
-
-        @classmethod
-        def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
-            return True
-
-        @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
-            return 132
-
-    vllm.platforms._current_platform = H100()
+    vllm.platforms.builtin_platform_plugins.clear()
+    vllm.platforms.builtin_platform_plugins["cuda"] = lambda: "tests.support.h100.H100"
     import vllm.config.vllm
 
-    vllm.config.vllm.HAS_TRITON = True
+    vllm.config.vllm.HAS_TRITON = True  # which a CPU build has without a backend
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
