@@ -29,7 +29,6 @@ from traces.replay.client import (
     ChatClient,
     Message,
     ReplayOptions,
-    TimedAnswer,
     ToolStyle,
     calibrate,
     first_model,
@@ -109,12 +108,14 @@ class Agents:
             name = f"bench-{self._random.getrandbits(48):x}-{next(self._numbers)}"
             messages = [self.says(name, self._load.first_prompt)]
             for turn in range(self._load.turns):
+                asked = time.monotonic()
                 try:
                     answer = await self._chat.ask(messages, self._load.output, name)
                 except ReplayError:
                     phase.refused += 1
                     break
-                self._note(phase, answer)
+                phase.ttft_s.append(answer.first_at - asked)
+                phase.tbt_s += [later - earlier for earlier, later in pairwise(answer.arrivals)]
                 messages += [{"role": "assistant", "content": answer.text}]
                 messages += [self.says(f"{name}/{turn}", self._load.append)]
                 if until.is_set():
@@ -123,11 +124,6 @@ class Agents:
 
     def says(self, stream: str, tokens: int) -> Message:
         return {"role": "user", "content": text(stream, self._sizes.characters(tokens))}
-
-    @staticmethod
-    def _note(phase: Phase, answer: TimedAnswer) -> None:
-        phase.ttft_s.append(answer.first_at - answer.sent_at)
-        phase.tbt_s += [later - earlier for earlier, later in pairwise(answer.arrivals)]
 
 
 class Offline:

@@ -36,7 +36,6 @@ from traces.replay import replay as play
 from traces.replay.results import PlayOutcome
 from traces.replay.summary import summarise
 from traces.simulator.metrics import percentile
-from traces.simulator.policies import System
 from traces.simulator.profiles import find, of_unloaded
 from traces.simulator.simulation import Simulation
 from traces.simulator.tiers import EngineProfile, prefill_seconds
@@ -145,7 +144,7 @@ def live_figures(run: Replay) -> PolicyFigures:
 def simulated_figures(
     fleet: FleetSpec, engine: EngineProfile, trace: Sequence[TraceConversation]
 ) -> PolicyFigures:
-    settings = simulation_settings(fleet, System(fleet.policy), 0.0, 0)
+    settings = simulation_settings(fleet, None, 0.0, 0)
     result = Simulation(simulated_fleet(fleet, engine), settings).run(trace)
     waits = [sum(turn.wait_s for turn in one.turns[1:]) for one in trace]
     return PolicyFigures(

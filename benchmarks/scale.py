@@ -59,7 +59,7 @@ def trace(decoders: int, count: int) -> Iterator[TraceConversation]:
 
 def measure(decoders: int, conversations: int) -> ScaleRow:
     settings = SimulationSettings(
-        SystemSettings(System.CONSERVE), PlacerSettings(max_prefill_wait_s=float("inf"))
+        SystemSettings(System.PREFILLER), PlacerSettings(max_prefill_wait_s=float("inf"))
     )
     began, cpu = perf_counter(), process_time()
     totals = Simulation(fleet(decoders), settings).run(trace(decoders, conversations)).totals

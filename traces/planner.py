@@ -1,10 +1,9 @@
-"""Plan of a fleet: engines by the inequalities, energy by power cap, and a simulation to check it."""
+"""Plan of a fleet: bounds by the inequalities, engines and power caps by simulations of the elastic rule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from placement.engines import Role
 from placement.fleet.placer import PlacerSettings
@@ -13,8 +12,8 @@ from placement.iteration.latency import LatencyModel
 from traces import generators
 from traces.describe import LARGE_APPEND_TOKENS
 from traces.format import TraceConversation, TraceError
-from traces.simulator.kv import Pressure
-from traces.simulator.metrics import SimulationResult, Values, percentile
+from traces.simulator.metrics import SimulationResult, percentile
+from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier, prefill_seconds
 
@@ -24,7 +23,6 @@ class Measured:
     pinned: Means  # resident from the first turn to the last: the paper's W
     parked: Means  # resident while a turn runs, and `park_after` after it
     large_turns: float  # share of later turns that append more than the threshold
-    broken_tokens: float  # of a conversation: prompt tokens that were there before and are not any more
 
 
 def measure(
@@ -32,11 +30,10 @@ def measure(
 ) -> Measured:
     """Means over conversations, with service times of an unloaded engine of this profile."""
     if not found:
-        raise TraceError("the trace has no conversations to plan for")
-    first = decoder_tokens = lifetime = active = peak = broken = 0.0
+        raise TraceError("the trace has no conversations to plan for: none, or none that fits a decoder")
+    first = decoder_tokens = lifetime = active = peak = 0.0
     later = large_turns = 0
     for conversation in found:
-        context = 0
         for index, turn in enumerate(conversation.turns):
             served = _seconds(
                 decoder, turn.prompt_tokens, turn.appended_tokens if index else 1, turn.output_tokens
@@ -44,16 +41,13 @@ def measure(
             lifetime += served + (turn.wait_s if index else 0.0)
             active += served + (min(turn.wait_s, park_after_s) if index else 0.0)
             decoder_tokens += turn.output_tokens + (turn.appended_tokens if index else 0)
-            broken += max(0, context - turn.cached_tokens) if index else 0
             later += index > 0
             large_turns += index > 0 and turn.appended_tokens > large
-            context = turn.context_tokens
         first += conversation.turns[0].prompt_tokens
         peak += conversation.peak_context_tokens
     count = len(found)
     pinned = Means(first / count, max(1.0, decoder_tokens / count), lifetime / count, peak / count)
-    parked = Means(pinned.first_turn_tokens, pinned.decoder_tokens, active / count, pinned.peak_kv_tokens)
-    return Measured(pinned, parked, large_turns / later if later else 0.0, broken / count)
+    return Measured(pinned, replace(pinned, resident_s=active / count), large_turns / later if later else 0.0)
 
 
 def _seconds(engine: EngineProfile, prompt: int, uncached: int, output: int) -> float:
@@ -80,6 +74,11 @@ def capacity_of(prefiller: EngineProfile, decoder: EngineProfile, means: Means) 
     return Capacity(prompt / prefill_seconds(prefiller, prompt), slots / iteration, decoder.kv_tokens)
 
 
+CAPS = (5 / 6, 2 / 3)  # of the power limit, where none are given
+AS_WELL = 1.05  # in every figure
+REACHABLE = 1.25  # of what first turns take alone: no number of engines holds less
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     rate: float  # conversations a second
@@ -91,98 +90,140 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Energy:
-    cap_w: float
-    joules_per_conversation: float
-    tokens_per_joule: float
-    ttft_p95_s: float
-    tbt_p95_s: float
+class Candidate:
+    """A fleet, and what the simulation of it says. Without prefillers its engines are alike."""
 
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What the simulation of the plan says."""
-
-    conversations: int
+    prefillers: int
+    decoders: int
+    cap_w: float  # of the decoders
     first_ttft_p95_s: float
     later_ttft_p95_s: float
     tbt_p95_s: float
+    e2e_p95_s: float
     gate_wait_mean_s: float
+    joules_per_conversation: float
+    tokens_per_joule: float
     holds: bool
+
+    @property
+    def engines(self) -> int:
+        return self.prefillers + self.decoders
+
+    def does_as_well_as(self, other: "Candidate") -> bool:
+        mine, theirs = (
+            (one.first_ttft_p95_s, one.later_ttft_p95_s, one.e2e_p95_s, one.joules_per_conversation)
+            for one in (self, other)
+        )
+        within = all(own <= AS_WELL * its for own, its in zip(mine, theirs, strict=True))
+        return within and self.holds >= other.holds
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     measured: Measured
     pinned: Provision  # the paper's rule: KV on the decoder for life
-    parked: Provision  # ours
-    check: Check
-    energy: tuple[Energy, ...]
+    parked: Provision
+    conversations: int  # simulated
+    too_large: int  # left out: they outgrow a decoder
+    ttft_s: float  # that was planned for
+    elastic: Candidate
+    without_prefillers: Candidate  # as many engines
+    by_cap: tuple[Candidate, ...]  # `elastic` with its decoders under each cap
+
+    @property
+    def prefillers_needed(self) -> bool:
+        return not self.without_prefillers.does_as_well_as(self.elastic)
+
+    @property
+    def advised(self) -> Candidate:
+        """Of those that hold, the one that takes the least energy."""
+        holding = [one for one in self.by_cap if one.holds] or [self.elastic]
+        return min(holding, key=lambda one: one.joules_per_conversation)
 
 
 def plan_fleet(
     found: Sequence[TraceConversation], prefiller: EngineProfile, decoder: EngineProfile, request: PlanRequest
 ) -> FleetPlan:
-    measured = measure(found, decoder, request.park_after_s, request.large_append)
+    largest = PlacerSettings().fill * decoder.kv_tokens
+    fitting = [conversation for conversation in found if conversation.peak_context_tokens <= largest]
+    measured = measure(fitting, decoder, request.park_after_s, request.large_append)
     capacity = capacity_of(prefiller, decoder, measured.pinned)
     prefillers = prefillers_for(measured.pinned, capacity, request.rate)
     pinned = provision(measured.pinned, capacity, prefillers, request.rate)
     parked = provision(measured.parked, capacity, prefillers, request.rate)
     times = generators.poisson(request.rate, generators.stream(0, "plan"))
-    trace = list(generators.arriving(found, times))
-    result = _play(trace, prefiller, decoder, parked, request)
-    energy = tuple(
-        _energy(cap, _play(trace, prefiller, decoder.capped(cap), parked, request)) for cap in request.caps_w
-    )
-    return FleetPlan(measured, pinned, parked, _check(result, request), energy)
+    alone = [prefill_seconds(prefiller, conversation.turns[0].prompt_tokens) for conversation in fitting]
+    reachable = replace(request, ttft_s=max(request.ttft_s, REACHABLE * percentile(alone, 95)))
+    planner = FleetPlanner(list(generators.arriving(fitting, times)), prefiller, decoder, reachable)
+    elastic, without = planner.smallest(parked)
+    limit = decoder.power.limit_w
+    caps = request.caps_w or tuple(round(limit * share) for share in CAPS)
+    capped = (planner.play(elastic.prefillers, elastic.decoders, cap) for cap in caps if cap < limit)
+    left = len(fitting), len(found) - len(fitting)
+    return FleetPlan(measured, pinned, parked, *left, reachable.ttft_s, elastic, without, (elastic, *capped))
 
 
-def _play(
-    trace: Sequence[TraceConversation],
-    prefiller: EngineProfile,
-    decoder: EngineProfile,
-    provision: Provision,
-    request: PlanRequest,
-) -> SimulationResult:
-    fleet = SimulatedFleet(
-        (
-            SimulatedTier("prefill", Role.PREFILL, provision.prefillers, prefiller),
-            SimulatedTier("decode", Role.DECODE, provision.decoders, decoder),
+class FleetPlanner:
+    """Plays a trace on fleets of these engines under the elastic rule."""
+
+    def __init__(
+        self,
+        trace: Sequence[TraceConversation],
+        prefiller: EngineProfile,
+        decoder: EngineProfile,
+        request: PlanRequest,
+    ) -> None:
+        self._trace = trace
+        self._prefiller = prefiller
+        self._decoder = decoder
+        self._request = request
+        rule = replace(PlacerSettings().redisaggregation, above_tokens=request.large_append)
+        self._settings = SimulationSettings(
+            SystemSettings(System.ELASTIC),
+            PlacerSettings(max_prefill_wait_s=float("inf"), redisaggregation=rule),
+            park_after_s=request.park_after_s,
+            tbt_s=request.tbt_s,
         )
-    )
-    placer = PlacerSettings(max_prefill_wait_s=float("inf"))
-    rule = replace(placer.redisaggregation, above_tokens=request.large_append)
-    settings = SimulationSettings(
-        placer=replace(placer, redisaggregation=rule),
-        pressure=Pressure.PARK,
-        park_after_s=request.park_after_s,
-    )
-    return Simulation(fleet, settings).run(trace)
 
+    def smallest(self, bound: Provision) -> tuple[Candidate, Candidate]:
+        """The fewest engines that hold the targets, split as serves first turns best; as many, all alike."""
+        asked = bound.prefillers + bound.decoders
+        least, most = max(1, int(bound.load.prefill * bound.prefillers), int(bound.by_memory)), asked * 3 // 2
+        found = self._splits(most, bound)
+        while least < most:
+            engines = (least + most) // 2
+            tried = self._splits(engines, bound)
+            if any(split.holds for split in tried):
+                most, found = engines, tried
+            else:
+                least = engines + 1
+        holding = [split for split in found if split.holds] or found
+        return min(holding, key=lambda split: split.first_ttft_p95_s), found[0]
 
-def _check(result: SimulationResult, request: PlanRequest) -> Check:
-    ttft, first, tbt = _turns(result)
-    gate = result.totals.gate_wait_s / max(1, result.totals.conversations)
-    firsts, later, tbt_p95 = percentile(ttft[first], 95), percentile(ttft[~first], 95), percentile(tbt, 95)
-    holds = firsts <= request.ttft_s and tbt_p95 <= request.tbt_s
-    return Check(result.totals.conversations, firsts, later, tbt_p95, gate, holds)
+    def _splits(self, engines: int, bound: Provision) -> list[Candidate]:
+        """Without prefillers, and with about as many as compute all first turns: decoders help."""
+        about = range(bound.prefillers - 1, bound.prefillers + 2)
+        return [
+            self.play(count, engines - count) for count in (0, *about) if count in (0, *range(1, engines))
+        ]
 
+    def play(self, prefillers: int, decoders: int, cap_w: float | None = None) -> Candidate:
+        decoder = self._decoder if cap_w is None else self._decoder.capped(cap_w)
+        role = Role.DECODE if prefillers else Role.MIXED
+        tiers = [SimulatedTier("decode", role, decoders, decoder)]
+        if prefillers:
+            tiers.append(SimulatedTier("prefill", Role.PREFILL, prefillers, self._prefiller))
+        result = Simulation(SimulatedFleet(tuple(tiers)), self._settings).run(self._trace)
+        return self._candidate(prefillers, decoders, decoder.power.limit_w, result)
 
-def _energy(cap: float, result: SimulationResult) -> Energy:
-    ttft, first, tbt = _turns(result)
-    totals = result.totals
-    return Energy(
-        cap,
-        totals.joules / max(1, totals.conversations),
-        totals.tokens_per_joule,
-        percentile(ttft[first], 95),
-        percentile(tbt, 95),
-    )
-
-
-def _turns(result: SimulationResult) -> tuple[Values, NDArray[np.bool_], Values]:
-    """TTFT of every turn, which of them are first turns, and every TBT."""
-    recorder = result.recorder
-    tbt = np.asarray(recorder.turn_tbt, dtype=float)
-    first = np.asarray(recorder.turn_is_first, dtype=bool)
-    return np.asarray(recorder.turn_ttft, dtype=float), first, tbt[~np.isnan(tbt)]
+    def _candidate(self, prefillers: int, decoders: int, cap_w: float, result: SimulationResult) -> Candidate:
+        recorder, totals, request = result.recorder, result.totals, self._request
+        ttft, first = np.asarray(recorder.turn_ttft), np.asarray(recorder.turn_is_first, dtype=bool)
+        tbt = np.asarray(recorder.turn_tbt)
+        firsts, tbt_p95 = percentile(ttft[first], 95), percentile(tbt[~np.isnan(tbt)], 95)
+        return Candidate(
+            *(prefillers, decoders, cap_w, firsts, percentile(ttft[~first], 95), tbt_p95),
+            *(percentile(result.e2e, 95), totals.gate_wait_s / max(1, totals.conversations)),
+            *(totals.joules / max(1, totals.conversations), totals.tokens_per_joule),
+            holds=firsts <= request.ttft_s and not tbt_p95 > request.tbt_s,
+        )

@@ -21,14 +21,14 @@ HORIZON = "grows with the trace's length, which the paper does not give (see the
 
 
 def claims(figures: PaperFigures) -> list[Claim]:
-    ours, full = figures.saturated["conserve"], figures.saturated["full_disaggregation"]
+    ours, full = figures.saturated["prefiller"], figures.saturated["full_disaggregation"]
     ampd, mixed = figures.saturated["ampd"], figures.saturated["collocated"]
     p95_gain = 1 - ours.ttfet.p95_s / ampd.ttfet.p95_s
     gmean_gain = 1 - ours.ttfet.gmean / ampd.ttfet.gmean
-    worst = max(run.violations for run in figures.of("conserve"))
+    worst = max(run.violations for run in figures.of("prefiller"))
     errors = {run.error_rate: run for run in figures.by_error}
     five, half = errors[0.05], errors[0.5]
-    capped, mixed_capped = figures.capped["conserve"], figures.capped["collocated"]
+    capped, mixed_capped = figures.capped["prefiller"], figures.capped["collocated"]
     gain = capped.tokens_per_joule / ours.tokens_per_joule - 1
     slower = max(
         capped.ttfet.p95_s / ours.ttfet.p95_s,
@@ -110,7 +110,7 @@ def claims(figures: PaperFigures) -> list[Claim]:
             "TTFT of turns at p50: ours, AMPD and collocated overlap, s",
             "overlap",
             _turn_ttfts(figures, 50),
-            _turn_ttft(figures, "ampd", 50) < 2 * _turn_ttft(figures, "conserve", 50),
+            _turn_ttft(figures, "ampd", 50) < 2 * _turn_ttft(figures, "prefiller", 50),
             "the paper's curves part at p70, ours and AMPD's at p40 here: its queue is longer here",
         ),
         Claim(
@@ -119,7 +119,7 @@ def claims(figures: PaperFigures) -> list[Claim]:
             "yes",
             _turn_ttfts(figures, 90),
             _turn_ttft(figures, "collocated", 90)
-            < _turn_ttft(figures, "conserve", 90)
+            < _turn_ttft(figures, "prefiller", 90)
             < _turn_ttft(figures, "ampd", 90),
         ),
         Claim(
@@ -198,7 +198,7 @@ def _turn_ttft(figures: PaperFigures, system: str, percentile: float) -> float:
 
 def _turn_ttfts(figures: PaperFigures, percentile: float) -> str:
     return " / ".join(
-        f"{_turn_ttft(figures, name, percentile):.3g}" for name in ("conserve", "ampd", "collocated")
+        f"{_turn_ttft(figures, name, percentile):.3g}" for name in ("prefiller", "ampd", "collocated")
     )
 
 

@@ -30,7 +30,7 @@ from traces.simulator.simulation import Simulation, SimulationSettings
 
 RATES = (0.5, 1.0, 1.5, 2.0, 2.5)  # of the paper's mix, Poisson
 REAL_RATES = (0.2, 0.5, 1.0, 1.5)
-OTHERS = (System.CONSERVE, System.COLLOCATED)
+OTHERS = (System.PREFILLER, System.COLLOCATED)
 SYSTEMS = (System.ELASTIC, *OTHERS, System.STICKY)
 KV_BOUND_GATE_S = 0.1  # mean wait for KV on collocated engines from which on memory is the bound
 RATIOS = {
@@ -79,7 +79,6 @@ def play(
         park_after_s=real.PARK_AFTER_S,
         linger_s=real.LINGER_S if agents else 0.0,
         prefillers_cache=agents,
-        token_gaps=True,
         tbt_s=tbt_target_s(calibration),
     )
     build = a40.collocated if system in (System.COLLOCATED, System.STICKY) else a40.disaggregated
@@ -87,8 +86,7 @@ def play(
 
 
 def row(load: str, system: str, result: SimulationResult, target_s: float) -> ElasticRow:
-    totals, recorder, gaps = result.totals, result.recorder, result.gaps
-    assert gaps is not None
+    totals, recorder, gaps = result.totals, result.recorder, result.recorder.gaps
     ttft, first = np.asarray(recorder.turn_ttft), np.asarray(recorder.turn_is_first, dtype=bool)
     return ElasticRow(
         load,

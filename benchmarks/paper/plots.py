@@ -10,7 +10,7 @@ from benchmarks.paper.experiment import PaperFigures
 from traces import charts
 
 METRICS = {"ttfet": "TTFET", "last_tbt": "last-turn TBT", "e2e": "E2E"}
-SHOWN = ("conserve", "ampd", "collocated", "full_disaggregation")
+SHOWN = ("prefiller", "ampd", "collocated", "full_disaggregation")
 
 
 def draw(figures: PaperFigures, folder: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def _figure_11(figures: PaperFigures, folder: Path) -> Path:
 def _figure_12(figures: PaperFigures, folder: Path) -> Path:
     figure, axes = charts.panels(4, columns=4)
     errors = [run.error_rate * 100 for run in figures.by_error]
-    ours = figures.saturated["conserve"]
+    ours = figures.saturated["prefiller"]
     for metric, title in METRICS.items():
         axes[0].plot(errors, [getattr(run, metric).gmean for run in figures.by_error], "o-", label=title)
         axes[1].plot(errors, [getattr(run, metric).p95 for run in figures.by_error], "o-", label=title)

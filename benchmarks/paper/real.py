@@ -42,10 +42,10 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender("ours", System.CONSERVE, Pressure.PARK),
-    Contender("  every large append through the prefiller", System.CONSERVE, Pressure.PARK, min_share=0.0),
+    Contender("ours", System.PREFILLER, Pressure.PARK),
+    Contender("  every large append through the prefiller", System.PREFILLER, Pressure.PARK, min_share=0.0),
     Contender("  never again through the prefiller", System.STRICT, Pressure.PARK),
-    Contender("  idle KV counted as in use", System.CONSERVE, Pressure.PARK, idle_reported=False),
+    Contender("  idle KV counted as in use", System.PREFILLER, Pressure.PARK, idle_reported=False),
     Contender("the paper's rule: pinned on the decoder for life", System.STRICT, Pressure.PIN),
     Contender("pinned to the decoder, plain prefix cache", System.STRICT, Pressure.DROP),
     Contender("AMPD, 10 % wrong, parked", System.AMPD, Pressure.PARK),

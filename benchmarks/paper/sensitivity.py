@@ -101,11 +101,11 @@ def table(quick: bool) -> Iterator[Moved]:
 
 def measure(variant: Variant) -> Moved:
     bench = PaperBench(variant.calibration, variant.mix, variant.pull_blocks)
-    ours = bench.at_saturation(System.CONSERVE)
+    ours = bench.at_saturation(System.PREFILLER)
     full = bench.at_saturation(System.FULL_DISAGGREGATION)
     mixed = bench.at_saturation(System.COLLOCATED)
     five, ten, half = (bench.at_saturation(System.AMPD, error) for error in (0.05, 0.1, 0.5))
-    capped = bench.at_saturation(System.CONSERVE, cap_w=a40.CAP_W)
+    capped = bench.at_saturation(System.PREFILLER, cap_w=a40.CAP_W)
     mixed_capped = bench.at_saturation(System.COLLOCATED, cap_w=a40.CAP_W)
     slower = (
         capped.ttfet.p95_s / ours.ttfet.p95_s,

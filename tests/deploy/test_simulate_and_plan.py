@@ -1,6 +1,7 @@
 """`conserve simulate` and `conserve plan`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from placement.errors import PlacementError
 from traces.errors import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, write
 from traces.simulator.policies import System
-from traces.simulator.profiles import find, from_json, to_json
+from traces.simulator.profiles import find, from_json
 
 REPOSITORY = Path(__file__).parents[2]
 FLEET = REPOSITORY / "configs" / "a40-paper.yaml"
@@ -29,10 +30,9 @@ def trace(tmp_path: Path) -> Path:
 
 def test_simulate_compares_systems_on_one_fleet(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    simulate(FLEET, trace, systems="conserve,full_disaggregation", json_file=out)
-    ours, full = json.loads(out.read_text())
-    assert (ours["system"], full["system"]) == ("conserve", "full_disaggregation")
-    assert (ours["transfers"], full["transfers"]) == (20, 40)
+    simulate(FLEET, trace, policy="prefiller,full_disaggregation,sticky", json_file=out)
+    found = {one["system"]: one["transfers"] for one in json.loads(out.read_text())}
+    assert found == {"prefiller": 20, "full_disaggregation": 40, "sticky": 0}
 
 
 def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,8 +45,8 @@ def test_what_cannot_be_done_is_said_in_a_sentence(trace: Path) -> None:
         plan(peak_tokens=400_000)
     with pytest.raises(TraceError, match=r"a40-qwen3-0\.6b"):
         plan(trace, profile="nothing")
-    with pytest.raises(DeployError, match="wrong"):
-        simulate(FLEET, trace, systems="wrong")
+    with pytest.raises(DeployError, match=r"wrong.*elastic"):
+        simulate(FLEET, trace, policy="wrong")
 
 
 def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
@@ -55,10 +55,10 @@ def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
     assert [(tier.role, tier.replicas) for tier in fleet.tiers] == [(Role.PREFILL, 1), (Role.DECODE, 3)]
     assert fleet.of(Role.DECODE)[0].profile.power.limit_w == 200
     chosen = simulation_settings(file, None, 0.1, 0)
-    assert chosen.system.system is System.CONSERVE
+    assert chosen.system.system is System.PREFILLER
     assert chosen.placer.redisaggregation.above_tokens == file.conversation.redisaggregate_tokens
 
 
 def test_a_profile_survives_json() -> None:
     profile = find("laptop")
-    assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
+    assert from_json(json.loads(json.dumps(asdict(profile)))) == profile

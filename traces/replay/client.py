@@ -91,7 +91,6 @@ class Refused(ReplayError):
 class TimedAnswer:
     """What came back, by the client's clock."""
 
-    sent_at: float
     first_at: float = 0.0  # first token of the answer
     last_at: float = 0.0  # last token of the answer
     arrivals: list[float] = field(
@@ -133,7 +132,7 @@ class ChatClient:
         if self._options.conversation_header and conversation:
             headers[self._options.conversation_header] = conversation
         raw = orjson.dumps(body)
-        answer = TimedAnswer(sent_at=self._clock())
+        answer = TimedAnswer()
         try:
             async with asyncio.timeout(self._options.request_timeout_s):
                 async with self._session.post(self._url, data=raw, headers=headers) as response:

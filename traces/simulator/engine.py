@@ -51,6 +51,8 @@ class Gaps:
         self._tokens.append(tokens)
 
     def percentile(self, p: float) -> float:
+        if not self._tokens:
+            return float("nan")
         order = np.argsort(np.asarray(self._seconds), kind="stable")
         counted = np.cumsum(np.asarray(self._tokens)[order])
         at = int(np.searchsorted(counted, counted[-1] * p / 100.0))
@@ -196,10 +198,9 @@ class SimulatedEngine:
         self.batch = Iteration(profile.latency)
         self.prefilled = self.decoded = self.recomputed = 0  # tokens
         self.preempted = 0  # times
-        self.restored = 0  # tokens that gave way and came back from the host
         self.restoring = 0  # turns on their way back
         self.idle_s = self.prefill_s = self.decode_s = self.stalled_s = 0.0
-        self.gaps: Gaps | None = None  # where they are to be recorded
+        self.gaps = Gaps()  # of all engines, in a simulation
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
         self.on_free: Callable[[SimulatedEngine], None] | None = None  # its last waiting prompt is computed
         self._lately = [0.0, 0.0]  # tokens of prompts, and seconds of iterations with some
@@ -380,7 +381,6 @@ class SimulatedEngine:
             self.kv.resident -= live.held
             live.held = 0
             self.waiting.remove(live)
-            self.restored += live.context
             self.restoring += 1
             back = self.host.send(live.context * self.profile.kv_bytes_per_token, self._events.now)
             self._events.at(back, self._restored, live)
@@ -400,7 +400,7 @@ class SimulatedEngine:
         batch, chunks = self.batch, self._chunks
         if not chunks:
             self.decode_s += self._events.now - self._began
-        if self.gaps is not None and batch.turns:
+        if batch.turns:
             seconds = (self._events.now - self._began) / self._iterations
             self.gaps.add(seconds, batch.turns * self._iterations)
         if chunks:

@@ -81,7 +81,6 @@ class KvStore:
         self.pressure = pressure
         self.resident = 0
         self.parked = 0
-        self.dropped = 0  # tokens lost under pressure, in all
         self.parked_in_all = 0
         self._retained: OrderedDict[str, LiveConversation] = OrderedDict()  # oldest first
         self._retained_tokens = 0
@@ -118,7 +117,6 @@ class KvStore:
     def lose(self, live: LiveConversation) -> None:
         """What a running or waiting turn holds is dropped and has to be computed again."""
         self.resident -= live.held
-        self.dropped += live.held
         live.held = 0
 
     def trim(self, live: LiveConversation, tokens: int) -> None:
@@ -153,7 +151,6 @@ class KvStore:
             self.parked_in_all += live.held
         else:
             live.where = Where.NOWHERE
-            self.dropped += live.held
             live.held = 0
 
     def forget(self, live: LiveConversation) -> None:

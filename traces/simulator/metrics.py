@@ -31,8 +31,6 @@ class SimulationTally:
     refused: int = 0
     abandoned: int = 0
     transfers: int = 0
-    transferred: int = 0
-    restored: int = 0
     through_prefiller_again: int = 0
     taken_back: int = 0
     last_resorts: int = 0
@@ -69,10 +67,6 @@ def percentile(values: Sequence[float] | Values, p: float) -> float:
     return float(np.percentile(np.asarray(values), p)) if len(values) else float("nan")
 
 
-def gmean(values: Sequence[float] | Values) -> float:
-    return float(np.exp(np.log(np.maximum(np.asarray(values), 1e-9)).mean())) if len(values) else float("nan")
-
-
 @dataclass
 class Recorder:
     """Filled while the simulation runs. `order` is the conversation's place in the trace."""
@@ -84,6 +78,7 @@ class Recorder:
     turn_ttft: array[float] = field(default_factory=lambda: array("f"))
     turn_tbt: array[float] = field(default_factory=lambda: array("f"))
     turn_is_first: array[int] = field(default_factory=lambda: array("b"))
+    gaps: Gaps = field(default_factory=Gaps)
     _effective: dict[str, float] = field(default_factory=dict)
 
     def turn_ended(self, live: LiveConversation, now: float) -> None:
@@ -119,17 +114,13 @@ class Totals:
     # What a fleet that forgets nothing computes: what turns append, and outputs.
     needed_tokens: int
     transfers: int
-    transferred_tokens: int
     parked_tokens: int
-    restored_tokens: int
-    dropped_tokens: int
     preemptions: int
     through_prefiller_again: int  # later turns
     taken_back: int  # from a prefiller's queue, because the decoder became free
     last_resorts: int  # conversations that a prefiller holds
     gate_wait_s: float
     joules: float
-    joules_by_tier: dict[str, float]
     events: int
 
     @property
@@ -145,7 +136,6 @@ class Totals:
 class SimulationResult:
     recorder: Recorder
     totals: Totals
-    gaps: Gaps | None = None
 
     @property
     def ttfet(self) -> Values:
@@ -175,11 +165,13 @@ class SimulationSummary:
     later_turn_ttft_p95_s: float
     last_turn_tbt_p50_s: float
     last_turn_tbt_p95_s: float
+    token_gap_p99_s: float
     e2e_p50_s: float
     e2e_p95_s: float
     transfers: int
     recomputed_tokens: int
     parked_tokens: int
+    preemptions: int
     through_prefiller_again: int
     taken_back: int
     last_resorts: int
@@ -197,7 +189,8 @@ def summarise(system: str, result: SimulationResult) -> SimulationSummary:
     return SimulationSummary(
         system, totals.conversations, totals.refused, totals.abandoned, totals.horizon_s,
         *_p50_p95(result.ttfet), *_p50_p95(ttft[first]), *_p50_p95(ttft[~first]), *_p50_p95(tbt),
-        *_p50_p95(result.e2e), totals.transfers, totals.recomputed_tokens, totals.parked_tokens,
+        recorder.gaps.percentile(99), *_p50_p95(result.e2e),
+        totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions,
         totals.through_prefiller_again, totals.taken_back, totals.last_resorts,
         totals.gate_wait_s / max(1, totals.conversations),
         totals.tokens_per_joule, totals.joules / max(1, totals.conversations), totals.events,

@@ -4,7 +4,7 @@ Placing is the product's `Placer` in all of them; what differs from ConServe is 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 
@@ -17,8 +17,8 @@ from traces.simulator.sticky import StickyRouting, StickySettings
 
 
 class System(StrEnum):
-    CONSERVE = "conserve"  # also called prefiller: first turns always go through one
     ELASTIC = "elastic"  # first turns, and large later ones, where their first token comes first
+    PREFILLER = "prefiller"  # the paper's rule: first turns, and large later ones, through a prefiller
     STRICT = "strict"  # the paper to the letter: a later turn never leaves its decoder, whatever it appends
     COLLOCATED = "collocated"
     FULL_DISAGGREGATION = "full_disaggregation"
@@ -29,8 +29,10 @@ class System(StrEnum):
     STICKY = "sticky"  # per turn, no disaggregation: as SGLang's router does it
 
     @classmethod
-    def _missing_(cls, value: object) -> "System | None":
-        return cls.CONSERVE if value == "prefiller" else None
+    def of(cls, placer: PlacerSettings) -> "System":
+        """What a fleet with these settings does."""
+        disaggregates = placer.policy is PlacingPolicy.CONSERVE
+        return cls((placer.first_turns if disaggregates else placer.policy).value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class TurnRoute:
 
 @dataclass(frozen=True, slots=True)
 class SystemSettings:
-    system: System = System.CONSERVE
+    system: System = System.PREFILLER
     error_rate: float = 0.1  # of AMPD's predictions
     sticky: StickySettings = field(default_factory=StickySettings)
 
@@ -55,17 +57,10 @@ class SystemSettings:
             System.FULL_DISAGGREGATION: PlacingPolicy.FULL_DISAGGREGATION,
         }.get(self.system, PlacingPolicy.CONSERVE)
         rule = base.redisaggregation
-        if self.system not in (System.CONSERVE, System.ELASTIC):
+        if self.system not in (System.PREFILLER, System.ELASTIC):
             rule = Redisaggregation(above_tokens=NEVER)
-        return PlacerSettings(
-            policy=policy,
-            headroom_tokens=base.headroom_tokens,
-            fill=base.fill,
-            max_prefill_wait_s=base.max_prefill_wait_s,
-            redisaggregation=rule,
-            first_turns=FirstTurns.ELASTIC if self.system is System.ELASTIC else FirstTurns.PREFILLER,
-            last_resort_fill=base.last_resort_fill,
-        )
+        first_turns = FirstTurns.ELASTIC if self.system is System.ELASTIC else FirstTurns.PREFILLER
+        return replace(base, policy=policy, redisaggregation=rule, first_turns=first_turns)
 
 
 NEVER = 1 << 60
@@ -97,9 +92,7 @@ class SimulatedRouter:
         placed = self._placer.place(FirstTurn(live.key, live.turn.prompt_tokens, preferred), now)
         return placed if isinstance(placed, Refusal) else TurnRoute(placed.decoder, placed.prefiller)
 
-    def later(
-        self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float
-    ) -> TurnRoute:
+    def later(self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float) -> TurnRoute:
         """`prefix`: a prefiller, and how much of the prompt it still has."""
         system, settings = self._settings.system, self._settings
         if self._sticky is not None:

@@ -1,7 +1,7 @@
 """Profiles of simulated engines: by name, from a JSON file, or from the latency that a replay measured."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,3 @@ def of_unloaded(alone: Unloaded, base: EngineProfile) -> EngineProfile:
 def from_json(row: dict[str, Any]) -> EngineProfile:
     rest = {name: value for name, value in row.items() if name not in ("latency", "power")}
     return EngineProfile(LatencyModel(**row["latency"]), PowerCurve(**row["power"]), **rest)
-
-
-def to_json(profile: EngineProfile) -> dict[str, Any]:
-    return asdict(profile)

@@ -14,7 +14,7 @@ from placement.fleet.prefillers import curve_of
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.prompts import PromptSharing
 from traces.format import TraceConversation
-from traces.simulator.engine import EventQueue, Gaps, OnLive, SimulatedEngine
+from traces.simulator.engine import EventQueue, OnLive, SimulatedEngine
 from traces.simulator.kv import LiveConversation, Prefixes, Pressure, Where
 from traces.simulator.metrics import Recorder, SimulationResult, SimulationTally, Totals, check
 from traces.simulator.policies import SimulatedRouter, System, SystemSettings, TurnRoute
@@ -36,7 +36,6 @@ class SimulatedEngines:
     ) -> None:
         self.engines: dict[str, SimulatedEngine] = {}
         self.infos: dict[str, EngineInfo] = {}
-        self.tier_of: dict[str, str] = {}
         self.prefillers: tuple[str, ...] = ()
         self.elastic = settings.first_turns is FirstTurns.ELASTIC
         curves = {}
@@ -53,7 +52,6 @@ class SimulatedEngines:
                 self.engines[name] = SimulatedEngine(
                     name, tier.profile, events, pressure, on_prefilled, on_finished
                 )
-                self.tier_of[name] = tier.name
                 if tier.role is Role.PREFILL:
                     self.prefillers += (name,)
                 kv_tokens = tier.profile.kv_tokens
@@ -106,7 +104,6 @@ class SimulationSettings:
     idle_reported: bool = (
         True  # engines say which of their KV gives way; else all of it counts against what fits
     )
-    token_gaps: bool = False  # record the time before each token
     tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns keep it
     seed: int = 0
 
@@ -122,7 +119,6 @@ class Simulation:
         self.events = EventQueue()
         self.recorder = Recorder()
         self.tally = SimulationTally()
-        self.gaps = Gaps() if settings.token_gaps else None
         self.bindings = Bindings()
         self.bound: list[tuple[str, str]] = []  # conversation and decoder, in the order of binding
         self.fleet = SimulatedEngines(
@@ -136,7 +132,7 @@ class Simulation:
             self._finished,
         )
         for engine in self.fleet.engines.values():
-            engine.gaps = self.gaps
+            engine.gaps = self.recorder.gaps
             if self.fleet.elastic:
                 engine.prompts = PromptSharing(settings.tbt_s)
                 engine.on_free = self._became_free
@@ -162,7 +158,7 @@ class Simulation:
         self._expect_next_arrival()
         self.events.run()
         check(self.tally, self.fleet.engines.values(), self._served_at, waiting=len(self._gate))
-        return SimulationResult(self.recorder, self._totals(), self.gaps)
+        return SimulationResult(self.recorder, self._totals())
 
     def _expect_next_arrival(self) -> None:
         conversation = next(self._arrivals, None)
@@ -191,7 +187,7 @@ class Simulation:
                 return True
             return False
         self.tally.gate_wait_s += now - live.arrived
-        self.tally.last_resorts += answer.decoder in self.fleet.prefillers
+        self.tally.last_resorts += self.fleet.elastic and answer.decoder in self.fleet.prefillers
         self.bindings.bind(live.key, answer.decoder, 1, now)
         self.bound.append((live.key, answer.decoder))
         self._start_turn(live, answer, cached=0, ready=now)
@@ -261,7 +257,6 @@ class Simulation:
     def _pull(self, live: LiveConversation, decoder: SimulatedEngine, cached: int, ready: float) -> float:
         size = cached * decoder.profile.kv_bytes_per_token
         arrives = decoder.network.send(size, ready)
-        self.tally.transferred += cached
         if not self.settings.pull_blocks:
             return arrives
         live.stall_s = arrives - ready
@@ -277,7 +272,6 @@ class Simulation:
         self._at_prefillers.pop(live.key, None)
         self._turns_on[prefiller.name] -= 1
         self._prefixes[prefiller.name].remember(live.key, live.context)
-        self.tally.transferred += live.lacking
         arrives = prefiller.network.send(live.lacking * prefiller.profile.kv_bytes_per_token, now)
         self.fleet.placer.transferred(live.lacking, arrives - now)
         # The decoder computes the last prompt token itself, which gives it the first output token.
@@ -331,7 +325,6 @@ class Simulation:
             engine, cached = self.fleet.engines[route.decoder], 0
         ready = now
         if live.where is Where.HOST:
-            self.tally.restored += cached
             ready = engine.host.send(cached * engine.profile.kv_bytes_per_token, now)
         engine.kv.wake(live)
         engine.kv.trim(live, cached)
@@ -369,11 +362,7 @@ class Simulation:
 
     def _totals(self) -> Totals:
         tally, horizon = self.tally, self._served_at
-        by_tier: dict[str, float] = {}
         engines = self.fleet.engines.values()
-        for engine in engines:
-            tier = self.fleet.tier_of[engine.name]
-            by_tier[tier] = by_tier.get(tier, 0.0) + engine.joules(horizon)
         return Totals(
             conversations=self._arrived,
             refused=tally.refused,
@@ -384,16 +373,12 @@ class Simulation:
             served_tokens=tally.sent + tally.to_decode,
             needed_tokens=tally.needed_prefill + tally.to_decode,
             transfers=tally.transfers,
-            transferred_tokens=tally.transferred,
             parked_tokens=sum(engine.kv.parked_in_all for engine in engines),
-            restored_tokens=tally.restored + sum(engine.restored for engine in engines),
-            dropped_tokens=sum(engine.kv.dropped for engine in engines),
             preemptions=sum(engine.preempted for engine in engines),
             through_prefiller_again=tally.through_prefiller_again,
             taken_back=tally.taken_back,
             last_resorts=tally.last_resorts,
             gate_wait_s=tally.gate_wait_s,
-            joules=sum(by_tier.values()),
-            joules_by_tier=by_tier,
+            joules=sum(engine.joules(horizon) for engine in engines),
             events=self.events.handled,
         )

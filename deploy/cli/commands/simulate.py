@@ -23,7 +23,7 @@ from placement.fleet.provisioning import (
     provision,
 )
 from traces.describe import LARGE_APPEND_TOKENS
-from traces.planner import FleetPlan, PlanRequest
+from traces.planner import Candidate, FleetPlan, PlanRequest
 from traces.planner import plan_fleet as make
 from traces.simulator.kv import Pressure
 from traces.simulator.metrics import SimulationSummary, summarise
@@ -57,10 +57,11 @@ def simulation_settings(
     file: FleetSpec, system: System | None, error_rate: float, seed: int
 ) -> SimulationSettings:
     """The file's own policy, unless another system is to be tried on the same fleet."""
+    placer = placer_settings(file)
     prefixes = [(file.engine.args | tier.args).get("enable-prefix-caching") for tier in file.tiers]
     return SimulationSettings(
-        SystemSettings(system or System(file.policy), error_rate=error_rate),
-        placer_settings(file),
+        SystemSettings(system or System.of(placer), error_rate=error_rate),
+        placer,
         pressure=Pressure.PARK,
         park_after_s=file.conversation.park_after,
         linger_s=file.conversation.ttl,
@@ -92,6 +93,7 @@ SHOWN = {
     "later_turn_ttft_p95_s": "TTFT of later turns p95, s",
     "last_turn_tbt_p50_s": "TBT of last turns p50, s",
     "last_turn_tbt_p95_s": "TBT of last turns p95, s",
+    "token_gap_p99_s": "time between two tokens p99, s",
     "e2e_p50_s": "whole conversation p50, s",
     "e2e_p95_s": "whole conversation p95, s",
     "gate_wait_mean_s": "wait for a decoder with capacity, mean, s",
@@ -99,6 +101,9 @@ SHOWN = {
     "through_prefiller_again": "later turns through a prefiller",
     "recomputed_tokens": "tokens computed again",
     "parked_tokens": "tokens parked on the host",
+    "preemptions": "turns that gave way to others",
+    "taken_back": "turns taken back from a prefiller's queue",
+    "last_resorts": "conversations that a prefiller holds",
     "tokens_per_joule": "tokens per joule",
     "joules_per_conversation": "joules a conversation",
     "horizon_s": "seconds until all was served",
@@ -109,8 +114,9 @@ SHOWN = {
 def simulate(
     fleet: Annotated[Path, typer.Argument(help="A fleet file")],
     trace: Annotated[Path, typer.Argument(help="A trace, ours or of a kind that can be imported")],
-    systems: Annotated[
-        str, typer.Option(help=f"Comma-separated, of {', '.join(System)}; by default the file's policy")
+    policy: Annotated[
+        str,
+        typer.Option(help=f"One or several, with commas: {', '.join(System)}; by default the file's own"),
     ] = "",
     profile: Annotated[
         str,
@@ -127,16 +133,17 @@ def simulate(
 ) -> None:
     """Play a trace on a fleet that is computed, and say what came of it."""
     file = load_fleet(fleet)
-    chosen = [_system(name.strip()) for name in systems.split(",")] if systems else [System(file.policy)]
+    chosen = [_system(one.strip()) for one in policy.split(",")] if policy else [None]
     name = profile or PROFILE_OF_DEVICE[file.engine.device]
     engine, found = find(name), any_trace(trace)
     summaries = []
     with console.status("") as status:
-        for system in chosen:
-            status.update(f"{system.value}: {len(found.conversations):,} conversations on profile {name}")
-            settings = simulation_settings(file, system, error_rate, seed)
+        for wanted in chosen:
+            settings = simulation_settings(file, wanted, error_rate, seed)
+            system = settings.system.system.value
+            status.update(f"{system}: {len(found.conversations):,} conversations on profile {name}")
             result = Simulation(simulated_fleet(file, engine), settings).run(found.conversations)
-            summaries.append(summarise(system.value, result))
+            summaries.append(summarise(system, result))
     _show(summaries, name)
     if json_file:
         json_file.write_text(json.dumps([asdict(summary) for summary in summaries], indent=2) + "\n")
@@ -146,7 +153,7 @@ def _system(name: str) -> System:
     try:
         return System(name)
     except ValueError as wrong:
-        raise DeployError(f"no system {name!r}: give some of {', '.join(System)}") from wrong
+        raise DeployError(f"--policy: no {name!r}; give some of {', '.join(System)}") from wrong
 
 
 def _show(summaries: list[SimulationSummary], profile: str) -> None:
@@ -181,7 +188,10 @@ def plan(
     large_append: Annotated[
         int, typer.Option(help="Tokens above which a turn is prefilled again")
     ] = LARGE_APPEND_TOKENS,
-    caps: Annotated[str, typer.Option(help="Power caps of the decoders to compare, W: 300,250,200")] = "",
+    caps: Annotated[
+        str,
+        typer.Option(help="Power caps of decoders to compare, W: 250,200; else 5/6 and 2/3 of their limit"),
+    ] = "",
     ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = 2.0,
     tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = 0.1,
     first_turn_tokens: Annotated[float, typer.Option(help="L_in")] = 15_000,
@@ -193,7 +203,9 @@ def plan(
     kv_tokens: Annotated[float, typer.Option(help="KV of a decoder")] = 300_000,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan")] = None,
 ) -> None:
-    """Inequalities (1) and (2) of the conversation paper; with a trace, checked by simulation."""
+    """How many prefillers and decoders, at which power: by the conversation paper's inequalities, and with a
+    trace by simulations in which a turn is computed where its first token comes first.
+    """
     if trace is None:
         means = Means(first_turn_tokens, decoder_tokens, lifetime, peak_tokens)
         capacity = Capacity(prefill_rate, decode_rate, kv_tokens)
@@ -206,7 +218,10 @@ def plan(
         prefiller = find(prefiller_profile) if prefiller_profile else decoder
         whole = make(any_trace(trace).conversations, prefiller, decoder, request)
         _show_plan(whole, request)
-        made = asdict(whole)
+        made = asdict(whole) | {
+            "advised": asdict(whole.advised),
+            "prefillers_needed": whole.prefillers_needed,
+        }
     if json_file:
         json_file.write_text(json.dumps(made, indent=2) + "\n")
 
@@ -232,7 +247,7 @@ def _show_provision(title: str, found: Provision) -> None:
 
 
 def _show_plan(made: FleetPlan, request: PlanRequest) -> None:
-    measured, check = made.measured, made.check
+    measured = made.measured
     pinned, parked = measured.pinned, measured.parked
     prose.print(
         f"a conversation: {pinned.first_turn_tokens:.0f} tokens in its first turn, "
@@ -243,15 +258,34 @@ def _show_plan(made: FleetPlan, request: PlanRequest) -> None:
     )
     _show_provision("KV on the decoder for life (the paper's rule)", made.pinned)
     _show_provision("idle KV parked", made.parked)
+    advised, without = made.advised, made.without_prefillers
     prose.print(
-        f"[bold]simulated[/] with parking, {check.conversations} conversations: first-turn TTFT p95 "
-        f"{check.first_ttft_p95_s:.3f} s, later {check.later_ttft_p95_s:.3f} s, TBT p95 "
-        f"{check.tbt_p95_s * 1e3:.1f} ms, wait for a place {check.gate_wait_mean_s:.2f} s on average: "
-        + ("the targets hold" if check.holds else "[red]the targets do not hold[/]")
+        f"[bold]where its first token comes first[/] (placement.first_turns: elastic), "
+        f"{made.conversations} conversations simulated: {advised.prefillers} prefillers, "
+        f"{advised.decoders} decoders at {advised.cap_w:.0f} W"
     )
-    for energy in made.energy:
+    for one in made.by_cap:
+        prose.print(f"  {one.cap_w:4.0f} W: {_candidate(one)}")
+    if made.elastic.prefillers:
+        prose.print(f"  {without.decoders} engines, no prefiller: {_candidate(without)}")
+    prose.print(
+        "  prefillers are needed: without them it is slower, or takes more energy"
+        if made.prefillers_needed
+        else f"  a fleet without prefillers would do as well: {without.decoders} engines, all alike"
+    )
+    if made.ttft_s > request.ttft_s:
         prose.print(
-            f"  decoders at {energy.cap_w:.0f} W: {energy.joules_per_conversation:.0f} J a conversation, "
-            f"{energy.tokens_per_joule:.1f} tokens/J, TTFT p95 {energy.ttft_p95_s:.3f} s, "
-            f"TBT p95 {energy.tbt_p95_s * 1e3:.1f} ms"
+            f"  [yellow]first turns take more than {request.ttft_s:g} s even alone: "
+            f"planned for {made.ttft_s:.1f} s[/]"
         )
+    if made.too_large:
+        prose.print(f"  [yellow]{made.too_large} conversations outgrow a decoder's KV and are left out[/]")
+
+
+def _candidate(one: Candidate) -> str:
+    return (
+        f"TTFT p95 first {one.first_ttft_p95_s:.3f}, later {one.later_ttft_p95_s:.3f} s, "
+        f"TBT p95 {one.tbt_p95_s * 1e3:.1f} ms, wait for a place {one.gate_wait_mean_s:.2f} s, "
+        f"{one.joules_per_conversation:,.0f} J a conversation, {one.tokens_per_joule:.1f} tokens/J: "
+        + ("the targets hold" if one.holds else "[red]the targets do not hold[/]")
+    )

@@ -1,12 +1,16 @@
 """A plan_fleet follows the inequalities at what was measured of the trace, and is checked by simulation."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.paper import a40
 from placement.fleet.provisioning import Bound
-from traces.format import TraceConversation, TraceTurn
+from traces.format import TraceConversation, TraceError, TraceTurn, load
 from traces.planner import PlanRequest, capacity_of, measure, plan_fleet
+from traces.simulator.profiles import NAMED
 
+SAMPLE = Path(__file__).parents[3] / "traces" / "samples" / "laptop.jsonl.gz"
 ENGINE = a40.A40().engine(a40.PREFILL_CHUNK)
 
 
@@ -27,7 +31,6 @@ def test_means_are_those_of_the_turns() -> None:
     assert pinned.peak_kv_tokens == 19_300
     assert pinned.resident_s - parked.resident_s == pytest.approx(2 * (300 - 60))
     assert measured.large_turns == 0.5
-    assert measured.broken_tokens == 16_000 - 10_000
 
 
 def test_capacity_at_the_papers_means_is_the_papers() -> None:
@@ -42,6 +45,38 @@ def test_idle_conversations_bind_by_memory_until_they_are_parked() -> None:
     made = plan_fleet(agents(), ENGINE, ENGINE, request)
     assert made.pinned.bound is Bound.MEMORY
     assert made.parked.decoders < made.pinned.decoders
-    assert made.check.conversations == 40 and made.check.holds
-    full, capped = made.energy
+    assert made.conversations == 40 and made.elastic.holds
+    full, capped = made.by_cap
+    assert full == made.elastic and capped.cap_w == 200
     assert capped.joules_per_conversation < full.joules_per_conversation
+    assert made.advised == (capped if capped.holds else full)
+
+
+def test_the_shipped_sample_is_planned_with_no_engine_too_many() -> None:
+    found, profile = load(SAMPLE).conversations, NAMED["laptop"]
+    request = PlanRequest(rate=0.5)
+    made = plan_fleet(found, profile, profile, request)
+    chosen = made.elastic
+    assert made.conversations == len(found) == 24 and made.too_large == 0
+    assert chosen.holds and chosen.first_ttft_p95_s <= made.ttft_s == request.ttft_s
+    assert made.without_prefillers.engines == chosen.engines <= made.pinned.prefillers + made.pinned.decoders
+    assert not made.prefillers_needed, "prompts leave decoders time enough"
+    assert {one.cap_w for one in made.by_cap} == {45, 38, 30} and made.advised.holds
+
+
+def test_first_turns_that_stall_streams_need_a_prefiller() -> None:
+    """Alike engines would compute 30,000-token prompts beside streams that may wait for 30 ms."""
+    turns = (TraceTurn(30_000, 0, 400), TraceTurn(200, 30_400, 400, 0.5))
+    found = [TraceConversation(f"c{i}", 0.0, turns) for i in range(80)]
+    made = plan_fleet(found, ENGINE, ENGINE, PlanRequest(rate=1.0, ttft_s=4.0, tbt_s=0.03))
+    assert made.elastic.prefillers >= 1 and made.elastic.holds
+    assert made.prefillers_needed
+
+
+def test_what_fits_no_decoder_is_left_out_and_targets_below_a_turn_alone_are_raised() -> None:
+    large = TraceConversation("large", 0.0, (TraceTurn(400_000, 0, 10),))
+    made = plan_fleet([*agents(10), large], ENGINE, ENGINE, PlanRequest(rate=0.2, ttft_s=0.1))
+    assert (made.conversations, made.too_large) == (10, 1)
+    assert made.ttft_s > 0.5 and made.elastic.holds
+    with pytest.raises(TraceError, match="none that fits"):
+        plan_fleet([large], ENGINE, ENGINE, PlanRequest(rate=0.2))

@@ -10,7 +10,7 @@ from traces.generators import paper
 from traces.simulator.metrics import SimulationSummary, summarise
 from traces.simulator.simulation import Simulation, SimulationSettings
 
-WINDOW_S = 30.0
+WINDOW_S = 60.0
 LONGEST_WAIT_S = 10.0
 
 

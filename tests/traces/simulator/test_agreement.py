@@ -11,7 +11,7 @@ from traces.simulator.simulation import Simulation, SimulationSettings
 from .conftest import fleet
 from .test_conservation import trace
 
-SETTINGS = SimulationSettings(SystemSettings(System.CONSERVE), PlacerSettings(max_prefill_wait_s=1e9))
+SETTINGS = SimulationSettings(SystemSettings(System.PREFILLER), PlacerSettings(max_prefill_wait_s=1e9))
 
 
 def live_run(found: list[TraceConversation], offset: float) -> list[LiveBinding]:

@@ -172,13 +172,13 @@ def test_token_gaps_show_a_stall_that_the_mean_of_a_turn_hides() -> None:
         TraceConversation("decodes", 0.0, (TraceTurn(10, 0, 200),)),
         TraceConversation("p", 0.5, (TraceTurn(1_000, 0, 1),)),
     ]
-    settings = SimulationSettings(SystemSettings(System.COLLOCATED), token_gaps=True)
+    settings = SimulationSettings(SystemSettings(System.COLLOCATED))
     result = Simulation(SimulatedFleet((SimulatedTier("mixed", Role.MIXED, 1, profile()),)), settings).run(
         found
     )
-    assert result.gaps is not None
+    gaps = result.recorder.gaps
     step, stall = 0.01, 0.01 + 1_000 * 1e-5
-    assert result.gaps.percentile(50) == pytest.approx(step, rel=0.05)
-    assert result.gaps.percentile(100) == pytest.approx(stall, rel=0.15)
-    assert result.gaps.share_above(1.5 * step) == pytest.approx(1 / 199, rel=0.02)
+    assert gaps.percentile(50) == pytest.approx(step, rel=0.05)
+    assert gaps.percentile(100) == pytest.approx(stall, rel=0.15)
+    assert gaps.share_above(1.5 * step) == pytest.approx(1 / 199, rel=0.02)
     assert result.last_tbt[0] < 1.1 * step

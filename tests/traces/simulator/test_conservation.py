@@ -81,10 +81,9 @@ def test_nothing_leaks_whatever_the_trace(seed: int, system: System, pressure: P
     )
 
 
-def test_joules_are_between_all_idle_and_all_busy_and_add_up_by_tier() -> None:
-    totals = Simulation(fleet(), settings_for(System.CONSERVE)).run(trace(2)).totals
+def test_joules_are_between_all_idle_and_all_busy() -> None:
+    totals = Simulation(fleet(), settings_for(System.PREFILLER)).run(trace(2)).totals
     assert 4 * POWER.idle_w * totals.horizon_s < totals.joules < 4 * POWER.limit_w * totals.horizon_s
-    assert sum(totals.joules_by_tier.values()) == pytest.approx(totals.joules)
 
 
 @pytest.mark.parametrize("system", list(System))
@@ -97,11 +96,11 @@ def test_the_same_seed_gives_the_same_run(system: System) -> None:
 def test_another_seed_gives_other_errors() -> None:
     base = settings_for(System.AMPD)
     runs = [Simulation(fleet(), replace(base, seed=seed)).run(trace(3)).totals for seed in (0, 1)]
-    assert runs[0].transferred_tokens != runs[1].transferred_tokens
+    assert runs[0].transfers != runs[1].transfers
 
 
 def test_a_leak_is_found() -> None:
-    simulation = Simulation(fleet(), settings_for(System.CONSERVE))
+    simulation = Simulation(fleet(), settings_for(System.PREFILLER))
     simulation.run(trace(4))
     engine = next(iter(simulation.fleet.engines.values()))
     engine.kv.resident += 1
