@@ -29,6 +29,7 @@ from router.errors import (
     Unavailable,
     Unsupported,
 )
+from router.fields import check_fields
 from router.http import (
     Endpoint,
     Handler,
@@ -299,6 +300,7 @@ class PassingRoutes:
     async def embeddings(self, request: Request, responder: Responder) -> None:
         raw = await request.body.read()
         body = read_object(request.headers, raw)
+        check_fields(request.path, body)
         if not check_model(body, self._models).embeddings:
             raise Unsupported(
                 f"the model {body['model']!r} generates text and has no embeddings; ask a model that has",
@@ -309,6 +311,7 @@ class PassingRoutes:
     async def tokens(self, request: Request, responder: Responder) -> None:
         raw = await request.body.read()
         body = read_object(request.headers, raw)
+        check_fields(request.path, body)
         if "model" in body:
             check_model(body, self._models)
         await self._pass(request, responder, raw)

@@ -18,6 +18,7 @@ from router.chains import Chain
 from router.config import ServedModel, SloTargets
 from router.directory.cache import Known
 from router.errors import BadRequest, ModelNotFound
+from router.fields import check_fields
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
 from router.identity import Explicit, explicit_identity, is_final
 
@@ -32,6 +33,7 @@ _GENERATES = {
     "responses": b"/v1/responses",
     "messages": b"/v1/messages",
 }
+_PATH = {api: target.decode() for api, target in _GENERATES.items()}
 _PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}
 
 
@@ -84,21 +86,16 @@ class Turn:
         return None
 
 
-# Fields that vLLM would take from anyone: where its KV comes from, and who goes before whom.
-_OF_THE_FLEET = {
-    "kv_transfer_params": "leave it out of the request",
-    "priority": 'leave it out; `service_tier: "flex"` asks for offline work',
-}
-
-
 async def read_turn(api: Api, request: Request, space: str, models: Models, now: float) -> Turn:
     raw = await request.body.read()
     body = read_object(request.headers, raw)
     check_model(body, models)
-    for field, why in _OF_THE_FLEET.items():
-        if field in body:
-            raise BadRequest(f"{field} belongs to the fleet; {why}", param=field)
+    check_fields(_PATH[api], body)
     field = _PROMPT_FIELD[api]
+    if body.get("service_tier") == "flex" and body.get("previous_response_id"):
+        raise BadRequest(
+            "offline work belongs to no conversation: send the messages instead", param="previous_response_id"
+        )
     if field not in body and not (api is Api.RESPONSES and "previous_response_id" in body):
         raise BadRequest(f"{field} is missing", param=field)
     fields = text_headers(request.headers)
@@ -114,10 +111,17 @@ async def read_turn(api: Api, request: Request, space: str, models: Models, now:
         seed=seed,
         identity=explicit_identity(fields, body),
         chain=chains.of_body(seed, body),
-        tool_bytes=len(orjson.dumps(tools)) if tools else 0,
+        tool_bytes=_size(tools) if tools else 0,
         final=is_final(fields),
         arrived_at=now,
     )
+
+
+def _size(tools: object) -> int:
+    try:
+        return len(orjson.dumps(tools))
+    except (TypeError, ValueError):
+        raise BadRequest("tools is nested too deeply", param="tools") from None
 
 
 def read_object(headers: Headers, raw: bytes) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from router.batch.metrics import BATCHES_ENDED
 from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest
 from router.batch.store import Store
 from router.config import ServedModel
-from router.errors import RouterError
+from router.errors import BadRequest, RouterError
+from router.fields import check_fields
 
 log = logging.getLogger("conserve.router.batch.validation")
 
@@ -212,7 +213,7 @@ def check_line(
         raise BadLine("model_not_found", f"The model '{name}' is not served by this fleet.", "body.model")
     if endpoint == EMBEDDINGS and not model.embeddings:
         raise BadLine("unsupported", f"The model '{name}' generates text: it makes no embeddings.", "url")
-    _check_common(body)
+    _check_common(endpoint, body)
     if endpoint == "/v1/chat/completions":
         _check_messages(_required(body, "messages", "an array", "body.messages"))
     else:
@@ -265,23 +266,21 @@ def _of_kind(value: Any, kind: str, param: str) -> Any:
     raise BadLine("invalid_type", text, param)
 
 
-def _check_common(body: dict[str, Any]) -> None:
+def _check_common(endpoint: str, body: dict[str, Any]) -> None:
     try:
         orjson.dumps(body)  # it is written anew for the engine
     except orjson.JSONEncodeError:
         raise BadLine("invalid_request", "'body' is nested too deeply.", "body") from None
     if body.get("stream"):
         raise BadLine("invalid_request", "Streaming is not supported in a batch.", "body.stream")
-    for reserved in ("kv_transfer_params", "priority"):
-        if reserved in body:
-            raise BadLine("invalid_request", f"'{reserved}' is not yours to set.", f"body.{reserved}")
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        value = body.get(name)
-        if value is not None and _of_kind(value, "an integer", f"body.{name}") < 1:
-            raise BadLine("integer_below_min_value", f"'{name}' must be at least 1.", f"body.{name}")
-    count = body.get("n")
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise BadLine("invalid_value", "'n' must be an integer of at least 1.", "body.n")
+    if body.get("previous_response_id") is not None:
+        text = "A line belongs to no conversation: send the messages instead."
+        raise BadLine("invalid_request", text, "body.previous_response_id")
+    try:
+        check_fields(endpoint, body)
+    except BadRequest as wrong:
+        code = "invalid_request" if wrong.code == wrong.default_code else wrong.code
+        raise BadLine(code, f"{wrong.message}.", f"body.{wrong.param}") from None
 
 
 def _check_messages(messages: list[Any]) -> None:

@@ -1,15 +1,21 @@
 """What clients get wrong: an OpenAI-shaped answer or a bounded wait, and nothing left behind."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai.types as openai_types
+import orjson
 import pytest
+from anthropic.types import beta as anthropic_beta
+from openai.types import chat, responses
 
 from router.config import ServedModel
+from router.fields import FIELDS
 from router.http import ServerLimits
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, get, user
 from tests.support.waiting import until
@@ -40,12 +46,15 @@ async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
 KEY = {"authorization": "Bearer right", "content-type": "application/json"}
 
 
-async def post(made: Fleet, data: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+async def post(
+    made: Fleet,
+    data: bytes,
+    headers: dict[str, str] | None = None,
+    path: str = "/v1/chat/completions",
+) -> tuple[int, Any]:
     async with (
         aiohttp.ClientSession() as session,
-        session.post(
-            f"{made.urls[0]}/v1/chat/completions", data=BytesIO(data), headers=headers or KEY
-        ) as response,
+        session.post(f"{made.urls[0]}{path}", data=BytesIO(data), headers=headers or KEY) as response,
     ):
         return response.status, (await response.json())["error"]
 
@@ -68,6 +77,14 @@ async def post(made: Fleet, data: bytes, headers: dict[str, str] | None = None) 
         (b'{"model": "small", "messages": [' + b"[" * 500 + b"]" * 500 + b"]}", 400, "bad_request"),
         (b'{"model": "small", "messages": [], "priority": -5}', 400, "bad_request"),
         (b'{"model": "small", "messages": [], "session_id": {}}', 400, "bad_request"),
+        (b'{"model": "small", "messages": [], "request_id": "another\'s"}', 400, "bad_request"),
+        (b'{"model": "small", "messages": [], "chat_template": "{{ 1 }}"}', 400, "bad_request"),
+        (b'{"model": "small", "messages": [], "frobnicate": 1}', 400, "unknown_parameter"),
+        (
+            b'{"model": "small", "messages": [], "tools": ' + b"[" * 500 + b"]" * 500 + b"}",
+            400,
+            "bad_request",
+        ),
     ],
 )
 async def test_what_is_wrong_with_a_body_is_said_without_asking_an_engine(
@@ -120,6 +137,79 @@ async def test_conversations_are_listed_in_pages(made: Fleet) -> None:
         after = f"&after={page['last_id']}"
     assert seen == [f"c{number}" for number in range(5)]
     assert (await get(f"{made.urls[0]}/v1/conversations?limit=x", headers=KEY))[0] == 400
+
+
+ENDLESS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": -5}, "integer_below_min_value"),
+    ({"max_tokens": 0}, "integer_below_min_value"),
+    ({"max_tokens": 10**30}, "integer_above_max_value"),
+    ({"max_tokens": 1.5}, "invalid_value"),
+    ({"max_tokens": True}, "invalid_type"),
+    ({"max_tokens": "8"}, "invalid_type"),
+    ({"n": 0}, "integer_below_min_value"),
+    ({"n": 10**6}, "integer_above_max_value"),
+    ({"temperature": -1}, "invalid_value"),
+    ({"temperature": 1e300}, "invalid_value"),
+    ({"repetition_penalty": 1e-300}, "invalid_value"),
+    ({"seed": 10**30}, "integer_above_max_value"),
+    ({"logit_bias": {"7": 1e300}}, "invalid_value"),
+    ({"logit_bias": {"x": 1}}, "bad_request"),
+    ({"stop": ["x"] * 1000}, "bad_request"),
+    ({"vllm_xargs": {"slo_tbt_ms": "inf"}}, "invalid_type"),
+    ({"vllm_xargs": {"slo_tbt_ms": "nan"}}, "invalid_type"),
+    ({"vllm_xargs": {"slo_tbt_ms": 0}}, "invalid_value"),
+    ({"vllm_xargs": {"slo_ttft_ms": -1}}, "invalid_value"),
+    ({"vllm_xargs": {"slo_ttft_ms": 1e300}}, "invalid_value"),
+    ({"vllm_xargs": {"slo_ttft_ms": [1]}}, "invalid_type"),
+    ({"vllm_xargs": {"slo_ttft_ms": True}}, "invalid_type"),
+    ({"vllm_xargs": {"session_id": "another's"}}, "bad_request"),
+    ({"vllm_xargs": {"kv_transfer_params": "x"}}, "bad_request"),
+    ({"vllm_xargs": []}, "invalid_type"),
+]
+
+
+@pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
+async def test_numbers_without_bounds_reach_no_engine_and_no_queue(made: Fleet, tier: dict[str, str]) -> None:
+    for wrong, code in ENDLESS:
+        answer = await ask(made.urls[0], [user("x")], headers=KEY, **tier, **wrong)
+        assert (answer.status, answer.error["code"]) == (400, code), wrong
+        assert answer.error["param"].split(".")[0] in wrong and answer.error["message"]
+    assert not made.decoder_requests() and not made.prefills()
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "limit"),
+    [
+        ("/v1/completions", "prompt", "max_tokens"),
+        ("/v1/responses", "input", "max_output_tokens"),
+        ("/v1/messages", "messages", "max_tokens"),
+        ("/tokenize", "prompt", "priority"),
+        ("/v1/embeddings", "input", "dimensions"),
+    ],
+)
+async def test_every_endpoint_has_its_bounds(made: Fleet, path: str, prompt: str, limit: str) -> None:
+    for number in (-5, 10**30):
+        body = {"model": MODEL, prompt: [user("x")] if prompt == "messages" else "x", limit: number}
+        status, error = await post(made, orjson.dumps(body) if abs(number) < 2**63 else big(body), path=path)
+        assert status == 400 and limit in error["message"], error
+    assert not made.decoder_requests()
+
+
+def big(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
+
+
+async def test_what_clients_libraries_send_is_taken() -> None:
+    """Every parameter that OpenAI's and Anthropic's own libraries know has its place in the tables."""
+    known = {
+        "/v1/chat/completions": chat.completion_create_params.CompletionCreateParamsStreaming,
+        "/v1/completions": openai_types.completion_create_params.CompletionCreateParamsStreaming,
+        "/v1/responses": responses.response_create_params.ResponseCreateParamsStreaming,
+        "/v1/embeddings": openai_types.embedding_create_params.EmbeddingCreateParams,
+        "/v1/messages": anthropic_beta.message_create_params.MessageCreateParamsStreaming,
+    }
+    for path, parameters in known.items():
+        assert parameters.__required_keys__ | parameters.__optional_keys__ <= FIELDS[path].keys()
 
 
 async def test_an_id_of_10_kb_is_refused(made: Fleet) -> None:

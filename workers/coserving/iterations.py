@@ -157,6 +157,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "Arrivals that waited for the running iteration because judging them failed; the log has it. "
         "0 is right.",
     ),
+    "coserving_unplanned": CounterSpec(
+        "conserve_coserving_unplanned_iterations",
+        "Steps of planning that failed: vLLM's own schedule held for their iteration; the log has it. "
+        "0 is right.",
+    ),
     "coserving_aborts": CounterSpec(
         "conserve_coserving_aborts", "Iterations left at a safepoint and rolled back."
     ),

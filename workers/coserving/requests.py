@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import inf
 from typing import Any
 
 from placement.iteration.interface import RequestView, ServingPolicy, TurnTargets
@@ -47,11 +48,11 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
     try:
         ttft = float(arguments[TTFT_ARGUMENT]) / 1000 if TTFT_ARGUMENT in arguments else default.ttft_s
         tbt = float(arguments[TBT_ARGUMENT]) / 1000 if TBT_ARGUMENT in arguments else default.tbt_s
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         logger.warning("slo of a request is not a number of milliseconds, the engine's is used")
         return default
-    if not (ttft > 0 and tbt > 0):
-        logger.warning("slo of a request is not above zero, the engine's is used")
+    if not (0 < ttft < inf and 0 < tbt < inf):
+        logger.warning("slo of a request is not above zero and finite, the engine's is used")
         return default
     return TurnTargets(ttft, tbt)
 

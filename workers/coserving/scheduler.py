@@ -3,9 +3,10 @@
 Decisions are in placement/iteration/. What an iteration did is undone in rollback.py. Nothing here decides.
 """
 
+import logging
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
 
@@ -34,6 +35,11 @@ from workers.coserving.iterations import (
 from workers.coserving.requests import ArrivalWatch, TrackedRequests, slo_of
 
 
+log = logging.getLogger("conserve.workers.coserving.scheduler")
+
+Step = TypeVar("Step")
+
+
 class CoServingScheduler(internals.OpenScheduler):
     """For vLLM's `--scheduler-cls`; needs `--scheduling-policy priority`. Priority above 0 means offline."""
 
@@ -58,6 +64,7 @@ class CoServingScheduler(internals.OpenScheduler):
         self._log = IterationLog(config.iteration_log)
         self._builder: BatchBuilder | None = None
         self._budget = 0
+        self._unplanned = 0
         self.iteration: PendingIteration | None = None  # between its scheduling and its result
         self._watch: ArrivalWatch | None = None
         if self._safepoint is not None:
@@ -82,21 +89,37 @@ class CoServingScheduler(internals.OpenScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         started = time.monotonic()
-        preempted = self._carry_out_plan(started)
+        preempted = self._guarded(self._carry_out_plan, started) or 0
         running_before = {request.request_id for request in self.running}
         output = super().schedule(throttle_prefills)
         self._builder = None
         if output.total_num_scheduled_tokens:
-            self.iteration = self._note(output, started, running_before, preempted)
-            self._publish(self.iteration)
+            self.iteration = self._guarded(self._note, output, started, running_before, preempted)
+            if self.iteration is not None:
+                self._guarded(self._publish, self.iteration)
         return output
+
+    def _guarded(self, step: Callable[..., Step], *args: Any) -> Step | None:
+        """A step of ours around vLLM's schedule. When it fails, vLLM's own rules hold for this iteration."""
+        try:
+            return step(*args)
+        except Exception:
+            self._builder, self._budget = None, 0
+            if self._safepoint is not None:
+                self._safepoint.counts["coserving_unplanned"] += 1
+            self._unplanned += 1
+            if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: it may fail with every iteration
+                how = "iteration not planned, vLLM's own schedule is used step=%s times=%d"
+                log.exception(how, step.__name__, self._unplanned)
+            return None
 
     def tokens_for(self, request: Any, computed: int, tokens: int) -> int:
         tracked = self._tracked.by_id.get(request.request_id)
         if tokens <= 0 or self._builder is None or tracked is None:
             return tokens
         view = self._tracked.view(tracked, internals.is_running(request), computed)
-        return self._builder.take(view, tokens)
+        granted = self._guarded(self._builder.take, view, tokens)
+        return tokens if granted is None else granted
 
     def before_preemption(self, request: Any) -> None:
         tracked = self._tracked.by_id.get(request.request_id)
@@ -108,7 +131,7 @@ class CoServingScheduler(internals.OpenScheduler):
         requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if iteration is not None:
-            self._account(iteration, requests)
+            self._guarded(self._account, iteration, requests)
         for request in requests:
             if request.is_finished():
                 self._tracked.drop(request.request_id)

@@ -83,7 +83,27 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     "content a number": (text(role="user", content=4), "invalid_type", "body.messages[0].content"),
     "max_tokens zero": (body(max_tokens=0), "integer_below_min_value", "body.max_tokens"),
     "max_tokens a string": (body(max_tokens="8"), "invalid_type", "body.max_tokens"),
-    "n zero": (body(n=0), "invalid_value", "body.n"),
+    "max_tokens of 10^30": (body(max_tokens=10**30), "integer_above_max_value", "body.max_tokens"),
+    "max_tokens negative": (body(max_tokens=-(10**30)), "integer_below_min_value", "body.max_tokens"),
+    "n zero": (body(n=0), "integer_below_min_value", "body.n"),
+    "n of a million": (body(n=10**6), "integer_above_max_value", "body.n"),
+    "an endless target": (
+        body(vllm_xargs={"slo_tbt_ms": "inf"}),
+        "invalid_type",
+        "body.vllm_xargs.slo_tbt_ms",
+    ),
+    "a negative target": (
+        body(vllm_xargs={"slo_tbt_ms": -1}),
+        "invalid_value",
+        "body.vllm_xargs.slo_tbt_ms",
+    ),
+    "a request id": (body(request_id="other"), "invalid_request", "body.request_id"),
+    "a parameter of nobody": (body(frobnicate=1), "unknown_parameter", "body.frobnicate"),
+    "an answer of another": (
+        body(previous_response_id="r"),
+        "invalid_request",
+        "body.previous_response_id",
+    ),
 }
 
 

@@ -42,6 +42,9 @@ class Clocks:
         ({"slo_tbt_ms": "soon"}, DEFAULT),
         ({"slo_tbt_ms": -1}, DEFAULT),
         ({"slo_ttft_ms": [1]}, DEFAULT),
+        ({"slo_tbt_ms": "inf"}, DEFAULT),
+        ({"slo_tbt_ms": "nan"}, DEFAULT),
+        ({"slo_ttft_ms": 10**400}, DEFAULT),
     ],
 )
 def test_a_request_brings_its_slo_or_gets_the_engines(

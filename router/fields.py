@@ -1,0 +1,326 @@
+"""Fields of a request: which ones may go to an engine, and within what bounds.
+
+An engine takes many more than a client has a use for: where its KV comes from, who goes before whom, the id
+of the request. Those are the fleet's to set. What is not in the tables below is refused rather than passed on,
+and numbers are bounded here, before anything computes with them: an engine, the offline queue or its store
+must not be the first to find out that 10^30 tokens or an infinite SLO target make no sense.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from router.errors import BadRequest
+
+MAX_TOKENS = 10_000_000  # of an answer: beyond any model's context
+MAX_CHOICES = 128
+MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
+_MAX_SLO_MS = 24 * 3600 * 1000.0
+_INT64 = 2**63 - 1
+_INT32 = 2**31 - 1
+
+Check = Callable[[str, Any], None]
+
+
+def _wrong(name: str, expected: str, value: object) -> BadRequest:
+    below = isinstance(value, int | float) and not isinstance(value, bool)
+    code = "invalid_value" if below else "invalid_type"
+    return BadRequest(f"{name} must be {expected}", param=name, code=code)
+
+
+def integer(least: int, most: int) -> Check:
+    expected = f"a whole number from {least} to {most}"
+
+    def check(name: str, value: Any) -> None:
+        whole = type(value) is int or (type(value) is float and value.is_integer())
+        if not whole:
+            raise _wrong(name, expected, value)
+        if not least <= value <= most:
+            code = "integer_below_min_value" if value < least else "integer_above_max_value"
+            raise BadRequest(f"{name} must be {expected}", param=name, code=code)
+
+    return check
+
+
+def number(least: float, most: float) -> Check:
+    expected = f"a number from {least:g} to {most:g}"
+
+    def check(name: str, value: Any) -> None:
+        if type(value) not in (int, float) or not least <= value <= most:  # NaN is in no range
+            raise _wrong(name, expected, value)
+
+    return check
+
+
+def positive(most: float) -> Check:
+    expected = f"a number above 0 and at most {most:g}"
+
+    def check(name: str, value: Any) -> None:
+        if type(value) not in (int, float) or not 0 < value <= most:
+            raise _wrong(name, expected, value)
+
+    return check
+
+
+def items(most: int, each: Check) -> Check:
+    def check(name: str, value: Any) -> None:
+        if type(value) is not list:
+            raise _wrong(name, f"a list of at most {most}", None)
+        if len(value) > most:
+            raise BadRequest(f"{name} has {len(value)} items; it may have {most}", param=name)
+        for one in value:
+            each(name, one)
+
+    return check
+
+
+def text(most: int) -> Check:
+    def check(name: str, value: Any) -> None:
+        if type(value) is not str:
+            raise _wrong(name, "a string", None)
+        if len(value) > most:
+            raise BadRequest(f"{name} has {len(value)} characters; it may have {most}", param=name)
+
+    return check
+
+
+def one_or_more(each: Check, most: int) -> Check:
+    several = items(most, each)
+    return lambda name, value: (several if type(value) is list else each)(name, value)
+
+
+def flag(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise _wrong(name, "true or false", None)
+
+
+def nested(name: str, value: Any) -> None:
+    """Anything that is not nested deeper than an engine's own parser goes."""
+    try:
+        orjson.dumps(value)
+    except (TypeError, ValueError):
+        raise BadRequest(f"{name} is nested too deeply", param=name) from None
+
+
+def _biases(name: str, value: Any) -> None:
+    if type(value) is not dict or len(value) > 1024:
+        raise _wrong(name, "an object of at most 1024 token ids with their biases", None)
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and int(token) <= _INT32 if len(token) < 11 else False):
+            raise BadRequest(f"{name} has a key that is no token id", param=name)
+        number(-100.0, 100.0)(name, bias)
+
+
+_SLO = positive(_MAX_SLO_MS)
+_EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
+
+
+def _extra_arguments(name: str, value: Any) -> None:
+    """SLO targets are all that engines of a fleet take beside vLLM's own parameters."""
+    if type(value) is not dict:
+        raise _wrong(name, f"an object of {' and '.join(sorted(_EXTRA))}", None)
+    for key, one in value.items():
+        if key not in _EXTRA:
+            raise BadRequest(f"{name} takes {' and '.join(sorted(_EXTRA))} and nothing else", param=name)
+        _SLO(f"{name}.{key}", one)
+
+
+def _template_arguments(name: str, value: Any) -> None:
+    if type(value) is not dict:
+        raise _wrong(name, "an object", None)
+    if not value.keys().isdisjoint(("chat_template", "tokenize", "tools", "messages", "conversation")):
+        raise BadRequest(f"{name} may not replace the template or its input", param=name)
+    nested(name, value)
+
+
+def _not_in_background(name: str, value: Any) -> None:
+    flag(name, value)
+    if value:
+        raise BadRequest("answers are not kept to be fetched later: leave background out", param=name)
+
+
+def _as_it_is(name: str, value: Any) -> None:
+    """The engine checks it, and answers 400."""
+
+
+_TOKENS = integer(1, MAX_TOKENS)
+_TOKEN_ID = integer(0, _INT32)
+_SAMPLING: Mapping[str, Check] = {
+    "temperature": number(0.0, 100.0),
+    "top_p": number(0.0, 1.0),
+    "min_p": number(0.0, 1.0),
+    "top_k": integer(-1, _INT32),
+    "frequency_penalty": number(-2.0, 2.0),
+    "presence_penalty": number(-2.0, 2.0),
+    "repetition_penalty": number(0.01, 100.0),
+    "length_penalty": number(-100.0, 100.0),
+    "seed": integer(-_INT64 - 1, _INT64),
+    "stop": one_or_more(text(4096), 16),
+    "stop_token_ids": items(1024, _TOKEN_ID),
+    "allowed_token_ids": items(MAX_STEP_TOKEN_IDS, _TOKEN_ID),
+    "logprob_token_ids": items(1024, _TOKEN_ID),
+    "bad_words": items(1024, text(1024)),
+    "logit_bias": _biases,
+    "top_logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
+    "prompt_logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
+    "min_tokens": integer(0, MAX_TOKENS),
+    "thinking_token_budget": integer(-1, MAX_TOKENS),
+    "truncate_prompt_tokens": integer(-1, MAX_TOKENS),
+    "structured_outputs": nested,
+    "vllm_xargs": _extra_arguments,
+    "cache_salt": text(128),
+    **dict.fromkeys(
+        (
+            *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "use_beam_search"),
+            *("include_stop_str_in_output", "add_special_tokens", "stream", "return_token_ids"),
+            *("return_tokens_as_token_ids",),
+        ),
+        flag,
+    ),
+}
+# Fields of OpenAI's and Anthropic's own libraries that say nothing about how much there is to compute.
+_ANY: Mapping[str, Check] = dict.fromkeys(
+    (
+        *("model", "user", "metadata", "service_tier", "store", "stream_options", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id", "conversation"),
+        *("truncation_side", "moderation"),
+    ),
+    _as_it_is,
+)
+_TOOLS: Mapping[str, Check] = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _as_it_is)
+_CHOICES: Mapping[str, Check] = {"n": integer(1, MAX_CHOICES), "best_of": integer(1, MAX_CHOICES)}
+_TEMPLATE: Mapping[str, Check] = {
+    "chat_template_kwargs": _template_arguments,
+    "documents": nested,
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "echo"), flag),
+}
+
+FIELDS: Mapping[str, Mapping[str, Check]] = {
+    "/v1/chat/completions": {
+        **_ANY, **_SAMPLING, **_TOOLS, **_CHOICES, **_TEMPLATE,
+        "messages": _as_it_is,
+        "max_tokens": _TOKENS,
+        "max_completion_tokens": _TOKENS,
+        "logprobs": flag,
+        "include_reasoning": flag,
+        "response_format": nested,
+        **dict.fromkeys(
+            (
+                *("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
+                *("verbosity", "web_search_options"),
+            ),
+            _as_it_is,
+        ),
+    },
+    "/v1/completions": {
+        **_ANY, **_SAMPLING, **_CHOICES,
+        "prompt": _as_it_is,
+        "suffix": _as_it_is,
+        "echo": flag,
+        "response_format": nested,
+        "max_tokens": integer(0, MAX_TOKENS),
+        "logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
+    },
+    "/v1/responses": {
+        **_ANY, **_SAMPLING, **_TOOLS,
+        "input": _as_it_is,
+        "instructions": _as_it_is,
+        "max_output_tokens": _TOKENS,
+        "max_tool_calls": integer(0, _INT32),
+        "background": _not_in_background,
+        "chat_template_kwargs": _template_arguments,
+        "include_reasoning": flag,
+        "enable_response_messages": flag,
+        "text": nested,
+        "reasoning": nested,
+        "prompt": nested,
+        "context_management": nested,
+        **dict.fromkeys(("include", "previous_response_id", "truncation"), _as_it_is),
+    },
+    "/v1/messages": {
+        "max_tokens": _TOKENS,
+        "messages": _as_it_is,
+        "system": _as_it_is,
+        "temperature": number(0.0, 100.0),
+        "top_p": number(0.0, 1.0),
+        "top_k": integer(-1, _INT32),
+        "stop_sequences": items(16, text(4096)),
+        "stream": flag,
+        "vllm_xargs": _extra_arguments,
+        "chat_template_kwargs": _template_arguments,
+        "cache_salt": text(128),
+        "thinking": nested,
+        "output_config": nested,
+        **dict.fromkeys(
+            (
+                *("model", "metadata", "service_tier", "tools", "tool_choice", "cache_control", "container"),
+                *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"),
+                *("billing_policy", "compaction", "context_management", "fallback_credit_token", "fallbacks"),
+                *("mcp_servers", "thread", "session_id", "conversation", "prompt_cache_key"),
+            ),
+            _as_it_is,
+        ),
+    },
+    "/v1/embeddings": {
+        "input": _as_it_is,
+        "messages": _as_it_is,
+        "cache_salt": text(128),
+        "dimensions": integer(1, 65_536),
+        "truncate_prompt_tokens": integer(-1, MAX_TOKENS),
+        "chat_template_kwargs": _template_arguments,
+        "add_special_tokens": flag,
+        "add_generation_prompt": flag,
+        "continue_final_message": flag,
+        "use_activation": flag,
+        **dict.fromkeys(
+            (
+                *("model", "user", "encoding_format", "embed_dtype", "endianness", "truncation_side"),
+                "padding",
+            ),
+            _as_it_is,
+        ),
+    },
+    "/tokenize": {
+        "chat_template_kwargs": _template_arguments,
+        **dict.fromkeys(
+            (
+                *("model", "prompt", "messages", "tools", "add_generation_prompt", "return_token_strs"),
+                *("continue_final_message", "add_special_tokens"),
+            ),
+            _as_it_is,
+        ),
+    },
+    "/detokenize": dict.fromkeys(("model", "tokens"), _as_it_is),
+}  # fmt: skip
+_COUNTED = {"/v1/messages/count_tokens": "/v1/messages"}
+
+# What vLLM would take from anyone: where its KV comes from, and who goes before whom.
+_OF_THE_FLEET = {
+    "kv_transfer_params": "leave it out of the request",
+    "ec_transfer_params": "leave it out of the request",
+    "priority": 'leave it out; `service_tier: "flex"` asks for offline work',
+    "request_id": "leave it out; the header X-Request-Id names a request",
+    "chat_template": "a model's template comes with the model",
+}
+
+
+def check_fields(path: str, body: Mapping[str, Any]) -> None:
+    """Refuse what no engine is to see. `path`: of the endpoint that the body is for."""
+    checks = FIELDS[_COUNTED.get(path, path)]
+    for name, value in body.items():
+        check = checks.get(name)
+        if check is None:
+            raise _refused(name, path)
+        if value is not None and check is not _as_it_is:
+            check(name, value)
+
+
+def _refused(name: str, path: str) -> BadRequest:
+    why = _OF_THE_FLEET.get(name)
+    if why is not None:
+        return BadRequest(f"{name} belongs to the fleet; {why}", param=name)
+    shown = name[:100]
+    return BadRequest(
+        f"{shown!r} is no parameter of {path}; leave it out", param=shown, code="unknown_parameter"
+    )

@@ -1,0 +1,52 @@
+"""A fault in what we plan costs the plan, never the engine: vLLM's own schedule holds for that iteration."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.iteration.latency import BatchWork, LatencyModel
+from tests.workers.coserving.model_free import EASY, ModelFreeEngine
+
+UNPLANNED = "iteration not planned"
+
+
+class Endless(LatencyModel):
+    """What an infinite target came to, on the day it ended engines."""
+
+    def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
+        return int(float("inf"))
+
+
+class Mute(LatencyModel):
+    def seconds(self, work: BatchWork) -> float:
+        raise ZeroDivisionError("no seconds today")
+
+
+def served(engine: ModelFreeEngine) -> bool:
+    """An online and an offline request are answered as long as they should be."""
+    engine.ask("turn", [33 + number % 80 for number in range(70)], 4, 0)
+    engine.ask("offline", [40 + number % 70 for number in range(150)], 4, 1)
+    for _ in range(40):
+        engine.step(abort_share=0.0)  # what is not planned is not aborted either
+        if len(engine.outputs["turn"]) == len(engine.outputs["offline"]) == 4:
+            return not engine.lies
+    return False
+
+
+@pytest.mark.parametrize("kind", [Endless, Mute])
+def test_requests_are_answered_without_a_plan(
+    small_model: Path, kind: type[LatencyModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ModelFreeEngine(small_model, slo=EASY)
+    engine.scheduler.serve_by(ServingSettings("conserve", TurnTargets(2.0, 0.2)), kind(1e-6, 0, 0, 1e-6))
+    assert served(engine)
+    assert UNPLANNED in caplog.text
+
+
+def test_plans_that_hold_are_left_alone(small_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ModelFreeEngine(small_model)
+    assert served(engine)
+    assert UNPLANNED not in caplog.text
