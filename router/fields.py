@@ -1,9 +1,9 @@
 """Fields of a request: which ones may go to an engine, and within what bounds.
 
 An engine takes many more than a client has a use for: where its KV comes from, who goes before whom, the id
-of the request. Those are the fleet's to set. What is not in the tables below is refused rather than passed on,
-and numbers are bounded here, before anything computes with them: an engine, the offline queue or its store
-must not be the first to find out that 10^30 tokens or an infinite SLO target make no sense.
+of the request. Those are the fleet's to set. What is not in the tables below is refused rather than passed
+on, and numbers are bounded here, before anything computes with them: an engine, the offline queue or its
+store must not be the first to find out that 10^30 tokens or an infinite SLO target make no sense.
 """
 
 from collections.abc import Callable, Mapping

@@ -34,7 +34,6 @@ from workers.coserving.iterations import (
 )
 from workers.coserving.requests import ArrivalWatch, TrackedRequests, slo_of
 
-
 log = logging.getLogger("conserve.workers.coserving.scheduler")
 
 Step = TypeVar("Step")
