@@ -1,9 +1,10 @@
 """Feed of an engine: its line to its keeper, a Unix socket with one JSON object a line.
 
-Engine to keeper: `{"state": {...}}`, an `EngineState`, when something changed, at most every 50 ms, and at
-least every second. Keeper to engine: a `FeedCommand`, answered with `{"reply": {...}}`. The server runs in a
-thread of the scheduler's process, so that it answers while the engine is idle: what a command means for
-bookkeeping happens at once, what it means for blocks in the engine's next step.
+A connection begins with a `FeedCommand`. `states` is answered with an `EngineState` at once, when something
+changed, at most every 50 ms, and at least every second, for as long as both sides live; every other command
+with one `Reply`. The server runs in a thread of the scheduler's process, so that it answers while the engine
+is idle: what a command means for bookkeeping happens at once, what it means for blocks in the engine's next
+step.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.feed")
 
-VERSION = 2  # of what both sides understand; an engine of another is not adopted but started again
+VERSION = 3  # of what both sides understand; an engine of another is not adopted but started again
+STATES = "states"
 SHORTEST_S = 0.05
 LONGEST_S = 1.0
 MAX_LINE = 8 << 20  # NAMED_AT_MOST ids of 512 bytes, confirmed and parked, however they are escaped
@@ -37,31 +40,22 @@ NAMED_AT_MOST = 1000
 @dataclass(frozen=True, slots=True)
 class FeedCommand:
     command: str
-    id: int
     conversation: str = ""
     draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    id: int
     done: bool = False
     faults: tuple[str, ...] = ()
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FromEngine:
-    """A line to the keeper: one of the two."""
-
-    state: EngineState | None = None
-    reply: Reply | None = None
-
-
 Handler = Callable[[FeedCommand], Reply]
 
-_commands = msgspec.json.Decoder(FeedCommand)
-_lines = msgspec.json.Decoder(FromEngine)
+_decode_command = msgspec.json.Decoder(FeedCommand).decode
+_decode_reply = msgspec.json.Decoder(Reply).decode
+_decode_state = msgspec.json.Decoder(EngineState).decode
 
 
 class RecentlyNamed:
@@ -140,19 +134,22 @@ class FeedServer:
                 await asyncio.wait_for(self._changed.wait(), LONGEST_S)
             self._changed.clear()
             if self._keepers:
-                line = _line(FromEngine(state=self._snapshot()))
+                line = _line(self._snapshot())
                 for keeper in self._keepers:
                     if keeper.transport.get_write_buffer_size() < MAX_LINE:  # one that is slow gets the next
                         keeper.write(line)
             await asyncio.sleep(SHORTEST_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._keepers.add(writer)
-        self._changed.set()
         try:
-            while line := await reader.readline():
-                writer.write(_line(FromEngine(reply=self._answer(line))))
+            reply = self._answer(await reader.readline())
+            if reply is not None:
+                writer.write(_line(reply))
                 await writer.drain()
+                return
+            self._keepers.add(writer)
+            self._changed.set()
+            await reader.read()  # until the keeper goes
         except (ConnectionError, ValueError) as error:  # ValueError: a line above the limit
             logger.warning("feed connection ended: %s", error)
         except asyncio.CancelledError:
@@ -161,17 +158,24 @@ class FeedServer:
             self._keepers.discard(writer)
             writer.close()
 
-    def _answer(self, line: bytes) -> Reply:
+    def _answer(self, line: bytes) -> Reply | None:
+        """None: this connection is for states."""
         try:
-            command = _commands.decode(line)
+            command = _decode_command(line)
         except msgspec.MsgspecError as error:
-            return Reply(0, error=f"not a command: {error}")
+            return Reply(error=f"not a command: {error}")
+        if command.command == STATES:
+            return None
         handler = self._commands.get(command.command)
         if handler is None:
-            return Reply(command.id, error=f"not a command; known are {', '.join(sorted(self._commands))}")
-        reply = handler(command)
-        self._changed.set()
-        return reply
+            return Reply(error=f"not a command; known are {', '.join(sorted(self._commands))}")
+        try:
+            return handler(command)
+        except Exception as error:  # whatever it is: the keeper is told, and the next command is answered
+            logger.exception("command %s of the keeper failed", command.command)
+            return Reply(error=f"{command.command} failed: {error!r}")
+        finally:
+            self._changed.set()
 
 
 class FeedError(KVTransferError, ConnectionError):
@@ -179,84 +183,47 @@ class FeedError(KVTransferError, ConnectionError):
 
 
 class EngineFeed:
-    """The keeper's side. Read `states()` in one task, send commands from any."""
+    """The keeper's side: a connection for the states, and one for each command."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._newest: EngineState | None = None
-        self._some = asyncio.Event()
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._next_id = 0
-
-    async def __aenter__(self) -> "EngineFeed":
-        self._reader, self._writer = await asyncio.open_unix_connection(str(self._path), limit=MAX_LINE)
-        self._reading = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reading
-        self._writer.close()
 
     async def states(self) -> AsyncIterator[EngineState]:
-        """The newest each time: a slow reader skips some. Ends when the engine does."""
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            state, self._newest = self._newest, None
-            if state is not None:
-                yield state
-            if self._reading.done():
-                return
+        """Until the engine ends. Who reads slowly is told less often: the engine skips some."""
+        async with self._say(FeedCommand(STATES)) as engine:
+            while line := await engine.readline():
+                yield _decode_state(line)
 
     async def release(self, conversation: str) -> bool:
-        """The conversation ended. Whether the engine knew it."""
-        return (await self._ask("release", conversation=conversation)).done
+        """The conversation ended. Whether the engine held any KV of it."""
+        return (await self._ask(FeedCommand("release", conversation))).done
 
     async def drain(self, draining: bool = True) -> None:
-        await self._ask("drain", draining=draining)
+        await self._ask(FeedCommand("drain", draining=draining))
 
     async def check(self) -> tuple[str, ...]:
         """Faults of the integrity check; an engine that is not idle has none to tell."""
-        return (await self._ask("check")).faults
+        return (await self._ask(FeedCommand("check"))).faults
 
-    async def _ask(self, name: str, *, conversation: str = "", draining: bool = False) -> Reply:
-        if self._reading.done():
-            raise FeedError(f"the feed of {self._path} ended")
-        self._next_id += 1
-        command = FeedCommand(name, self._next_id, conversation, draining)
-        waiting = self._replies[command.id] = asyncio.get_running_loop().create_future()
-        try:
-            self._writer.write(_line(command))
-            reply: Reply = await asyncio.wait_for(waiting, REPLY_S)
-        except (TimeoutError, ConnectionError) as error:
-            raise FeedError(f"{name} was not answered by {self._path}") from error
-        finally:
-            self._replies.pop(command.id, None)
+    async def _ask(self, command: FeedCommand) -> Reply:
+        async with self._say(command) as engine:
+            reply = _decode_reply(await asyncio.wait_for(engine.readline(), REPLY_S))
         if reply.error:
             raise FeedError(reply.error)
         return reply
 
-    async def _read(self) -> None:
+    @asynccontextmanager
+    async def _say(self, command: FeedCommand) -> AsyncIterator[asyncio.StreamReader]:
         try:
-            while line := await self._reader.readline():
-                message = _lines.decode(line)
-                if message.state is not None:
-                    self._newest = message.state
-                    self._some.set()
-                if (reply := message.reply) is not None:
-                    waiting = self._replies.get(reply.id)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(reply)
-        except (ConnectionError, ValueError) as error:  # of these: no message of ours, a line over the limit
-            logger.warning("feed of %s broke: %s", self._path, error)
-        finally:
-            for waiting in self._replies.values():
-                if not waiting.done():
-                    waiting.set_exception(FeedError(f"the feed of {self._path} ended"))
-            asyncio.get_running_loop().call_soon(self._some.set)  # then this task is done
+            reader, writer = await asyncio.open_unix_connection(str(self._path), limit=MAX_LINE)
+            try:
+                writer.write(_line(command))
+                yield reader
+            finally:
+                writer.close()
+        except (OSError, ValueError) as error:  # of these: time-outs, and no message of ours
+            raise FeedError(f"{self._path} does not answer {command.command}: {error!r}") from error
 
 
-def _line(message: FeedCommand | FromEngine) -> bytes:
+def _line(message: FeedCommand | Reply | EngineState) -> bytes:
     return msgspec.json.encode(message) + b"\n"

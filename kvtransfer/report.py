@@ -156,14 +156,14 @@ class ReportScheduler(SchedulerSide):
             return found + host_faults(self._residence.host, self._residence.conversations)
 
     def _release(self, command: FeedCommand) -> Reply:
-        return Reply(command.id, self._residence.release(command.conversation))
+        return Reply(self._residence.release(command.conversation))
 
     def _drain(self, command: FeedCommand) -> Reply:
         self._residence.drain(command.draining)
-        return Reply(command.id, True)
+        return Reply(True)
 
     def _check(self, command: FeedCommand) -> Reply:
-        return Reply(command.id, self.at_rest(), tuple(self.faults()))
+        return Reply(self.at_rest(), tuple(self.faults()))
 
     def _is_parked(self, key: str) -> bool:
         conversation = self._residence.conversations.get(key)

@@ -92,12 +92,12 @@ class StatusStore:
             self._changed = asyncio.Event()
 
 
-class ConnectorFeed:
+class ConnectorFeed(EngineFeed):
     """The keeper's line to its engine: states into the store, commands to the connector; it reconnects."""
 
     def __init__(self, engine: str, socket: Path) -> None:
-        self._engine, self._socket = engine, socket
-        self._feed: EngineFeed | None = None
+        super().__init__(socket)
+        self._engine = engine
         self._draining = False
 
     async def follow(self, store: StatusStore) -> None:
@@ -105,35 +105,19 @@ class ConnectorFeed:
         say = LogOnChange(lambda why: log.warning("no state feed engine=%s reason=%r", self._engine, why))
         while True:
             try:
-                async with EngineFeed(self._socket) as feed:
-                    if self._draining:  # an adopted or restarted engine does not know it
-                        await feed.drain()
-                    await self._check(feed)
-                    self._feed = feed
-                    async for state in feed.states():
-                        store.engine_state(state)
+                if self._draining:  # an adopted or restarted engine does not know it
+                    await self.drain()
+                # An engine that is adopted has served for long: is its bookkeeping of KV in order?
+                for fault in await self.check():
+                    metrics.FAULTS_FOUND.labels(self._engine).inc()
+                    log.error("integrity engine=%s fault=%r", self._engine, fault)
+                async for state in self.states():
+                    store.engine_state(state)
                 say("it ended")
-            except (OSError, FeedError) as error:
+            except FeedError as error:
                 say(str(error))
-            finally:
-                self._feed = None
             await asyncio.sleep(RETRY_S)
 
-    async def release(self, conversation: str) -> bool:
-        """Whether the engine held any KV of it. Raises FeedError, as `drain` does."""
-        return await self._connected().release(conversation)
-
-    async def drain(self, on: bool) -> None:
-        self._draining = on
-        await self._connected().drain(on)
-
-    async def _check(self, feed: EngineFeed) -> None:
-        """An engine that is adopted has served for long: is its bookkeeping of KV in order?"""
-        for fault in await feed.check():
-            metrics.FAULTS_FOUND.labels(self._engine).inc()
-            log.error("integrity engine=%s fault=%r", self._engine, fault)
-
-    def _connected(self) -> EngineFeed:
-        if self._feed is None:
-            raise FeedError(f"engine {self._engine} does not listen at present")
-        return self._feed
+    async def drain(self, draining: bool = True) -> None:
+        self._draining = draining
+        await super().drain(draining)

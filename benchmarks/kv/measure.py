@@ -100,17 +100,17 @@ async def fill_offline(engine: KvEngine, shape: KvShape, answered: list[int]) ->
 
 async def release_all(engine: KvEngine, feed_path: Path, result: PlayedTurns) -> int:
     """Ends every conversation; returns blocks still held and faults found."""
-    async with EngineFeed(feed_path) as feed:
-        for conversation in result.outputs:
-            await feed.release(conversation)
-        for _ in range(3):  # what a release means for blocks happens in a step, as the ends of copies do
-            await asyncio.sleep(0.3)
-            await engine.ask([5, 6, 7], 2)
-        faults = await feed.check()
-        async for state in feed.states():
-            if state.running + state.waiting + state.offline_running + state.offline_waiting == 0:
-                held = state.live_tokens + state.parked_tokens + state.host_used_tokens
-                return len(faults) + held // KvShape.block_tokens
+    feed = EngineFeed(feed_path)
+    for conversation in result.outputs:
+        await feed.release(conversation)
+    for _ in range(3):  # what a release means for blocks happens in a step, as the ends of copies do
+        await asyncio.sleep(0.3)
+        await engine.ask([5, 6, 7], 2)
+    faults = await feed.check()
+    async for state in feed.states():
+        if state.running + state.waiting + state.offline_running + state.offline_waiting == 0:
+            held = state.live_tokens + state.parked_tokens + state.host_used_tokens
+            return len(faults) + held // KvShape.block_tokens
     return -1
 
 

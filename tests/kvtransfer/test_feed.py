@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Engine:
 
     def release(self, command: FeedCommand) -> Reply:
         self.released.append(command.conversation)
-        return Reply(command.id, True)
+        return Reply(True)
 
 
 @pytest.fixture
@@ -45,22 +46,21 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
 
 
 async def first(feed: EngineFeed) -> EngineState:
-    async for state in feed.states():
-        return state
-    raise AssertionError("no state came")
+    async with aclosing(feed.states()) as states:
+        return await anext(states)
 
 
 async def test_a_keeper_is_told_the_state_at_once_and_at_least_every_second(
     engine: Engine, tmp_path: Path
 ) -> None:
-    async with EngineFeed(tmp_path / "engine.sock") as feed:
-        assert (await asyncio.wait_for(first(feed), 1)).live_tokens == 10
-        assert (await asyncio.wait_for(first(feed), 1.5)).seq >= 2
+    feed = EngineFeed(tmp_path / "engine.sock")
+    assert (await asyncio.wait_for(first(feed), 1)).live_tokens == 10
+    assert (await asyncio.wait_for(first(feed), 1.5)).seq >= 2
 
 
 async def test_changes_are_told_soon_but_not_one_by_one(engine: Engine, tmp_path: Path) -> None:
-    async with EngineFeed(tmp_path / "engine.sock") as feed:
-        await first(feed)
+    async with aclosing(EngineFeed(tmp_path / "engine.sock").states()) as states:
+        await anext(states)
         before = engine.seq
         for _ in range(300):
             engine.server.notify()
@@ -73,62 +73,56 @@ async def test_a_report_of_the_longest_ids_arrives(engine: Engine, tmp_path: Pat
     state = replace(engine.snapshot(), confirmed=longest, parked=longest)
     server = FeedServer(tmp_path / "long.sock", lambda: state, {})
     try:
-        async with EngineFeed(tmp_path / "long.sock") as feed:
-            assert len((await asyncio.wait_for(first(feed), 5)).parked) == NAMED_AT_MOST
+        feed = EngineFeed(tmp_path / "long.sock")
+        assert len((await asyncio.wait_for(first(feed), 5)).parked) == NAMED_AT_MOST
     finally:
         server.close()
 
 
 async def test_a_command_is_done_and_answered(engine: Engine, tmp_path: Path) -> None:
-    async with EngineFeed(tmp_path / "engine.sock") as feed:
-        assert await feed.release("a conversation")
+    feed = EngineFeed(tmp_path / "engine.sock")
+    assert await feed.release("a conversation")
     assert engine.released == ["a conversation"]
 
 
 async def test_an_unknown_command_is_refused_with_the_known_ones(engine: Engine, tmp_path: Path) -> None:
-    async with EngineFeed(tmp_path / "engine.sock") as feed:
-        with pytest.raises(FeedError, match="release"):
-            await asyncio.wait_for(feed.drain(), 7)
+    feed = EngineFeed(tmp_path / "engine.sock")
+    with pytest.raises(FeedError, match="release"):
+        await asyncio.wait_for(feed.drain(), 7)
 
 
 async def test_states_end_when_the_engine_does(engine: Engine, tmp_path: Path) -> None:
-    async with EngineFeed(tmp_path / "engine.sock") as feed:
-        await first(feed)
+    feed = EngineFeed(tmp_path / "engine.sock")
+    async with asyncio.timeout(5), aclosing(feed.states()) as states:
+        await anext(states)
         engine.server.close()
-
-        async def drain() -> None:
-            async for _ in feed.states():
-                pass
-
-        await asyncio.wait_for(drain(), 3)
-        with pytest.raises(FeedError):
-            await feed.release("a")
+        assert [state async for state in states if state.epoch != 1] == []
+    with pytest.raises(FeedError):
+        await feed.release("a")
 
 
 async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     path.touch()
     engine = Engine(path)
-    async with EngineFeed(path) as feed:
-        assert (await first(feed)).engine == "d0"
+    assert (await first(EngineFeed(path))).engine == "d0"
     engine.server.close()
 
 
 async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
     engine: Engine, tmp_path: Path
 ) -> None:
-    async with EngineFeed(tmp_path / "engine.sock") as feed:
-        before = await first(feed)
-        for name in ("a", "b", "c"):  # nobody reads meanwhile: all but the newest report are skipped
+    feed = EngineFeed(tmp_path / "engine.sock")
+    async with asyncio.timeout(5), aclosing(feed.states()) as states:
+        before = await anext(states)
+        for name in ("a", "b", "c"):  # nobody reads meanwhile
             engine.confirmed.add([name], engine.seq + 1)
             engine.server.notify()
             await asyncio.sleep(0.12)
-        late = await first(feed)
-        assert late.seq >= before.seq + 3
-        assert set(late.confirmed) == {"a", "b", "c"}
+        while set((late := await anext(states)).confirmed) != {"a", "b", "c"}:
+            pass
         assert all(before.seq < seq <= late.seq for seq in late.confirmed.values())
-    async with EngineFeed(tmp_path / "engine.sock") as again:
-        assert set((await first(again)).confirmed) == {"a", "b", "c"}
+    assert set((await first(feed)).confirmed) == {"a", "b", "c"}
 
 
 def test_what_is_named_no_more_is_said_to_be_missing() -> None:
@@ -147,14 +141,30 @@ def test_what_is_named_no_more_is_said_to_be_missing() -> None:
 
 
 async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(engine: Engine, tmp_path: Path) -> None:
-    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
-    for line in (b"not JSON\n", b"[1]\n", b'{"command": 5, "id": 1}\n'):
+    async def answer(line: bytes) -> bytes:
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
         writer.write(line)
-        while b'"reply":{' not in (answer := await reader.readline()):
-            pass
-        assert b"not a command" in answer
-    writer.write(b'{"command": "release", "id": 9, "conversation": "c", "unknown": 1}\n')
-    while b'"id":9' not in await reader.readline():
-        pass
+        said = await reader.readline()
+        writer.close()
+        return said
+
+    for line in (b"not JSON\n", b"[1]\n", b'{"command": 5}\n'):
+        assert b"not a command" in await answer(line)
+    assert b'"done":true' in await answer(b'{"command": "release", "conversation": "c", "unknown": 1}\n')
     assert engine.released == ["c"]
-    writer.close()
+
+
+async def test_a_command_that_fails_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    def release(command: FeedCommand) -> Reply:
+        if command.conversation == "bad":
+            raise KeyError("no such block")
+        return Reply(True)
+
+    server = FeedServer(tmp_path / "engine.sock", lambda: None, {"release": release})  # type: ignore[arg-type]
+    feed = EngineFeed(tmp_path / "engine.sock")
+    try:
+        with pytest.raises(FeedError, match="no such block"):
+            await feed.release("bad")
+        assert await feed.release("good")
+    finally:
+        server.close()

@@ -81,11 +81,11 @@ async def test_nothing_new_means_waiting() -> None:
 async def test_a_keeper_that_connects_checks_the_engines_bookkeeping_and_hears_its_states(
     tmp_path: Path, caplog: object
 ) -> None:
-    checked: list[int] = []
+    checked: list[str] = []
 
     def check(command: FeedCommand) -> Reply:
-        checked.append(command.id)
-        return Reply(command.id, True, ("block 3 is free and held",))
+        checked.append(command.command)
+        return Reply(True, ("block 3 is free and held",))
 
     server = FeedServer(tmp_path / "engine.sock", lambda: STATE, {"check": check})
     store = StatusStore("decode-0")

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -223,18 +224,18 @@ def over_feed(engine: Engine, talk: Callable[[EngineFeed], Awaitable[T]]) -> T:
     """One conversation with an engine's feed, from a test that is not a coroutine."""
     assert engine.connector is not None and engine.connector.feed
 
+    feed = EngineFeed(Path(engine.connector.feed))
+
     async def session() -> T:
-        async with EngineFeed(Path(engine.connector.feed)) as feed:  # type: ignore[union-attr]
-            return await asyncio.wait_for(talk(feed), 20)
+        return await asyncio.wait_for(talk(feed), 20)
 
     return asyncio.run(session())
 
 
 def state_of(engine: Engine) -> EngineState:
     async def newest(feed: EngineFeed) -> EngineState:
-        async for state in feed.states():
-            return state
-        raise AssertionError("the feed ended")
+        async with aclosing(feed.states()) as states:
+            return await anext(states)
 
     return over_feed(engine, newest)
 
