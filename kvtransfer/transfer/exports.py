@@ -1,6 +1,7 @@
 """The exports of a prefiller: which blocks, how far each layer is written, for how long, to whom.
 
-An export is opened when its prefill begins, fills while it runs, and has a lease from the moment it is
+The worker's thread says what a step computes, the memory says when a layer of it is readable. An export is
+opened when its prefill begins, fills while it runs, and has a lease from the moment it is
 finished. Its generation changes whenever its blocks do, so that bytes read under an older generation are
 never taken for its contents. What is over stays known for a while as a tombstone, so that a late consumer is
 refused at once instead of waiting for a prefill that will not come.
@@ -17,6 +18,8 @@ from functools import partial
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer.memory import BlockMemory
 
+logger = logging.getLogger("conserve.kvtransfer.transfer")
+
 MAX_TOMBSTONES = 8192
 
 
@@ -28,6 +31,7 @@ class Export:
     generation: int
     blocks: list[int]
     written: list[int]  # tokens by layer whose KV is in the blocks
+    published: int = 0  # blocks handed to the memory so far
     deadline: float | None = None  # the lease's end; None while the prefill runs
     ended: Reason | None = None
 
@@ -63,8 +67,10 @@ class Ready:
 class Exports:
     """Shared by the worker's thread, which writes, and the server's threads, which read."""
 
-    def __init__(self, layers: int, block_tokens: int, lease_s: float, clock: Callable[[], float]) -> None:
-        self._layers = layers
+    def __init__(
+        self, memory: BlockMemory, block_tokens: int, lease_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.memory = memory
         self._block_tokens = block_tokens
         self._lease_s = lease_s
         self._clock = clock
@@ -72,6 +78,8 @@ class Exports:
         self._tombstones: OrderedDict[str, Reason] = OrderedDict()
         self._generations = itertools.count(1)
         self._changed = threading.Condition()
+        self._blocks: list[int] = []  # that are complete with this step
+        self._written: list[Written] = []  # by this step
 
     def __len__(self) -> int:
         return len(self._exports)
@@ -86,20 +94,36 @@ class Exports:
                 export = self._exports[transfer_id] = Export(transfer_id, total_tokens, prompt, 0, [], [])
                 if self._tombstones.pop(transfer_id, None) is Reason.TAKEN:  # dismissed before it began
                     export.ended = Reason.TAKEN
-            self._restart(export, blocks)
+            self._restart(export)
+            self._add(export, blocks)
             self._changed.notify_all()
             return export.generation
 
     def extend(self, transfer_id: str, blocks: Iterable[int]) -> None:
         with self._changed:
             if export := self._exports.get(transfer_id):
-                export.blocks.extend(blocks)
+                self._add(export, blocks)
 
     def void(self, transfer_id: str) -> None:
         """The prefill lost its blocks; it will begin again."""
         with self._changed:
             if export := self._exports.get(transfer_id):
-                self._restart(export, ())
+                self._restart(export)
+
+    def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
+        """Tokens of each prompt that are computed once this step is."""
+        self._blocks, self._written = [], []
+        for transfer_id, tokens in progress:
+            if export := self._exports.get(transfer_id):
+                tokens = min(tokens, export.total_tokens)
+                self._written.append(Written(transfer_id, export.generation, tokens))
+                end = self._blocks_of(export, tokens)
+                self._blocks += export.blocks[export.published : end]
+                export.published = end
+
+    def after_layer(self, layer: int) -> None:
+        if self._written:
+            self.memory.publish(layer, self._blocks, partial(self.wrote, layer, self._written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
         """KV of one layer is readable. It may be told late: then the generation says of which blocks."""
@@ -118,9 +142,10 @@ class Exports:
 
     def abort(self, transfer_id: str) -> None:
         with self._changed:
-            if export := self._exports.pop(transfer_id, None):
-                export.ended = Reason.ABORTED
-            self._bury(transfer_id, Reason.ABORTED)
+            if export := self._exports.get(transfer_id):
+                self._end(export, Reason.ABORTED)
+            else:
+                self._bury(transfer_id, Reason.ABORTED)
             self._changed.notify_all()
 
     def take_released(self) -> list[str]:
@@ -133,17 +158,11 @@ class Exports:
             for export in list(self._exports.values()):
                 self._expire(export)
                 if export.ended is not None and export.deadline is not None:
-                    del self._exports[export.transfer_id]
-                    self._bury(export.transfer_id, export.ended)
+                    self._end(export, export.ended)
                     released.append(export.transfer_id)
             if released:
                 self._changed.notify_all()
             return released
-
-    def clear(self) -> None:
-        """Every block may be reused from now on."""
-        for transfer_id in list(self._exports):
-            self.abort(transfer_id)
 
     # The server's threads
 
@@ -200,16 +219,32 @@ class Exports:
 
     # Under the lock
 
-    def _restart(self, export: Export, blocks: Iterable[int]) -> None:
-        export.blocks = list(blocks)
-        export.written = [0] * self._layers
+    def _restart(self, export: Export) -> None:
+        self.memory.release(export.blocks)
+        export.blocks, export.published = [], 0
+        export.written = [0] * len(self.memory.layers)
         export.generation = next(self._generations)
+
+    def _add(self, export: Export, blocks: Iterable[int]) -> None:
+        added = list(blocks)
+        if self.memory.reserve(added):
+            export.blocks += added
+        else:
+            logger.warning("no staging memory for transfer %s: its decoder recomputes", export.transfer_id)
+            self._end(export, Reason.ABORTED)
+
+    def _end(self, export: Export, reason: Reason) -> None:
+        """Its blocks are read no more."""
+        export.ended = reason
+        self.memory.release(export.blocks)
+        del self._exports[export.transfer_id]
+        self._bury(export.transfer_id, reason)
 
     def _ready(self, reader: Reader) -> Ready:
         export = reader.export
         if reader.generation != export.generation:
             reader.generation = export.generation
-            reader.sent = [reader.skip] * self._layers
+            reader.sent = [reader.skip] * len(export.written)
         runs = []
         for layer, tokens in enumerate(export.written):
             end = self._blocks_of(export, tokens)
@@ -238,78 +273,3 @@ class Exports:
         self._tombstones.move_to_end(transfer_id)
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
-
-
-logger = logging.getLogger("conserve.kvtransfer.publisher")
-
-
-@dataclass(slots=True)
-class Publication:
-    """One prefill under way."""
-
-    generation: int
-    blocks: list[int]
-    total_tokens: int
-    complete: int = 0  # blocks handed to the memory so far
-
-
-class Publisher:
-    """Which blocks of a step become readable for decoders, layer by layer.
-
-    Told by the worker's thread what a step computes; the memory tells the exports when it is readable.
-    """
-
-    def __init__(self, memory: BlockMemory, exports: Exports, block_tokens: int) -> None:
-        self._memory = memory
-        self._exports = exports
-        self._block_tokens = block_tokens
-        self._open: dict[str, Publication] = {}
-        self._blocks: list[int] = []
-        self._written: list[Written] = []
-
-    def open(self, transfer_id: str, blocks: list[int], total_tokens: int, prompt: str) -> None:
-        self.forget(transfer_id)
-        generation = self._exports.open(transfer_id, blocks, total_tokens, prompt)
-        self._open[transfer_id] = Publication(generation, [], total_tokens)
-        self._reserve(transfer_id, blocks)
-
-    def extend(self, transfer_id: str, blocks: list[int]) -> None:
-        if transfer_id in self._open:
-            self._exports.extend(transfer_id, blocks)
-            self._reserve(transfer_id, blocks)
-
-    def void(self, transfer_id: str) -> None:
-        self._exports.void(transfer_id)
-        self.forget(transfer_id)
-
-    def abort(self, transfer_id: str) -> None:
-        self._exports.abort(transfer_id)
-        self.forget(transfer_id)
-
-    def forget(self, transfer_id: str) -> None:
-        """Its blocks are read no more."""
-        if publication := self._open.pop(transfer_id, None):
-            self._memory.release(publication.blocks)
-
-    def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
-        """Tokens of each prompt that are computed once this step is."""
-        self._blocks, self._written = [], []
-        for transfer_id, tokens in progress:
-            if publication := self._open.get(transfer_id):
-                tokens = min(tokens, publication.total_tokens)
-                self._written.append(Written(transfer_id, publication.generation, tokens))
-                whole = tokens == publication.total_tokens
-                end = -(-tokens // self._block_tokens) if whole else tokens // self._block_tokens
-                self._blocks += publication.blocks[publication.complete : end]
-                publication.complete = end
-
-    def after_layer(self, layer: int) -> None:
-        if self._written:
-            self._memory.publish(layer, self._blocks, partial(self._exports.wrote, layer, self._written))
-
-    def _reserve(self, transfer_id: str, blocks: list[int]) -> None:
-        if self._memory.reserve(blocks):
-            self._open[transfer_id].blocks += blocks
-        else:
-            logger.warning("no staging memory for transfer %s: its decoder recomputes", transfer_id)
-            self.abort(transfer_id)

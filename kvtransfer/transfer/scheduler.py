@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.errors import Reason
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
-from kvtransfer.transfer.client import TransferSource
+from kvtransfer.transfer.peers import TransferSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,6 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip: Size  # leading blocks the consumer has already
     dismiss: bool = False  # nothing is wanted: the producer may release at once
 
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
-
     @classmethod
     def decode(cls, text: bytes) -> "Wanted":
         try:

@@ -13,11 +13,10 @@ from typing import Any
 from kvtransfer.config import GIB, block_bytes, transfer_secret
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
-from kvtransfer.transfer.client import Cancellation, Consumer, TransferSource, dismiss, fetch
-from kvtransfer.transfer.exports import Exports, Publisher
+from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, StagedBlockMemory
+from kvtransfer.transfer.peers import Cancellation, Endpoint, TransferServer, TransferSource, dismiss, fetch
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder, TransferReport, TransferScheduler
-from kvtransfer.transfer.server import Producer, TransferServer
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
@@ -26,14 +25,12 @@ MAX_FETCHES = 64  # at once; more wait for a thread
 
 class TransferWorker(WorkerSide):
     def __init__(self, context: EngineContext, rank: int) -> None:
-        config = self._config = context.config
-        self._rank = rank
-        self._ranks = int(context.vllm_config.parallel_config.world_size)
+        self._config = context.config
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._num_blocks = int(context.kv_cache_config.num_blocks)
         self._block_bytes = block_bytes(context.kv_cache_config)
-        self._secret = transfer_secret()
-        self._consumer = Consumer(rank, self._ranks, config.timeout_s, self._secret)
+        ranks = int(context.vllm_config.parallel_config.world_size)
+        self._me = Endpoint(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
         self._cancellations: dict[str, Cancellation] = {}
         self._lock = threading.Lock()
@@ -42,51 +39,46 @@ class TransferWorker(WorkerSide):
         self._memory: BlockMemory
         self._layers: dict[str, int] = {}
         self._exports: Exports
-        self._publisher: Publisher
         self._server: TransferServer | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         self._memory = self._memory_of(kv_caches)
         self._layers = {layer: index for index, layer in enumerate(self._memory.layers)}
-        self._exports = Exports(
-            len(self._memory.layers), self._block_tokens, self._config.lease_s, time.monotonic
-        )
-        self._publisher = Publisher(self._memory, self._exports, self._block_tokens)
+        self._exports = Exports(self._memory, self._block_tokens, self._config.lease_s, time.monotonic)
         if self._config.port:
             self._server = self._serve()
 
     def _memory_of(self, kv_caches: Mapping[str, Any]) -> BlockMemory:
         if not next(iter(kv_caches.values())).is_cuda:
             return HostBlockMemory(kv_caches, self._num_blocks)
-        staging = int(self._config.staging_gib * GIB) // (self._block_bytes * self._ranks)
+        staging = int(self._config.staging_gib * GIB) // (self._block_bytes * self._me.ranks)
         return StagedBlockMemory(kv_caches, self._num_blocks, staging)
 
     def _serve(self) -> TransferServer:
-        address = self._config.host, self._config.port + self._rank
+        address = self._config.host, self._config.port + self._me.rank
         try:
             listener = socket.create_server(address)
         except OSError as error:
             raise ConnectorConfigError(
                 f"the KV transfer server cannot listen on {address}: {error}"
             ) from error
-        producer = Producer(self._config.epoch, self._rank, self._ranks, self._config.timeout_s)
-        return TransferServer(listener, producer, self._exports, self._memory, self._secret)
+        return TransferServer(listener, self._me, self._exports)
 
     def before_step(self, order: TransferOrder | None) -> None:
-        self._publisher.begin_step(())
+        self._exports.begin_step(())
         if order is None:
             return
         for transfer_id in order.voided:
-            self._publisher.void(transfer_id)
+            self._exports.void(transfer_id)
         for transfer_id in order.aborted:
-            self._publisher.abort(transfer_id)
+            self._exports.abort(transfer_id)
         for opened in order.opened:
-            self._publisher.open(opened.transfer_id, opened.blocks, opened.total_tokens, opened.prompt)
+            self._exports.open(opened.transfer_id, opened.blocks, opened.total_tokens, opened.prompt)
         for transfer_id, blocks in order.extended:
-            self._publisher.extend(transfer_id, blocks)
+            self._exports.extend(transfer_id, blocks)
         for transfer_id in order.finished:
             self._exports.finish(transfer_id)
-        self._publisher.begin_step(order.progress)
+        self._exports.begin_step(order.progress)
         for request_id in order.cancelled:
             if cancellation := self._cancellations.get(request_id):
                 cancellation.cancel()
@@ -99,7 +91,7 @@ class TransferWorker(WorkerSide):
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
     def after_layer(self, layer: str) -> None:
-        self._publisher.after_layer(self._layers[layer])
+        self._exports.after_layer(self._layers[layer])
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         self._threads.submit(work).add_done_callback(partial(_log_fault, name))
@@ -113,7 +105,7 @@ class TransferWorker(WorkerSide):
                 raise TransferRefused(Reason.NO_CAPACITY, "no staging memory; raise staging_gib")
             try:
                 received = fetch(
-                    wanted.source, wanted.skip, wanted.blocks, self._memory, self._consumer, cancellation
+                    wanted.source, wanted.skip, wanted.blocks, self._memory, self._me, cancellation
                 )
                 self._memory.landed(wanted.blocks)
             finally:
@@ -139,7 +131,7 @@ class TransferWorker(WorkerSide):
 
     def _dismiss(self, source: TransferSource) -> None:
         try:
-            dismiss(source, self._memory, self._consumer)
+            dismiss(source, self._memory, self._me)
         except TransferRefused as refused:  # the producer's lease frees it
             logger.info("transfer %s not dismissed: %s", source.transfer_id, refused)
 
@@ -152,8 +144,6 @@ class TransferWorker(WorkerSide):
 
     def report(self) -> TransferReport | None:
         released = self._exports.take_released()
-        for transfer_id in released:
-            self._publisher.forget(transfer_id)
         return TransferReport(Counter(released)) if released else None
 
     def shutdown(self) -> None:

@@ -7,8 +7,20 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
+from placement.engines import EngineState
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+
+
+def copied(engine: SimulatedEngine, host_kv_gib: float) -> EngineState:
+    """The state once everything that waits is on the host too, if there is one."""
+    limit = time.monotonic() + (10 if host_kv_gib else 0)
+    while (state := engine.side("report").snapshot()).idle_tokens != state.live_tokens:
+        if time.monotonic() > limit:
+            break
+        time.sleep(0.01)  # the copier rests beside steps
+        engine.step()
+    return state
 
 
 def idle_and_live_blocks(host_kv_gib: float) -> tuple[int, int, int]:
@@ -23,17 +35,12 @@ def idle_and_live_blocks(host_kv_gib: float) -> tuple[int, int, int]:
             engine.add(f"{name}-turn", prompt, output, session=name)
             if name == "first":
                 engine.run(2000)
+                copied(engine, host_kv_gib)
         for _ in range(4):
             engine.step()
         beside = engine.side("report").snapshot()
         engine.run(2000)
-        after = engine.side("report").snapshot()
-        for _ in range(200 if host_kv_gib else 0):
-            if after.idle_tokens == after.live_tokens:
-                break
-            time.sleep(0.01)  # the copier rests beside steps
-            engine.step()
-            after = engine.side("report").snapshot()
+        after = copied(engine, host_kv_gib)
         assert beside.live_tokens >= 20 * BLOCK_TOKENS <= after.live_tokens
         return tuple(
             tokens // BLOCK_TOKENS for tokens in (beside.idle_tokens, after.idle_tokens, after.live_tokens)

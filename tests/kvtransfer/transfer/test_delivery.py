@@ -12,15 +12,15 @@ import pytest
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
-from kvtransfer.transfer.client import Cancellation, Consumer, TransferSource, dismiss, fetch
 from kvtransfer.transfer.exports import Export, Exports, Written
 from kvtransfer.transfer.memory import BlockMemory
-from kvtransfer.transfer.server import Producer, TransferServer
+from kvtransfer.transfer.peers import Cancellation, Endpoint, TransferServer, TransferSource, dismiss, fetch
 
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 3, 16, 4096, 64
 SECRET = b"a secret for these tests"
 PROMPT = list(range(10, 40))  # blocks of the prompt on the producer
 TOKENS = len(PROMPT) * BLOCK_TOKENS - 5
+CONSUMER = Endpoint(1, 0, 1, 10.0, SECRET)
 
 
 class Memory(BlockMemory):
@@ -45,7 +45,7 @@ class Pair:
     theirs: Memory
     mine: Memory
     source: TransferSource
-    consumer: Consumer
+    consumer: Endpoint
     now: list[float]
     generation: int
 
@@ -66,21 +66,21 @@ class Pair:
         return refused.value.reason
 
 
-def serving(exports: Exports, memory: Memory, timeout_s: float = 10.0) -> tuple[TransferServer, int]:
+def serving(exports: Exports, timeout_s: float = 10.0) -> tuple[TransferServer, int]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = int(listener.getsockname()[1])
-    return TransferServer(listener, Producer(4, 0, 1, timeout_s), exports, memory, SECRET), port
+    return TransferServer(listener, Endpoint(4, 0, 1, timeout_s, SECRET), exports), port
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     now = [0.0]
-    exports = Exports(LAYERS, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
     theirs, mine = Memory(fill=True), Memory(fill=False)
-    server, port = serving(exports, theirs)
+    exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
+    server, port = serving(exports)
     source = TransferSource("127.0.0.1", port, "t", 4, "p")
     generation = exports.open("t", PROMPT, TOKENS, "p")
-    yield Pair(exports, theirs, mine, source, Consumer(0, 1, 10.0, SECRET), now, generation)
+    yield Pair(exports, theirs, mine, source, CONSUMER, now, generation)
     server.close()
 
 
@@ -125,16 +125,16 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
             return
 
     now = [0.0]
-    exports = CarelessExports(LAYERS, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
     theirs, mine = Memory(fill=True), Memory(fill=False)
-    server, port = serving(exports, theirs)
+    exports = CarelessExports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
+    server, port = serving(exports)
     generation = exports.open("t", PROMPT, TOKENS, "p")
     careless = Pair(
         exports,
         theirs,
         mine,
         TransferSource("127.0.0.1", port, "t", 4, "p"),
-        Consumer(0, 1, 10.0, SECRET),
+        CONSUMER,
         now,
         generation,
     )
@@ -157,13 +157,10 @@ def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: Pa
                 pair.now[0] = 11  # the lease ends in the middle of the read
             return super().view(layer, block)
 
-    memory = ReusingMemory(fill=True)
-    server, port = serving(pair.exports, memory)
+    pair.exports.memory = ReusingMemory(fill=True)
     pair.compute()
     pair.exports.finish("t")
-    pair.source = dataclasses.replace(pair.source, port=port)
     assert pair.refused() is Reason.EXPIRED
-    server.close()
 
 
 def test_a_prefill_that_begins_again_is_sent_again(pair: Pair) -> None:
@@ -209,7 +206,7 @@ def test_a_producer_without_the_secret_is_refused() -> None:
     threading.Thread(target=answer, daemon=True).start()
     source = TransferSource("127.0.0.1", int(impostor.getsockname()[1]), "t", None, "p")
     with pytest.raises(TransferRefused, match="unauthorised"):
-        fetch(source, 0, [0], Memory(fill=False), Consumer(0, 1, 10.0, SECRET), Cancellation())
+        fetch(source, 0, [0], Memory(fill=False), CONSUMER, Cancellation())
     impostor.close()
 
 
@@ -230,7 +227,7 @@ def test_another_layout_is_refused(pair: Pair) -> None:
 
 def test_a_stalled_prefill_is_given_up(pair: Pair) -> None:
     pair.compute(100)
-    server, port = serving(pair.exports, pair.theirs, timeout_s=0.2)
+    server, port = serving(pair.exports, timeout_s=0.2)
     pair.source = dataclasses.replace(pair.source, port=port)
     assert pair.refused() is Reason.STALLED
     server.close()

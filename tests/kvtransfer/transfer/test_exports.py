@@ -7,6 +7,7 @@ import pytest
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer.exports import Exports, Written
+from kvtransfer.transfer.memory import BlockMemory
 
 LAYERS, BLOCK = 2, 16
 
@@ -25,7 +26,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def exports(clock: Clock) -> Exports:
-    return Exports(LAYERS, BLOCK, lease_s=10, clock=clock)
+    memory = BlockMemory()
+    memory.layers = tuple(f"layer{n}" for n in range(LAYERS))
+    return Exports(memory, BLOCK, lease_s=10, clock=clock)
 
 
 def refusal(exports: Exports, transfer_id: str) -> Reason:

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from kvtransfer.errors import TransferRefused
-from kvtransfer.transfer.exports import (
-    Exports,
-    Publisher,
-)
+from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, StagedBlockMemory, layout_fingerprint
 
 BLOCKS, BLOCK_TOKENS = 10, 4
@@ -29,13 +26,12 @@ def test_published_blocks_are_read_as_they_are(kind: str) -> None:
     memory: BlockMemory = (
         HostBlockMemory(kv, BLOCKS) if kind == "in place" else StagedBlockMemory(kv, BLOCKS, 4)
     )
-    exports = Exports(2, BLOCK_TOKENS, 10, lambda: 0.0)
-    publisher = Publisher(memory, exports, BLOCK_TOKENS)
-    publisher.open("t", [7, 3], total_tokens=7, prompt="p")
+    exports = Exports(memory, BLOCK_TOKENS, 10, lambda: 0.0)
+    exports.open("t", [7, 3], total_tokens=7, prompt="p")
     reader = exports.attach("t", "p", 0, 0)
-    publisher.begin_step([("t", 7)])
+    exports.begin_step([("t", 7)])
     for layer in (0, 1):
-        publisher.after_layer(layer)
+        exports.after_layer(layer)
     sent: list[tuple[int, int]] = []
     while True:
         ready = exports.wait_ready(reader, 5)
@@ -76,12 +72,11 @@ def test_a_prefill_without_staging_memory_is_refused_not_served_in_part() -> Non
         def reserve(self, blocks: Sequence[int]) -> bool:
             return False
 
-    exports = Exports(2, BLOCK_TOKENS, 10, lambda: 0.0)
-    publisher = Publisher(Full(caches(), BLOCKS), exports, BLOCK_TOKENS)
-    publisher.open("t", [1], total_tokens=4, prompt="p")
-    publisher.extend("t", [2])
-    publisher.begin_step([("t", 4)])
-    publisher.after_layer(0)
+    exports = Exports(Full(caches(), BLOCKS), BLOCK_TOKENS, 10, lambda: 0.0)
+    exports.open("t", [1], total_tokens=4, prompt="p")
+    exports.extend("t", [2])
+    exports.begin_step([("t", 4)])
+    exports.after_layer(0)
     with pytest.raises(TransferRefused, match="aborted"):
         exports.attach("t", "p", 0, 0)
 
@@ -93,13 +88,12 @@ def test_a_copy_under_way_when_the_prefill_lost_its_blocks_is_not_announced() ->
         def publish(self, layer: int, blocks: Sequence[int], done: Callable[[], None]) -> None:
             late.append(done)
 
-    exports = Exports(2, BLOCK_TOKENS, 10, lambda: 0.0)
-    publisher = Publisher(Slow(caches(), BLOCKS), exports, BLOCK_TOKENS)
-    publisher.open("t", [1], total_tokens=4, prompt="p")
-    publisher.begin_step([("t", 4)])
-    publisher.after_layer(0)
-    publisher.void("t")
-    publisher.open("t", [2], total_tokens=4, prompt="p")
+    exports = Exports(Slow(caches(), BLOCKS), BLOCK_TOKENS, 10, lambda: 0.0)
+    exports.open("t", [1], total_tokens=4, prompt="p")
+    exports.begin_step([("t", 4)])
+    exports.after_layer(0)
+    exports.void("t")
+    exports.open("t", [2], total_tokens=4, prompt="p")
     for done in late:
         done()
     with pytest.raises(TransferRefused, match="stalled"):

@@ -11,8 +11,8 @@ import torch
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.plugins import EngineContext
 from kvtransfer.residence import Residence
-from kvtransfer.transfer.client import TransferSource
 from kvtransfer.transfer.memory import HostBlockMemory
+from kvtransfer.transfer.peers import TransferSource
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker
 

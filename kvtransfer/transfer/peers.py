@@ -1,0 +1,247 @@
+"""Both ends of a transfer connection: the producer's server, and the consumer's fetch.
+
+A producer listens on one socket a rank and serves each connection in a thread of its own. A consumer fetches
+one prompt's KV into blocks already allocated for it.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from kvtransfer.errors import Reason, TransferRefused
+from kvtransfer.transfer import wire
+from kvtransfer.transfer.exports import Exports, Reader
+from kvtransfer.transfer.memory import BlockMemory
+
+logger = logging.getLogger("conserve.kvtransfer.transfer")
+
+HANDSHAKE_S = 10.0
+MAX_CONNECTIONS = 256
+BLOCKS_A_FRAME = 256
+GRACE_S = 5.0  # the producer gives up first, and says why
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One rank of one engine: the two ends of a connection are compared."""
+
+    epoch: int
+    rank: int
+    ranks: int
+    timeout_s: float
+    secret: bytes
+
+
+class TransferServer:
+    def __init__(self, listener: socket.socket, producer: Endpoint, exports: Exports) -> None:
+        self._listener, self._producer, self._exports = listener, producer, exports
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        threading.Thread(target=self._accept, name="kv-transfer-accept", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._slots.acquire()
+            try:
+                peer, address = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(
+                target=self._serve, args=(peer, address), name="kv-transfer", daemon=True
+            ).start()
+
+    def _serve(self, peer: socket.socket, address: object) -> None:
+        try:
+            with peer:
+                peer.settimeout(HANDSHAKE_S)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._answer(peer)
+        except TransferRefused as refused:
+            logger.warning("transfer refused to %s: %s", address, refused)
+        except OSError as error:
+            logger.warning("transfer to %s broke: %s", address, error)
+        finally:
+            self._slots.release()
+
+    def _answer(self, peer: socket.socket) -> None:
+        try:
+            wanted = self._authenticate(peer)
+            self._check(wanted)
+            peer.settimeout(self._producer.timeout_s)
+            if wanted.dismiss:
+                self._exports.dismiss(wanted.transfer_id)
+                wire.send_control(peer, wire.Kind.END)
+                return
+            reader = self._exports.attach(
+                wanted.transfer_id, wanted.prompt, wanted.skip, self._producer.timeout_s
+            )
+            try:
+                self._stream(peer, reader)
+            finally:
+                self._exports.leave(reader)
+        except TransferRefused as refused:
+            wire.send_refusal(peer, refused)
+            raise
+
+    def _authenticate(self, peer: socket.socket) -> wire.Wanted:
+        challenge = wire.nonce()
+        wire.send_control(peer, wire.Kind.CHALLENGE, challenge)
+        answer, given, text = wire.split_open(wire.receive_control(peer, wire.Kind.OPEN))
+        if not wire.proves(given, self._producer.secret, wire.Signer.CONSUMER, challenge, answer, text):
+            raise TransferRefused(Reason.UNAUTHORISED, "the consumer does not know this fleet's secret")
+        wire.send_control(
+            peer, wire.Kind.ACCEPT, wire.proof(self._producer.secret, wire.Signer.PRODUCER, answer, challenge)
+        )
+        return wire.Wanted.decode(text)
+
+    def _check(self, wanted: wire.Wanted) -> None:
+        mine = self._producer
+        if wanted.epoch is not None and wanted.epoch != mine.epoch:
+            raise TransferRefused(Reason.OLD_EPOCH, f"wanted epoch {wanted.epoch}, this is {mine.epoch}")
+        if (wanted.rank, wanted.ranks) != (mine.rank, mine.ranks):
+            raise TransferRefused(
+                Reason.MAPPING,
+                f"rank {wanted.rank} of {wanted.ranks} asked rank {mine.rank} of {mine.ranks}: "
+                "prefiller and decoder need the same tensor-parallel size",
+            )
+        if wanted.layout != self._exports.memory.layout:
+            raise TransferRefused(
+                Reason.LAYOUT, "the engines differ in model, KV data type or block size; start them alike"
+            )
+
+    def _stream(self, peer: socket.socket, reader: Reader) -> None:
+        memory = self._exports.memory
+        while True:
+            ready = self._exports.wait_ready(reader, self._producer.timeout_s)
+            for layer, first, blocks in ready.runs:
+                for at in range(0, len(blocks), BLOCKS_A_FRAME):
+                    views = [memory.view(layer, block) for block in blocks[at : at + BLOCKS_A_FRAME]]
+                    wire.send_blocks(peer, layer, first + at, views, ready.generation)
+            if ready.complete and self._exports.confirm(reader, ready.generation):
+                wire.send_control(peer, wire.Kind.END, generation=ready.generation)
+                wire.receive_control(peer, wire.Kind.RECEIVED)
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSource:
+    """Where a prompt's KV comes from."""
+
+    host: str
+    port: int  # of rank 0
+    transfer_id: str
+    epoch: int | None
+    prompt: str  # digest of what the KV must be of
+
+
+class Cancellation:
+    """Ends a fetch from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peer: socket.socket | None = None
+        self.cancelled = False
+
+    def watch(self, peer: socket.socket) -> None:
+        with self._lock:
+            self._peer = peer
+            if self.cancelled:
+                raise TransferRefused(Reason.CANCELLED)
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            if self._peer is not None:
+                try:
+                    self._peer.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    return  # already closed: the fetch is over
+
+
+def fetch(
+    source: TransferSource,
+    skip: int,
+    blocks: list[int],
+    memory: BlockMemory,
+    consumer: Endpoint,
+    cancellation: Cancellation,
+) -> int:
+    """Fills `blocks` with the prompt's blocks from `skip` on; returns the bytes received."""
+    with _connected(source, skip, memory.layout, consumer, cancellation) as peer:
+        received = _receive(peer, skip, blocks, memory)
+        wire.send_control(peer, wire.Kind.RECEIVED)
+        return received
+
+
+def dismiss(source: TransferSource, memory: BlockMemory, consumer: Endpoint) -> None:
+    """Tells the producer that nothing of this transfer is needed."""
+    with _connected(source, 0, memory.layout, consumer, Cancellation(), dismiss=True) as peer:
+        wire.receive_control(peer, wire.Kind.END)
+
+
+@contextmanager
+def _connected(
+    source: TransferSource,
+    skip: int,
+    layout: str,
+    me: Endpoint,
+    cancellation: Cancellation,
+    *,
+    dismiss: bool = False,
+) -> Iterator[socket.socket]:
+    """A connection to a producer that knows who asks, and for what."""
+    address = source.host, source.port + me.rank
+    wanted = wire.Wanted(
+        source.transfer_id, source.epoch, me.rank, me.ranks, layout, source.prompt, skip, dismiss
+    )
+    try:
+        with socket.create_connection(address, timeout=me.timeout_s + GRACE_S) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            cancellation.watch(peer)
+            challenge = wire.receive_control(peer, wire.Kind.CHALLENGE)
+            answer, text = wire.nonce(), msgspec.json.encode(wanted)
+            mine = wire.proof(me.secret, wire.Signer.CONSUMER, challenge, answer, text)
+            wire.send_control(peer, wire.Kind.OPEN, answer + mine + text)
+            given = wire.receive_control(peer, wire.Kind.ACCEPT)
+            if not wire.proves(given, me.secret, wire.Signer.PRODUCER, answer, challenge):
+                raise TransferRefused(Reason.UNAUTHORISED, "the producer does not know this fleet's secret")
+            yield peer
+    except OSError as error:
+        if cancellation.cancelled:
+            raise TransferRefused(Reason.CANCELLED) from error
+        reason = Reason.STALLED if isinstance(error, TimeoutError) else Reason.UNREACHABLE
+        raise TransferRefused(reason, f"{address[0]}:{address[1]}: {error}") from error
+
+
+def _receive(peer: socket.socket, skip: int, blocks: list[int], memory: BlockMemory) -> int:
+    received = 0
+    generation = -1
+    arrived = [0] * len(memory.layers)
+    while True:
+        header = wire.receive_header(peer)
+        if header.kind is wire.Kind.BLOCKS:
+            if header.generation != generation:  # the prefill began again: what came before is void
+                generation = header.generation
+                arrived = [0] * len(memory.layers)
+            at = header.first - skip
+            if header.layer >= len(arrived) or at != arrived[header.layer] or at + header.count > len(blocks):
+                raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
+            views = [memory.view(header.layer, block) for block in blocks[at : at + header.count]]
+            wire.receive_blocks(peer, views)
+            arrived[header.layer] += header.count
+            received += sum(view.nbytes for view in views)
+        elif header.kind is wire.Kind.END:
+            if header.generation != generation or any(n != len(blocks) for n in arrived):
+                raise TransferRefused(Reason.SHORT, f"layers have {arrived} of {len(blocks)} blocks")
+            return received
+        elif header.kind is wire.Kind.REFUSE:
+            raise wire.decode_refusal(wire.receive_exactly(peer, min(header.count, wire.MAX_CONTROL_BYTES)))
+        else:
+            raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} in the middle of a transfer")
