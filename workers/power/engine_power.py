@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from workers import metrics
-from workers.power.limits import WantedLimit, apply, boot_id, restore
+from workers.power.limits import WantedLimit, apply, boot_id, set_back
 from workers.power.nvml import Gpus, PowerError
 from workers.processes import LogOnChange
 
@@ -62,7 +62,9 @@ class EnginePower:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
         if self._guard is not None:
-            self._set_back()  # in this thread: a cancelled task could not wait for another
+            set_back(
+                self._settings.record, self._holder
+            )  # here: a cancelled task could not wait for a thread
             guard, self._guard = self._guard, None
             if guard.stdin:
                 guard.stdin.close()
@@ -88,42 +90,15 @@ class EnginePower:
 
     def _clear(self) -> None:
         """A cap that an earlier run left on our GPUs, whose keeper and guard are gone."""
-        if not self._settings.record.exists():
-            return
-        try:
-            with Gpus() as gpus:
-                ours = frozenset(gpus.find(name).uuid for name in self._settings.gpus)
-                outcomes = restore(gpus, self._settings.record, boot_id(), uuids=ours)
-        except PowerError as error:
-            self._not_done(str(error))
-            return
-        for outcome in outcomes:
-            log.warning(
-                "old power cap found gpu=%s owner=%s done=%r", outcome.gpu, outcome.owner, outcome.text
-            )
+        settings = self._settings
+        if settings.record.exists() and not set_back(settings.record, named=settings.gpus):
+            self._not_done("an old cap is left")
 
     def _not_done(self, why: str) -> None:
         metrics.POWER_NOT_DONE.labels(self._settings.engine).inc()
         log.warning(
             "power limit not as the fleet file has it engine=%s reason=%r", self._settings.engine, why
         )
-
-    def _set_back(self) -> None:
-        try:
-            with Gpus() as gpus:
-                outcomes = restore(gpus, self._settings.record, boot_id(), holder=self._holder)
-        except PowerError as error:
-            log.error("power limits not set back, do it with conserve power restore reason=%r", str(error))
-            return
-        for outcome in outcomes:
-            level = logging.INFO if outcome.done else logging.ERROR
-            log.log(
-                level,
-                "power limit set back engine=%s gpu=%s done=%r",
-                self._settings.engine,
-                outcome.gpu,
-                outcome.text,
-            )
 
     async def _watch(self) -> None:
         engine = self._settings.engine

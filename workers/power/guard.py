@@ -14,12 +14,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from workers.power.limits import boot_id, read_record, restore
-from workers.power.nvml import Gpus, PowerError
+from workers.power.limits import boot_id, read_record, set_back
 from workers.processes import WorkerError
-
-log = logging.getLogger("conserve.workers.power")
-
 
 KEEPER_ENDS_S = 8.0  # less than what whoever ends us waits before it kills us
 
@@ -38,7 +34,7 @@ def main(path: Path, holder: str, grace_s: float) -> int:
     except Told:
         _until_keeper_is_gone(KEEPER_ENDS_S)  # while it lives it would set its cap again
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return _restore(path, holder)
+    return 0 if set_back(path, holder) else 1
 
 
 def _told(_signal: int, _frame: FrameType | None) -> None:
@@ -55,29 +51,12 @@ def _until_keeper_is_gone(limit_s: float | None = None) -> None:
 def _somebody_else_answers(path: Path, holder: str, grace_s: float) -> bool:
     """For what this keeper had set, within the grace; or nothing is left to answer for."""
     end = time.monotonic() + grace_s
-    while any(entry.holder == holder for entry in read_record(path, boot_id()).values()):
+    while any(entry.holder == holder for entry in read_record(path, boot_id()).entries.values()):
         left = end - time.monotonic()
         if left <= 0.0:
             return False
         time.sleep(min(0.5, left))
     return True
-
-
-def _restore(path: Path, holder: str) -> int:
-    try:
-        with Gpus() as gpus:
-            outcomes = restore(gpus, path, boot_id(), holder=holder)
-    except PowerError as error:
-        log.error("power limits not set back, do it with conserve power restore reason=%r", str(error))
-        return 1
-    for outcome in outcomes:
-        log.warning(
-            "keeper gone, its power limits set back owner=%s gpu=%s done=%r",
-            outcome.owner,
-            outcome.gpu,
-            outcome.text,
-        )
-    return 0 if all(outcome.done for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ whoever comes next can always undo it. Limits do not outlive a reboot, and so ne
 """
 
 import fcntl
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from workers.power.nvml import Gpu, Gpus, NoGpus, NotPermitted, PowerError
 from workers.processes import write_atomically
@@ -30,7 +31,24 @@ class LimitEntry:
     holder: str  # the process that answers for setting it back; another takes over by writing its own name
 
 
-LimitRecord = dict[str, LimitEntry]  # by UUID
+@dataclass(slots=True)
+class LimitRecord:
+    """Under the lock, each change is on the disk when the call returns."""
+
+    path: Path
+    boot: str
+    entries: dict[str, LimitEntry] = field(default_factory=dict)  # by UUID
+
+    def put(self, entry: LimitEntry) -> None:
+        self.entries[entry.uuid] = entry
+        self._write()
+
+    def remove(self, uuid: str) -> None:
+        del self.entries[uuid]
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self.path, msgspec.json.encode({"boot": self.boot, "entries": self.entries}))
 
 
 def boot_id() -> str:
@@ -38,46 +56,27 @@ def boot_id() -> str:
 
 
 def read_record(path: Path, boot: str) -> LimitRecord:
+    record = LimitRecord(path, boot)
     try:
-        row = json.loads(path.read_text())
+        said = msgspec.json.decode(path.read_bytes())
+        if said["boot"] == boot:
+            record.entries = msgspec.convert(said["entries"], dict[str, LimitEntry])
     except FileNotFoundError:
-        return {}
-    except json.JSONDecodeError as error:
+        pass
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise PowerError(
             f"{path} is damaged ({error}); set limits back with nvidia-smi and remove it"
         ) from error
-    if row["boot"] != boot:
-        return {}
-    return {entry["uuid"]: LimitEntry(**entry) for entry in row["entries"]}
+    return record
 
 
 @contextmanager
-def locked_record(path: Path, boot: str) -> Iterator["RecordChanges"]:
+def locked_record(path: Path, boot: str) -> Iterator[LimitRecord]:
     """The record, for one process at a time; others on this machine wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield RecordChanges(path, boot, read_record(path, boot))
-
-
-class RecordChanges:
-    """Entries under the lock. Each change is on the disk when the call returns."""
-
-    def __init__(self, path: Path, boot: str, entries: LimitRecord) -> None:
-        self._path, self._boot = path, boot
-        self.entries = entries
-
-    def put(self, entry: LimitEntry) -> None:
-        self.entries = {**self.entries, entry.uuid: entry}
-        self._write()
-
-    def remove(self, uuid: str) -> None:
-        self.entries = {known: entry for known, entry in self.entries.items() if known != uuid}
-        self._write()
-
-    def _write(self) -> None:
-        row = {"boot": self._boot, "entries": [asdict(entry) for entry in self.entries.values()]}
-        write_atomically(self._path, json.dumps(row))
+        yield read_record(path, boot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +104,17 @@ def same(one_w: float, other_w: float) -> bool:
     return abs(one_w - other_w) < SAME_W
 
 
-def plan(wishes: Sequence[WantedLimit], found: Mapping[str, Gpu], record: LimitRecord) -> list[LimitChange]:
-    """`found`: the GPUs of the wishes that exist, by the name they were wished for."""
+def plan(gpus: Gpus, wishes: Sequence[WantedLimit], record: LimitRecord) -> list[LimitChange]:
+    """What `apply` would do."""
     seen: dict[str, WantedLimit] = {}
     changes = []
     for wish in wishes:
-        gpu = found.get(wish.gpu)
-        if gpu is None:
-            changes.append(LimitChange(None, wish, 0.0, f"this machine has no GPU {wish.gpu}"))
+        try:
+            gpu = gpus.find(wish.gpu)
+        except NoGpus as error:
+            changes.append(LimitChange(None, wish, 0.0, f"no GPU {wish.gpu} ({error})"))
             continue
-        entry = record.get(gpu.uuid)
+        entry = record.entries.get(gpu.uuid)
         original = entry.original_w if entry else gpu.limit_w
         changes.append(LimitChange(gpu, wish, original, _problem(gpu, wish, seen.get(gpu.uuid))))
         seen.setdefault(gpu.uuid, wish)
@@ -137,88 +137,72 @@ class Outcome:
     text: str
 
 
-def look(gpus: Gpus, wishes: Sequence[WantedLimit], path: Path, boot: str) -> list[LimitChange]:
-    """The dry run."""
-    return plan(wishes, _found(gpus, wishes), read_record(path, boot))
-
-
 def apply(gpus: Gpus, wishes: Sequence[WantedLimit], path: Path, boot: str, holder: str) -> list[Outcome]:
-    with locked_record(path, boot) as changes:
-        planned = plan(wishes, _found(gpus, wishes), changes.entries)
-        return [_apply_one(gpus, change, changes, holder) for change in planned]
+    with locked_record(path, boot) as record:
+        return [_apply_one(gpus, change, record, holder) for change in plan(gpus, wishes, record)]
 
 
-def _found(gpus: Gpus, wishes: Sequence[WantedLimit]) -> dict[str, Gpu]:
-    found: dict[str, Gpu] = {}
-    for wish in wishes:
-        try:
-            found[wish.gpu] = gpus.find(wish.gpu)
-        except NoGpus as error:
-            log.warning("%s", error)
-    return found
-
-
-def _apply_one(gpus: Gpus, change: LimitChange, changes: RecordChanges, holder: str) -> Outcome:
+def _apply_one(gpus: Gpus, change: LimitChange, record: LimitRecord, holder: str) -> Outcome:
     wish, gpu = change.wish, change.gpu
+    name = gpu.label if gpu else wish.gpu
     if change.problem or gpu is None:
-        return Outcome(_name(gpu, wish), wish.owner, False, change.problem)
-    before = changes.entries.get(gpu.uuid)
-    if before is None and not change.needed:
-        return Outcome(
-            _name(gpu, wish), wish.owner, True, f"is at {wish.cap_w:g} W already; nothing to set back"
-        )
-    changes.put(LimitEntry(gpu.uuid, change.original_w, wish.cap_w, wish.owner, holder))
+        return Outcome(name, wish.owner, False, change.problem)
+    known = gpu.uuid in record.entries
+    if not known and not change.needed:
+        return Outcome(name, wish.owner, True, f"is at {wish.cap_w:g} W already; nothing to set back")
+    record.put(LimitEntry(gpu.uuid, change.original_w, wish.cap_w, wish.owner, holder))
     try:
         gpus.set_limit(gpu.uuid, wish.cap_w)
         now = gpus.find(gpu.uuid).limit_w
     except PowerError as error:
-        if before is None and isinstance(error, NotPermitted):
-            changes.remove(gpu.uuid)  # nothing was changed: nothing to set back
-        return Outcome(_name(gpu, wish), wish.owner, False, str(error))
+        if not known and isinstance(error, NotPermitted):
+            record.remove(gpu.uuid)  # nothing was changed: nothing to set back
+        return Outcome(name, wish.owner, False, str(error))
     if not same(now, wish.cap_w):
-        return Outcome(_name(gpu, wish), wish.owner, False, f"set to {wish.cap_w:g} W, but it says {now:g} W")
-    return Outcome(_name(gpu, wish), wish.owner, True, f"{change.original_w:g} W -> {now:g} W")
+        return Outcome(name, wish.owner, False, f"set to {wish.cap_w:g} W, but it says {now:g} W")
+    return Outcome(name, wish.owner, True, f"{change.original_w:g} W -> {now:g} W")
 
 
 def restore(
-    gpus: Gpus,
-    path: Path,
-    boot: str,
-    owner: str | None = None,
-    holder: str | None = None,
-    uuids: frozenset[str] | None = None,
+    gpus: Gpus, path: Path, boot: str, holder: str | None = None, named: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Set back what the record has: all of it, one owner's, one holder's, or of some GPUs."""
-    with locked_record(path, boot) as changes:
-        chosen = [
-            entry
-            for entry in changes.entries.values()
-            if owner in (None, entry.owner)
-            and holder in (None, entry.holder)
-            and (uuids is None or entry.uuid in uuids)
+    """Set back what the record has: all of it, one holder's, or of some GPUs."""
+    with locked_record(path, boot) as record:
+        uuids = {gpus.find(name).uuid for name in named}
+        return [
+            _restore_one(gpus, entry, record)
+            for entry in list(record.entries.values())
+            if holder in (None, entry.holder) and (not named or entry.uuid in uuids)
         ]
-        return [_restore_one(gpus, entry, changes) for entry in chosen]
 
 
-def _restore_one(gpus: Gpus, entry: LimitEntry, changes: RecordChanges) -> Outcome:
+def _restore_one(gpus: Gpus, entry: LimitEntry, record: LimitRecord) -> Outcome:
     try:
         gpu = gpus.find(entry.uuid)
-        if not same(gpu.limit_w, entry.cap_w) and not same(gpu.limit_w, entry.original_w):
-            changes.remove(entry.uuid)
-            text = (
-                f"is at {gpu.limit_w:g} W, set by somebody since; left so (before us: {entry.original_w:g} W)"
-            )
-            return Outcome(_name(gpu, None), entry.owner, False, text)
-        gpus.set_limit(entry.uuid, entry.original_w)
+        left_alone = not same(gpu.limit_w, entry.cap_w) and not same(gpu.limit_w, entry.original_w)
+        if not left_alone:
+            gpus.set_limit(entry.uuid, entry.original_w)
     except PowerError as error:
-        return Outcome(
-            entry.uuid, entry.owner, False, f"{error}; still to be set back to {entry.original_w:g} W"
+        text = f"{error}; still to be set back to {entry.original_w:g} W"
+        return Outcome(entry.uuid, entry.owner, False, text)
+    record.remove(entry.uuid)
+    if left_alone:
+        text = f"is at {gpu.limit_w:g} W, set by somebody since; left so (before us: {entry.original_w:g} W)"
+        return Outcome(gpu.label, entry.owner, False, text)
+    return Outcome(gpu.label, entry.owner, True, f"{gpu.limit_w:g} W -> {entry.original_w:g} W")
+
+
+def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -> bool:
+    """`restore` for who cannot fail: says what was done, and whether all of it was."""
+    try:
+        with Gpus() as gpus:
+            outcomes = restore(gpus, path, boot_id(), holder, named)
+    except PowerError as error:
+        log.error("power limits not set back, do it with conserve power restore reason=%r", str(error))
+        return False
+    for outcome in outcomes:
+        level = logging.INFO if outcome.done else logging.ERROR
+        log.log(
+            level, "power limit set back owner=%s gpu=%s done=%r", outcome.owner, outcome.gpu, outcome.text
         )
-    changes.remove(entry.uuid)
-    return Outcome(_name(gpu, None), entry.owner, True, f"{gpu.limit_w:g} W -> {entry.original_w:g} W")
-
-
-def _name(gpu: Gpu | None, wish: WantedLimit | None) -> str:
-    if gpu is not None:
-        return f"{gpu.index} ({gpu.name})"
-    return wish.gpu if wish is not None else ""
+    return all(outcome.done for outcome in outcomes)

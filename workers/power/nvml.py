@@ -29,6 +29,10 @@ class Gpu:
     least_w: float
     most_w: float
 
+    @property
+    def label(self) -> str:
+        return f"{self.index} ({self.name})"
+
 
 class Gpus:
     """The GPUs of this machine while the context is open."""

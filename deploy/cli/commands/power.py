@@ -70,7 +70,7 @@ def _planned(gpus: Gpus, fleet: FleetSpec, tier: str | None) -> list[LimitChange
     wishes = wishes_of(fleet, len(gpus.all()), tier)
     if not wishes:
         raise DeployError(f"no tier of fleet '{fleet.name}' that runs here has a power_cap_w")
-    return limits.look(gpus, wishes, conserve_home() / POWER, boot_id())
+    return limits.plan(gpus, wishes, limits.read_record(conserve_home() / POWER, boot_id()))
 
 
 def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit]:
@@ -102,7 +102,7 @@ def _show(changes: Sequence[LimitChange]) -> None:
             continue
         takes = f"{gpu.least_w:g} to {gpu.most_w:g} W"
         row = (
-            f"{gpu.index} ({gpu.name})",
+            gpu.label,
             wish.owner,
             f"{gpu.limit_w:g} W",
             f"{wish.cap_w:g} W",

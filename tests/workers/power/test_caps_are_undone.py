@@ -73,7 +73,7 @@ def test_without_permission_nothing_is_owed(machine: Machine) -> None:
     machine.write(0, "fails", PERMISSION)
     assert "not permitted; setting power limits needs root" in apply(machine, 200, "0", "1")
     assert machine.limits() == [300.0, 200.0]
-    assert [entry["uuid"] for entry in json.loads(machine.record.read_text())["entries"]] == ["GPU-00000001"]
+    assert list(json.loads(machine.record.read_text())["entries"]) == ["GPU-00000001"]
 
 
 def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: Machine) -> None:
@@ -120,7 +120,7 @@ def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: Mach
     )
     done = machine.python(killed, str(machine.record), "200", "0")
     assert done.returncode == -signal.SIGKILL
-    assert json.loads(machine.record.read_text())["entries"][0]["original_w"] == 300.0
+    assert json.loads(machine.record.read_text())["entries"]["GPU-00000000"]["original_w"] == 300.0
     assert restore(machine).startswith("True")
     assert machine.limits() == [300.0, 300.0]
 
