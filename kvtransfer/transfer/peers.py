@@ -27,7 +27,7 @@ GRACE_S = 5.0  # the producer gives up first, and says why
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class TransferEnd:
     """One rank of one engine: the two ends of a connection are compared."""
 
     epoch: int
@@ -38,7 +38,7 @@ class Endpoint:
 
 
 class TransferServer:
-    def __init__(self, listener: socket.socket, producer: Endpoint, exports: Exports) -> None:
+    def __init__(self, listener: socket.socket, producer: TransferEnd, exports: Exports) -> None:
         self._listener, self._producer, self._exports = listener, producer, exports
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name="kv-transfer-accept", daemon=True).start()
@@ -170,7 +170,7 @@ def fetch(
     skip: int,
     blocks: list[int],
     memory: BlockMemory,
-    consumer: Endpoint,
+    consumer: TransferEnd,
     cancellation: Cancellation,
 ) -> int:
     """Fills `blocks` with the prompt's blocks from `skip` on; returns the bytes received."""
@@ -180,7 +180,7 @@ def fetch(
         return received
 
 
-def dismiss(source: TransferSource, memory: BlockMemory, consumer: Endpoint) -> None:
+def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) -> None:
     """Tells the producer that nothing of this transfer is needed."""
     with _connected(source, 0, memory.layout, consumer, Cancellation(), dismiss=True) as peer:
         wire.receive_control(peer, wire.Kind.END)
@@ -191,7 +191,7 @@ def _connected(
     source: TransferSource,
     skip: int,
     layout: str,
-    me: Endpoint,
+    me: TransferEnd,
     cancellation: Cancellation,
     *,
     dismiss: bool = False,

@@ -15,7 +15,14 @@ from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, StagedBlockMemory
-from kvtransfer.transfer.peers import Cancellation, Endpoint, TransferServer, TransferSource, dismiss, fetch
+from kvtransfer.transfer.peers import (
+    Cancellation,
+    TransferEnd,
+    TransferServer,
+    TransferSource,
+    dismiss,
+    fetch,
+)
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder, TransferReport, TransferScheduler
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
@@ -30,7 +37,7 @@ class TransferWorker(WorkerSide):
         self._num_blocks = int(context.kv_cache_config.num_blocks)
         self._block_bytes = block_bytes(context.kv_cache_config)
         ranks = int(context.vllm_config.parallel_config.world_size)
-        self._me = Endpoint(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
+        self._me = TransferEnd(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
         self._cancellations: dict[str, Cancellation] = {}
         self._lock = threading.Lock()

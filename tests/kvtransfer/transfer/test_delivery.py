@@ -14,13 +14,20 @@ from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.exports import Export, Exports, Written
 from kvtransfer.transfer.memory import BlockMemory
-from kvtransfer.transfer.peers import Cancellation, Endpoint, TransferServer, TransferSource, dismiss, fetch
+from kvtransfer.transfer.peers import (
+    Cancellation,
+    TransferEnd,
+    TransferServer,
+    TransferSource,
+    dismiss,
+    fetch,
+)
 
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 3, 16, 4096, 64
 SECRET = b"a secret for these tests"
 PROMPT = list(range(10, 40))  # blocks of the prompt on the producer
 TOKENS = len(PROMPT) * BLOCK_TOKENS - 5
-CONSUMER = Endpoint(1, 0, 1, 10.0, SECRET)
+CONSUMER = TransferEnd(1, 0, 1, 10.0, SECRET)
 
 
 class Memory(BlockMemory):
@@ -45,7 +52,7 @@ class Pair:
     theirs: Memory
     mine: Memory
     source: TransferSource
-    consumer: Endpoint
+    consumer: TransferEnd
     now: list[float]
     generation: int
 
@@ -69,7 +76,7 @@ class Pair:
 def serving(exports: Exports, timeout_s: float = 10.0) -> tuple[TransferServer, int]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = int(listener.getsockname()[1])
-    return TransferServer(listener, Endpoint(4, 0, 1, timeout_s, SECRET), exports), port
+    return TransferServer(listener, TransferEnd(4, 0, 1, timeout_s, SECRET), exports), port
 
 
 @pytest.fixture
