@@ -87,13 +87,13 @@ def variant(file: FleetSpec, policy: PlacingPolicy) -> FleetSpec:
 
 
 @contextmanager
-def up(fleet: FleetSpec) -> Iterator[str]:
+def up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[str]:
     """The fleet by its command line, as a person brings it up; yields the endpoint."""
     with tempfile.TemporaryDirectory(prefix="live-") as base:
         file, port = Path(base) / "fleet.yaml", free_port("127.0.0.1")
         file.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_unset=True)))
         try:
-            _conserve(base, "up", str(file), "--detach", "--port", str(port), limit_s=UP_LIMIT_S)
+            _conserve(base, "up", str(file), "--detach", "--port", str(port), limit_s=limit_s)
             yield f"http://127.0.0.1:{port}"
         finally:
             _conserve(base, "down", fleet.name, limit_s=DOWN_LIMIT_S)

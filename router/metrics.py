@@ -60,7 +60,8 @@ DECODER_PRESSURE = Gauge(
 CAPACITY_ADVICE = Gauge(
     "conserve_capacity_advice",
     "What `conserve advise` says now: 0, or how many engines to add (1 where the action has no number). "
-    "Actions: add_prefillers, add_decoders, raise_host_kv, lower_prefill_caps, lower_decode_caps.",
+    "Actions: add_prefillers, add_decoders, no_prefillers, raise_host_kv, lower_prefill_caps, "
+    "lower_decode_caps.",
     ["action"],
 )
 PROMPTS_PLACED = Counter(

@@ -21,6 +21,8 @@ class Signals:
     decoder_pressure: float  # share of what the decoders may hold that is in use and cannot give way
     running_share: float  # the same of conversations with a turn under way, now: the rest waits for its turn
     observed_s: float  # how long has been looked at; less than the window says little
+    prompts_s: float = 0.0  # seconds of prompts that arrive a second
+    lent: float | None = None  # elastic: of decoders' time, in engines, what running turns leave to prompts
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
         """Until even the shortest queue is longer than allowed, at this rate; infinite if none grows."""
@@ -58,7 +60,9 @@ class CapacityWatch:
         load = demand / prefillers if prefillers else (inf if demand > 1e-3 else 0.0)
         observed_s = 0.0 if self._began is None else now - self._began
         pressure = self._pressure or 0.0
-        return Signals(prefillers, load, prefill_wait_s, decoders, pressure, running_share, observed_s)
+        return Signals(
+            prefillers, load, prefill_wait_s, decoders, pressure, running_share, observed_s, demand
+        )
 
     def _begin(self, now: float) -> None:
         if self._began is None:
@@ -71,6 +75,7 @@ class CapacityWatch:
 class Action(StrEnum):
     ADD_PREFILLERS = "add_prefillers"
     ADD_DECODERS = "add_decoders"
+    NO_PREFILLERS = "no_prefillers"
     RAISE_HOST_KV = "raise_host_kv"
     LOWER_PREFILL_CAPS = "lower_prefill_caps"
     LOWER_DECODE_CAPS = "lower_decode_caps"
@@ -94,7 +99,7 @@ class Thresholds:
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     action: Action
-    count: int  # engines to add; 0 where the action has no number
+    count: int  # engines to add, or to do without; 0 where the action has no number
     reason: str
 
 
@@ -104,7 +109,8 @@ def advise(
     """Nothing: the fleet fits its work. `prefills`: whether the fleet's policy uses prefillers at all."""
     found = [_decoders(signals, thresholds)]
     if prefills:
-        found.insert(0, _prefillers(signals, thresholds, longest_wait_s))
+        elastic = signals.lent is not None
+        found.insert(0, (_elastic if elastic else _prefillers)(signals, thresholds, longest_wait_s))
     return tuple(recommendation for recommendation in found if recommendation is not None)
 
 
@@ -122,6 +128,28 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
         return Recommendation(Action.ADD_PREFILLERS, count, f"{asks}{when}; {after}")
     if load < limits.low and engines:
         reason = f"{asks}: they can be slower without a queue, or fewer"
+        return Recommendation(Action.LOWER_PREFILL_CAPS, 0, reason)
+    return None
+
+
+def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
+    """Decoders compute prompts as well, in the time that running turns leave them."""
+    asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
+    load = asked / (engines + lent) if engines + lent else inf
+    there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"
+    if load > limits.high or signals.prefill_wait_s >= longest_wait_s:
+        count = max(1, ceil(round(asked / limits.target - engines - lent, 6)))
+        after = f"with {count} more {asked / (engines + count + lent):.0%}"
+        return Recommendation(
+            Action.ADD_PREFILLERS, count, f"prompts ask for {load:.0%} of the time of {there}; {after}"
+        )
+    if engines and asked < limits.low * lent:
+        reason = f"decoders have {lent:.1f} engines' time left, of which prompts ask for {asked / lent:.0%}"
+        return Recommendation(
+            Action.NO_PREFILLERS, engines, f"{reason}: a fleet without prefillers would do as well"
+        )
+    if engines and load < limits.low:
+        reason = f"prompts ask for {load:.0%} of the time of {there}: prefillers can be slower, or fewer"
         return Recommendation(Action.LOWER_PREFILL_CAPS, 0, reason)
     return None
 

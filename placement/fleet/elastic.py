@@ -5,6 +5,7 @@ transfer was not hidden lately; what prompts wait on the decoder, the rate at wh
 them, and the share of its time that the TBT target of its running turns leaves to prompts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -99,6 +100,10 @@ class Elastic:
 
     def local_wait_s(self, decoder: str, tokens: int) -> float:
         return self._queues[decoder].wait_s(tokens)
+
+    def lent(self, decoders: Iterable[str]) -> float:
+        """Their time that running turns leave to prompts, in engines."""
+        return sum(self._queues[name].share for name in decoders)
 
     def transfer_s(self, tokens: int) -> float:
         return tokens * (self._transfer_s_per_token or 0.0)

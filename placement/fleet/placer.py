@@ -5,7 +5,7 @@ it in production, the simulator in simulation.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from placement.engines import EngineInfo, EngineState
@@ -265,7 +265,10 @@ class Placer:
         """`running_tokens`: of conversations with a turn under way."""
         wait_s = self._prefillers.shortest_wait_s(now)
         running = running_tokens / max(1.0, self._decoders.limit())
-        return self._watch.signals(self._prefillers.open(), wait_s, self._decoders.open(), running, now)
+        found = self._watch.signals(self._prefillers.open(), wait_s, self._decoders.open(), running, now)
+        if self._elastic is None:
+            return found
+        return replace(found, lent=self._elastic.lent(one for one in self._infos if one in self._decoders))
 
     def prefill_wait_s(self, engine: str, now: float) -> float:
         return self._prefillers.wait_s(engine, now)

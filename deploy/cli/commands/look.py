@@ -109,7 +109,8 @@ def sentences(signals: Signals, advice: tuple[Recommendation, ...], fleet: Fleet
     window = fleet.capacity.window
     lines = [
         f"prefillers: {signals.prefillers} up, {signals.prefill_load:.0%} of their time asked for, "
-        f"shortest queue {signals.prefill_wait_s:.1f} s",
+        f"shortest queue {signals.prefill_wait_s:.1f} s"
+        + ("" if signals.lent is None else f"; decoders lend prompts {signals.lent:.1f} engines' time"),
         f"decoders:   {signals.decoders} up, {signals.decoder_pressure:.0%} of their KV in use, "
         f"{signals.running_share:.0%} by turns under way",
     ]

@@ -42,6 +42,23 @@ def test_what_is_advised(seen: Signals, expected: dict[Action, int]) -> None:
     assert given_for(seen) == expected
 
 
+@pytest.mark.parametrize(
+    ("prompts_s", "lent", "expected"),
+    [
+        (2.2, 2.0, {}),
+        (6.0, 2.0, {Action.ADD_PREFILLERS: 5}),  # 6 / 0.7 = 8.6 engines, of which there are 4
+        (1.9, 4.0, {Action.LOWER_PREFILL_CAPS: 0}),
+        (1.5, 4.0, {Action.NO_PREFILLERS: 2}),
+        (1.5, 0.0, {}),
+    ],
+)
+def test_elastic_fleets_count_what_decoders_have_left(
+    prompts_s: float, lent: float, expected: dict[Action, int]
+) -> None:
+    """Whatever the prefillers alone would be asked for: here, as if they were far too few."""
+    assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
+
+
 def test_a_fleet_that_does_not_disaggregate_hears_nothing_of_prefillers() -> None:
     assert given_for(signals(load=0.0, prefillers=0), prefills=False) == {}
 

@@ -164,3 +164,14 @@ def test_an_engine_that_leaves_takes_what_is_known_of_it_along() -> None:
     for key in "abcde":
         placer.release(key, 1.0)
     assert placer.prefill_wait_s("p0", 1.0) == 0.0
+
+
+def test_decoders_lend_prompts_what_running_turns_leave_and_the_signals_say_so() -> None:
+    placer = a_placer()
+    placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
+    placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)
+    placer.arrived(10_000, 0.0)
+    seen = placer.signals(0, 0.0)
+    assert seen.lent == pytest.approx(0.75)
+    assert seen.prompts_s == pytest.approx(seen.prefill_load) and seen.prompts_s > 0
+    assert a_placer(first=FirstTurns.PREFILLER).signals(0, 0.0).lent is None
