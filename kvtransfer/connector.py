@@ -169,6 +169,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             # Its load failed from the first block on. vLLM 0.32 still reserves blocks for all of it: a second
             # load would have to fit beside itself, and block what waits behind it. It is computed instead.
             return 0, False
+        if self.residence.leaves_alone(request.request_id):
+            return None, False
         for name, side in self._schedulers.items():
             match = side.match(request, num_computed_tokens)
             if match is not None and match.tokens > 0:

@@ -37,6 +37,7 @@ class ReportScheduler(SchedulerSide):
         if self._config.feed:
             commands = {
                 "release": self._release,
+                "withdraw": self._withdraw,
                 "drain": self._drain,
                 "check": self._check,
             }
@@ -157,6 +158,9 @@ class ReportScheduler(SchedulerSide):
 
     def _release(self, command: FeedCommand) -> Reply:
         return Reply(self._residence.release(command.conversation))
+
+    def _withdraw(self, command: FeedCommand) -> Reply:
+        return Reply(command.id, self._residence.withdraw(command.conversation))
 
     def _drain(self, command: FeedCommand) -> Reply:
         self._residence.drain(command.draining)

@@ -32,6 +32,12 @@ class Residence:
         # Of those, the ones that the engine's next step ends: an idle engine still has them.
         self.ending: dict[str, Callable[[], Iterable[int]]] = {}
         self.counts: Counter[str] = Counter()
+        # Asked to leave a conversation's prompt to another engine; whether it had not begun.
+        self.withdraw: Callable[[str], bool] = lambda conversation: False
+        self.withdrawn: dict[str, float] = {}  # request -> when it is taken up again, if nobody aborts it
+
+    def leaves_alone(self, request_id: str) -> bool:
+        return request_id in self.withdrawn and self.clock() < self.withdrawn[request_id]
 
     def release(self, key: str, cause: str = "released") -> bool:
         """The conversation ends; its blocks and slots are nobody's from now on."""

@@ -20,6 +20,7 @@ _SERVICE = "/conserve.workers.v2.EngineControl"
 INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
 WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
 RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
+WITHDRAW = Method[str, bool](f"{_SERVICE}/Withdraw", str, bool)  # whether its prompt had not begun
 DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
 
 
@@ -36,6 +37,7 @@ class ControlServer:
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)
+        service.once(WITHDRAW, feed.withdraw)
         service.once(DRAIN, feed.drain)
         self._server = service.server()
 
@@ -80,6 +82,10 @@ class ControlClient:
     async def release(self, conversation: str) -> bool:
         """The conversation ended: its KV may go."""
         return await self._ask(RELEASE, conversation)
+
+    async def withdraw(self, conversation: str) -> bool:
+        """Its prompt is computed elsewhere, if the engine has not begun it."""
+        return await self._ask(WITHDRAW, conversation)
 
     async def drain(self, on: bool = True) -> None:
         """Take no new conversations, or take them again; those of now leave with their next turns. The state

@@ -46,7 +46,12 @@ class DirectoryActor:
     async def _work(self) -> None:
         placer = Placer(placer_settings(self._fleet), prefill_curves(self._fleet))
         server = DirectoryServer(
-            directory_settings(self._fleet), placer, self._home.journal, self._release, secret=self._secret
+            directory_settings(self._fleet),
+            placer,
+            self._home.journal,
+            self._release,
+            secret=self._secret,
+            withdraw=self._withdraw,
         )
         port_file = self._home.journal.parent / "port"
         port = await server.start(self._host, _read_port(port_file))
@@ -99,6 +104,10 @@ class DirectoryActor:
     async def _release(self, info: EngineInfo, conversation: str) -> None:
         async with ControlClient(info.control, self._secret) as client:
             await client.release(conversation)
+
+    async def _withdraw(self, info: EngineInfo, conversation: str) -> bool:
+        async with ControlClient(info.control, self._secret) as client:
+            return await client.withdraw(conversation)
 
 
 def _engines() -> list[str] | None:

@@ -80,6 +80,7 @@ def prompt_digest(request: Any) -> str:
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
+WITHDRAWN_S = 5.0  # a gateway that is told aborts it sooner
 DELIVERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -93,6 +94,8 @@ class TransferScheduler(SchedulerSide):
         self._clock = context.residence.clock
         context.residence.references["transfer"] = self.held_block_ids
         context.residence.ending["transfer"] = self.expired_block_ids
+        context.residence.withdraw = self.withdraw
+        self._withdrawn = context.residence.withdrawn
         self._pool: Any = None
         self._next = TransferOrder()
         self._exporting: dict[str, tuple[str, Any]] = {}  # request -> transfer, vLLM's request
@@ -141,6 +144,21 @@ class TransferScheduler(SchedulerSide):
     def _is_exported(self, transfer_id: str) -> bool:
         """One prefill fills an export: what a second writes would count as progress of the first."""
         return transfer_id in self._held or any(known == transfer_id for known, _ in self._exporting.values())
+
+    def withdraw(self, conversation: str) -> bool:
+        """Its decoder computes the prompt after all: if it has not begun here, the decoder is refused soon,
+        and the request left alone until the gateway aborts it. In the feed's thread: if the scheduler takes
+        the request up in this very moment, a step is wasted."""
+        for request_id, (transfer_id, request) in list(self._exporting.items()):
+            if request.session_id != conversation or not _waits(request):
+                continue
+            self._withdrawn[request_id] = self._clock() + WITHDRAWN_S
+            if _waits(request):
+                self._next.aborted.append(transfer_id)
+                self._counts["withdrawn"] += 1
+                return True
+            del self._withdrawn[request_id]
+        return False
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         if request.request_id not in self._sources:
@@ -215,6 +233,7 @@ class TransferScheduler(SchedulerSide):
 
     def on_finished(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
         request_id = request.request_id
+        self._withdrawn.pop(request_id, None)
         if source := self._sources.pop(request_id, None):  # ended before it was scheduled
             self._next.dismissed.append(source)
         if self._fetching.pop(request_id, None) is not None:
@@ -255,6 +274,10 @@ class TransferScheduler(SchedulerSide):
     def take_counts(self) -> Mapping[str, float]:
         counts, self._counts = self._counts, Counter()
         return counts
+
+
+def _waits(request: Any) -> bool:
+    return request.status == RequestStatus.WAITING and not request.num_computed_tokens
 
 
 def read_source(params: Mapping[str, Any], request: Any) -> TransferSource | None:

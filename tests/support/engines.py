@@ -1,5 +1,7 @@
 """Engine facts for tests that need a table and no engine."""
 
+from collections.abc import Mapping
+
 from placement.engines import EngineInfo, EngineState, Role
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import Placer, PlacerSettings
@@ -25,6 +27,6 @@ def state(
     return EngineState(engine, epoch, seq, live, 0, 0, 10_000 - live, 0, 0, 0, 0, named, draining)
 
 
-def placer(**changes: object) -> Placer:
+def placer(curves: Mapping[str, PrefillCurve] = CURVES, **changes: object) -> Placer:
     settings = {"headroom_tokens": 100, "fill": 0.95, "first_turns": FirstTurns.PREFILLER, **changes}
-    return Placer(PlacerSettings(**settings), CURVES)  # type: ignore[arg-type]
+    return Placer(PlacerSettings(**settings), curves)  # type: ignore[arg-type]

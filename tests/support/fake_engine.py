@@ -50,6 +50,11 @@ class FakeEngine:
     confirmed: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     draining: bool = False
+    waiting_prompt_tokens: int = 0  # these three as it reports them
+    prompt_tokens_per_s: float = 0.0
+    prompt_share: float = 1.0
+    begins: bool = True  # prompts at once, so that none is left to another engine
+    withdrawn: list[str] = field(default_factory=list)
     running: int = 0
     aborted: int = 0
     fail_status: int = 0
@@ -102,7 +107,15 @@ class FakeEngine:
             0,
             confirmed=confirmed,
             draining=self.draining,
+            waiting_prompt_tokens=self.waiting_prompt_tokens,
+            prompt_tokens_per_s=self.prompt_tokens_per_s,
+            prompt_share=self.prompt_share,
         )
+
+    def withdraw(self, key: str) -> bool:
+        if not self.begins:
+            self.withdrawn.append(key)
+        return not self.begins
 
     def release(self, key: str) -> None:
         self.held.pop(key, None)
@@ -133,7 +146,7 @@ class FakeEngine:
     ) -> web.StreamResponse:
         await asyncio.sleep(self.prefill_s)
         count = int(body.get("max_tokens") or body.get("max_output_tokens") or 4)
-        if self.role is not Role.PREFILL:
+        if self.role is not Role.PREFILL or "kv_transfer_params" not in body:
             self.held[key] = prompt + count
             self.confirmed.append(key)
         usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}

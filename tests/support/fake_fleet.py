@@ -1,7 +1,7 @@
 """A small fleet of fake engines with a real directory and real gateways, all over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +12,12 @@ import orjson
 
 from placement.engines import EngineInfo, Role
 from placement.fleet.policies import Redisaggregation
+from placement.fleet.prefillers import PrefillCurve
 from router.config import GatewayConfig, ServedModel
 from router.directory.directory import DirectorySettings
 from router.directory.server import DirectoryServer
 from router.gateway import Gateway
-from tests.support.engines import placer
+from tests.support.engines import CURVES, placer
 from tests.support.fake_engine import FakeEngine, Seen
 from tests.support.waiting import until
 
@@ -72,6 +73,9 @@ class Fleet:
     async def release(self, info: EngineInfo, key: str) -> None:
         self.engines[info.engine].release(key)
 
+    async def withdraw(self, info: EngineInfo, key: str) -> bool:
+        return self.engines[info.engine].withdraw(key)
+
     async def settle(self) -> None:
         """Until reports have arrived everywhere. Some of it is counted in rounds of the feed and not in
         seconds: on a busy machine those take as long as all else does."""
@@ -103,6 +107,7 @@ async def fleet(
     gateway_grace_s: float = 0.2,
     engine: dict[str, Any] | None = None,
     placing: dict[str, Any] | None = None,
+    curves: Mapping[str, PrefillCurve] = CURVES,
     **config: Any,
 ) -> AsyncIterator[Fleet]:
     engines = {f"p{n}": FakeEngine(f"p{n}", Role.PREFILL, **(engine or {})) for n in range(prefillers)}
@@ -115,7 +120,14 @@ async def fleet(
     )
     placing = {"redisaggregation": Redisaggregation(REDISAGGREGATE_TOKENS), **(placing or {})}
     journal = tmp_path / "journal"
-    made.directory = DirectoryServer(settings, placer(**placing), journal, made.release, secret="s3cret")
+    made.directory = DirectoryServer(
+        settings,
+        placer(curves, **placing),
+        journal,
+        made.release,
+        secret="s3cret",
+        withdraw=made.withdraw,
+    )
     made.address = f"127.0.0.1:{await made.directory.start('127.0.0.1', 0)}"
     for one in engines.values():
         made.directory.engine_up(one.info)

@@ -1,0 +1,133 @@
+"""First turns where their first token comes first, second thoughts and the last resort, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from placement.fleet.elastic import FirstTurns
+from placement.fleet.prefillers import PrefillCurve
+from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, get, user
+from tests.support.waiting import until
+
+SLOW = {"prefill": PrefillCurve(0.0, 1e-2, 0.0)}  # a prompt of 1000 bytes is 10 s
+
+
+@asynccontextmanager
+async def elastic(tmp_path: Path, decoders: int = 1, **placing: Any) -> AsyncIterator[Fleet]:
+    placing = {"first_turns": FirstTurns.ELASTIC, "max_prefill_wait_s": 1e9, **placing}
+    async with fleet(tmp_path, decoders=decoders, placing=placing, curves=SLOW) as made:
+        yield made
+
+
+async def placement(made: Fleet, conversation: str) -> dict[str, Any]:
+    await made.settle()
+    _, told = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
+    return dict(told["placements"][0])
+
+
+async def second_thoughts(made: Fleet, outcome: str) -> float:
+    _, text = await get(f"{made.urls[0]}/metrics")
+    line = next(one for one in text.splitlines() if f'second_thoughts_total{{outcome="{outcome}"}}' in one)
+    return float(line.rsplit(" ", 1)[1])
+
+
+def turn(made: Fleet, conversation: str) -> "asyncio.Task[Answer]":
+    return asyncio.create_task(
+        ask(
+            made.urls[0],
+            [user("x" * 1000)],
+            headers={"x-conversation-id": conversation},
+            stream=True,
+            max_tokens=8,
+        )
+    )
+
+
+async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_path: Path) -> None:
+    async with elastic(tmp_path) as made:
+        assert (await turn(made, "unknown")).status == 200
+        one = await placement(made, "unknown")
+        assert one["prefiller"] == "p0", "nothing is known of the decoder"
+        assert one["receipt"]["estimates"]["local_s"] is None
+        assert one["took"]["first_token_s"] > 0 and one["took"]["handover_s"] > 0
+        made.engines["d0"].prompt_tokens_per_s = 1e6
+        await made.settle()
+        assert (await turn(made, "known")).status == 200
+        one = await placement(made, "known")
+        assert one["prefiller"] is None and one["receipt"]["prefiller"]["why"] == "sooner_on_decoder"
+        estimates = one["receipt"]["estimates"]
+        assert 0 < estimates["local_s"] < estimates["remote_s"]
+        assert one["took"]["first_token_s"] > 0 and one["took"]["handover_s"] is None
+        assert len(made.prefills()) == 1
+
+
+async def waits_for_the_prefiller(made: Fleet) -> "asyncio.Task[Answer]":
+    """Its decoder has much to do when it comes, and answers slowly."""
+    prefiller, decoder = made.engines["p0"], made.engines["d0"]
+    prefiller.prefill_s, decoder.token_s = 60.0, 0.2
+    decoder.prompt_tokens_per_s, decoder.waiting_prompt_tokens = 1e5, 10_000_000
+    await made.settle()
+    asking = turn(made, "one")
+    await until(lambda: prefiller.seen and decoder.seen)
+    decoder.waiting_prompt_tokens = 0
+    return asking
+
+
+async def test_a_turn_that_waits_for_a_prefiller_is_taken_back_when_its_decoder_is_free(
+    tmp_path: Path,
+) -> None:
+    async with elastic(tmp_path) as made:
+        before = await second_thoughts(made, "taken_back")
+        made.engines["p0"].begins = False
+        asking = await waits_for_the_prefiller(made)
+        await until(lambda: made.engines["p0"].aborted == 1)
+        assert (await asking).status == 200
+        assert len(made.engines["p0"].withdrawn) == 1 and len(made.decoder_requests()) == 1
+        one = await placement(made, "one")
+        assert one["prefiller"] == one["taken_back"]["from"] == "p0"
+        _, told = await get(f"{made.urls[0]}/v1/conversations/one")
+        assert told["transfers"] == 0
+        assert await second_thoughts(made, "taken_back") == before + 1
+
+
+async def test_what_a_prefiller_has_begun_stays_there(tmp_path: Path) -> None:
+    async with elastic(tmp_path) as made:
+        before = await second_thoughts(made, "begun")
+        asking = await waits_for_the_prefiller(made)
+        await until(lambda: made.engines["p0"].reports > 3)
+        assert (await asking).status == 200
+        one = await placement(made, "one")
+        assert one["prefiller"] == "p0" and "taken_back" not in one
+        assert await second_thoughts(made, "begun") == before + 1, "it is asked about once"
+
+
+async def test_a_prefiller_holds_what_fits_on_no_decoder_and_nothing_is_refused(tmp_path: Path) -> None:
+    async with elastic(tmp_path, fill=0.02, last_resort_fill=0.75, headroom_tokens=0) as made:
+        assert (await turn(made, "first")).status == 200
+        assert (await placement(made, "first"))["decoder"] == "d0"
+        assert (await turn(made, "second")).status == 200
+        one = await placement(made, "second")
+        assert (one["decoder"], one["prefiller"]) == ("p0", None)
+        assert one["receipt"]["decoder"]["why"] == "last_resort"
+        messages = [user("x" * 1000), assistant("yes"), user("y" * 3000)]
+        again = await ask(made.urls[0], messages, headers={"x-conversation-id": "second"}, stream=True)
+        assert again.status == 200
+        await made.settle()
+        assert [bool(seen.params) for seen in made.prefills()] == [True, False, False]
+        _, told = await get(f"{made.urls[0]}/v1/conversations/second")
+        assert (told["decoder"], told["turns"], told["transfers"]) == ("p0", 2, 0)
+        await get(f"{made.urls[0]}/v1/conversations/second", "DELETE")
+        await until(lambda: made.engines["p0"].released)
+        assert not made.engines["p0"].held
+
+
+async def test_nothing_is_refused_while_a_decoder_has_time(tmp_path: Path) -> None:
+    async with elastic(tmp_path, decoders=2, max_prefill_wait_s=5.0) as made:
+        made.engines["p0"].prefill_s = made.engines["d0"].prefill_s = made.engines["d1"].prefill_s = 1.0
+        asking = [turn(made, f"c{number}") for number in range(6)]
+        answers = await asyncio.gather(*asking)
+        assert [answer.status for answer in answers] == [200] * 6
+        why = [(await placement(made, f"c{number}"))["receipt"]["prefiller"]["why"] for number in range(6)]
+        assert "prefillers_saturated" in why and "finishes_first" in why
