@@ -32,14 +32,39 @@ def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
         yield TraceConversation(f"bound-{number}", 0.2 * number, turns)
 
 
+# Tokens of four prompts that come together. A prefiller twice as fast as decoders has the first, because it
+# is idle; the second is shorter than what is left of the first; the third is so long that the queue costs it
+# less than a decoder; and the fourth is short again. Whichever decoder it is, 0.2 s or more decide.
+TOGETHER = (4_000, 1_000, 6_000, 1_500)
+SECONDS_A_TOKEN = {"prefill": 1e-4, "decode": 2e-4}
+
+
+def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
+    """Prompts in fours, and decoders apart as in `conversations`; it needs a small `headroom`."""
+    random, held, grown = Random(6), [0, 0], 300
+    apart = len(TOGETHER) * headroom
+    for number in range(count):
+        burst = []
+        for place, tokens in enumerate(TOGETHER):
+            less = held.index(min(held))
+            while True:
+                prompt = round(tokens * random.uniform(0.9, 1.1))
+                if abs(held[less] + prompt + grown - held[1 - less]) > apart:
+                    break
+            held[less] += prompt + grown
+            turns = (TraceTurn(prompt, 0, 8), TraceTurn(150, prompt + 8, 8, 0.1))
+            burst.append(TraceConversation(f"burst-{number}-{place}", 0.0, turns))
+        yield burst
+
+
 class Agents:
     """Plays conversations as they are, one turn after the other, a few at once, in the order of the trace."""
 
-    def __init__(self, session: aiohttp.ClientSession, model: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, model: str, at_once: int = AT_ONCE) -> None:
         self._session = session
         self._model = model
         self._chars_per_token = 1.0
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(at_once)
 
     async def learn_sizes(self) -> None:
         """And let the gateway learn them, too; nothing of it stays."""

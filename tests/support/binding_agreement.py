@@ -1,8 +1,8 @@
-"""Does the simulation bind conversations where a live fleet bound them?
+"""Does the simulation bind conversations where a live fleet bound them, and compute their prompts there?
 
 A live run leaves a receipt for each binding. The same conversations arrive in the simulation when they did
-live, with the prompts that were counted live; the decoders are compared one by one. Engines are named alike
-on both sides, by tier and number.
+live, with the prompts that were counted live; the decoders, and the prefillers if any, are compared one by
+one. Engines are named alike on both sides, by tier and number.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,20 +20,24 @@ class LiveBinding:
     at: float
     prompt_tokens: int
     decoder: str
+    prefiller: str | None  # None: the decoder computed the first prompt
+
+    @property
+    def engines(self) -> tuple[str, str | None]:
+        return self.decoder, self.prefiller
 
     @classmethod
     def from_note(cls, conversation: str, note: Mapping[str, Any]) -> "LiveBinding":
         """From a placement as `GET /v1/conversations/{id}` shows it."""
-        return cls(
-            conversation, float(note["at"]), int(note["receipt"]["prompt_tokens"]), str(note["decoder"])
-        )
+        tokens = int(note["receipt"]["prompt_tokens"])
+        return cls(conversation, float(note["at"]), tokens, str(note["decoder"]), note["prefiller"])
 
 
 @dataclass(frozen=True, slots=True)
 class BindingDifference:
     conversation: str
-    live: str
-    simulated: str | None  # None: not placed
+    live: tuple[str, str | None]
+    simulated: tuple[str, str | None] | None  # None: not placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,13 @@ def compare(
 ) -> Agreement:
     simulation = Simulation(fleet, settings)
     simulation.run(_as_it_was(trace, live))
-    simulated = dict(simulation.bound)
+    simulated = {key: (decoder, prefiller) for key, decoder, prefiller in simulation.bound}
     return Agreement(
         len(live),
         tuple(
-            BindingDifference(one.conversation, one.decoder, simulated.get(one.conversation))
+            BindingDifference(one.conversation, one.engines, simulated.get(one.conversation))
             for one in sorted(live, key=lambda one: one.at)
-            if simulated.get(one.conversation) != one.decoder
+            if simulated.get(one.conversation) != one.engines
         ),
     )
 

@@ -1,5 +1,8 @@
 """An engine that speaks vLLM's OpenAI surface over real sockets and computes nothing.
 
+With a curve it takes its time for prompts, one after the other, and a decoder waits for what a prefiller
+hands over to it.
+
 It counts a byte of prompt as a token, remembers what it was asked, holds KV per conversation, and reports it
 as a real engine would. `python -m tests.support.fake_engine --name d0` runs one as a process and prints its
 port.
@@ -17,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from placement.engines import EngineInfo, EngineState, Role
+from placement.fleet.prefillers import PrefillCurve
 
 _IDS = itertools.count(1)
 
@@ -45,6 +49,8 @@ class FakeEngine:
     max_context: int = 50_000
     token_s: float = 0.002
     prefill_s: float = 0.0
+    curve: PrefillCurve | None = None
+    handed_over: dict[str, asyncio.Event] = field(default_factory=dict)  # by transfer, of all engines
     seen: list[Seen] = field(default_factory=list)
     held: Counter[str] = field(default_factory=Counter)
     confirmed: list[str] = field(default_factory=list)
@@ -63,6 +69,7 @@ class FakeEngine:
     port: int = 0
     reports: int = 0  # of its state
     _runner: web.AppRunner | None = None
+    _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self, port: int = 0) -> None:
         app = web.Application(client_max_size=64 << 20)
@@ -144,7 +151,7 @@ class FakeEngine:
     async def _answer(
         self, request: web.Request, body: dict[str, Any], key: str, prompt: int
     ) -> web.StreamResponse:
-        await asyncio.sleep(self.prefill_s)
+        await self._prefill(body.get("kv_transfer_params") or {}, max(1, prompt - self.held[key]))
         count = int(body.get("max_tokens") or body.get("max_output_tokens") or 4)
         if self.role is not Role.PREFILL or "kv_transfer_params" not in body:
             self.held[key] = prompt + count
@@ -180,6 +187,23 @@ class FakeEngine:
                 await response.write(_event({"id": answer_id, "choices": [], "usage": usage}))
             await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _prefill(self, params: dict[str, Any], tokens: int) -> None:
+        if self.curve is None:
+            await asyncio.sleep(self.prefill_s)
+            return
+        transfer = self.handed_over.setdefault(params.get("transfer_id", ""), asyncio.Event())
+        if params.get("do_remote_prefill"):
+            await transfer.wait()
+            return
+        self.waiting_prompt_tokens += tokens
+        try:
+            async with self._computing:
+                await asyncio.sleep(self.curve.seconds(tokens))
+        finally:
+            self.waiting_prompt_tokens -= tokens
+        if params:
+            transfer.set()
 
     async def _stream_message(
         self, response: web.StreamResponse, answer_id: str, count: int, usage: dict[str, int]

@@ -120,7 +120,8 @@ class Simulation:
         self.recorder = Recorder()
         self.tally = SimulationTally()
         self.bindings = Bindings()
-        self.bound: list[tuple[str, str]] = []  # conversation and decoder, in the order of binding
+        # Conversation, decoder, prefiller of its first prompt (None: the decoder), in the order of binding.
+        self.bound: list[tuple[str, str, str | None]] = []
         self.fleet = SimulatedEngines(
             fleet,
             settings.system.placer_settings(settings.placer),
@@ -189,7 +190,7 @@ class Simulation:
         self.tally.gate_wait_s += now - live.arrived
         self.tally.last_resorts += self.fleet.elastic and answer.decoder in self.fleet.prefillers
         self.bindings.bind(live.key, answer.decoder, 1, now)
-        self.bound.append((live.key, answer.decoder))
+        self.bound.append((live.key, answer.decoder, answer.prefiller))
         self._start_turn(live, answer, cached=0, ready=now)
         self.fleet.changed(answer.decoder, confirmed=live.key)
         return True

@@ -18,13 +18,14 @@ def live_run(found: list[TraceConversation], offset: float) -> list[LiveBinding]
     """As a fleet would have left it: other clock, prompts as counted, decoders as bound."""
     simulation = Simulation(fleet(decoders=4), SETTINGS)
     simulation.run(found)
-    decoders = dict(simulation.bound)
+    engines = {key: (decoder, prefiller) for key, decoder, prefiller in simulation.bound}
     return [
         LiveBinding.from_note(
             conversation.id,
             {
                 "at": offset + conversation.arrival_s,
-                "decoder": decoders[conversation.id],
+                "decoder": engines[conversation.id][0],
+                "prefiller": engines[conversation.id][1],
                 "receipt": {"prompt_tokens": conversation.turns[0].prompt_tokens},
             },
         )
@@ -38,22 +39,24 @@ def test_a_run_agrees_with_itself_whatever_its_clock() -> None:
     assert agreement.compared == len(found) and agreement.share > 0.95
 
 
-def test_a_conversation_bound_elsewhere_is_named() -> None:
+def test_a_conversation_bound_or_computed_elsewhere_is_named() -> None:
     found = [TraceConversation(f"c{i}", float(i), (TraceTurn(4_000, 0, 400),)) for i in range(6)]
     live = live_run(found, 0.0)
-    moved = LiveBinding("c3", 3.0, 4_000, "decode-9")
-    agreement = compare(fleet(decoders=4), SETTINGS, found, [*live[:3], moved, *live[4:]])
-    assert [(one.conversation, one.live) for one in agreement.differences] == [("c3", "decode-9")]
-    assert agreement.share == pytest.approx(5 / 6)
+    moved = LiveBinding("c3", 3.0, 4_000, "decode-9", "prefill-0")
+    local = LiveBinding("c4", 4.0, 4_000, live[4].decoder, None)
+    agreement = compare(fleet(decoders=4), SETTINGS, found, [*live[:3], moved, local, live[5]])
+    found_out = [(one.conversation, one.live) for one in agreement.differences]
+    assert found_out == [("c3", ("decode-9", "prefill-0")), ("c4", (live[4].decoder, None))]
+    assert agreement.share == pytest.approx(4 / 6)
 
 
 def test_the_prompt_counts_as_it_was_counted_live() -> None:
     """Two prompts of different length, then a third: it goes where the shorter one was."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(1_000, 0, 2_000),)) for i in range(3)]
     live = [
-        LiveBinding("c0", 0.0, 9_000, "decode-0"),
-        LiveBinding("c1", 0.001, 2_000, "decode-1"),
-        LiveBinding("c2", 0.002, 500, "decode-1"),
+        LiveBinding("c0", 0.0, 9_000, "decode-0", "prefill-0"),
+        LiveBinding("c1", 0.001, 2_000, "decode-1", "prefill-0"),
+        LiveBinding("c2", 0.002, 500, "decode-1", "prefill-0"),
     ]
     settings = SimulationSettings(placer=PlacerSettings(headroom_tokens=0))
     assert compare(fleet(decoders=2), settings, found, live).share == 1.0

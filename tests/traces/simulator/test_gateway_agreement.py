@@ -1,39 +1,90 @@
-"""Gateway and directory as they run, engines that compute nothing: each binding is the simulation's."""
+"""Gateway and directory as they run, engines that only take their time: each binding is the simulation's, and
+so is whether a prefiller or the decoder computes the first prompt."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
+from placement.engines import Role
+from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import PlacerSettings
+from placement.fleet.prefillers import PrefillCurve
+from placement.iteration.latency import LatencyModel
 from tests.support import fake_fleet
-from tests.support.agreement import Agents, conversations
-from tests.support.binding_agreement import compare
+from tests.support.agreement import SECONDS_A_TOKEN, TOGETHER, Agents, bursts, conversations
+from tests.support.binding_agreement import LiveBinding, compare
+from traces.format import TraceConversation
+from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import SimulationSettings
+from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
-from .conftest import fleet
+from .conftest import fleet, profile
 
 HEADROOM, FILL, KV = 100, 0.95, 100_000
+PLACER = PlacerSettings(headroom_tokens=HEADROOM, fill=FILL, max_prefill_wait_s=1e9)
+PLACING = {"headroom_tokens": HEADROOM, "fill": FILL, "max_prefill_wait_s": 1e9}
+
+
+async def play(
+    live: fake_fleet.Fleet, parts: list[list[TraceConversation]], at_once: int
+) -> list[LiveBinding]:
+    """Part by part, with decoders and prefillers named as in the simulation."""
+    headers = {"Authorization": "Bearer agreement"}
+    async with aiohttp.ClientSession(live.urls[0], headers=headers) as session:
+        agents = Agents(session, fake_fleet.MODEL, at_once)
+        await agents.learn_sizes()
+        for engine in live.engines.values():
+            engine.held.clear()
+        found = []
+        for part in parts:
+            await live.settle()
+            found += await agents.play(part)
+    return [replace(one, decoder=tier(one.decoder), prefiller=tier(one.prefiller)) for one in found]
+
+
+def tier(engine: Any) -> Any:
+    return engine and engine.replace("d", "decode-").replace("p", "prefill-")
 
 
 async def test_every_binding_is_the_one_that_the_simulation_makes(tmp_path: Path) -> None:
     trace = list(conversations(20, HEADROOM))
-    placing = {"headroom_tokens": HEADROOM, "fill": FILL}
-    async with (
-        fake_fleet.fleet(tmp_path, engine={"kv_tokens": KV}, placing=placing) as live,
-        aiohttp.ClientSession(live.urls[0], headers={"Authorization": "Bearer agreement"}) as session,
-    ):
-        agents = Agents(session, fake_fleet.MODEL)
-        await agents.learn_sizes()
-        for engine in live.engines.values():
-            engine.held.clear()
-        await live.settle()
-        found = await agents.play(trace)
-    bindings = [replace(one, decoder=f"decode-{one.decoder.removeprefix('d')}") for one in found]
+    async with fake_fleet.fleet(tmp_path, engine={"kv_tokens": KV}, placing=PLACING) as live:
+        bindings = await play(live, [trace], 3)
     assert len({one.decoder for one in bindings}) == 2
-    settings = SimulationSettings(
-        placer=PlacerSettings(headroom_tokens=HEADROOM, fill=FILL), linger_s=600.0, park_after_s=600.0
-    )
+    settings = SimulationSettings(placer=PLACER, linger_s=600.0, park_after_s=600.0)
     agreement = compare(fleet(decoders=2, kv_tokens=KV), settings, trace, bindings)
+    assert agreement.compared == len(trace)
+    assert agreement.differences == ()
+
+
+async def test_elastic_placing_computes_every_prompt_where_the_simulation_does(tmp_path: Path) -> None:
+    headroom = 10
+    parts = list(bursts(5, headroom))
+    curves = {name: PrefillCurve(0.0, seconds, 0.0) for name, seconds in SECONDS_A_TOKEN.items()}
+    placing = {**PLACING, "headroom_tokens": headroom, "first_turns": FirstTurns.ELASTIC}
+    engine: dict[str, Any] = {"kv_tokens": KV, "handed_over": {}}
+    async with fake_fleet.fleet(tmp_path, engine=engine, placing=placing, curves=curves) as live:
+        for one in live.engines.values():
+            one.curve = curves[one.info.tier]
+            one.prompt_tokens_per_s = 1 / one.curve.b
+        bindings = await play(live, parts, len(TOGETHER))
+    trace = [conversation for part in parts for conversation in part]
+    assert len({one.decoder for one in bindings}) == 2
+    assert 8 <= sum(one.prefiller is None for one in bindings) <= 12
+    engines = {
+        name: profile(LatencyModel(seconds, 0.0, 0.0, 1e-6), kv_tokens=KV)
+        for name, seconds in SECONDS_A_TOKEN.items()
+    }
+    simulated = SimulatedFleet(
+        (
+            SimulatedTier("decode", Role.DECODE, 2, engines["decode"]),
+            SimulatedTier("prefill", Role.PREFILL, 1, engines["prefill"]),
+        )
+    )
+    placer = replace(PLACER, headroom_tokens=headroom)
+    settings = SimulationSettings(SystemSettings(System.ELASTIC), placer, linger_s=600.0, park_after_s=600.0)
+    agreement = compare(simulated, settings, trace, bindings)
     assert agreement.compared == len(trace)
     assert agreement.differences == ()

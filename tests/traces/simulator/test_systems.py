@@ -2,6 +2,7 @@
 
 import pytest
 
+from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
@@ -80,7 +81,7 @@ def test_bindings_of_a_run_are_those_the_product_placer_gives() -> None:
     simulation = Simulation(simulated, SimulationSettings(placer=PlacerSettings(headroom_tokens=0)))
     simulation.run(found)
     placer = Placer(
-        PlacerSettings(headroom_tokens=0),
+        PlacerSettings(headroom_tokens=0, first_turns=FirstTurns.PREFILLER),
         {tier.name: prefill_curve(tier.profile) for tier in simulated.tiers},
     )
     for tier in simulated.tiers:
@@ -90,5 +91,5 @@ def test_bindings_of_a_run_are_those_the_product_placer_gives() -> None:
     for conversation in found:
         placed = placer.place(FirstTurn(conversation.id, conversation.turns[0].prompt_tokens), 0.0)
         assert isinstance(placed, Placement)
-        expected.append((conversation.id, placed.decoder))
+        expected.append((conversation.id, placed.decoder, placed.prefiller))
     assert simulation.bound == expected
