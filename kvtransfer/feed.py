@@ -200,7 +200,7 @@ class EngineFeed:
 
     async def withdraw(self, conversation: str) -> bool:
         """Its prompt will be computed elsewhere. Whether the engine had not begun it, and leaves it alone."""
-        return (await self._ask("withdraw", conversation=conversation)).done
+        return (await self._ask(FeedCommand("withdraw", conversation))).done
 
     async def drain(self, draining: bool = True) -> None:
         await self._ask(FeedCommand("drain", draining=draining))

@@ -160,7 +160,7 @@ class ReportScheduler(SchedulerSide):
         return Reply(self._residence.release(command.conversation))
 
     def _withdraw(self, command: FeedCommand) -> Reply:
-        return Reply(command.id, self._residence.withdraw(command.conversation))
+        return Reply(self._residence.withdraw(command.conversation))
 
     def _drain(self, command: FeedCommand) -> Reply:
         self._residence.drain(command.draining)
