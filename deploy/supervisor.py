@@ -5,11 +5,9 @@ What ends is started again with a back-off; Ray then restarts its actors, and ke
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,8 +17,15 @@ from pathlib import Path
 
 import psutil
 
+from deploy.fleet import load_fleet
 from deploy.home import FleetHome
-from deploy.ray.own_cluster import OwnCluster, head_environment, own_cluster_environment
+from deploy.ray.own_cluster import (
+    LOOPBACK,
+    OwnCluster,
+    head_environment,
+    own_cluster_environment,
+    temporary_directory,
+)
 from router.logs import log_to_stderr
 from workers import processes
 from workers.processes import Backoff
@@ -54,39 +59,24 @@ class Child:
             log.warning("process ended process=%s code=%s", self.name, self.process.returncode)
             self.end()
             self.start_at = now + self.backoff.next(now)
-        if now >= self.start_at and (self.needs is None or listens(*self.needs)):
+        if now >= self.start_at and (self.needs is None or processes.listens(*self.needs)):
             self.start(now)
 
     def start(self, now: float) -> None:
         if self.stale is not None:
             self.stale.unlink(missing_ok=True)
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                self.argv,
-                env=dict(self.env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self.process = processes.start(self.argv, self.env, self.log)
         self.backoff.serving(now)
         log.info("process started process=%s pid=%d", self.name, self.process.pid)
 
     def end(self) -> None:
         process, self.process = self.process, None
-        if process is None:
-            return
-        members = list(processes.session(process.pid))
-        with contextlib.suppress(psutil.Error):
-            members += processes.tree(psutil.Process(process.pid))
-        processes.end(members, self.grace_s)
-        process.poll()
-
-
-def listens(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex((host, port)) == 0
+        if process is not None:
+            members = list(processes.session(process.pid))
+            with contextlib.suppress(psutil.Error):
+                members += processes.tree(psutil.Process(process.pid))
+            processes.end(members, self.grace_s)
+            process.poll()
 
 
 def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> None:
@@ -105,29 +95,29 @@ def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> Non
             child.end()
 
 
-def own_cluster_children(home: FleetHome, cluster: OwnCluster) -> list[Child]:
-    host, port = cluster.address.rsplit(":", 1)
-    node_env = own_cluster_environment(home, os.environ)
+def own_cluster_children(cluster: OwnCluster) -> list[Child]:
+    home, address = cluster.home, (LOOPBACK, cluster.port)
     # Ray takes the surviving node for a running head when this file names the same address.
-    current = cluster.temporary / "ray_current_cluster"
-    head_env = head_environment(home, os.environ)
+    current = temporary_directory(home) / "ray_current_cluster"
+    node_env, head_env = own_cluster_environment(home, os.environ), head_environment(home, os.environ)
     return [
         Child("head", cluster.head_argv(), head_env, home.ray / "head.log", current, grace_s=HEAD_GRACE_S),
-        Child("node", cluster.node_argv(), node_env, home.ray / "node.log", needs=(host, int(port))),
+        Child("node", cluster.node_argv(), node_env, home.ray / "node.log", needs=address),
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.supervisor", description=__doc__)
-    parser.add_argument("--home", type=Path, required=True, help="the fleet's directory")
-    parser.add_argument("--cluster", type=json.loads, required=True, help="an OwnCluster as JSON")
+    parser.add_argument("--home", type=Path, required=True, help="the fleet's directory, with its file")
+    parser.add_argument("--port", type=int, required=True, help="of Ray's head")
+    parser.add_argument("--client-port", type=int, required=True, help="of its server for Ray clients")
     parser.add_argument("--end-with", type=int, help="pid of a process without which to bring the fleet down")
     arguments = parser.parse_args()
     log_to_stderr()
-    cluster = OwnCluster(**{**arguments.cluster, "temporary": Path(arguments.cluster["temporary"])})
     home = FleetHome(arguments.home)
+    cluster = OwnCluster(load_fleet(home.fleet_file), home, arguments.port, arguments.client_port)
     end_with = psutil.Process(arguments.end_with) if arguments.end_with else None
-    supervise(own_cluster_children(home, cluster), end_with)
+    supervise(own_cluster_children(cluster), end_with)
     return 0
 
 

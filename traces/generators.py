@@ -151,6 +151,14 @@ def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
             start = end
 
 
+def rate_steps(texts: Iterable[str]) -> tuple[RateStep, ...]:
+    """`RATE*SECONDS` each."""
+    try:
+        return tuple(RateStep(*map(float, text.split("*"))) for text in texts)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"a step is RATE*SECONDS: {error}") from error
+
+
 def arriving(
     conversations: Iterable[TraceConversation], times: Iterable[float]
 ) -> Iterator[TraceConversation]:
@@ -169,8 +177,8 @@ def parse(text: str, random: Random) -> Iterator[float]:
             rate, cv = rest.split(":")
             return gamma(float(rate), float(cv), random)
         if kind == "steps":
-            return steps([RateStep(*map(float, part.split("*"))) for part in rest.split(",")], random)
-    except (TypeError, ValueError, TraceError) as error:
+            return steps(rate_steps(rest.split(",")), random)
+    except (ValueError, TraceError) as error:
         raise TraceError(f"arrivals {text!r}: {error}") from error
     raise TraceError(f"arrivals {text!r}: expected poisson:RATE, gamma:RATE:CV or steps:RATE*SECONDS,…")
 

@@ -76,35 +76,33 @@ class LeasedProcess:
         host += ["--grace-s", str(grace_s), "--", *command.argv]
         log = directory / LOG
         _rotate(log)
-        with log.open("ab") as output:
-            child = subprocess.Popen(
-                host,
-                env=processes.with_our_packages(command.env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                cwd=directory,
-            )
+        child = processes.start(host, processes.with_our_packages(command.env), log, directory)
         started = psutil.Process(child.pid).create_time()
         record = ProcessRecord(child.pid, started, fingerprint, epoch, tuple(ports))
         record.write(directory / RECORD)
         return cls(directory, record, child)
 
     @classmethod
+    def recorded(cls, directory: Path) -> "LeasedProcess | None":
+        """The process that was started there last, whether or not it still runs."""
+        record = ProcessRecord.read(directory / RECORD)
+        return cls(directory, record) if record is not None else None
+
+    @classmethod
     def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "LeasedProcess | None":
         """The process that still runs there; one of another fingerprint is ended."""
-        record = ProcessRecord.read(directory / RECORD)
-        if record is None or processes.find(record.pid, record.started) is None:
-            if record is not None:
-                LeasedProcess(directory, record).end(grace_s)
+        process = cls.recorded(directory)
+        if process is None:
             return None
-        process = cls(directory, record)
-        if record.fingerprint != fingerprint:
+        if not process.alive() or process.record.fingerprint != fingerprint:
             process.end(grace_s)
             return None
         process.renew()
         return process
+
+    def expire(self) -> None:
+        """End its lease: it ends by itself, in its own time."""
+        (self.directory / LEASE).unlink(missing_ok=True)
 
     def renew(self) -> None:
         os.utime(self.directory / LEASE)
@@ -116,7 +114,7 @@ class LeasedProcess:
 
     def end(self, grace_s: float) -> bool:
         """End the host and everything under it; also what a killed host left in its session."""
-        (self.directory / LEASE).unlink(missing_ok=True)
+        self.expire()
         host = processes.find(self.record.pid, self.record.started)
         members = processes.tree(host) if host else self._orphans()
         gone = processes.end(members, grace_s)

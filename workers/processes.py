@@ -6,8 +6,9 @@ Trees are ended by pid, without ever touching a process that only inherited a pi
 import contextlib
 import os
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,40 @@ def free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])
+
+
+def listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, port), timeout=1.0).close()
+        return True
+    return False
+
+
+def listen_problem(host: str, port: int) -> str:
+    """Why nobody could listen there now; empty where somebody could."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def start(
+    argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
+) -> "subprocess.Popen[bytes]":
+    """In a session of its own, so that all it starts can be found and ended with it."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=cwd,
+        )
 
 
 def with_our_packages(environ: Mapping[str, str]) -> dict[str, str]:

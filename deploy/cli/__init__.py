@@ -2,25 +2,23 @@
 
 import typer
 
+from deploy.cli.commands import batch, look, power, profile, run, simulate, top, workload
 from deploy.cli.common import errors_as_sentences
 
-
-def application() -> typer.Typer:
-    """All commands, in the order of the help."""
-    from deploy.cli.commands import batch, look, power, profile, run, simulate, top, workload
-
-    app = typer.Typer(
-        name="conserve",
-        help="Conversation-level orchestrator for agentic LLM serving on vLLM.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    for module in (run, look, top, batch, workload, simulate, profile, power):
-        module.register(app)
-    return app
+app = typer.Typer(
+    name="conserve",
+    help="Conversation-level orchestrator for agentic LLM serving on vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for module in (run, look, top, workload, simulate, profile):  # in the order of the help
+    app.add_typer(module.app)
+app.add_typer(batch.app, name="batch")
+app.add_typer(workload.traces, name="trace")
+app.add_typer(power.app, name="power")
 
 
 def main() -> None:
     with errors_as_sentences():
-        application()(prog_name="conserve")
+        app(prog_name="conserve")

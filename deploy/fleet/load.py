@@ -1,14 +1,13 @@
 """Reading a fleet file: every mistake in it with file, line, what was expected and the nearest key."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from deploy.errors import DeployError
 from deploy.fleet.checks import KeyPath, Problem, check
@@ -45,10 +44,10 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def from_pydantic(error: Mapping[str, Any], schema: type[BaseModel]) -> Problem:
+def from_pydantic(error: Mapping[str, Any]) -> Problem:
     path: KeyPath = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
-        return Problem(path, unknown_key(str(path[-1]), keys_at(schema, path[:-1])), at_key=True)
+        return Problem(path, unknown_key(str(path[-1]), keys_at(path[:-1])), at_key=True)
     if error["type"] == "missing":
         return Problem(path[:-1], f"'{path[-1]}' is missing")
     message = error["msg"].removeprefix("Value error, ")
@@ -64,39 +63,20 @@ def unknown_key(key: str, valid: list[str]) -> str:
     return f"unknown key '{key}'; expected one of {', '.join(sorted(valid))}"
 
 
-def keys_at(schema: type[BaseModel], path: KeyPath) -> list[str]:
-    kind: object = schema
+def keys_at(path: KeyPath) -> list[str]:
+    """Of the block there, by the schema that editors complete by."""
+    whole = FleetSpec.model_json_schema()
+    found: dict[str, Any] = whole
     for part in path:
-        kind = _step(kind, part)
-    block = _block(kind)
-    return list(block.model_fields) if block else []
-
-
-def _step(kind: object, part: str | int) -> object:
-    for option in _options(kind):
-        if isinstance(option, type) and issubclass(option, BaseModel) and part in option.model_fields:
-            return option.model_fields[str(part)].annotation
-        origin = get_origin(option)
-        if origin is list and isinstance(part, int):
-            return get_args(option)[0]
-        if origin is dict and isinstance(part, str):
-            return get_args(option)[1]
-    return None
-
-
-def _options(kind: object) -> list[object]:
-    if get_origin(kind) is Annotated:
-        return _options(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        return [option for branch in get_args(kind) for option in _options(branch)]
-    return [kind]
-
-
-def _block(kind: object) -> type[BaseModel] | None:
-    for option in _options(kind):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+        named = found.get("patternProperties", {}).values()  # blocks with names of their own, as of slos
+        inner = found.get("items") if isinstance(part, int) else found.get("properties", {}).get(part)
+        found = inner or next(iter(named), None) or {}
+        for option in (found, *found.get("anyOf", ())):
+            if "$ref" in option:
+                found = whole["$defs"][option["$ref"].rpartition("/")[2]]
+            elif "items" in option:
+                found = option
+    return list(found.get("properties", ()))
 
 
 def _expected(message: str) -> str:
@@ -129,26 +109,17 @@ def positions(root: yaml.Node | None) -> Positions:
 
 def _visit(node: yaml.Node, path: KeyPath, found: Positions) -> None:
     found.values[path] = node.start_mark.line + 1
-    for part, key, value in _children(node):
-        inner = (*path, part)
-        if key is not None:
-            line = key.start_mark.line + 1
-            if inner in found.keys:
-                first = found.keys[inner]
-                found.duplicates.append(
-                    Problem(inner, f"the key '{part}' is already on line {first}", at_key=True)
-                )
-            found.keys[inner] = line
-        _visit(value, inner, found)
-
-
-def _children(node: yaml.Node) -> Iterator[tuple[str | int, yaml.Node | None, yaml.Node]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield str(key.value), key, value
-    elif isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield index, None, value
+            _visit(value, (*path, index), found)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*path, str(key.value))
+            if first := found.keys.get(inner):
+                said = f"the key '{key.value}' is already on line {first}"
+                found.duplicates.append(Problem(inner, said, at_key=True))
+            found.keys[inner] = key.start_mark.line + 1
+            _visit(value, inner, found)
 
 
 def load_fleet(file: Path) -> FleetSpec:
@@ -176,7 +147,7 @@ def parse_fleet(text: str, name: str) -> FleetSpec:
     try:
         fleet = FleetSpec.model_validate(content)
     except ValidationError as error:
-        problems = (from_pydantic(detail, FleetSpec) for detail in error.errors(include_url=False))  # type: ignore[arg-type]
+        problems = (from_pydantic(detail) for detail in error.errors(include_url=False))  # type: ignore[arg-type]
         raise _error(name, where, list(dict.fromkeys(problems))) from error
     problems_beyond_types = list(check(fleet))
     if problems_beyond_types:

@@ -21,7 +21,7 @@ from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keepe
 from deploy.ray.own_cluster import temporary_directory
 from workers import processes
 from workers.launch import FLEET_MARK
-from workers.leased import LEASE, RECORD, LeasedProcess, ProcessRecord
+from workers.leased import LeasedProcess
 
 log = logging.getLogger("conserve.deploy.down")
 
@@ -113,12 +113,11 @@ def marked(home: FleetHome) -> list[psutil.Process]:
 
 def _end_leased(directories: list[Path]) -> None:
     """First all leases, so that all end at the same time; then wait for each."""
-    for directory in directories:
-        (directory / LEASE).unlink(missing_ok=True)
-    for directory in directories:
-        record = ProcessRecord.read(directory / RECORD)
-        if record is not None:
-            LeasedProcess(directory, record).end(GRACE_S)
+    left = [process for process in map(LeasedProcess.recorded, directories) if process is not None]
+    for process in left:
+        process.expire()
+    for process in left:
+        process.end(GRACE_S)
 
 
 def _sweep(home: FleetHome) -> None:

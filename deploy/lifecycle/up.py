@@ -1,11 +1,9 @@
 """Bringing a fleet up: Ray, keepers, directory, gateways; tell of progress; give up with a reason."""
 
-import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,15 +55,11 @@ def is_up(home: FleetHome) -> bool:
 
 def refuse_taken_port(fleet: FleetSpec) -> None:
     gateway = fleet.gateway
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((gateway.host, gateway.port))
-        except OSError as error:
-            where = f"{gateway.host}:{gateway.port} ({error.strerror})"
-            raise LifecycleError(
-                f"the gateway cannot listen on {where}; change gateway.port or end what is there"
-            ) from error
+    if problem := processes.listen_problem(gateway.host, gateway.port):
+        where = f"{gateway.host}:{gateway.port} ({problem})"
+        raise LifecycleError(
+            f"the gateway cannot listen on {where}; change gateway.port or end what is there"
+        )
 
 
 def refuse_missing_model(fleet: FleetSpec) -> None:
@@ -97,7 +91,7 @@ def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> No
 def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool) -> str:
     """Returns the endpoint. If it cannot, or is interrupted, nothing is left behind."""
     prepare(fleet, home)
-    with _down_on_failure(home):
+    try:
         if fleet.ray.address is None:
             tell("starting Ray")
             record = start_own_cluster(fleet, home, end_with_us)
@@ -109,6 +103,9 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
             return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()
+    except BaseException:  # Ctrl-C too: what has started would go on without us
+        bring_down(home)
+        raise
 
 
 def _start(ray: Any, fleet: FleetSpec, home: FleetHome, record: RunRecord, tell: Tell) -> str:
@@ -230,12 +227,3 @@ def _last_line(error: Exception) -> str:
 
 def _reachable(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
-
-
-@contextmanager
-def _down_on_failure(home: FleetHome) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # Ctrl-C too: what has started would go on without us
-        bring_down(home)
-        raise

@@ -20,7 +20,7 @@ from deploy.lifecycle.up import (
     until_gateway_answers,
     write_fleet,
 )
-from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS
+from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name
 
 
 @contextlib.contextmanager
@@ -64,9 +64,9 @@ class Upgrade:
         self._before, self._after = Actors(old, home), Actors(new, home)
         self.changed = changed
         tiers = {tier.name: tier for tier in (*old.tiers, *new.tiers)}  # as the new file has them
-        there = [EngineName(name, tiers[name.rpartition("-")[0]]) for name in self._after.keepers.engines()]
+        there = [EngineName(name, tiers[name.rpartition("-")[0]]) for name in self._after.engines()]
         self.plan: FleetChanges = plan(
-            old, new, home, {engine.name: self._after.keepers.need(engine) for engine in there}
+            old, new, home, {engine.name: self._after.need(engine) for engine in there}
         )
 
     @property
@@ -80,15 +80,15 @@ class Upgrade:
         moves = self.endpoint != endpoint_of(self._old)
         if moves:
             refuse_taken_port(self._new)
-        self._after.end(AUTOSCALER)  # it would count engines that come and go
-        for name in self._after.keepers.engines():
-            self._after.keepers.resume(name)  # it, or a change before this, may have been about to end one
+        self._after.end_actor(AUTOSCALER)  # it would count engines that come and go
+        for name in self._after.engines():
+            self._after.resume(name)  # it, or a change before this, may have been about to end one
         address = self._directory(tell) if made.directory else self._run.directory
         for engine in made.added:
             self._start(engine, tell)
         for engine in made.keepers:
             tell(f"{engine.name}: another keeper")
-            self._after.keepers.end_keeper(engine.name)
+            self._after.end_actor(keeper_name(engine.name))
             self._serve(engine, tell)
         for engine in made.engines:
             self._replace(engine, tell)
@@ -102,12 +102,12 @@ class Upgrade:
 
     def _directory(self, tell: Tell) -> str:
         tell("directory: restarting")
-        self._after.end(DIRECTORY)
+        self._after.end_actor(DIRECTORY)
         return directory_address(self._ray, self._after.start_directory())
 
     def _gateways(self, address: str, tell: Tell) -> None:
         tell("gateways: new ones start, old ones finish their streams")
-        self._after.end(GATEWAYS)
+        self._after.end_actor(GATEWAYS)
         gateways = self._after.start_gateways(address)
         until_gateway_answers(self._ray, gateways, self.endpoint, self._home)
 
@@ -115,7 +115,7 @@ class Upgrade:
         try:
             self._serve(engine, tell)
         except LifecycleError:
-            self._after.keepers.end(engine.name)
+            self._after.end(engine.name)
             raise
 
     def _replace(self, engine: EngineName, tell: Tell) -> None:
@@ -124,11 +124,11 @@ class Upgrade:
             self._serve(engine, tell)
         except LifecycleError as error:
             was = {one.name: one for one in engines(self._old)}.get(engine.name)
-            self._after.keepers.end(engine.name)
+            self._after.end(engine.name)
             if was is None:
                 raise
             tell(f"{engine.name}: does not start; it is put back as it was")
-            self._before.keepers.start(was)
+            self._before.start(was)
             self._before.start_autoscaler(self._run.directory)
             raise LifecycleError(
                 f"{error}\n{engine.name} starts again as it was, and the rest of the change was not made"
@@ -137,12 +137,12 @@ class Upgrade:
     def _retire(self, name: str, tell: Tell) -> None:
         limit_s = self._new.capacity.drain
         tell(f"{name}: draining, at most {limit_s:.0f} s")
-        if not self._after.keepers.drain(name, limit_s):
+        if not self._after.drain(name, limit_s):
             tell(f"{name}: not empty, or out of reach; it is ended all the same")
-        self._after.keepers.end(name)
+        self._after.end(name)
 
     def _serve(self, engine: EngineName, tell: Tell) -> None:
-        keeper = self._after.keepers.start(engine)
+        keeper = self._after.start(engine)
         until_engines_serve(self._ray, self._new, {engine.name: keeper}, self._home, tell)
 
 

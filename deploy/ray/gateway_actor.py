@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from deploy.ray.common import Background, log_to_stderr
 from deploy.ray.own_cluster import common_environment
 from workers import processes
 from workers.launch import FLEET_MARK, ProcessCommand
-from workers.leased import LEASE, RECORD, LeasedProcess, ProcessRecord
+from workers.leased import LeasedProcess
 from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.gateways")
@@ -132,7 +131,7 @@ class GatewaysActor:
                     other = await asyncio.to_thread(_taken_over, other, process.record.pid, port)
                 await asyncio.sleep(LOOK_EVERY_S)
             await asyncio.to_thread(process.end, GRACE_S)
-            if name == BATCH and not await asyncio.to_thread(_free, self._host, port):
+            if name == BATCH and processes.listen_problem(self._host, port):
                 raise PortTaken(f"somebody else listens on {port} now")
             process = None
             wait_s = backoff.next(loop.time())
@@ -144,14 +143,14 @@ class GatewaysActor:
 
         Two slots: while the old one finishes its streams the new one already takes connections."""
         slots = [self._home.gateways / slot for slot in _slots(name)]
-        live = {slot: record for slot in slots if (record := _running(slot)) is not None}
-        for slot, record in live.items():
-            if record.fingerprint == fingerprint:
+        live = {slot: process for slot in slots if (process := _running(slot)) is not None}
+        for slot, process in live.items():
+            if process.record.fingerprint == fingerprint:
                 return slot, None
         free = next((slot for slot in slots if slot not in live), slots[0])
         free.mkdir(parents=True, exist_ok=True)
         old = next((slot for slot in live if slot != free), None)
-        return free, LeasedProcess(old, live[old]) if old is not None else None
+        return free, live[old] if old is not None else None
 
 
 def _fingerprint(config: bytes) -> str:
@@ -160,31 +159,19 @@ def _fingerprint(config: bytes) -> str:
 
 def _port(directory: Path, host: str) -> int:
     """Where the process listens, or did before and nobody does now: gateways that run know that address."""
-    record = ProcessRecord.read(directory / RECORD)
-    if record is not None and (_running(directory) is not None or _free(host, record.ports[0])):
-        return record.ports[0]
-    with socket.socket() as any_port:
-        any_port.bind((host, 0))
-        return int(any_port.getsockname()[1])
-
-
-def _free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+    last = LeasedProcess.recorded(directory)
+    if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
+        return last.record.ports[0]
+    return processes.free_port(host)
 
 
 def _slots(name: str) -> tuple[str, str]:
     return name, f"{name}-b"
 
 
-def _running(directory: Path) -> ProcessRecord | None:
-    record = ProcessRecord.read(directory / RECORD)
-    return record if record and processes.find(record.pid, record.started) else None
+def _running(directory: Path) -> LeasedProcess | None:
+    process = LeasedProcess.recorded(directory)
+    return process if process is not None and process.alive() else None
 
 
 def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None:
@@ -193,7 +180,7 @@ def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None
         old.renew()
         return old
     log.info("gateway hands over from=%s", old.directory.name)
-    (old.directory / LEASE).unlink(missing_ok=True)
+    old.expire()
     return None
 
 
@@ -208,6 +195,6 @@ def _listens(host: int, port: int) -> bool:
 
 
 def _end(directory: Path) -> None:
-    record = ProcessRecord.read(directory / RECORD)
-    if record is not None:
-        LeasedProcess(directory, record).end(GRACE_S)
+    process = LeasedProcess.recorded(directory)
+    if process is not None:
+        process.end(GRACE_S)

@@ -155,8 +155,7 @@ class Keepers:
     def drain(self, engine: str, limit_s: float) -> bool:
         """Until nothing is left on it, at most so long; False if turns still ran, or it did not answer."""
         try:
-            address = self._ask(engine, "control_address")
-            return asyncio.run(self._drained(address, time.monotonic() + limit_s)) if address else False
+            return asyncio.run(self._drained(engine, time.monotonic() + limit_s))
         except (RayError, ValueError, ControlError) as error:
             log.warning("engine not drained engine=%s reason=%s", engine, str(error).splitlines()[0])
             return False
@@ -164,9 +163,7 @@ class Keepers:
     def resume(self, engine: str) -> None:
         """Take back a drain that somebody began and did not end."""
         with contextlib.suppress(RayError, ValueError, ControlError):
-            address = self._ask(engine, "control_address")
-            if address:
-                asyncio.run(self._resumed(address))
+            asyncio.run(self._resumed(engine))
 
     def end(self, engine: str) -> None:
         """End the engine and its keeper; its name is free then."""
@@ -175,24 +172,36 @@ class Keepers:
             with contextlib.suppress(RayError):  # killed next; its engine ends by its lease
                 if self.status(engine) is not None:
                     ray.get(handle.end.remote(), timeout=END_LIMIT_S)
-        self.end_keeper(engine)
+        self.end_actor(keeper_name(engine))
 
-    def end_keeper(self, engine: str) -> None:
-        """The engine goes on for its lease: another keeper may adopt it."""
-        end_actor(keeper_name(engine))
+    def end_actor(self, name: str) -> None:
+        """And wait until its name is free; one that is not there is no mistake. What it started goes on for
+        its lease: another keeper may adopt the engine."""
+        try:
+            ray.kill(ray.get_actor(name), no_restart=True)
+        except ValueError:
+            return
+        deadline = time.monotonic() + FREE_LIMIT_S
+        while name in ray.util.list_named_actors():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"Ray does not let go of the actor {name}")
+            time.sleep(0.1)
 
     def _ask(self, engine: str, method: str, *arguments: object) -> Any:
         handle = ray.get_actor(keeper_name(engine))
         return ray.get(getattr(handle, method).remote(*arguments), timeout=ANSWER_LIMIT_S)
 
-    async def _resumed(self, address: str) -> None:
-        async with ControlClient(address, self._secret) as client:
+    def _client(self, engine: str) -> ControlClient:
+        return ControlClient(self._ask(engine, "control_address"), self._secret)
+
+    async def _resumed(self, engine: str) -> None:
+        async with self._client(engine) as client:
             state = (await client.info()).state
             if state is not None and state.draining:
                 await client.drain(False)
 
-    async def _drained(self, address: str, until: float) -> bool:
-        async with ControlClient(address, self._secret) as client:
+    async def _drained(self, engine: str, until: float) -> bool:
+        async with self._client(engine) as client:
             if (await client.info()).state is None:
                 return True  # it does not serve
             await client.drain()
@@ -209,16 +218,3 @@ class Keepers:
                     return True
                 await asyncio.sleep(LOOK_EVERY_S)
             return not (state and (state.running or state.waiting))
-
-
-def end_actor(name: str) -> None:
-    """And wait until its name is free; one that is not there is no mistake."""
-    try:
-        ray.kill(ray.get_actor(name), no_restart=True)
-    except ValueError:
-        return
-    deadline = time.monotonic() + FREE_LIMIT_S
-    while name in ray.util.list_named_actors():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Ray does not let go of the actor {name}")
-        time.sleep(0.1)

@@ -27,47 +27,31 @@ LOOPBACK = "127.0.0.2"
 
 @dataclass(frozen=True, slots=True)
 class OwnCluster:
+    fleet: FleetSpec
+    home: FleetHome
     port: int
     client_port: int
-    temporary: Path
-    resources: dict[str, float]
-    object_store_bytes: int
-    dashboard: bool
 
     @property
     def address(self) -> str:
         return f"{LOOPBACK}:{self.port}"
 
-    @classmethod
-    def of(cls, fleet: FleetSpec, home: FleetHome, port: int, client_port: int) -> "OwnCluster":
-        return cls(
-            port=port,
-            client_port=client_port,
-            temporary=temporary_directory(home),
-            resources=resources_of(fleet),
-            object_store_bytes=fleet.ray.object_store_mib << 20,
-            dashboard=fleet.ray.dashboard,
+    def head_argv(self) -> list[str]:
+        dashboard = str(self.fleet.ray.dashboard).lower()
+        return self._start(
+            *("--head", "--port", str(self.port), "--ray-client-server-port", str(self.client_port)),
+            *("--temp-dir", str(temporary_directory(self.home)), "--include-dashboard", dashboard),
+            *("--num-cpus", "0", "--num-gpus", "0"),
         )
 
-    def head_argv(self) -> list[str]:
-        return [
-            *(*ray_command(), "start", "--head", "--block", "--port", str(self.port)),
-            *("--ray-client-server-port", str(self.client_port), "--temp-dir", str(self.temporary)),
-            *("--num-cpus", "0", "--num-gpus", "0", "--include-dashboard", str(self.dashboard).lower()),
-            *self._common(),
-        ]
-
     def node_argv(self) -> list[str]:
-        return [
-            *(*ray_command(), "start", "--block", "--address", self.address),
-            *("--resources", json.dumps(self.resources)),
-            *self._common(),
-        ]
+        return self._start("--address", self.address, "--resources", json.dumps(resources_of(self.fleet)))
 
-    def _common(self) -> list[str]:
+    def _start(self, *options: str) -> list[str]:
         return [
+            *(*ray_command(), "start", "--block", *options),
             *("--node-ip-address", LOOPBACK, "--disable-usage-stats", "--include-log-monitor", "false"),
-            *("--object-store-memory", str(self.object_store_bytes)),
+            *("--object-store-memory", str(self.fleet.ray.object_store_mib << 20)),
         ]
 
 
@@ -98,9 +82,7 @@ def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
     env["RAY_DEDUP_LOGS"] = "0"
     env["RAY_raylet_start_wait_time_s"] = "120"  # a busy machine takes more than Ray's 30
     env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    env["RAY_worker_niceness"] = (
-        "0"  # engines and gateways inherit it; Ray's own is 15
-    )
+    env["RAY_worker_niceness"] = "0"  # engines and gateways inherit it; Ray's own is 15
     return env
 
 

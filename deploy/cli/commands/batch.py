@@ -28,10 +28,6 @@ API_KEY = "CONSERVE_API_KEY"
 _TIMEOUT_S = 600.0
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(commands, name="batch")
-
-
 def client(url: str | None, fleet: str | None, api_key: str | None) -> openai.OpenAI:
     """At `url`, or where the named fleet serves on this machine."""
     key = api_key or os.environ.get(API_KEY)
@@ -45,7 +41,7 @@ def client(url: str | None, fleet: str | None, api_key: str | None) -> openai.Op
     return openai.OpenAI(base_url=base, api_key=key or "none", timeout=_TIMEOUT_S)
 
 
-commands = typer.Typer(no_args_is_help=True, help="Offline work: files of requests through the Batch API.")
+app = typer.Typer(no_args_is_help=True, help="Offline work: files of requests through the Batch API.")
 console = Console()
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
@@ -58,7 +54,7 @@ Id = Annotated[str, typer.Argument(help="The batch's id")]
 Follow = Annotated[bool, typer.Option("--wait", "-w", help="Show progress until it ends")]
 
 
-@commands.command("submit")
+@app.command("submit")
 def submit(
     file: Annotated[
         Path, typer.Argument(help="Requests, one JSON object a line", exists=True, dir_okay=False)
@@ -85,7 +81,7 @@ def submit(
         _finish(api, _watched(api, batch), out)
 
 
-@commands.command("list")
+@app.command("list")
 def list_batches(
     limit: Annotated[int, typer.Option(help="How many, newest first", min=1, max=100)] = 20,
     url: Url = None,
@@ -98,7 +94,7 @@ def list_batches(
         typer.echo(f"{batch.id}  {batch.status:<11}  {created}  {_counts(batch)}")
 
 
-@commands.command("show")
+@app.command("show")
 def show(
     id: Id, wait: Follow = False, url: Url = None, fleet: FleetOption = None, api_key: Key = None
 ) -> None:
@@ -110,13 +106,13 @@ def show(
     _print(batch)
 
 
-@commands.command("cancel")
+@app.command("cancel")
 def cancel(id: Id, url: Url = None, fleet: FleetOption = None, api_key: Key = None) -> None:
     """End a batch; what is done stays available."""
     _print(client(url, fleet, api_key).batches.cancel(id))
 
 
-@commands.command("results")
+@app.command("results")
 def results(
     id: Id,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A file; else the terminal")] = None,

@@ -21,14 +21,11 @@ from deploy.observe.targets import targets as pages
 from placement.fleet.capacity import Recommendation, Signals
 from workers.engine_log import last_lines
 
-
-def register(app: typer.Typer) -> None:
-    app.command()(status)
-    app.command()(advise)
-    app.command()(logs)
-    app.command()(targets)
+app = typer.Typer()
+EVERY_S = 10.0
 
 
+@app.command()
 def status(
     fleet: FleetName = None,
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
@@ -77,6 +74,7 @@ def _table(found: FleetStatus) -> Table:
     return table
 
 
+@app.command()
 def advise(
     fleet: FleetName = None,
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
@@ -124,6 +122,7 @@ def sentences(signals: Signals, advice: tuple[Recommendation, ...], fleet: Fleet
     return lines
 
 
+@app.command()
 def logs(
     engine: Annotated[str, typer.Argument(help="an engine or a gateway, as decode-0 or gateway-0")],
     fleet: FleetOption = None,
@@ -140,9 +139,7 @@ def logs(
     raise DeployError(f"no engine '{engine}' in fleet '{home.name}'; there are: {names}")
 
 
-EVERY_S = 10.0
-
-
+@app.command()
 def targets(
     fleet: FleetName = None,
     out: Annotated[Path | None, typer.Option(help="write there, for file_sd_configs")] = None,

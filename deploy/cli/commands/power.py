@@ -17,7 +17,7 @@ from workers.power import limits
 from workers.power.limits import LimitChange, WantedLimit, boot_id
 from workers.power.nvml import Gpus
 
-commands = typer.Typer(
+app = typer.Typer(
     no_args_is_help=True, help="Power limits of this machine's GPUs: plan, apply, restore."
 )
 console = Console()
@@ -26,18 +26,14 @@ File = Annotated[Path, typer.Argument(help="a fleet file")]
 Tier = Annotated[str | None, typer.Option(help="only this tier runs here; it gets all GPUs")]
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(commands, name="power")
-
-
-@commands.command("plan")
+@app.command("plan")
 def plan(file: File, tier: Tier = None) -> None:
     """Show what would be changed, and change nothing."""
     with Gpus() as gpus:
         _show(_planned(gpus, load_fleet(file), tier))
 
 
-@commands.command("apply")
+@app.command("apply")
 def apply(
     file: File,
     tier: Tier = None,
@@ -56,7 +52,7 @@ def apply(
         _tell(limits.apply(gpus, wishes, conserve_home() / POWER, boot_id(), holder))
 
 
-@commands.command("restore")
+@app.command("restore")
 def restore() -> None:
     """Set every limit back that was changed on this machine and not set back."""
     with Gpus() as gpus:

@@ -17,18 +17,16 @@ from placement.fleet.prefillers import curve_of
 from placement.iteration.latency import Sample
 from workers.profiles import Profile, ProfileKey, ProfileStore
 
+app = typer.Typer()
 console = Console()
 CHECK_SECONDS = 2e-7  # of one look at the flag (benchmarks.coserving measures it)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(profile)
 
 
 def store_path() -> Path:
     return conserve_home() / PROFILES
 
 
+@app.command()
 def profile(
     file: Annotated[Path, typer.Argument(help="a fleet file")],
     tier: Annotated[str, typer.Argument(help="name of a tier; its engine is started here, alone")],

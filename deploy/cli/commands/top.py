@@ -17,6 +17,8 @@ from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.lifecycle.status import serving
 
+app = typer.Typer()
+
 BAR = 30
 TIMELINE = 48
 WINDOW_S = 120.0
@@ -30,10 +32,6 @@ SPANS = {  # a glyph of its own each: colours may be missing
 }
 NOTHING = (" ", "none")  # before it began
 OBJECTIVES = {"ttfet": "begin within", "last_turn_tbt": "a token every", "e2e": "end within"}
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(top)
 
 
 def render(state: dict[str, Any], timelines: int) -> RenderableType:
@@ -138,6 +136,7 @@ TIMEOUT_S = 5.0
 PATIENCE = 10  # answers missed in a row before giving up
 
 
+@app.command()
 def top(
     fleet: FleetName = None,
     url: Annotated[str, typer.Option(help="A gateway; else that of the fleet.")] = "",

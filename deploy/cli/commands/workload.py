@@ -13,9 +13,8 @@ from rich.console import Console
 from deploy.cli.common import any_trace
 from traces import generators, importers
 from traces.describe import describe as description
-from traces.format import Trace, TraceError, load, write
+from traces.format import Trace, load, write
 from traces.generators import (
-    RateStep,
     RequestLengths,
     Scale,
     SweBench,
@@ -31,7 +30,10 @@ from traces.replay import Dialect, Replay, ReplayOptions, ToolStyle, summary
 from traces.replay import replay as play
 from traces.replay.run import ProgressBar
 
-commands = typer.Typer(no_args_is_help=True, help="Workloads: describe, import, generate, scale.")
+app = typer.Typer()
+traces = typer.Typer(no_args_is_help=True, help="Workloads: describe, import, generate, scale.")
+generate = typer.Typer(no_args_is_help=True, help="Make a workload from a few numbers.")
+traces.add_typer(generate, name="generate")
 console = Console()
 MIX, LENGTHS = SweBench(), RequestLengths()
 
@@ -41,13 +43,7 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same trace")]
 Count = Annotated[int, typer.Option(help="Conversations", min=1)]
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(commands, name="trace")
-    app.command()(replay)
-    app.command()(report)
-
-
-@commands.command("describe")
+@traces.command("describe")
 def describe(
     trace: Annotated[Path, typer.Argument(help="A trace in our format, or of a kind that can be imported")],
     picture: Annotated[Path | None, typer.Option(help="Also draw it: PNG, SVG or PDF by the ending")] = None,
@@ -65,7 +61,7 @@ def describe(
         json.write_bytes(orjson.dumps(what.to_json(), option=orjson.OPT_INDENT_2))
 
 
-@commands.command("import")
+@traces.command("import")
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Files or folders")],
     out: Out,
@@ -75,10 +71,6 @@ def import_(
 ) -> None:
     """Bring workloads of other formats into ours; the kind is told from the content."""
     _write(out, importers.import_files(files, kind))
-
-
-generate = typer.Typer(no_args_is_help=True, help="Make a workload from a few numbers.")
-commands.add_typer(generate, name="generate")
 
 
 @generate.command("swe-bench")
@@ -131,10 +123,10 @@ def generate_steps(
     seed: Seed = 0,
 ) -> None:
     """The paper's mix at a rate that jumps."""
-    _write(out, step_bursts(count, tuple(map(_step, step)), seed))
+    _write(out, step_bursts(count, generators.rate_steps(step), seed))
 
 
-@commands.command("scale")
+@traces.command("scale")
 def scale(
     trace: Annotated[Path, typer.Argument(help="A trace in our format")],
     out: Out,
@@ -165,22 +157,12 @@ def scale(
     _write(out, Trace(found.header, tuple(kept)))
 
 
-def _step(text: str) -> RateStep:
-    try:
-        rate, seconds = text.split("*")
-        return RateStep(float(rate), float(seconds))
-    except ValueError as error:
-        raise TraceError(f"a step is RATE*SECONDS, not {text!r}") from error
-
-
 def _write(out: Path, trace: Trace) -> None:
     count = write(out, trace.conversations, trace.header)
     console.print(f"{count:,} conversations in {out}")
 
 
-console = Console()
-
-
+@app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace in our format: see `conserve trace`")],
     url: Annotated[str, typer.Option(help="OpenAI endpoint, without /v1")],
@@ -248,6 +230,7 @@ async def _watched(trace: Path, options: ReplayOptions, label: str) -> Replay:
         return await play(found.conversations, options, live, label=label, trace=str(trace), stop=stop)
 
 
+@app.command()
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results of `conserve replay --json`; two compare")],
     html: Annotated[Path | None, typer.Option(help="Write a report of one page")] = None,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import typer
 
-from deploy.cli import application
+from deploy.cli import app
 from deploy.cli.commands import run
 from deploy.cli.common import errors_as_sentences
 from deploy.home import FleetHome, RunRecord
@@ -42,7 +42,7 @@ def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Comma
         yield from leaves(one, f"{name} {inner}")
 
 
-COMMANDS = dict(leaves(typer.main.get_command(application()), "conserve"))
+COMMANDS = dict(leaves(typer.main.get_command(app), "conserve"))
 
 
 def up(base: Path, name: str, record: RunRecord) -> FleetHome:

@@ -2,16 +2,14 @@
 
 from pathlib import Path
 
-import typer
 from typer.testing import CliRunner, Result
 
+from deploy.cli import app as APP
 from deploy.cli.commands import workload
 from tests.support.fleet import ROOT
 from traces.errors import TraceError
 from traces.format import load
 
-APP = typer.Typer()
-workload.register(APP)
 SAMPLES = ROOT / "traces" / "samples"
 
 

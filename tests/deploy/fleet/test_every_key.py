@@ -93,7 +93,7 @@ class Everything:
         self.scale = scale_limits(fleet, limits) if limits else None
         self.coserving = CoServingConfig.from_additional_config(json.loads(self.engine.additional or "{}"))
         self.resources, self.control = resources(decode.tier.resources), control_resources(fleet)
-        self.cluster = OwnCluster.of(fleet, home, 1, 2)
+        self.head = " ".join(OwnCluster(fleet, home, 1, 2).head_argv())
 
     def settings(self) -> Iterator[tuple[tuple[type, str], Any]]:
         for value in vars(self).values():
@@ -271,8 +271,8 @@ CASES = {
     "observe.tracing.sample": case(0.5, lambda got: got.gateway.tracing.sample),
     "ray.address": case("10.0.0.1:6379", lambda got: "conserve_control" in got.control["resources"], False),
     "ray.control_resources": case({"CPU": 2}, lambda got: got.control["num_cpus"], 2),
-    "ray.object_store_mib": case(200, lambda got: got.cluster.object_store_bytes, 200 << 20),
-    "ray.dashboard": case(True, lambda got: got.cluster.dashboard),
+    "ray.object_store_mib": case(200, lambda got: f"--object-store-memory {200 << 20}" in got.head, True),
+    "ray.dashboard": case(True, lambda got: "--include-dashboard true" in got.head),
 }  # fmt: skip
 
 # Keys that an actor reads from the fleet itself.

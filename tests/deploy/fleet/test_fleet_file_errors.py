@@ -48,6 +48,16 @@ def test_the_good_file_is_good() -> None:
             "fleet.yaml:7: tiers[1].replcas: unknown key 'replcas'; did you mean",
         ),
         (
+            "  ttl: 10m",
+            "  ttl: 10m\nslos:\n  default: {ttft: 1s}",
+            "fleet.yaml:11: slos.default.ttft: unknown key 'ttft'; did you mean 'ttfet'?",
+        ),
+        (
+            "    replicas: 2",
+            "    autoscale: {mn: 1, max: 2}",
+            "fleet.yaml:7: tiers[1].autoscale.mn: unknown key 'mn'; did you mean 'min'?",
+        ),
+        (
             "    replicas: 2",
             "    replicas: two",
             "fleet.yaml:7: tiers[1].replicas: expected a valid integer, not 'two'",

@@ -47,6 +47,7 @@ while True:
 fleet = load_fleet(Path("configs/laptop.yaml"))
 home = FleetHome.of(fleet.name)
 home.create()
+home.fleet_file.write_text(Path("configs/laptop.yaml").read_text())  # as `conserve up` does
 ray = connect(fleet, home, start_own_cluster(fleet, home, end_with_us=True))
 
 class Counter:
