@@ -3,13 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
 from pydantic import ValidationError
 
 from deploy.fleet import components
+from deploy.fleet.engine_checks import check_engines
+from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome
 from kvtransfer.errors import KVTransferError
@@ -17,18 +18,6 @@ from placement.engines import Role
 from placement.errors import PlacementError
 from placement.fleet.prefillers import PrefillCurve
 from workers.processes import WorkerError
-
-KeyPath = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One mistake; `path` leads to it, `at_key` when the key itself is wrong rather than its value."""
-
-    path: KeyPath
-    message: str
-    at_key: bool = False
-
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving
 ARGUMENTS_OF_OURS = {
@@ -45,7 +34,7 @@ ARGUMENTS_OF_OURS = {
 
 
 def check(fleet: FleetSpec) -> Iterator[Problem]:
-    found = list(_of_the_file(fleet))
+    found = list(_of_the_file(fleet)) or list(check_engines(fleet))
     yield from found or _of_components(fleet)
 
 
@@ -98,7 +87,8 @@ def _arguments(fleet: FleetSpec) -> Iterator[Problem]:
     blocks += [(("tiers", index, "args"), tier.args) for index, tier in enumerate(fleet.tiers)]  # type: ignore[misc]
     for path, arguments in blocks:
         for name in arguments:
-            plain = name.lstrip("-").replace("_", "-")
+            head, *field = name.lstrip("-").split(".")
+            plain = ".".join([head.replace("_", "-"), *field])
             if plain != name:
                 yield Problem(
                     (*path, name), f"vLLM's options are written without dashes: '{plain}'", at_key=True

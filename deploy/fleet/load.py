@@ -10,7 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.errors import DeployError
-from deploy.fleet.checks import KeyPath, Problem, check
+from deploy.fleet.checks import check
+from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec
 
 

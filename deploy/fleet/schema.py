@@ -148,6 +148,17 @@ class AutoscaleSpec(Spec):
     max: Annotated[int, Field(gt=0, le=4096)]
 
 
+class HardwareSpec(Spec):
+    """What a tier's nodes are, for `conserve check` and for guesses before anything is measured."""
+
+    accelerator: str | None = None
+    """A name of `deploy/fleet/hardware.py`, as in `H100`."""
+    node_gpus: Annotated[int, Field(gt=0, le=256)] = 8
+    """GPUs of one node: an engine is on one."""
+    nodes: Annotated[int, Field(gt=0, le=4096)] | None = None
+    """How many there are for this tier; without it nobody counts."""
+
+
 class TierSpec(Spec):
     """Engines of one kind: the same role, hardware and arguments."""
 
@@ -157,7 +168,9 @@ class TierSpec(Spec):
     autoscale: AutoscaleSpec | None = None
     """Then `replicas` is how many there are at first."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources one engine takes; a custom resource places the tier on its nodes."""
+    """Ray resources one engine takes; a custom resource places the tier on its nodes. GPUs follow from the
+    engine's tensor and pipeline parallel ranks."""
+    hardware: HardwareSpec = HardwareSpec()
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
     prefill_curve: CurveSpec | None = None

@@ -12,6 +12,7 @@ import yaml
 
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
+from deploy.fleet.hardware import engine_resources
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.cluster import connect, start_own_cluster
@@ -77,9 +78,10 @@ def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> No
     """On a cluster of our own, which does not grow; other clusters may be waited for."""
     if fleet.ray.address is not None:
         return
-    for name in sorted({name for tier in fleet.tiers for name in tier.resources}):
-        takers = [tier for tier in fleet.tiers if tier.replicas and name in tier.resources]
-        wanted = sum(tier.resources[name] * tier.replicas for tier in takers)
+    takes = {tier.name: engine_resources(fleet, tier) for tier in fleet.tiers}
+    for name in sorted({name for each in takes.values() for name in each}):
+        takers = [tier for tier in fleet.tiers if tier.replicas and name in takes[tier.name]]
+        wanted = sum(takes[tier.name][name] * tier.replicas for tier in takers)
         if wanted > there.get(name, 0):
             tiers = " and ".join(f"{tier.replicas} x {tier.name}" for tier in takers)
             raise LifecycleError(
@@ -148,7 +150,7 @@ def until_engines_serve(
     while True:
         statuses = {name: _status(ray, keeper, name) for name, keeper in keepers.items()}
         for name, status in statuses.items():
-            line = _line(status, _tier(fleet, name))
+            line = _line(status, fleet, name)
             if told.get(name) != line:
                 told[name] = line
                 tell(f"{name}: {line}")
@@ -175,10 +177,11 @@ def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:
     return status
 
 
-def _line(status: KeeperStatus | None, tier: TierSpec | None) -> str:
+def _line(status: KeeperStatus | None, fleet: FleetSpec, engine: str) -> str:
     if status is None:
-        wanted = f"{tier.resources}" if tier and tier.resources else "its resources"
-        return f"waiting for a node with {wanted}"
+        tier = _tier(fleet, engine)
+        wanted = engine_resources(fleet, tier) if tier else {}
+        return f"waiting for a node with {wanted or 'its resources'}"
     return f"{status.phase}: {status.detail}" if status.detail else str(status.phase)
 
 

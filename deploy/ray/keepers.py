@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from deploy.fleet import FleetSpec
 from deploy.fleet.changes import Need
 from deploy.fleet.components import EngineName, engine_spec, keeper_settings, power_settings, shared_tier
+from deploy.fleet.hardware import engine_resources
 from deploy.home import FleetHome
 from deploy.observe.catalogue import serve_metrics
 from deploy.ray.common import Background, always, engines_of, keeper_name, log_to_stderr, resources
@@ -47,7 +48,7 @@ class KeeperActor:
         host = host or ray.util.get_node_ip_address()
         home.create()
         ensure_model(fleet, home)
-        self._engine, self._home = engine, home
+        self._fleet, self._engine, self._home = fleet, engine, home
         self._spec = engine_spec(fleet, engine, home, host)
         self._spec.directory.mkdir(parents=True, exist_ok=True)
         self._store = StatusStore(engine.name)
@@ -68,7 +69,7 @@ class KeeperActor:
     def compare(self, fleet: FleetSpec, engine: EngineName) -> str:
         """What it would take to become what `fleet` says (deploy.fleet.changes.Need)."""
         spec = engine_spec(fleet, engine, self._home, self._spec.host)
-        moved = engine.tier.resources != self._engine.tier.resources
+        moved = engine_resources(fleet, engine.tier) != engine_resources(self._fleet, self._engine.tier)
         if moved or spec.fingerprint() != self._spec.fingerprint():
             return Need.ENGINE.value
         power = power_settings(fleet, engine, self._home, visible_gpus())
@@ -133,7 +134,7 @@ class Keepers:
     def start(self, engine: EngineName) -> Any:
         """A keeper that is there already is given back as it is."""
         actor = ray.remote(KeeperActor).options(
-            **always(keeper_name(engine.name)), **resources(engine.tier.resources)
+            **always(keeper_name(engine.name)), **resources(engine_resources(self._fleet, engine.tier))
         )
         return actor.remote(self._fleet, engine, self._home, self._secret, self._host)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, load_fleet
+from deploy.fleet.hardware import engine_resources
 from deploy.home import POWER, conserve_home
 from workers.power import limits
 from workers.power.limits import LimitChange, WantedLimit, boot_id
@@ -79,7 +80,7 @@ def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit
         return [WantedLimit(str(at), cap, tier) for at in range(gpus)] if cap is not None else []
     wishes, at = [], 0
     for known in fleet.tiers:
-        each = int(known.resources.get("GPU", 0))
+        each = int(engine_resources(fleet, known).get("GPU", 0))
         for index in range(known.replicas):
             if known.power_cap_w is not None:
                 engine = f"{known.name}-{index}"

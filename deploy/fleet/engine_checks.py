@@ -1,0 +1,453 @@
+"""Engines that would not start, or would serve wrongly: found in the file, before a GPU waits for them.
+
+Each check is a function of one tier's engines, or of two tiers whose engines exchange KV. What vLLM would
+refuse after minutes of loading, and what our connector or the roll-back cannot do, is a sentence here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from deploy.fleet import vllm_options
+from deploy.fleet.hardware import ACCELERATORS, Accelerator, Parallel, arguments, parallel
+from deploy.fleet.model_shape import BYTES, ModelShape, find_shape
+from deploy.fleet.problems import KeyPath, Problem
+from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
+from placement.engines import Role
+
+GIB = 1 << 30
+KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+NODES = ("nnodes", "node-rank", "master-addr", "master-port")
+OUR_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "Ray gives each engine its GPUs; this would give all of them the same",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "each engine is given a port of its own",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "each engine is given the address that others reach it by",
+    "VLLM_KV_CACHE_LAYOUT": "the connector asks for the layout in which blocks can be moved",
+}
+# What KV means: engines that differ in it read each other's as something else.
+SAME_KV = ("block-size", "kv-cache-dtype", "quantization", "revision", "hf-overrides", "load-format")
+
+
+@dataclass(frozen=True)
+class TierEngines:
+    """A tier's engines, and what is known of their model."""
+
+    fleet: FleetSpec
+    index: int
+    tier: TierSpec
+    shape: ModelShape | None
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        return arguments(self.fleet, self.tier)
+
+    @cached_property
+    def parallel(self) -> Parallel:
+        return parallel(self.fleet, self.tier)
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.fleet.engine.device == "cuda"
+
+    @property
+    def coserves(self) -> bool:
+        return self.fleet.coserving.enabled and self.tier.role is not Role.PREFILL
+
+    @property
+    def safepoints(self) -> bool:
+        return self.coserves and self.fleet.coserving.safepoints and self.fleet.coserving.policy == "conserve"
+
+    @property
+    def transfers(self) -> bool:
+        return self.fleet.policy != "collocated"
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        return ACCELERATORS.get(self.tier.hardware.accelerator or "")
+
+    @property
+    def kv_width(self) -> int:
+        kind = str(self.args.get("kv-cache-dtype", "auto"))
+        if kind.startswith("fp8"):
+            return 1
+        named = (
+            self.fleet.model.dtype if self.fleet.model.dtype != "auto" else self.shape and self.shape.dtype
+        )
+        return BYTES.get(kind) or BYTES.get(str(named), 2)
+
+    @property
+    def max_context(self) -> int:
+        """0: it is not known."""
+        return self.fleet.model.max_context or (self.shape.max_context if self.shape else 0)
+
+    def at(self, name: str) -> KeyPath:
+        """Where an option stands; the tier, where it is not set."""
+        if name in self.tier.args:
+            return ("tiers", self.index, "args", name)
+        return ("engine", "args", name) if name in self.args else ("tiers", self.index)
+
+    def integer(self, name: str) -> int:
+        """0: not set."""
+        value = self.args.get(name)
+        return value if isinstance(value, int) else 0
+
+
+def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
+    shape = None if fleet.model.path == SMALL_MODEL else find_shape(fleet.model.path)
+    tiers = [TierEngines(fleet, index, tier, shape) for index, tier in enumerate(fleet.tiers)]
+    found = [problem for one in tiers for check in CHECKS for problem in check(one)]
+    found += _extras(fleet)
+    if fleet.policy != "collocated":
+        found += [problem for one in tiers[1:] for problem in _understand_each_other(tiers[0], one)]
+    yield from dict.fromkeys(found)  # an option of `engine.args` is wrong once, whatever tiers take it
+
+
+def _options(one: TierEngines) -> Iterator[Problem]:
+    for name, value in one.args.items():
+        plugin = name == "tool-call-parser" and "tool-parser-plugin" in one.args
+        if not plugin and (said := vllm_options.problem(name, value)):
+            yield Problem(one.at(name), said, at_key=said.startswith(("vLLM has no", "written as")))
+
+
+def _environment(one: TierEngines) -> Iterator[Problem]:
+    blocks: tuple[tuple[KeyPath, dict[str, str]], ...] = (
+        (("engine", "env"), one.fleet.engine.env),
+        (("tiers", one.index, "env"), one.tier.env),
+    )
+    for path, env in blocks:
+        for name, why in OUR_ENVIRONMENT.items():
+            if name in env:
+                yield Problem((*path, name), f"'{name}' is not set here: {why}; remove it", at_key=True)
+        if one.coserves and env.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+            sentence = "co-serving needs vLLM's V1 model runner: remove it, or set coserving.enabled: false"
+            yield Problem((*path, "VLLM_USE_V2_MODEL_RUNNER"), sentence)
+
+
+def _gpus(one: TierEngines) -> Iterator[Problem]:
+    hardware, path = one.tier.hardware, ("tiers", one.index, "hardware")
+    name = hardware.accelerator
+    if name is not None and name not in ACCELERATORS:
+        known = ", ".join(ACCELERATORS)
+        yield Problem((*path, "accelerator"), f"unknown accelerator '{name}'; expected one of {known}")
+    if not one.on_gpus:
+        return
+    gpus, given = one.parallel.gpus, one.tier.resources.get("GPU")
+    product = f"tensor-parallel-size {one.parallel.tensor} x pipeline-parallel-size {one.parallel.pipeline}"
+    if given is not None and given != gpus and (gpus > 1 or given > 1):
+        yield Problem(
+            ("tiers", one.index, "resources", "GPU"),
+            f"an engine has {product} = {gpus} ranks and would take {given:g} GPUs: remove it (GPUs follow "
+            f"from the ranks), or set tensor-parallel-size: {given:g}",
+        )
+    share, wanted = given if given is not None and given < 1 else 1.0, one.args.get("gpu-memory-utilization")
+    if isinstance(wanted, float | int) and not 0 < wanted <= 1:
+        yield Problem(one.at("gpu-memory-utilization"), f"expected above 0 and at most 1, not {wanted}")
+    elif share < 1 and not (isinstance(wanted, float | int) and wanted <= share):
+        yield Problem(
+            one.at("gpu-memory-utilization")
+            if wanted is not None
+            else ("tiers", one.index, "resources", "GPU"),
+            f"engines that take {share:g} of a GPU share its memory: set gpu-memory-utilization to {share:g} "
+            f"or less (it is {0.92 if wanted is None else wanted})",
+        )
+    if gpus > hardware.node_gpus:
+        yield Problem(
+            one.at("tensor-parallel-size"),
+            f"an engine is on one node: {product} = {gpus} GPUs, and a node has {hardware.node_gpus} "
+            "(tiers.hardware.node_gpus): lower them, or quantise the model",
+        )
+    elif hardware.nodes is not None:
+        there = hardware.nodes * (hardware.node_gpus // gpus)
+        most = one.tier.autoscale.max if one.tier.autoscale else one.tier.replicas
+        if share == 1.0 and most > there:
+            key = ("autoscale", "max") if one.tier.autoscale else ("replicas",)
+            yield Problem(
+                ("tiers", one.index, *key),
+                f"{most} engines of {gpus} GPUs do not fit {hardware.nodes} nodes of {hardware.node_gpus}: "
+                f"at most {there}, or raise tiers.hardware.nodes",
+            )
+
+
+def _one_node(one: TierEngines) -> Iterator[Problem]:
+    for name in NODES:
+        if name in one.args:
+            yield Problem(
+                one.at(name),
+                f"an engine is on one node, with co-serving and without: remove '{name}'; more nodes take "
+                "more replicas",
+                at_key=True,
+            )
+    if one.args.get("distributed-executor-backend") == "ray":
+        yield Problem(
+            one.at("distributed-executor-backend"),
+            "an engine is on one node, and safepoints and the feed are shared memory of it: remove it (mp)",
+        )
+    for name in ("data-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size"):
+        if one.integer(name) > 1:
+            instead = f"replicas: {one.integer(name)}" if name.startswith("data") else "tensor-parallel-size"
+            yield Problem(
+                one.at(name), f"ranks of '{name}' hold KV that conversations are not bound to: use {instead}"
+            )
+
+
+def _power(one: TierEngines) -> Iterator[Problem]:
+    cap, board = one.tier.power_cap_w, one.accelerator
+    if cap is not None and board is not None and not board.power_w[0] <= cap <= board.power_w[1]:
+        low, high = board.power_w
+        yield Problem(
+            ("tiers", one.index, "power_cap_w"),
+            f"a {one.tier.hardware.accelerator} takes limits from {low} to {high} W, not {cap}",
+        )
+
+
+def _ranks_fit_the_model(one: TierEngines) -> Iterator[Problem]:
+    shape, ranks = one.shape, one.parallel
+    if shape is None or not shape.heads:
+        return
+    if shape.heads % ranks.tensor:
+        fitting = [str(size) for size in (1, 2, 4, 8, 16) if shape.heads % size == 0]
+        yield Problem(
+            one.at("tensor-parallel-size"),
+            f"the model has {shape.heads} attention heads, which {ranks.tensor} ranks do not divide: "
+            f"expected {', '.join(fitting)}",
+        )
+    elif not shape.latent_dim and shape.kv_heads % ranks.tensor and ranks.tensor % shape.kv_heads:
+        yield Problem(
+            one.at("tensor-parallel-size"),
+            f"the model has {shape.kv_heads} KV heads: expected a size that divides them or a multiple",
+        )
+    if shape.layers and ranks.pipeline > shape.layers:
+        yield Problem(one.at("pipeline-parallel-size"), f"the model has {shape.layers} layers only")
+    every = one.fleet.coserving.safepoint_layers
+    if one.safepoints and shape.layers and every >= shape.layers:
+        yield Problem(
+            ("coserving", "safepoint_layers"),
+            f"the model has {shape.layers} layers: no arrival would abort anything; expected fewer than that",
+        )
+
+
+def _memory(one: TierEngines) -> Iterator[Problem]:
+    shape, board, ranks = one.shape, one.accelerator, one.parallel
+    longest = one.max_context
+    block, blocks = one.integer("block-size") or 16, one.integer("num-gpu-blocks-override")
+    if blocks and longest and blocks * block < longest:
+        yield Problem(
+            one.at("num-gpu-blocks-override"),
+            f"{blocks} blocks of {block} tokens hold {blocks * block}, and one conversation may have "
+            f"{longest}: expected at least {-(-longest // block)}, or a lower model.max_context",
+        )
+    if shape is None or board is None or not one.on_gpus or not shape.weight_bytes:
+        return
+    share = one.args.get("gpu-memory-utilization", 0.92)
+    there = board.memory_gib * GIB * (share if isinstance(share, float | int) else 0.92)
+    weights = shape.weight_bytes / ranks.gpus
+    if weights >= there:
+        least = next((size for size in (2, 4, 8, 16) if shape.weight_bytes / size < 0.9 * there), 16)
+        yield Problem(
+            one.at("tensor-parallel-size"),
+            f"weights of {shape.weight_bytes / GIB:.0f} GiB do not fit {ranks.gpus} x {there / GIB:.0f} GiB: "
+            f"set tensor-parallel-size: {least}",
+        )
+        return
+    kv = shape.kv_bytes(longest, ranks.tensor, one.kv_width) / ranks.pipeline
+    if kv > there - weights:
+        fits = int(longest * (there - weights) / kv)
+        yield Problem(
+            ("model", "max_context") if one.fleet.model.max_context else ("model", "path"),
+            f"the KV of a conversation of {longest} tokens takes {kv / GIB:.0f} GiB a GPU, and tier "
+            f"'{one.tier.name}' has {(there - weights) / GIB:.0f} beside the weights: set model.max_context "
+            f"to {fits} or less, or a larger tensor-parallel-size",
+        )
+
+
+def _lengths(one: TierEngines) -> Iterator[Problem]:
+    asked, shape = one.fleet.model.max_context, one.shape
+    stretched = "hf-overrides" in one.args or "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in one.fleet.engine.env
+    if asked and shape and shape.max_context and asked > shape.max_context and not stretched:
+        yield Problem(
+            ("model", "max_context"),
+            f"the model was made for {shape.max_context} tokens, not {asked}: lower it, or stretch its "
+            "positions by hf-overrides in engine.args",
+        )
+    batched, requests = one.integer("max-num-batched-tokens"), one.integer("max-num-seqs")
+    if batched and requests > batched:
+        yield Problem(
+            one.at("max-num-seqs"), f"expected at most max-num-batched-tokens ({batched}), not {requests}"
+        )
+    if batched and one.args.get("enable-chunked-prefill") is False and batched < one.max_context:
+        yield Problem(
+            one.at("max-num-batched-tokens"),
+            f"without chunked prefill a prompt is one step: expected at least {one.max_context} "
+            "(model.max_context), or remove enable-chunked-prefill",
+        )
+    block = one.integer("block-size")
+    if one.on_gpus and block % 16:
+        yield Problem(one.at("block-size"), f"attention on GPUs takes multiples of 16, not {block}")
+
+
+def _numbers(one: TierEngines) -> Iterator[Problem]:
+    board = one.accelerator
+    if board is not None and not board.bfloat16:
+        dtype = one.fleet.model.dtype
+        if "bfloat16" in (dtype, one.args.get("kv-cache-dtype")):
+            path: KeyPath = ("model", "dtype") if dtype == "bfloat16" else one.at("kv-cache-dtype")
+            yield Problem(
+                path, f"a {one.tier.hardware.accelerator} has no bfloat16: set model.dtype: float16"
+            )
+    kind = one.args.get("kv-cache-dtype", "auto")
+    if kind not in KV_TYPES:
+        yield Problem(
+            one.at("kv-cache-dtype"),
+            f"the connector does not move blocks of '{kind}': expected one of {', '.join(KV_TYPES)}",
+        )
+
+
+def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
+    if one.args.get("enable-prefix-caching") is False and not one.fleet.model.embeddings:
+        yield Problem(
+            one.at("enable-prefix-caching"),
+            "what a conversation has between its turns is found by the prefix cache: remove it",
+        )
+    for name in ("enable-lora", "lora-modules"):
+        if one.args.get(name):
+            yield Problem(
+                one.at(name),
+                "adapters are not served: a fleet has one model; merge the adapter and set model.path",
+                at_key=True,
+            )
+    if one.transfers and one.parallel.pipeline > 1:
+        yield Problem(
+            one.at("pipeline-parallel-size"),
+            "stages of a pipeline do not transfer layers: use tensor-parallel-size, or policy: collocated",
+        )
+    shape = one.shape
+    if shape is None:
+        return
+    if shape.states:
+        yield Problem(
+            ("model", "path"),
+            "this model keeps a state besides KV, which is not moved or kept between turns: use a model with "
+            "attention in all layers",
+        )
+    elif shape.windows and one.args.get("disable-hybrid-kv-cache-manager") is not True:
+        yield Problem(
+            ("model", "path"),
+            "this model's layers attend to windows, and vLLM would keep their KV apart: set "
+            "disable-hybrid-kv-cache-manager: true in engine.args",
+        )
+    if not shape.layer_hooks and one.transfers and one.fleet.transfer.backend == "tcp":
+        yield Problem(
+            ("model", "path"),
+            "vLLM does not call connectors between this model's layers, and its KV would never be sent: set "
+            "transfer.backend: nixl, or policy: collocated",
+        )
+    if not shape.layer_hooks and one.safepoints:
+        yield Problem(
+            ("model", "path"),
+            "vLLM does not call connectors between this model's layers, so that no arrival would abort "
+            "anything: set coserving.safepoints: false",
+        )
+
+
+def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:
+    if _speculates(one.args) and (one.coserves or one.transfers):
+        name = next(name for name in SPECULATIVE if name in one.args)
+        what = "co-serving" if one.coserves else "the transfer"
+        yield Problem(
+            one.at(name), f"{what} does not know the tokens of a draft: remove '{name}' here", at_key=True
+        )
+    if not one.coserves:
+        return
+    wrong = {
+        "async-scheduling": (
+            one.args.get("async-scheduling") is True,
+            "an abort is undone before the next step",
+        ),
+        "scheduling-policy": (
+            one.args.get("scheduling-policy", "priority") != "priority",
+            "offline requests are told from conversations by their priority",
+        ),
+        "pipeline-parallel-size": (one.parallel.pipeline > 1, "only one step may run at a time"),
+        "enable-dbo": (
+            bool(one.args.get("enable-dbo")),
+            "a step in two halves cannot be left between layers",
+        ),
+        "compilation-config": (
+            one.safepoints and _full_graphs(one.args),
+            "a full graph has no place between layers (use PIECEWISE, or coserving.safepoints: false)",
+        ),
+    }
+    for name, (is_wrong, why) in wrong.items():
+        if is_wrong:
+            path = next((key for key in one.args if key.split(".")[0] == name), name)
+            yield Problem(one.at(path), f"co-serving does not work with this '{path}': {why}; remove it")
+    text_only = one.args.get("language-model-only") is True
+    if one.shape is not None and one.shape.multimodal and one.safepoints and not text_only:
+        yield Problem(
+            ("coserving", "safepoints"),
+            "an aborted step would have to give back encoded images: set coserving.safepoints: false, or "
+            "language-model-only: true in engine.args",
+        )
+    if one.shape is not None and one.shape.windows:
+        yield Problem(
+            ("coserving", "enabled"),
+            "blocks that a window has left cannot be given back when a step is undone: set it to false for "
+            "this model",
+        )
+
+
+SPECULATIVE = ("speculative-config", "spec-method", "spec-model", "spec-tokens")
+
+
+def _speculates(args: dict[str, Any]) -> bool:
+    return any(args.get(name) for name in SPECULATIVE)
+
+
+def _full_graphs(args: dict[str, Any]) -> bool:
+    config = args.get("compilation-config")
+    inner = config.get("cudagraph_mode") if isinstance(config, dict) else config
+    return "FULL" in f"{inner} {args.get('compilation-config.cudagraph_mode')}".upper()
+
+
+def _understand_each_other(first: TierEngines, one: TierEngines) -> Iterator[Problem]:
+    """Two tiers of a fleet whose engines exchange KV."""
+    for name in SAME_KV:
+        if first.args.get(name) != one.args.get(name):
+            yield Problem(
+                one.at(name) if name in one.args else first.at(name),
+                f"tiers '{first.tier.name}' and '{one.tier.name}' exchange KV and differ in '{name}' "
+                f"({_shown(first, name)} and {_shown(one, name)}): set it once, in engine.args",
+            )
+    here, there = first.parallel.tensor, one.parallel.tensor
+    nixl = one.fleet.transfer.backend == "nixl"
+    if here != there and not (nixl and max(here, there) % min(here, there) == 0):
+        instead = "sizes of which one divides the other" if nixl else "one size, or transfer.backend: nixl"
+        yield Problem(
+            one.at("tensor-parallel-size"),
+            f"tier '{first.tier.name}' has tensor-parallel-size {here} and '{one.tier.name}' {there}: the "
+            f"transfer does not cut heads anew; expected {instead}",
+        )
+
+
+def _shown(one: TierEngines, name: str) -> str:
+    return str(one.args.get(name, "not set"))
+
+
+def _extras(fleet: FleetSpec) -> Iterator[Problem]:
+    """Packages that engines on this machine need; what other nodes have is not known here."""
+    if fleet.ray.address is not None:
+        return
+    if fleet.policy != "collocated" and fleet.transfer.backend == "nixl" and find_spec("nixl") is None:
+        yield Problem(
+            ("transfer", "backend"),
+            "'nixl' is not installed: pip install --no-deps nixl nixl_cu12, or backend: tcp",
+        )
+
+
+CHECKS: tuple[Callable[[TierEngines], Iterator[Problem]], ...] = (
+    *(_options, _environment, _gpus, _one_node, _power),
+    *(_ranks_fit_the_model, _memory, _lengths, _numbers),
+    *(_what_the_connector_cannot, _what_co_serving_cannot),
+)

@@ -1,0 +1,114 @@
+"""A model's shape, of what its config.json says: what an engine's memory and ranks depend on."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HUB = Path("~/.cache/huggingface/hub")
+STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm")
+STATE_KEYS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "linear_num_key_heads", "mamba_expand")
+LONG_ROPE = ("llama3", "longrope", "su", "mrope", "default")  # their length is in max_position_embeddings
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """None or 0: the file does not say."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    latent_dim: int  # of multi-head latent attention: what a token leaves in each layer, on every rank
+    windows: bool  # some or all layers attend to a window only
+    states: bool  # some layers keep a state instead of keys and values
+    layer_hooks: bool  # vLLM calls connectors between its layers
+    multimodal: bool
+    dtype: str
+    weight_bytes: int  # of the files beside it
+
+    def kv_bytes(self, tokens: int, tensor: int, width: int) -> int:
+        """Of one GPU, `tensor` of them having each layer, `width` bytes a number."""
+        if self.latent_dim:
+            return tokens * self.layers * self.latent_dim * width
+        heads = max(1, self.kv_heads // tensor)
+        return 2 * tokens * self.layers * heads * self.head_dim * width
+
+
+def find_shape(model: str) -> ModelShape | None:
+    """Of a directory, or of a model in the Hugging Face cache of this machine; None: it is not here."""
+    directory = _directory(model)
+    if directory is None:
+        return None
+    try:
+        content = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return shape_of(content, _weight_bytes(directory)) if isinstance(content, dict) else None
+
+
+def shape_of(content: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
+    text = next((content[key] for key in ("text_config", "llm_config") if key in content), content)
+
+    def number(*keys: str) -> int:
+        return next((int(text[key]) for key in keys if isinstance(text.get(key), int)), 0)
+
+    heads = number("num_attention_heads", "n_head", "n_heads")
+    hidden = number("hidden_size", "n_embd", "d_model")
+    kinds = set(text.get("layer_types") or ())
+    return ModelShape(
+        layers=number("num_hidden_layers", "n_layer", "n_layers"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", "num_kv_heads") or heads,
+        head_dim=number("head_dim") or (hidden // heads if heads else 0),
+        max_context=_max_context(text, number("max_position_embeddings", "n_positions", "max_seq_len")),
+        latent_dim=number("kv_lora_rank") and number("kv_lora_rank") + number("qk_rope_head_dim"),
+        windows=_windows(text, kinds),
+        states=bool(kinds.intersection(STATES)) or any(text.get(key) for key in STATE_KEYS),
+        layer_hooks=text.get("model_type") != "deepseek_v32" and "index_topk" not in text,
+        multimodal=any(key in content for key in ("vision_config", "audio_config")),
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype") or ""),
+        weight_bytes=weight_bytes,
+    )
+
+
+def _windows(text: Mapping[str, Any], kinds: set[str]) -> bool:
+    if kinds:
+        return bool(kinds.intersection(("sliding_attention", "chunked_attention")))
+    used = text.get("sliding_window") and text.get("use_sliding_window", True)
+    return bool(used or text.get("attention_chunk_size"))
+
+
+def _max_context(text: Mapping[str, Any], positions: int) -> int:
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    factor = rope.get("factor") or 1
+    if kind in LONG_ROPE or not isinstance(factor, int | float):
+        return positions
+    return int(factor * (rope.get("original_max_position_embeddings") or positions))
+
+
+def _directory(model: str) -> Path | None:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    hub = os.environ.get("HF_HUB_CACHE") or (Path(os.environ.get("HF_HOME") or HUB.parent) / "hub")
+    cached = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    try:
+        return cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+
+
+def _weight_bytes(directory: Path) -> int:
+    """An index of weights says how many bytes there are, also where they have not been fetched."""
+    try:
+        return int(
+            json.loads((directory / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

@@ -1,0 +1,348 @@
+"""Mistakes in a fleet file that would cost a GPU hour: each is refused with its line and what to write.
+
+The fleet is right as it stands; each case changes one thing. `>` marks the line that must be named.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.fleet import FleetFileError, load_fleet
+from tests.support.fleet import ROOT
+
+QWEN3_32B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
+    "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+WEIGHTS = 65_524_246_528  # bytes, as the model's index of weights says
+
+FLEET = """\
+name: eight-h100s
+model:
+  path: MODEL
+  dtype: bfloat16
+  max_context: 40960
+engine:
+  args:
+    tensor-parallel-size: 2
+    gpu-memory-utilization: 0.9
+  env: {A_NAME: a}
+tiers:
+  - name: prefill
+    role: prefill
+    replicas: 1
+    resources: {prefill_tier: 1}
+    hardware: {accelerator: H100, nodes: 1}
+    args:
+      max-num-batched-tokens: 16384
+  - name: decode
+    role: decode
+    replicas: 3
+    resources: {decode_tier: 1}
+    hardware: {accelerator: H100, nodes: 1}
+    power_cap_w: 400
+    args:
+      max-num-seqs: 256
+coserving:
+  enabled: true
+"""
+SEQS, BATCHED, TP = (
+    "      max-num-seqs: 256",
+    "      max-num-batched-tokens: 16384",
+    "    tensor-parallel-size: 2",
+)
+CAP, ENV = "    power_cap_w: 400", "  env: {A_NAME: a}"
+DECODE = "    hardware: {accelerator: H100, nodes: 1}\n    power_cap_w: 400"
+
+
+def a(line: str) -> str:
+    """One more option of the decoders, and the line to be named."""
+    return f"{SEQS}\n>      {line}"
+
+
+GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024}
+QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"]}
+
+# what is replaced, by what, what is said, and what else the model's config.json says
+CASES: dict[str, tuple[Any, ...]] = {
+    "ranks do not divide the heads": (
+        TP,
+        ">    tensor-parallel-size: 3",
+        "64 attention heads, which 3 ranks do not divide: expected 1, 2, 4",
+    ),
+    "ranks and KV heads": (
+        TP,
+        ">    tensor-parallel-size: 4",
+        "the model has 6 KV heads: expected a size that divides them",
+        {"num_key_value_heads": 6},
+    ),
+    "more stages than layers": (
+        SEQS,
+        a("pipeline-parallel-size: 2"),
+        "the model has 1 layers only",
+        {"num_hidden_layers": 1},
+    ),
+    "GPUs that are not the ranks": (
+        "{decode_tier: 1}",
+        "{decode_tier: 1,\n>      GPU: 1}",
+        "= 2 ranks and would take 1 GPUs: remove it",
+    ),
+    "GPUs that stay idle": (
+        "{prefill_tier: 1}",
+        "{prefill_tier: 1,\n>      GPU: 4}",
+        "or set tensor-parallel-size: 4",
+    ),
+    "a share of a GPU and all of its memory": (
+        TP + "\n    gpu-memory-utilization: 0.9",
+        ">    gpu-memory-utilization: 0.9",
+        "engines that take 0.5 of a GPU share its memory: set gpu-memory-utilization to 0.5 or less",
+    ),
+    "ranks of prefillers and decoders": (
+        SEQS,
+        a("tensor-parallel-size: 4"),
+        "does not cut heads anew; expected one size, or transfer.backend: n",
+    ),
+    "block size across a transfer": (
+        SEQS,
+        a("block-size: 32"),
+        "differ in 'block-size' (not set and 32): set it once, in engine.args",
+    ),
+    "KV type across a transfer": (
+        SEQS,
+        a("kv-cache-dtype: fp8"),
+        "differ in 'kv-cache-dtype' (not set and fp8): set it once",
+    ),
+    "weights across a transfer": (SEQS, a("quantization: fp8"), "exchange KV and differ in 'quantization'"),
+    "more GPUs than a node has": (TP, ">    tensor-parallel-size: 16", "= 16 GPUs, and a node has 8"),
+    "more GPUs than the tier's nodes have": (
+        "    replicas: 3",
+        ">    replicas: 5",
+        "5 engines of 2 GPUs do not fit 1 nodes of 8: at most 4",
+    ),
+    "more GPUs than a tier can grow to": (
+        "    replicas: 3",
+        "    replicas: 3\n    autoscale:\n      min: 1\n>      max: 6",
+        "6 engines of 2 GPUs",
+    ),
+    "an accelerator that nobody knows": (
+        DECODE,
+        ">    hardware: {accelerator: H1OO}",
+        "unknown accelerator 'H1OO'; expected one of T4",
+    ),
+    "a power cap below what the board takes": (
+        CAP,
+        ">    power_cap_w: 150",
+        "a H100 takes limits from 200 to 700 W, not 150",
+    ),
+    "a power cap above what the board takes": (
+        CAP,
+        ">    power_cap_w: 1000",
+        "a H100 takes limits from 200 to 700 W, not 1000",
+    ),
+    "a type that the accelerator lacks": (
+        DECODE,
+        "    hardware: {accelerator: V100}",
+        "a V100 has no bfloat16: set model.dtype: float16",
+    ),
+    "an engine over nodes": (SEQS, a("nnodes: 2"), "an engine is on one node, with co-serving and without"),
+    "an engine in Ray's hands": (
+        SEQS,
+        a("distributed-executor-backend: ray"),
+        "safepoints and the feed are shared memory of it",
+    ),
+    "data parallel": (
+        SEQS,
+        a("data-parallel-size: 2"),
+        "hold KV that conversations are not bound to: use replicas: 2",
+    ),
+    "context parallel": (SEQS, a("decode-context-parallel-size: 2"), "use tensor-parallel-size"),
+    "a longer context than the model's": (
+        "  max_context: 40960",
+        ">  max_context: 131072",
+        "the model was made for 40960 tokens, not 131072",
+    ),
+    "weights that do not fit": (
+        TP,
+        ">    tensor-parallel-size: 1",
+        "weights of 61 GiB do not fit 1 x 40 GiB: set tensor-parallel-size: 2",
+    ),
+    "a conversation that does not fit": (
+        "  max_context: 40960",
+        ">  max_context: 400000",
+        "takes 49 GiB a GPU, and tier 'prefill' has 41 beside",
+        {"max_position_embeddings": 1 << 20},
+    ),
+    "blocks that hold no whole conversation": (
+        SEQS,
+        a("num-gpu-blocks-override: 2000"),
+        "2000 blocks of 16 tokens hold 32000, and one conversation may",
+    ),
+    "more requests than tokens of a step": (
+        SEQS,
+        f">{SEQS}\n      max-num-batched-tokens: 128",
+        "expected at most max-num-batched-tokens (128), not",
+    ),
+    "prompts longer than a step": (
+        BATCHED,
+        f">{BATCHED}\n      enable-chunked-prefill: false",
+        "a prompt is one step: expected at least 40960",
+    ),
+    "a block that attention does not take": (
+        TP,
+        f"{TP}\n>    block-size: 24",
+        "attention on GPUs takes multiples of 16, not 24",
+    ),
+    "an option that vLLM does not have": (
+        SEQS,
+        ">      max-num-seq: 256",
+        "vLLM has no option 'max-num-seq'; did you mean 'max-num-seqs'?",
+    ),
+    "an option with a wrong value": (SEQS, ">      max-num-seqs: many", "expected an integer, not 'many'"),
+    "an option of a few values": (SEQS, a("tool-call-parser: qwen"), "expected one of apertus,"),
+    "an option that is negated": (
+        SEQS,
+        a("no-enable-chunked-prefill: true"),
+        "written as 'enable-chunked-prefill: false'",
+    ),
+    "speculative decoding beside co-serving": (
+        SEQS,
+        a("speculative-config: {method: ngram}"),
+        "co-serving does not know the tokens of a draft",
+    ),
+    "speculative decoding beside the transfer": (
+        BATCHED,
+        f"{BATCHED}\n>      speculative-config: {{method: ngram}}",
+        "the transfer does not know the tok",
+    ),
+    "adapters": (SEQS, a("enable-lora: true"), "adapters are not served: a fleet has one model"),
+    "images beside safepoints": (
+        "  enabled: true",
+        "  enabled: true\n>  safepoints: true",
+        "an aborted step would have to give back encoded",
+        {"vision_config": {}},
+    ),
+    "KV of a type that is not moved": (
+        TP,
+        f"{TP}\n>    kv-cache-dtype: nvfp4",
+        "does not move blocks of 'nvfp4'",
+    ),
+    "no prefix cache": (SEQS, a("enable-prefix-caching: false"), "is found by the prefix cache: remove it"),
+    "a pipeline beside the transfer": (
+        TP,
+        f"{TP}\n>    pipeline-parallel-size: 2",
+        "stages of a pipeline do not transfer layers",
+    ),
+    "full graphs beside safepoints": (
+        SEQS,
+        a("compilation-config: {cudagraph_mode: FULL}"),
+        "a full graph has no place between layers",
+    ),
+    "full graphs, as vLLM's fields": (
+        SEQS,
+        a("compilation-config.cudagraph_mode: FULL_AND_PIECEWISE"),
+        "a full graph has no place between",
+    ),
+    "asynchronous scheduling beside co-serving": (
+        SEQS,
+        a("async-scheduling: true"),
+        "an abort is undone before the next step; remove it",
+    ),
+    "first come, first served beside co-serving": (
+        SEQS,
+        a("scheduling-policy: fcfs"),
+        "offline requests are told from conversations by their priority",
+    ),
+    "safepoints at no layer": (
+        "  enabled: true",
+        "  enabled: true\n>  safepoint_layers: 64",
+        "the model has 64 layers: no arrival would",
+    ),
+    "a runner that co-serving does not know": (
+        ENV,
+        '  env:\n>    VLLM_USE_V2_MODEL_RUNNER: "1"',
+        "co-serving needs vLLM's V1 model runner",
+    ),
+    "GPUs that Ray gives out": (
+        ENV,
+        '  env:\n>    CUDA_VISIBLE_DEVICES: "0,1"',
+        "this would give all of them the same; remove it",
+    ),
+    "layers with windows": (
+        "  path: MODEL",
+        ">  path: MODEL",
+        "set disable-hybrid-kv-cache-manager: true in engine.args",
+        GEMMA,
+    ),
+    "layers with states": ("  path: MODEL", ">  path: MODEL", "keeps a state besides KV", QWEN3_NEXT),
+    "layers without hooks": (
+        "  path: MODEL",
+        ">  path: MODEL",
+        "set transfer.backend: nixl, or policy: collocated",
+        {"model_type": "deepseek_v32", "index_topk": 2048},
+    ),
+    "NIXL that is not installed": (
+        "coserving:",
+        "transfer:\n>  backend: nixl\ncoserving:",
+        "'nixl' is not installed: pip install",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.fleet.engine_checks.find_spec", lambda name: None)
+
+
+def write(base: Path, text: str, more: dict[str, Any]) -> Path:
+    model = base / "Qwen3-32B"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**QWEN3_32B, **more}))
+    index = {"metadata": {"total_size": WEIGHTS}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    file = base / "fleet.yaml"
+    file.write_text(text.replace("path: MODEL", f"path: {model}"))
+    return file
+
+
+def special(name: str, text: str) -> str:
+    if name == "a share of a GPU and all of its memory":
+        return text.replace("{decode_tier: 1}", "{decode_tier: 1, GPU: 0.5}").replace(
+            "replicas: 3", "replicas: 8"
+        )
+    if name == "weights that do not fit":
+        return text.replace("utilization: 0.9", "utilization: 0.5")
+    return text
+
+
+def test_the_fleet_is_right_as_it_stands(tmp_path: Path) -> None:
+    load_fleet(write(tmp_path, FLEET, {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path) -> None:
+    old, new, said, *more = CASES[name]
+    assert FLEET.count(old) >= 1
+    marked = special(name, old.join(FLEET.rsplit(old, 1)[:1]) + new + FLEET.rsplit(old, 1)[1])
+    lines = marked.splitlines()
+    named = [number for number, line in enumerate(lines, 1) if line.startswith(">")]
+    text = "\n".join(line.removeprefix(">") for line in lines) + "\n"
+    with pytest.raises(FleetFileError) as caught:
+        load_fleet(write(tmp_path, text, more[0] if more else {}))
+    found = [problem for problem in caught.value.problems if said in problem.message]
+    assert found, str(caught.value)
+    if named:
+        assert [problem.line for problem in found] == named
+
+
+def test_nothing_heavy_is_imported_for_it() -> None:
+    """Two seconds are enough for all of it: vLLM alone takes longer."""
+    heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
+    code = f"import sys, deploy.fleet.checks; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
