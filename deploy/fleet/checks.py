@@ -44,6 +44,7 @@ def _of_the_file(fleet: FleetSpec) -> Iterator[Problem]:
     yield from _arguments(fleet)
     yield from _power(fleet)
     yield from _times(fleet)
+    yield from _nixl(fleet)
     yield from _kv_tiers(fleet)
     yield from _autoscaling(fleet)
     yield from _slos(fleet)
@@ -107,6 +108,16 @@ def _power(fleet: FleetSpec) -> Iterator[Problem]:
                 ("tiers", index, "power_cap_w"),
                 "a power cap needs GPUs, but engine.device is 'cpu' and the tier's resources name none",
             )
+
+
+def _nixl(fleet: FleetSpec) -> Iterator[Problem]:
+    """Where engines run on this machine; what other nodes have is not known here."""
+    wanted = fleet.policy != "collocated" and fleet.transfer.backend == "nixl"
+    if wanted and fleet.ray.address is None and find_spec("nixl") is None:
+        yield Problem(
+            ("transfer", "backend"),
+            "'nixl' is not installed: pip install --no-deps nixl nixl_cu12, or set backend: tcp",
+        )
 
 
 def _kv_tiers(fleet: FleetSpec) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ refuse after minutes of loading, and what our connector or the roll-back cannot 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 from deploy.fleet import vllm_options
@@ -98,7 +97,6 @@ def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
     shape = None if fleet.model.path == SMALL_MODEL else find_shape(fleet.model.path)
     tiers = [TierEngines(fleet, index, tier, shape) for index, tier in enumerate(fleet.tiers)]
     found = [problem for one in tiers for check in CHECKS for problem in check(one)]
-    found += _extras(fleet)
     if fleet.policy != "collocated":
         found += [problem for one in tiers[1:] for problem in _understand_each_other(tiers[0], one)]
     yield from dict.fromkeys(found)  # an option of `engine.args` is wrong once, whatever tiers take it
@@ -433,17 +431,6 @@ def _understand_each_other(first: TierEngines, one: TierEngines) -> Iterator[Pro
 
 def _shown(one: TierEngines, name: str) -> str:
     return str(one.args.get(name, "not set"))
-
-
-def _extras(fleet: FleetSpec) -> Iterator[Problem]:
-    """Packages that engines on this machine need; what other nodes have is not known here."""
-    if fleet.ray.address is not None:
-        return
-    if fleet.policy != "collocated" and fleet.transfer.backend == "nixl" and find_spec("nixl") is None:
-        yield Problem(
-            ("transfer", "backend"),
-            "'nixl' is not installed: pip install --no-deps nixl nixl_cu12, or backend: tcp",
-        )
 
 
 CHECKS: tuple[Callable[[TierEngines], Iterator[Problem]], ...] = (

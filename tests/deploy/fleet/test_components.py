@@ -18,6 +18,7 @@ from deploy.fleet.components import (
     prefill_curves,
     shared_tier,
 )
+from deploy.fleet.hardware import engine_resources
 from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
 from placement.fleet.policies import PlacingPolicy
@@ -148,3 +149,18 @@ def test_tracing_reaches_gateways_and_engines_which_record_what_a_gateway_sample
     assert "otlp-traces-endpoint" not in dict(off["options"])  # type: ignore[call-overload]
     assert dict(on["options"])["otlp-traces-endpoint"] == "http://collector:4318/v1/traces"  # type: ignore[call-overload]
     assert dict(on["env"])["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"  # type: ignore[call-overload]
+
+
+def test_an_engines_gpus_are_its_ranks() -> None:
+    nodes, cpu = fleet("two-nodes"), fleet("laptop")
+    assert [engine_resources(nodes, tier)["GPU"] for tier in nodes.tiers] == [2, 2]
+    assert "GPU" not in engine_resources(cpu, cpu.tiers[0])
+    text = "policy: collocated\ntiers: [{name: all, role: mixed, resources: {GPU: 0.5}}]\n"
+    shared = parse_fleet(text + "engine: {args: {gpu-memory-utilization: 0.4}}\n", "f")
+    assert engine_resources(shared, shared.tiers[0]) == {"GPU": 0.5}
+    staged = parse_fleet(
+        "policy: collocated\ntiers: [{name: all, role: mixed}]\n"
+        "engine: {args: {tensor-parallel-size: 4, pipeline-parallel-size: 2}}\n",
+        "f",
+    )
+    assert engine_resources(staged, staged.tiers[0]) == {"GPU": 8}

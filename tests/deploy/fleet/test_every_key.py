@@ -27,6 +27,7 @@ from deploy.fleet.components import (
     scale_limits,
     shared_tier,
 )
+from deploy.fleet.hardware import engine_resources
 from deploy.home import FleetHome
 from deploy.ray.common import control_resources, resources
 from deploy.ray.own_cluster import OwnCluster
@@ -92,7 +93,8 @@ class Everything:
         limits = decode.tier.autoscale
         self.scale = scale_limits(fleet, limits) if limits else None
         self.coserving = CoServingConfig.from_additional_config(json.loads(self.engine.additional or "{}"))
-        self.resources, self.control = resources(decode.tier.resources), control_resources(fleet)
+        self.resources = resources(engine_resources(fleet, decode.tier))
+        self.control = control_resources(fleet)
         self.head = " ".join(OwnCluster(fleet, home, 1, 2).head_argv())
 
     def settings(self) -> Iterator[tuple[tuple[type, str], Any]]:
@@ -166,7 +168,7 @@ CASES = {
     "tiers.replicas": case(3, lambda got: len(got.names), 4),
     "tiers.autoscale.min": case(2, lambda got: got.scale and got.scale.least),
     "tiers.autoscale.max": case(9, lambda got: got.scale and got.scale.most),
-    "tiers.resources": case({"GPU": 2, "rack": 1}, lambda got: got.resources["num_gpus"], 2),
+    "tiers.resources": case({"GPU": 1, "rack": 1}, lambda got: got.resources["resources"], {"rack": 1}),
     "tiers.power_cap_w": case(200, lambda got: got.power.cap_w),
     "tiers.prefill_curve.a": case(5, lambda got: got.curves["decode"].a),
     "tiers.prefill_curve.b": case(6, lambda got: got.curves["decode"].b),
@@ -277,6 +279,9 @@ CASES = {
 
 # Keys that an actor reads from the fleet itself.
 DIRECT = {
+    "tiers.hardware.accelerator": ["deploy/fleet/engine_checks.py"],
+    "tiers.hardware.node_gpus": ["deploy/fleet/engine_checks.py"],
+    "tiers.hardware.nodes": ["deploy/fleet/engine_checks.py"],
     "gateway.processes": ["deploy/ray/gateway_actor.py"],
     "capacity.drain": ["deploy/ray/autoscaler_actor.py", "deploy/lifecycle/upgrade.py"],
 }
@@ -374,7 +379,7 @@ def test_a_key_arrives(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_key_is_read(key: str) -> None:
     for file in DIRECT[key]:
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-        assert any(isinstance(node, ast.Attribute) and ast.unparse(node).endswith(key) for node in nodes)
+        assert any(isinstance(node, ast.Attribute) and ast.unparse(node).endswith(key.removeprefix("tiers.")) for node in nodes)
 
 
 @pytest.fixture

@@ -296,7 +296,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(autouse=True)
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.fleet.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: None)
 
 
 def write(base: Path, text: str, more: dict[str, Any]) -> Path:
