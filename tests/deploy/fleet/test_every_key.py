@@ -95,6 +95,8 @@ class Everything:
         self.coserving = CoServingConfig.from_additional_config(json.loads(self.engine.additional or "{}"))
         self.resources = resources(engine_resources(fleet, decode.tier))
         self.control = control_resources(fleet)
+        self.resources = resources(engine_resources(fleet, decode.tier))
+        self.control = control_resources(fleet)
         self.head = " ".join(OwnCluster(fleet, home, 1, 2).head_argv())
 
     def settings(self) -> Iterator[tuple[tuple[type, str], Any]]:
@@ -377,9 +379,10 @@ def test_a_key_arrives(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("key", DIRECT)
 def test_a_key_is_read(key: str) -> None:
+    read = key.removeprefix("tiers.")
     for file in DIRECT[key]:
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-        assert any(isinstance(node, ast.Attribute) and ast.unparse(node).endswith(key.removeprefix("tiers.")) for node in nodes)
+        assert any(isinstance(node, ast.Attribute) and ast.unparse(node).endswith(read) for node in nodes)
 
 
 @pytest.fixture
