@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from deploy.fleet import vllm_options
+from deploy.fleet.architecture import BYTES, Architecture, find_architecture
 from deploy.fleet.hardware import ACCELERATORS, Accelerator, Parallel, arguments, parallel
-from deploy.fleet.model_shape import BYTES, ModelShape, find_shape
 from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from placement.engines import Role
@@ -36,7 +36,7 @@ class TierEngines:
     fleet: FleetSpec
     index: int
     tier: TierSpec
-    shape: ModelShape | None
+    model: Architecture | None
 
     @cached_property
     def args(self) -> dict[str, Any]:
@@ -72,14 +72,14 @@ class TierEngines:
         if kind.startswith("fp8"):
             return 1
         named = (
-            self.fleet.model.dtype if self.fleet.model.dtype != "auto" else self.shape and self.shape.dtype
+            self.fleet.model.dtype if self.fleet.model.dtype != "auto" else self.model and self.model.dtype
         )
         return BYTES.get(kind) or BYTES.get(str(named), 2)
 
     @property
     def max_context(self) -> int:
         """0: it is not known."""
-        return self.fleet.model.max_context or (self.shape.max_context if self.shape else 0)
+        return self.fleet.model.max_context or (self.model.max_context if self.model else 0)
 
     def at(self, name: str) -> KeyPath:
         """Where an option stands; the tier, where it is not set."""
@@ -94,8 +94,8 @@ class TierEngines:
 
 
 def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
-    shape = None if fleet.model.path == SMALL_MODEL else find_shape(fleet.model.path)
-    tiers = [TierEngines(fleet, index, tier, shape) for index, tier in enumerate(fleet.tiers)]
+    model = None if fleet.model.path == SMALL_MODEL else find_architecture(fleet.model.path)
+    tiers = [TierEngines(fleet, index, tier, model) for index, tier in enumerate(fleet.tiers)]
     found = [problem for one in tiers for check in CHECKS for problem in check(one)]
     if fleet.policy != "collocated":
         found += [problem for one in tiers[1:] for problem in _understand_each_other(tiers[0], one)]
@@ -201,33 +201,33 @@ def _power(one: TierEngines) -> Iterator[Problem]:
 
 
 def _ranks_fit_the_model(one: TierEngines) -> Iterator[Problem]:
-    shape, ranks = one.shape, one.parallel
-    if shape is None or not shape.heads:
+    model, ranks = one.model, one.parallel
+    if model is None or not model.heads:
         return
-    if shape.heads % ranks.tensor:
-        fitting = [str(size) for size in (1, 2, 4, 8, 16) if shape.heads % size == 0]
+    if model.heads % ranks.tensor:
+        fitting = [str(size) for size in (1, 2, 4, 8, 16) if model.heads % size == 0]
         yield Problem(
             one.at("tensor-parallel-size"),
-            f"the model has {shape.heads} attention heads, which {ranks.tensor} ranks do not divide: "
+            f"the model has {model.heads} attention heads, which {ranks.tensor} ranks do not divide: "
             f"expected {', '.join(fitting)}",
         )
-    elif not shape.latent_dim and shape.kv_heads % ranks.tensor and ranks.tensor % shape.kv_heads:
+    elif not model.latent_dim and model.kv_heads % ranks.tensor and ranks.tensor % model.kv_heads:
         yield Problem(
             one.at("tensor-parallel-size"),
-            f"the model has {shape.kv_heads} KV heads: expected a size that divides them or a multiple",
+            f"the model has {model.kv_heads} KV heads: expected a size that divides them or a multiple",
         )
-    if shape.layers and ranks.pipeline > shape.layers:
-        yield Problem(one.at("pipeline-parallel-size"), f"the model has {shape.layers} layers only")
+    if model.layers and ranks.pipeline > model.layers:
+        yield Problem(one.at("pipeline-parallel-size"), f"the model has {model.layers} layers only")
     every = one.fleet.coserving.safepoint_layers
-    if one.safepoints and shape.layers and every >= shape.layers:
+    if one.safepoints and model.layers and every >= model.layers:
         yield Problem(
             ("coserving", "safepoint_layers"),
-            f"the model has {shape.layers} layers: no arrival would abort anything; expected fewer than that",
+            f"the model has {model.layers} layers: no arrival would abort anything; expected fewer than that",
         )
 
 
 def _memory(one: TierEngines) -> Iterator[Problem]:
-    shape, board, ranks = one.shape, one.accelerator, one.parallel
+    model, board, ranks = one.model, one.accelerator, one.parallel
     longest = one.max_context
     block, blocks = one.integer("block-size") or 16, one.integer("num-gpu-blocks-override")
     if blocks and longest and blocks * block < longest:
@@ -236,20 +236,20 @@ def _memory(one: TierEngines) -> Iterator[Problem]:
             f"{blocks} blocks of {block} tokens hold {blocks * block}, and one conversation may have "
             f"{longest}: expected at least {-(-longest // block)}, or a lower model.max_context",
         )
-    if shape is None or board is None or not one.on_gpus or not shape.weight_bytes:
+    if model is None or board is None or not one.on_gpus or not model.weight_bytes:
         return
     share = one.args.get("gpu-memory-utilization", 0.92)
     there = board.memory_gib * GIB * (share if isinstance(share, float | int) else 0.92)
-    weights = shape.weight_bytes / ranks.gpus
+    weights = model.weight_bytes / ranks.gpus
     if weights >= there:
-        least = next((size for size in (2, 4, 8, 16) if shape.weight_bytes / size < 0.9 * there), 16)
+        least = next((size for size in (2, 4, 8, 16) if model.weight_bytes / size < 0.9 * there), 16)
         yield Problem(
             one.at("tensor-parallel-size"),
-            f"weights of {shape.weight_bytes / GIB:.0f} GiB do not fit {ranks.gpus} x {there / GIB:.0f} GiB: "
+            f"weights of {model.weight_bytes / GIB:.0f} GiB do not fit {ranks.gpus} x {there / GIB:.0f} GiB: "
             f"set tensor-parallel-size: {least}",
         )
         return
-    kv = shape.kv_bytes(longest, ranks.tensor, one.kv_width) / ranks.pipeline
+    kv = model.kv_bytes(longest, ranks.tensor, one.kv_width) / ranks.pipeline
     if kv > there - weights:
         fits = int(longest * (there - weights) / kv)
         yield Problem(
@@ -261,12 +261,12 @@ def _memory(one: TierEngines) -> Iterator[Problem]:
 
 
 def _lengths(one: TierEngines) -> Iterator[Problem]:
-    asked, shape = one.fleet.model.max_context, one.shape
+    asked, model = one.fleet.model.max_context, one.model
     stretched = "hf-overrides" in one.args or "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in one.fleet.engine.env
-    if asked and shape and shape.max_context and asked > shape.max_context and not stretched:
+    if asked and model and model.max_context and asked > model.max_context and not stretched:
         yield Problem(
             ("model", "max_context"),
-            f"the model was made for {shape.max_context} tokens, not {asked}: lower it, or stretch its "
+            f"the model was made for {model.max_context} tokens, not {asked}: lower it, or stretch its "
             "positions by hf-overrides in engine.args",
         )
     batched, requests = one.integer("max-num-batched-tokens"), one.integer("max-num-seqs")
@@ -320,28 +320,28 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
             one.at("pipeline-parallel-size"),
             "stages of a pipeline do not transfer layers: use tensor-parallel-size, or policy: collocated",
         )
-    shape = one.shape
-    if shape is None:
+    model = one.model
+    if model is None:
         return
-    if shape.states:
+    if model.states:
         yield Problem(
             ("model", "path"),
             "this model keeps a state besides KV, which is not moved or kept between turns: use a model with "
             "attention in all layers",
         )
-    elif shape.windows and one.args.get("disable-hybrid-kv-cache-manager") is not True:
+    elif model.windows and one.args.get("disable-hybrid-kv-cache-manager") is not True:
         yield Problem(
             ("model", "path"),
             "this model's layers attend to windows, and vLLM would keep their KV apart: set "
             "disable-hybrid-kv-cache-manager: true in engine.args",
         )
-    if not shape.layer_hooks and one.transfers and one.fleet.transfer.backend == "tcp":
+    if not model.layer_hooks and one.transfers and one.fleet.transfer.backend == "tcp":
         yield Problem(
             ("model", "path"),
             "vLLM does not call connectors between this model's layers, and its KV would never be sent: set "
             "transfer.backend: nixl, or policy: collocated",
         )
-    if not shape.layer_hooks and one.safepoints:
+    if not model.layer_hooks and one.safepoints:
         yield Problem(
             ("model", "path"),
             "vLLM does not call connectors between this model's layers, so that no arrival would abort "
@@ -382,13 +382,13 @@ def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:
             path = next((key for key in one.args if key.split(".")[0] == name), name)
             yield Problem(one.at(path), f"co-serving does not work with this '{path}': {why}; remove it")
     text_only = one.args.get("language-model-only") is True
-    if one.shape is not None and one.shape.multimodal and one.safepoints and not text_only:
+    if one.model is not None and one.model.multimodal and one.safepoints and not text_only:
         yield Problem(
             ("coserving", "safepoints"),
             "an aborted step would have to give back encoded images: set coserving.safepoints: false, or "
             "language-model-only: true in engine.args",
         )
-    if one.shape is not None and one.shape.windows:
+    if one.model is not None and one.model.windows:
         yield Problem(
             ("coserving", "enabled"),
             "blocks that a window has left cannot be given back when a step is undone: set it to false for "

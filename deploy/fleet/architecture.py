@@ -1,4 +1,4 @@
-"""A model's shape, of what its config.json says: what an engine's memory and ranks depend on."""
+"""A model's architecture, of what its config.json says: what an engine's memory and ranks depend on."""
 
 import json
 import os
@@ -15,7 +15,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class Architecture:
     """None or 0: the file does not say."""
 
     layers: int
@@ -39,7 +39,7 @@ class ModelShape:
         return 2 * tokens * self.layers * heads * self.head_dim * width
 
 
-def find_shape(model: str) -> ModelShape | None:
+def find_architecture(model: str) -> Architecture | None:
     """Of a directory, or of a model in the Hugging Face cache of this machine; None: it is not here."""
     directory = _directory(model)
     if directory is None:
@@ -48,10 +48,10 @@ def find_shape(model: str) -> ModelShape | None:
         content = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    return shape_of(content, _weight_bytes(directory)) if isinstance(content, dict) else None
+    return architecture_of(content, _weight_bytes(directory)) if isinstance(content, dict) else None
 
 
-def shape_of(content: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
+def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Architecture:
     text = next((content[key] for key in ("text_config", "llm_config") if key in content), content)
 
     def number(*keys: str) -> int:
@@ -60,7 +60,7 @@ def shape_of(content: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
     heads = number("num_attention_heads", "n_head", "n_heads")
     hidden = number("hidden_size", "n_embd", "d_model")
     kinds = set(text.get("layer_types") or ())
-    return ModelShape(
+    return Architecture(
         layers=number("num_hidden_layers", "n_layer", "n_layers"),
         heads=heads,
         kv_heads=number("num_key_value_heads", "num_kv_heads") or heads,
