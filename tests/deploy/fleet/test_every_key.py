@@ -95,8 +95,6 @@ class Everything:
         self.coserving = CoServingConfig.from_additional_config(json.loads(self.engine.additional or "{}"))
         self.resources = resources(engine_resources(fleet, decode.tier))
         self.control = control_resources(fleet)
-        self.resources = resources(engine_resources(fleet, decode.tier))
-        self.control = control_resources(fleet)
         self.head = " ".join(OwnCluster(fleet, home, 1, 2).head_argv())
 
     def settings(self) -> Iterator[tuple[tuple[type, str], Any]]:
