@@ -1,10 +1,12 @@
 """Elastic placing on a simulated fleet: running turns keep their target, and no account is left open."""
 
+from dataclasses import replace
 from random import Random
 
 from benchmarks.paper import elastic, workload
 from benchmarks.paper.a40 import A40
 from placement.fleet.placer import PlacerSettings
+from placement.fleet.prefillers import prompt_seconds
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.metrics import SimulationResult
@@ -12,7 +14,7 @@ from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.sticky import StickyRouting, StickySettings
 
-from .conftest import fleet
+from .conftest import fleet, profile
 
 TBT_S = 0.05
 
@@ -35,6 +37,25 @@ def test_above_a_prefillers_rate_decoders_compute_what_it_cannot() -> None:
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert ours.totals.transfers < paper.totals.transfers == 120
     assert ours.recorder.turn_ttft and max(ours.ttfet) < max(paper.ttfet) / 2
+
+
+def test_a_load_that_jumps_and_falls_leaves_nothing_behind() -> None:
+    """From half of a prefiller's rate to three times as much for 20 s, and back: nothing waits to be placed,
+    and who comes ten seconds later has its answer as soon as before."""
+    alone_s = prompt_seconds(profile().latency, 2048, 12_000)
+    times, now = [], 0.0
+    for until_s, rate in ((60.0, 0.5), (80.0, 3.0), (140.0, 0.5)):
+        while now < until_s:
+            times.append(now)
+            now += alone_s / rate
+    (first,) = arriving(1, 0.0)
+    found = [replace(first, id=f"c{number}", arrival_s=at) for number, at in enumerate(times)]
+    ours, paper = (play(system, found) for system in (System.ELASTIC, System.PREFILLER))
+    assert ours.totals.refused == 0 and ours.totals.gate_wait_s == 0.0
+    before = max(ttfet for at, ttfet in zip(times, ours.ttfet, strict=True) if at < 60)
+    after = max(ttfet for at, ttfet in zip(times, ours.ttfet, strict=True) if at > 90)
+    assert after < 1.1 * before
+    assert max(paper.ttfet) > 3 * max(ours.ttfet)
 
 
 def test_running_turns_keep_their_target_beside_prompts() -> None:
