@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +92,11 @@ FAVOUR = 0.1  # about one standard deviation of a logit
 def make_weights(shape: ModelShape) -> Weights:
     generator = np.random.default_rng(shape.seed)
     weights: Weights = {}
-    for name, size in _matrices(shape):
-        weights[name] = generator.normal(0.0, shape.std, size).astype(np.float32)
-    for name, width in _norms(shape):
-        weights[name] = np.ones(width, np.float32)
-    _mute_unspeakable(weights)
-    return weights
-
-
-def _mute_unspeakable(weights: Weights) -> None:
+    for name, size in _sizes(shape):
+        norm = len(size) == 1
+        weights[name] = np.ones(size, np.float32) if norm else (
+            generator.normal(0.0, shape.std, size).astype(np.float32)
+        )
     weights["model.embed_tokens.weight"][:, BIAS_CHANNEL] = BIAS
     weights["model.norm.weight"][BIAS_CHANNEL] = BIAS_GAIN
     for name, matrix in weights.items():
@@ -110,31 +106,30 @@ def _mute_unspeakable(weights: Weights) -> None:
     output[:, BIAS_CHANNEL] = MUTE
     output[list(SPEAKABLE), BIAS_CHANNEL] = 0.0
     output[list(CLOSING), BIAS_CHANNEL] = FAVOUR
+    return weights
 
 
-def _matrices(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
+def _sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of matrices, and of norms, which have one dimension."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (VOCABULARY_SIZE, shape.hidden)
     for layer in range(shape.layers):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        yield attention + "q_proj.weight", (queries, shape.hidden)
-        yield attention + "k_proj.weight", (keys, shape.hidden)
-        yield attention + "v_proj.weight", (keys, shape.hidden)
-        yield attention + "o_proj.weight", (shape.hidden, queries)
-        yield mlp + "gate_proj.weight", (shape.intermediate, shape.hidden)
-        yield mlp + "up_proj.weight", (shape.intermediate, shape.hidden)
-        yield mlp + "down_proj.weight", (shape.hidden, shape.intermediate)
+        sizes = {
+            "self_attn.q_proj": (queries, shape.hidden),
+            "self_attn.k_proj": (keys, shape.hidden),
+            "self_attn.v_proj": (keys, shape.hidden),
+            "self_attn.o_proj": (shape.hidden, queries),
+            "mlp.gate_proj": (shape.intermediate, shape.hidden),
+            "mlp.up_proj": (shape.intermediate, shape.hidden),
+            "mlp.down_proj": (shape.hidden, shape.intermediate),
+            "self_attn.q_norm": (shape.head_dim,),
+            "self_attn.k_norm": (shape.head_dim,),
+            "input_layernorm": (shape.hidden,),
+            "post_attention_layernorm": (shape.hidden,),
+        }
+        yield from ((f"model.layers.{layer}.{name}.weight", size) for name, size in sizes.items())
     yield "lm_head.weight", (VOCABULARY_SIZE, shape.hidden)
-
-
-def _norms(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "self_attn.q_norm.weight", shape.head_dim
-        yield prefix + "self_attn.k_norm.weight", shape.head_dim
-        yield prefix + "input_layernorm.weight", shape.hidden
-        yield prefix + "post_attention_layernorm.weight", shape.hidden
-    yield "model.norm.weight", shape.hidden
+    yield "model.norm.weight", (shape.hidden,)
 
 
 TEMPLATE = Path(__file__).parent / "small_model.jinja"
@@ -223,12 +218,8 @@ def ensure_model(fleet: FleetSpec, home: FleetHome) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.small_model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    for field in fields(ModelShape):
-        kind = float if field.name == "std" else int
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    values = vars(parser.parse_args())
-    out: Path = values.pop("out")
-    written = make_model(out, ModelShape(**values))
+    out: Path = parser.parse_args().out
+    written = make_model(out)
     print(f"{out}: {'written' if written else 'already there'}")
 
 

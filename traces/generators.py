@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from random import Random
 
 from traces.format import Trace, TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
@@ -122,16 +123,6 @@ def poisson(rate: float, random: Random) -> Iterator[float]:
     return gamma(rate, 1.0, random)
 
 
-def saturating_times(
-    conversations: Iterable[TraceConversation], prefill_seconds: Callable[[int], float]
-) -> Iterator[float]:
-    """Each conversation arrives when the prefiller has just finished the one before: full, no queue."""
-    at = 0.0
-    for conversation in conversations:
-        yield at
-        at += prefill_seconds(conversation.turns[0].appended_tokens)
-
-
 def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
     """Poisson arrivals at a rate that jumps; the pattern repeats."""
     for step in pattern:
@@ -207,7 +198,9 @@ def saturating(
     """SWE-bench-like conversations spaced so that one prefiller is exactly full."""
     found = tuple(swe_bench_conversations(count, seed, mix))
     cost = prefill_seconds or (lambda tokens: tokens / PAPER_PREFILL_TOKENS_PER_S)
-    return _trace("swe-bench, prefiller exactly full", seed, iter(found), saturating_times(found, cost))
+    # Each arrives when the prefiller has just finished the one before: full, no queue.
+    times = accumulate((cost(one.turns[0].appended_tokens) for one in found), initial=0.0)
+    return _trace("swe-bench, prefiller exactly full", seed, iter(found), times)
 
 
 def bursts(count: int, rate: float, cv: float, seed: int = 0, lengths: RequestLengths | None = None) -> Trace:

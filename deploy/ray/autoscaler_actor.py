@@ -29,26 +29,24 @@ class AutoscalerActor:
         log_to_stderr()
         self._fleet, self._directory, self._secret = fleet, directory, secret
         self._keepers = Keepers(fleet, home, secret, host)
-        self._scalers = {
-            tier.name: TierScaler(scale_limits(fleet, tier.autoscale))
+        self._scaled = [
+            (tier, TierScaler(scale_limits(fleet, tier.autoscale)))
             for tier in fleet.tiers
             if tier.autoscale is not None
-        }
+        ]
         self._every_s = min(5.0, max(1.0, fleet.capacity.window / 10))
         self._background = Background(self._work)
 
     async def _work(self) -> None:
-        for tier in self._fleet.tiers:  # one before this, of this fleet, may have ended in the middle
-            if tier.name in self._scalers:
-                for engine in await asyncio.to_thread(self._present, tier):
-                    await asyncio.to_thread(self._keepers.resume, engine)
+        for tier, _ in self._scaled:  # one before this, of this fleet, may have ended in the middle
+            for engine in await asyncio.to_thread(self._present, tier):
+                await asyncio.to_thread(self._keepers.resume, engine)
         while True:
             await asyncio.sleep(self._every_s)
-            for tier in self._fleet.tiers:
-                if tier.name in self._scalers:
-                    await self._follow(tier)
+            for tier, scaler in self._scaled:
+                await self._follow(tier, scaler)
 
-    async def _follow(self, tier: TierSpec) -> None:
+    async def _follow(self, tier: TierSpec, scaler: TierScaler) -> None:
         answer = await ask.capacity(self._directory, self._secret)
         if answer is None:
             return  # nothing is known: nothing is changed
@@ -57,7 +55,7 @@ class AutoscalerActor:
         load = load_of(tier.role, answer.signals)
         if starting and load >= self._fleet.capacity.low:
             return  # what comes is not in the load yet
-        decision = self._scalers[tier.name].decide(load, len(present), time.monotonic())
+        decision = scaler.decide(load, len(present), time.monotonic())
         if decision.reason:
             change = (tier.name, len(present), decision.replicas, decision.reason)
             log.info("tier scaled tier=%s from=%d to=%d reason=%s", *change)

@@ -11,6 +11,7 @@ import grpc
 from deploy.errors import DeployError
 from kvtransfer.feed import FeedError
 from router.directory.rpc import BadReply, Method, Service, Stub
+from workers import processes
 from workers.status import ConnectorFeed, KeeperReport, StatusStore
 
 Reply = TypeVar("Reply")
@@ -43,13 +44,9 @@ class ControlServer:
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen on `host`, on `port` if it is free, else on another; gives the address."""
-        bound = 0
-        if port:
-            try:
-                bound = self._server.add_insecure_port(f"{host}:{port}")
-            except RuntimeError:
-                bound = 0
-        bound = bound or self._server.add_insecure_port(f"{host}:0")
+        if port and processes.listen_problem(host, port):
+            port = 0
+        bound = self._server.add_insecure_port(f"{host}:{port}")
         await self._server.start()
         return f"{host}:{bound}"
 
@@ -61,7 +58,6 @@ class ControlServer:
 
     def _watch(self, _: None) -> AsyncIterator[KeeperReport]:
         return self._store.watch()
-
 
 
 class ControlClient:

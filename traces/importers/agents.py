@@ -9,6 +9,7 @@ divided by the ratio that makes these totals come out; without them, by `CHARS_P
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import orjson
 from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
 from traces.importers.source import Importer, document, plain_name, rows
 
-ENDINGS = {
+ENDINGS = {  # any other stop reason, or none, is of a stream that nobody saw end
     "tool_use": TurnEnding.TOOL_USE,
     "end_turn": TurnEnding.END_OF_TURN,
     "stop_sequence": TurnEnding.END_OF_TURN,
@@ -32,11 +33,6 @@ CONDENSED_HEADER = TraceHeader(
     notes="Cached tokens are whole 64-token blocks of earlier prompts (the source does not hash answers). "
     "Every conversation arrives at 0: give them arrivals with `conserve trace scale --arrivals`.",
 )
-
-
-def ending(stop: str) -> TurnEnding:
-    """An empty stop reason is a stream that nobody saw end."""
-    return ENDINGS.get(stop, TurnEnding.CUT)
 
 
 def model_class(models: Iterator[str]) -> str:
@@ -65,7 +61,7 @@ def _turns(entries: list[dict[str, Any]]) -> Iterator[TraceTurn]:
             cached_tokens=entry["cached"],
             output_tokens=entry["out"],
             wait_s=wait(entry["think"], gap, before["api"]) if before else 0.0,
-            ending=ending(entry["stop"]),
+            ending=ENDINGS.get(entry["stop"], TurnEnding.CUT),
             served_s=entry["api"],
         )
         before = entry
@@ -103,76 +99,63 @@ RECORDING_HEADER = TraceHeader(
 
 
 def _leading_known(blocks: list[int], known: set[int]) -> int:
-    for count, block in enumerate(blocks):
-        if block not in known:
-            return count
-    return len(blocks)
+    return next((count for count, block in enumerate(blocks) if block not in known), len(blocks))
 
 
-def _ending(request: dict[str, Any], following: dict[str, Any] | None) -> TurnEnding:
-    """The stop reason; where none was recorded, a tool result that comes next shows what it was."""
-    if not request["stop"] and following and "tool_result" in following.get("input_types", ()):
-        return TurnEnding.TOOL_USE
-    return ending(request["stop"])
+def _condensed(
+    requests: list[dict[str, Any]], block_tokens: int, known: set[int]
+) -> Iterator[dict[str, Any]]:
+    """Requests as the condensed files have them; what they hash is `known` from then on."""
+    for request, before, following in zip(requests, [None, *requests], [*requests[1:], None], strict=False):
+        cached = _leading_known(request["hash_ids"], known) * block_tokens
+        known.update(request["hash_ids"])
+        gap = request["t"] - before["t"] if before else 0.0
+        # Where no stop reason was recorded, a tool result that comes next shows what it was.
+        answered = following is not None and "tool_result" in following.get("input_types", ())
+        yield {
+            "t": request["t"],
+            "in": request["in"],
+            "cached": min(cached, request["in"]),
+            "out": request["out"],
+            "think": request.get("think_time", gap),
+            "api": request.get("api_time"),
+            "stop": request["stop"] or ("tool_use" if answered else ""),
+        }
 
 
-class _Recording:
+def _recorded(
+    name: str,
+    parent: str | None,
+    start_s: float,
+    entries: list[dict[str, Any]],
+    block_tokens: int,
+    known: set[int],
+) -> Iterator[TraceConversation]:
     """One conversation of a file and, after it, its sub-agents."""
-
-    def __init__(self, block_tokens: int, known: set[int]) -> None:
-        self._block_tokens = block_tokens
-        self._known = known
-
-    def conversations(
-        self, name: str, parent: str | None, start_s: float, entries: list[dict[str, Any]]
-    ) -> Iterator[TraceConversation]:
-        requests = [entry for entry in entries if entry["type"] != "subagent"]
-        inherited = frozenset(self._known)
-        if requests:
-            yield TraceConversation(
-                id=name,
-                arrival_s=start_s + requests[0]["t"],
-                turns=tuple(self._turns(requests)),
-                parent=parent,
-                model_class=model_class(request["model"] for request in requests),
-            )
-        agents = [entry for entry in entries if entry["type"] == "subagent"]
-        for number, agent in enumerate(agents, start=1):
-            shared = set(inherited).union(*(r["hash_ids"] for r in requests if r["t"] <= agent["t"]))
-            yield from _Recording(self._block_tokens, shared).conversations(
-                f"{name}/{number}",
-                name if requests else parent,
-                start_s + agent["t"],
-                agent.get("requests", []),
-            )
-
-    def _turns(self, requests: list[dict[str, Any]]) -> Iterator[TraceTurn]:
-        for index, request in enumerate(requests):
-            before = requests[index - 1] if index else None
-            cached = _leading_known(request["hash_ids"], self._known) * self._block_tokens
-            cached = min(cached, request["in"])
-            self._known.update(request["hash_ids"])
-            yield TraceTurn(
-                appended_tokens=request["in"] - cached,
-                cached_tokens=cached,
-                output_tokens=request["out"],
-                wait_s=_wait(request, before) if before else 0.0,
-                ending=_ending(request, requests[index + 1] if index + 1 < len(requests) else None),
-                served_s=request.get("api_time"),
-            )
-
-
-def _wait(request: dict[str, Any], before: dict[str, Any]) -> float:
-    gap = request["t"] - before["t"]
-    return wait(request.get("think_time", gap), gap, before.get("api_time"))
+    requests = [entry for entry in entries if entry["type"] != "subagent"]
+    inherited = frozenset(known)
+    if requests:
+        yield TraceConversation(
+            id=name,
+            arrival_s=start_s + requests[0]["t"],
+            turns=tuple(_turns(list(_condensed(requests, block_tokens, known)))),
+            parent=parent,
+            model_class=model_class(request["model"] for request in requests),
+        )
+    agents = [entry for entry in entries if entry["type"] == "subagent"]
+    for number, agent in enumerate(agents, start=1):
+        shared = set(inherited).union(*(r["hash_ids"] for r in requests if r["t"] <= agent["t"]))
+        above, start = name if requests else parent, start_s + agent["t"]
+        yield from _recorded(
+            f"{name}/{number}", above, start, agent.get("requests", []), block_tokens, shared
+        )
 
 
 def read_recording(path: Path) -> Iterator[TraceConversation]:
     recording = document(path)
     try:
-        yield from _Recording(recording["block_size"], set()).conversations(
-            recording["id"], None, 0.0, recording["requests"]
-        )
+        name, entries, block_tokens = recording["id"], recording["requests"], recording["block_size"]
+        yield from _recorded(name, None, 0.0, entries, block_tokens, set())
     except (KeyError, TypeError) as error:
         raise TraceError(f"{path}: not a recording of kv-cache-tester: {error!r}") from error
 
@@ -249,12 +232,8 @@ def _ratio(characters: int, tokens: float | None) -> float:
 
 def _common(before: Sequence[str], now: Sequence[str]) -> int:
     """Characters of the whole leading messages that two prompts share."""
-    same = 0
-    for old, new in zip(before, now, strict=False):
-        if old != new:
-            break
-        same += len(new)
-    return same
+    pairs = zip(before, now, strict=False)
+    return sum(len(new) for _, new in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _trajectory_turns(calls: Sequence[_Call], stats: dict[str, Any], finished: bool) -> Iterator[TraceTurn]:
@@ -265,17 +244,13 @@ def _trajectory_turns(calls: Sequence[_Call], stats: dict[str, Any], finished: b
     for index, call in enumerate(calls):
         prompt = max(1, round(sum(map(len, call.prompt)) / sent))
         cached = min(int(_common(known, call.prompt) / sent), prompt - 1, largest)
-        last = index == len(calls) - 1
+        last = TurnEnding.END_OF_TURN if finished else TurnEnding.CUT
         turn = TraceTurn(
             appended_tokens=prompt - cached,
             cached_tokens=cached,
             output_tokens=max(1, round(len(call.answer) / received)),
             wait_s=calls[index - 1].tool_s if index else 0.0,
-            ending=TurnEnding.TOOL_USE
-            if not last
-            else TurnEnding.END_OF_TURN
-            if finished
-            else TurnEnding.CUT,
+            ending=last if index == len(calls) - 1 else TurnEnding.TOOL_USE,
         )
         known = (*call.prompt, call.answer)
         largest = max(largest, turn.context_tokens)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from types import TracebackType
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,37 +38,23 @@ class ReplayWatcher:
     def ended(self, result: ConversationResult) -> None: ...
 
 
-class ProgressBar(ReplayWatcher):
+class ProgressBar(ReplayWatcher, Progress):
     """A progress bar: conversations done, in flight, failed, and the rate of the last seconds."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=console,
-        )
-        self._task: TaskID | None = None
-        self._live = self._failed = 0
+        state = TextColumn("{task.fields[state]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(*columns, state, console=console)
+        self._shown: TaskID | None = None
+        self._running = self._failed = 0
         self._recent: list[tuple[float, int]] = []
 
-    def __enter__(self) -> "ProgressBar":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def phase(self, name: str, conversations: int) -> None:
-        self._live = self._failed = 0
-        self._task = self._progress.add_task(name, total=conversations, state="")
+        self._running = self._failed = 0
+        self._shown = self.add_task(name, total=conversations, state="")
 
     def started(self, conversation: TraceConversation) -> None:
-        self._live += 1
+        self._running += 1
         self._show(0)
 
     def answered(self, turn: TurnResult) -> None:
@@ -77,19 +62,19 @@ class ProgressBar(ReplayWatcher):
         self._show(0)
 
     def ended(self, result: ConversationResult) -> None:
-        self._live = max(0, self._live - 1)
+        self._running = max(0, self._running - 1)
         self._failed += result.outcome is PlayOutcome.FAILED
         self._show(1)
 
     def _show(self, advance: int) -> None:
-        if self._task is None:
+        if self._shown is None:
             return
         now = time.monotonic()
         self._recent = [(at, tokens) for at, tokens in self._recent if now - at <= WINDOW_S]
         rate = sum(tokens for _, tokens in self._recent) / WINDOW_S
         failed = f", {self._failed} failed" if self._failed else ""
-        state = f"{self._live} in flight{failed}, {rate:,.0f} tok/s"
-        self._progress.update(self._task, advance=advance, state=state)
+        state = f"{self._running} in flight{failed}, {rate:,.0f} tok/s"
+        self.update(self._shown, advance=advance, state=state)
 
 
 PREFIXES = ("conserve_", "vllm:")

@@ -26,6 +26,9 @@ class Feed:
             raise FeedError("the engine does not listen at present")
         return conversation == "known"
 
+    async def withdraw(self, conversation: str) -> bool:
+        return conversation == "waiting"
+
     async def drain(self, on: bool) -> None:
         self.drained.append(on)
 
@@ -65,6 +68,8 @@ async def test_commands_reach_the_engine(rig: Rig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         assert await client.release("known")
         assert not await client.release("other")
+        assert await client.withdraw("waiting")
+        assert not await client.withdraw("known")
         await client.drain()
         await client.drain(False)
     assert rig.feed.drained == [True, False]
