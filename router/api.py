@@ -1,7 +1,7 @@
 """From a request to what answers it: the table of paths, who may call, and the answers that are no turns."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -29,7 +29,7 @@ from router.errors import (
     Unavailable,
     Unsupported,
 )
-from router.fields import check_fields
+from router.fields import check_fields, with_fields
 from router.http import (
     Endpoint,
     Handler,
@@ -41,7 +41,7 @@ from router.http import (
     UpstreamRequest,
     relay,
 )
-from router.identity import clean_id, conversation_id, conversation_key, namespace
+from router.identity import PrefixGroups, clean_id, conversation_id, conversation_key, namespace
 from router.life import Life
 from router.metrics import HttpCounts
 from router.turn import Api, Models, check_model, read_object, read_turn
@@ -113,11 +113,12 @@ class Routes:
         self._batch = batch
         self._clock = clock
         self._callers = Callers(config)
+        self._groups = PrefixGroups(config.shared_prefixes)
         self._conversations = ConversationRoutes(directory)
         self._dashboard = DashboardRoutes(config, directory, self._callers.is_admin)
         self._since = int(time.time())
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
-        passing = PassingRoutes(self._served, directory, pool)
+        passing = PassingRoutes(self._served, directory, pool, self._embedding_fields)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -172,11 +173,14 @@ class Routes:
     async def _generate(self, api: Api, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         space = self._callers.caller(request.headers).space
-        turn = await read_turn(api, request, space, self._served, arrived_at)
+        turn = await read_turn(api, request, space, self._served, self._groups, arrived_at)
         if self._batch is not None and turn.flex:
             await self._batch.flex(turn, responder)
         else:
             await self._life.serve(turn, responder)
+
+    def _embedding_fields(self, headers: Headers, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._groups.fields(self._callers.caller(headers).space, body)
 
     def _named(self, route: Callable[[Caller, Request, Responder], Awaitable[None]]) -> Handler:
         async def run(request: Request, responder: Responder) -> None:
@@ -292,8 +296,15 @@ def _unknown() -> NotFound:
 class PassingRoutes:
     """Requests that belong to no conversation, answered by whichever engine is least busy."""
 
-    def __init__(self, models: Models, directory: DirectoryClient, pool: UpstreamPool) -> None:
+    def __init__(
+        self,
+        models: Models,
+        directory: DirectoryClient,
+        pool: UpstreamPool,
+        own_fields: Callable[[Headers, Mapping[str, Any]], dict[str, Any]],
+    ) -> None:
         self._models = models
+        self._own_fields = own_fields  # of the fleet, in bodies of those who sent such headers
         self._directory = directory
         self._pool = pool
 
@@ -306,7 +317,7 @@ class PassingRoutes:
                 f"the model {body['model']!r} generates text and has no embeddings; ask a model that has",
                 param="model",
             )
-        await self._pass(request, responder, raw)
+        await self._pass(request, responder, with_fields(raw, self._own_fields(request.headers, body)))
 
     async def tokens(self, request: Request, responder: Responder) -> None:
         raw = await request.body.read()

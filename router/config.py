@@ -85,6 +85,7 @@ class GatewayConfig:
     slo: SloTargets = field(default_factory=SloTargets)
     api_keys: tuple[str, ...] = ()  # none: any key may, and only scopes conversation ids
     admin_keys: tuple[str, ...] = ()  # see every conversation
+    shared_prefixes: tuple[str, ...] = ()  # name spaces of keys that share cached prefixes; "*": all do
     directory_secret: str = ""
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
     tracing: TracingConfig | None = None

@@ -176,6 +176,13 @@ class EngineLost(UpstreamError, code="engine_lost"):
     """The connection broke while a response was due or under way."""
 
 
+class SetAside(UpstreamError, code="request_set_aside"):
+    """It was running when engines ended, twice. Clients' libraries try again by themselves; not this."""
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), (b"x-should-retry", b"false")]
+
+
 class EngineGarbled(UpstreamError, code="engine_garbled"):
     """The engine's bytes are not HTTP."""
 

@@ -305,6 +305,21 @@ _OF_THE_FLEET = {
 }
 
 
+def with_fields(raw: bytes, fields: Mapping[str, Any]) -> bytes:
+    """A JSON object's bytes with fields of ours behind its own, and nothing written anew.
+
+    Of a name that stands twice the last counts, to every parser that an engine has: ours replaces a client's.
+    """
+    if not fields:
+        return raw
+    end = raw.rindex(b"}")
+    last = end - 1
+    while raw[last] in b" \t\r\n":
+        last -= 1
+    comma = b"" if raw[last] == ord("{") else b","
+    return b"".join((memoryview(raw)[:end], comma, orjson.dumps(fields)[1:]))
+
+
 def check_fields(path: str, body: Mapping[str, Any]) -> None:
     """Refuse what no engine is to see. `path`: of the endpoint that the body is for."""
     checks = FIELDS[_COUNTED.get(path, path)]

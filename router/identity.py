@@ -12,7 +12,7 @@ Where a request's prompt ended is a *node*; the longest known node of a new prom
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
@@ -51,6 +51,36 @@ class Explicit:
 def namespace(api_key: str) -> str:
     """Clients choose their ids, so that every id is scoped by the key it came with."""
     return sha256(api_key.encode()).hexdigest()[:16]
+
+
+EVERYBODY = "*"
+
+
+class PrefixGroups:
+    """Who shares cached prefixes with whom: by default nobody, or each could tell what others have asked.
+
+    vLLM finds a cached block only under the salt that it was made with. `shared`: the name spaces of keys
+    that share theirs, or EVERYBODY.
+    """
+
+    def __init__(self, shared: Collection[str] = ()) -> None:
+        self._shared = frozenset(shared)
+
+    def fields(self, space: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the fleet says in a request's body, in the place of what a client said."""
+        fields: dict[str, Any] = {}
+        group = space
+        if EVERYBODY in self._shared:
+            group = ""
+        elif space in self._shared:
+            group = "shared"
+        if own := body.get("cache_salt"):  # apart within the group
+            fields["cache_salt"] = sha256(f"{group}\0{own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        elif group:
+            fields["cache_salt"] = group
+        if "session_id" in body:
+            fields["session_id"] = None  # it would override the header with the conversation's scoped id
+        return fields
 
 
 def conversation_key(space: str, conversation_id: str) -> str:

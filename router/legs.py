@@ -10,6 +10,7 @@ import orjson
 from placement.engines import EngineInfo
 from router import metrics
 from router.errors import EngineLost, EngineUnreachable, UpstreamError
+from router.fields import with_fields
 from router.http import (
     Endpoint,
     RelayEnd,
@@ -35,21 +36,20 @@ _LIMIT = {
     Api.RESPONSES: ("max_output_tokens",),
     Api.MESSAGES: ("max_tokens",),
 }
-# Without a meaning for one token that nobody reads, or in conflict with it.
-_DROPPED = frozenset(
-    {
-        *("stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of"),
-        *("use_beam_search", "echo", "background", "include", "seed"),
-    }
-)
+# Without a meaning for one token that nobody reads, or in conflict with it; and what says none of it.
+_DROPPED: Mapping[str, Any] = {
+    **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs", "best_of", "include", "seed")),
+    **dict.fromkeys(("min_tokens", "top_logprobs"), 0),
+    **dict.fromkeys(("use_beam_search", "echo", "background"), False),
+}
 
 
-def prefill_body(api: Api, body: Mapping[str, Any], transfer_id: str) -> bytes:
-    """The same prompt, one token, no stream: what it generates is thrown away."""
-    leg = {name: value for name, value in body.items() if name not in _DROPPED}
+def prefill_body(api: Api, raw: bytes, body: Mapping[str, Any], transfer_id: str) -> bytes:
+    """The same prompt, one token, no stream: what it generates is thrown away. `body`: what `raw` says."""
+    leg = {name: value for name, value in _DROPPED.items() if name in body}
     limits = _LIMIT[api]
     for limit in limits:
-        if limit in leg or limit == limits[0]:
+        if limit in body or limit == limits[0]:
             leg[limit] = 1
     leg["stream"] = False
     if api is Api.RESPONSES:
@@ -57,14 +57,7 @@ def prefill_body(api: Api, body: Mapping[str, Any], transfer_id: str) -> bytes:
     elif api is not Api.MESSAGES:
         leg["n"] = 1
     leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer_id}
-    return orjson.dumps(leg)
-
-
-def decode_body(raw: bytes, params: Mapping[str, Any]) -> bytes:
-    """The client's own bytes with one field more; nothing is written anew."""
-    start = raw.index(b"{") + 1
-    comma = b"" if raw[start:].lstrip(b" \t\r\n").startswith(b"}") else b","
-    return b'%b"kv_transfer_params":%b%b%b' % (raw[:start], orjson.dumps(params), comma, raw[start:])
+    return with_fields(raw, leg)
 
 
 def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
@@ -84,6 +77,7 @@ class PrefillAnswer:
     prompt_tokens: int  # exact; 0 when the prefill failed
     params: dict[str, Any] | None
     unreachable: bool = False
+    died: bool = False  # while it had the request
 
 
 async def prefill(
@@ -93,13 +87,14 @@ async def prefill(
 
     `key`: the conversation's, which goes along, so that engines know whose KV it is.
     """
-    request = _request(turn, key, prefill_body(turn.api, turn.body, transfer_id), repeatable=False)
+    request = _request(turn, key, prefill_body(turn.api, turn.raw, turn.body, transfer_id), repeatable=False)
     try:
         response = await fetch(pool, Endpoint.parse(prefiller.http), request)
         answer = orjson.loads(response.body) if response.status == 200 else {}
     except (UpstreamError, orjson.JSONDecodeError) as wrong:
-        lost = isinstance(wrong, EngineUnreachable | EngineLost)
-        return _failed(key, prefiller, str(wrong), unreachable=lost)
+        died = isinstance(wrong, EngineLost)
+        unreachable = died or isinstance(wrong, EngineUnreachable)
+        return _failed(key, prefiller, str(wrong), unreachable=unreachable, died=died)
     if response.status != 200:
         return _failed(key, prefiller, f"status {response.status}")
     usage = usage_of(answer.get("usage") or {})
@@ -116,7 +111,7 @@ async def decode(
     observer: StreamObserver,
 ) -> RelayOutcome:
     """Without `params` the client's body goes as it came."""
-    body = decode_body(turn.raw, params) if params else turn.raw
+    body = with_fields(turn.raw, {"kv_transfer_params": params}) if params else turn.raw
     request = _request(turn, key, body, repeatable=not params)
     endpoint = Endpoint.parse(decoder.http)
     return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING)
@@ -127,12 +122,14 @@ def _request(turn: Turn, key: str, body: bytes, *, repeatable: bool) -> Upstream
     return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
 
 
-def _failed(key: str, prefiller: EngineInfo, why: str, *, unreachable: bool = False) -> PrefillAnswer:
+def _failed(
+    key: str, prefiller: EngineInfo, why: str, *, unreachable: bool = False, died: bool = False
+) -> PrefillAnswer:
     metrics.FALLBACKS.labels("prefill_failed").inc()
     log.warning(
         "prefill failed, the decoder computes conversation=%s engine=%s reason=%r", key, prefiller.engine, why
     )
-    return PrefillAnswer(0, None, unreachable)
+    return PrefillAnswer(0, None, unreachable, died)
 
 
 def decoder_lost(outcome: RelayOutcome) -> bool:
@@ -141,6 +138,13 @@ def decoder_lost(outcome: RelayOutcome) -> bool:
         return isinstance(outcome.error, EngineLost | EngineUnreachable)
     held = outcome.response if outcome.end is RelayEnd.HELD else None
     return held is not None and (held.status == 503 or any(mark in held.body for mark in _DEAD_ENGINE))
+
+
+def died_under_it(outcome: RelayOutcome) -> bool:
+    """The engine had the request when it ended; one that was away already, or refuses work, had not."""
+    if outcome.response is not None:
+        return any(mark in outcome.response.body for mark in _DEAD_ENGINE)
+    return isinstance(outcome.error, EngineLost)
 
 
 def answer_what_is_left(outcome: RelayOutcome, responder: Responder) -> None:

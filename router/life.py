@@ -35,6 +35,7 @@ from router.errors import (
 )
 from router.http import Observation, RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
 from router.identity import How, conversation_id, conversation_key, resolve_prefix
+from router.losses import Losses
 from router.turn import Api, TokenRatio, Turn, TurnMetrics
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Life:
         self._ratio = TokenRatio(config.tokens_per_byte)
         self._metrics = TurnMetrics(config.slo)
         self._placing: dict[str, asyncio.Task[tuple[Placed | Refusal, Known | None]]] = {}
+        self._losses = Losses(clock)
         self._background: set[asyncio.Task[None]] = set()
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
@@ -118,15 +120,19 @@ class Life:
         responder.add_header(b"x-conversation-id", conversation_id(who.key).encode())
         with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
             try:
+                self._losses.check(turn.chain.end.digest)
                 route = await self._bind(turn, who, responder)
                 ran = await self._run(turn, route, responder)
-                if legs.decoder_lost(ran.outcome) and not responder.disconnected:
+                again = legs.decoder_lost(ran.outcome) and not self._losses.set_aside(turn.chain.end.digest)
+                if again and not responder.disconnected:
                     route = await self._bind_again(turn, who, route, responder)
                     ran = await self._run(turn, route, responder)
             except ClientLeft:
                 metrics.TURNS.labels("client_gone").inc()
                 return
             self._close(turn, who, route, ran)
+            if legs.decoder_lost(ran.outcome):
+                self._losses.check(turn.chain.end.digest)
             legs.answer_what_is_left(ran.outcome, responder)
 
     # Identify
@@ -135,6 +141,8 @@ class Life:
         said, number = turn.identity, self._directory.next_turn()
         parent = conversation_key(turn.space, said.parent) if said.parent else None
         if said.id is not None:
+            if said.previous_response:
+                await self._check_response(turn, said.previous_response)
             key = conversation_key(turn.space, said.id)
             matched = self._directory.cache.nodes.find_of(turn.chain, key)
             who = Identified(key, How.EXPLICIT, parent, turn.chain, matched, number)
@@ -145,16 +153,18 @@ class Life:
             found, running = await self._directory.find(chain)
             got = resolve_prefix(found, chain.end.digest, running)
             if got.how is How.NEW and said.previous_response:
-                raise NotFound(
-                    "no conversation has that response; it has ended, or never was: send its messages again",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
+                raise _no_such_response()
             key = got.conversation or conversation_key(turn.space, f"c-{uuid4().hex}")
             matched = got.known_bytes if got.conversation else 0
             who = Identified(key, got.how, got.parent or parent, chain, matched, number)
         metrics.labelled(metrics.IDENTIFIED, who.how).inc()
         return who
+
+    async def _check_response(self, turn: Turn, name: str) -> None:
+        """An engine knows responses by their ids alone, whoever asks: the caller must have had it here."""
+        found, _ = await self._directory.find(chains.of_pointer(turn.seed, name, turn.chain))
+        if found is None:
+            raise _no_such_response()
 
     # Bind
 
@@ -276,6 +286,8 @@ class Life:
         except BaseException:
             self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running for ever
             raise
+        if legs.died_under_it(outcome):
+            self._losses.note(turn.chain.end.digest)
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
         return Ran(outcome, observer, prefilled)
@@ -315,6 +327,8 @@ class Life:
         if turn.trace is not None:
             turn.trace.prefilled(answer.prompt_tokens)
         self._ratio.learn(turn.prompt_bytes, answer.prompt_tokens)
+        if answer.died:
+            self._losses.note(turn.chain.end.digest)
         lost = prefiller if answer.unreachable else None
         prefilled.at = self._clock() if answer.prompt_tokens else None
         self._directory.prefill_done(key, answer.prompt_tokens, lost)
@@ -389,6 +403,14 @@ def _for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
     if turn.trace is None:
         return turn
     return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
+
+
+def _no_such_response() -> NotFound:
+    return NotFound(
+        "no conversation has that response; it has ended, or never was: send its messages again",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
 
 
 def _refused(refusal: Refusal) -> ApiError:

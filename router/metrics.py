@@ -139,6 +139,10 @@ TURNS = Counter(
     "Turns by outcome: complete, client_gone, broken (after its start), failed, refused.",
     ["outcome"],
 )
+SET_ASIDE = Counter(
+    "conserve_turns_set_aside_total",
+    "Turns not tried (again): two engines ended while they computed the request. 0 is right.",
+)
 TTFT_SECONDS = Histogram(
     "conserve_ttft_seconds",
     "From a turn's arrival to its first token, of first and of later turns.",

@@ -18,9 +18,9 @@ from router.chains import Chain
 from router.config import ServedModel, SloTargets
 from router.directory.cache import Known
 from router.errors import BadRequest, ModelNotFound
-from router.fields import check_fields
+from router.fields import check_fields, with_fields
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
-from router.identity import Explicit, explicit_identity, is_final
+from router.identity import Explicit, PrefixGroups, explicit_identity, is_final
 
 if TYPE_CHECKING:
     from router.tracing import TurnTrace
@@ -56,7 +56,7 @@ class Turn:
     """One request of a conversation, read and checked."""
 
     api: Api
-    raw: bytes
+    raw: bytes  # for the engine: the client's, with what the fleet sets
     body: Mapping[str, Any]
     headers: RawHeaders  # for the engine
     space: str  # scope of the caller's conversation ids
@@ -86,7 +86,9 @@ class Turn:
         return None
 
 
-async def read_turn(api: Api, request: Request, space: str, models: Models, now: float) -> Turn:
+async def read_turn(
+    api: Api, request: Request, space: str, models: Models, groups: PrefixGroups, now: float
+) -> Turn:
     raw = await request.body.read()
     body = read_object(request.headers, raw)
     check_model(body, models)
@@ -104,7 +106,7 @@ async def read_turn(api: Api, request: Request, space: str, models: Models, now:
     tools = body.get("tools")
     return Turn(
         api=api,
-        raw=raw,
+        raw=with_fields(raw, groups.fields(space, body)),
         body=body,
         headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
         space=space,

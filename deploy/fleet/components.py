@@ -21,6 +21,7 @@ from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import BatchAddress, GatewayConfig, Handover, ServedModel, SloTargets, TracingConfig
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
+from router.identity import EVERYBODY, namespace
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     SAFEPOINT_PLUGIN,
@@ -249,11 +250,17 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         handover=Handover.IN_TURN if fleet.transfer.backend == "nixl" else Handover.TOGETHER,
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
+        shared_prefixes=_shared_prefixes(fleet),
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
         limits=_server_limits(fleet, max_connections=fleet.gateway.limits.connections),
         upstream=_upstream_limits(fleet),
     )
+
+
+def _shared_prefixes(fleet: FleetSpec) -> tuple[str, ...]:
+    """By name spaces: processes that compare them need not know the keys."""
+    return tuple(key if key == EVERYBODY else namespace(key) for key in fleet.gateway.shared_prefixes)
 
 
 def _server_limits(fleet: FleetSpec, **other: int) -> ServerLimits:
@@ -306,4 +313,5 @@ def batch_config(
         server=_server_limits(fleet),  # all gateways' connections come together here: their number stays
         upstream=_upstream_limits(fleet),
         file_ttl_s=int(batch.file_ttl) if batch.file_ttl else None,
+        shared_prefixes=_shared_prefixes(fleet),
     )

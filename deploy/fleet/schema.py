@@ -201,6 +201,9 @@ class GatewaySpec(Spec):
     """Accepted bearer keys; none means that any caller may."""
     admin_keys: list[str] = []
     """Keys that see every conversation and open the dashboard; where no keys are set, it is open to all."""
+    shared_prefixes: list[str] = []
+    """Keys whose owners share cached prefixes, such as a common system prompt; `"*"` for all. Others have
+    their own: who shares can tell by an answer's time what another has asked."""
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
 
 

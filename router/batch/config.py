@@ -49,6 +49,7 @@ class BatchConfig:
     models: tuple[ServedModel, ...]
     directory: str  # host:port
     secret: str  # the fleet's: the directory asks for it, and so does this process
+    shared_prefixes: tuple[str, ...] = ()  # as the gateways'
     host: str = "127.0.0.1"
     port: int = 0
     limits: BatchLimits = field(default_factory=BatchLimits)

@@ -22,6 +22,7 @@ from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.batch.validation import Validator
 from router.http import UpstreamPool
+from router.identity import PrefixGroups
 
 log = logging.getLogger("conserve.router.batch.dispatcher")
 
@@ -52,7 +53,8 @@ class Dispatcher:
         self._batch_changed = asyncio.Event()
         self._in_flight = InFlight(settings, clock)
         self._results = ResultWriter(store, self._in_thread)
-        self._executor = Executor(pool, self._in_flight, self._results, settings, self._tried, clock)
+        groups = PrefixGroups(config.shared_prefixes)
+        self._executor = Executor(pool, self._in_flight, self._results, settings, self._tried, clock, groups)
         self.flex = FlexQueue(self._in_flight, config.flex_timeout_s, self._wake.set, clock)
         validator = Validator(store, blobs, config, clock)
         self._lifecycle = BatchLifecycle(store, blobs, validator, settings.cancel_grace_s, clock)

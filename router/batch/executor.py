@@ -19,18 +19,20 @@ from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
+from router.identity import PrefixGroups
 
 log = logging.getLogger("conserve.router.batch.executor")
 
 _OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
 _ANSWER_BYTES = 64 << 20
 _ENGINE_LOST = "engine lost"
+_NOT_OFFLINE = frozenset({"service_tier", "session_id"})
 _JSON: RawHeaders = [(b"content-type", b"application/json")]
 
 
 def offline_body(body: Mapping[str, Any]) -> bytes:
     """As it goes to an engine: marked as offline."""
-    marked = {name: value for name, value in body.items() if name != "service_tier"}
+    marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
     return orjson.dumps({**marked, "priority": _OFFLINE_PRIORITY})
 
 
@@ -43,6 +45,7 @@ class Executor:
         settings: DispatchSettings,
         tried: Callable[[ClaimedRequest, int | None], None],
         clock: Callable[[], float],
+        groups: PrefixGroups,
     ) -> None:
         """`tried` hears of every try's end, with the tokens it really took where they are known."""
         self._pool = pool
@@ -50,6 +53,7 @@ class Executor:
         self._results = results
         self._settings = settings
         self._tried = tried
+        self._groups = groups
         self._clock = clock
         self._tasks: dict[tuple[int, int], tuple[asyncio.Task[None], EngineInfo]] = {}
 
@@ -108,7 +112,7 @@ class Executor:
             method="POST",
             target=request.endpoint.encode(),
             headers=_JSON,
-            body=offline_body(orjson.loads(line)["body"]),
+            body=offline_body(self._own_body(request.owner, orjson.loads(line)["body"])),
             repeatable=True,
             first_byte_timeout_s=self._settings.request_timeout_s,
         )
@@ -118,6 +122,10 @@ class Executor:
         if response.status == 200 and not response.body:
             raise EngineGarbled("The engine's answer is empty.")
         return response
+
+    def _own_body(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """With what the fleet sets, as gateways do for turns."""
+        return {**body, **self._groups.fields(owner, body)}
 
     def _conclude(
         self, request: ClaimedRequest, info: EngineInfo, verdict: Verdict, response: UpstreamResponse | None

@@ -125,8 +125,28 @@ async def test_a_turn_that_nothing_answered_is_tried_once_more_and_then_fails(tm
         answer = await ask(
             made.urls[0], [user("hi"), assistant("w"), user("x")], headers={"x-session-id": "s"}
         )
-        assert answer.status == 500
+        assert (answer.status, answer.error["code"]) == (502, "request_set_aside")
         assert [len(made.engines[name].seen) for name in ("d0", "d1")] in ([2, 1], [1, 2])
+
+
+@pytest.mark.parametrize("prefillers", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_ends_engines_is_tried_twice_and_no_more(
+    tmp_path: Path, prefillers: int, stream: bool
+) -> None:
+    async with fleet(tmp_path, decoders=5, prefillers=prefillers) as made:
+        for engine in made.engines.values():
+            engine.dies_of = b"poison"
+        poison = [user("poison " * 50)]
+        for attempt in range(3):  # as clients' libraries do, whatever the answer says
+            answer = await ask(made.urls[0], poison, headers={"x-session-id": f"{attempt}"}, stream=stream)
+            assert (answer.status, answer.error["code"]) == (502, "request_set_aside")
+            assert answer.headers["x-should-retry"] == "false"
+        met = [name for name, engine in made.engines.items() if any(b"poison" in s.raw for s in engine.seen)]
+        assert len(met) <= 2 + prefillers  # a try is a decoder, and the prefiller beside it
+        await made.settle()
+        assert not [one for one in made.directory.table.conversations if one.running]
+        assert (await ask(made.urls[0], [user("something else")])).status == 200
 
 
 async def test_a_new_epoch_of_an_engine_binds_its_conversations_anew(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class FakeEngine:
     aborted: int = 0
     fail_status: int = 0
     fail_body: str = ""
+    dies_of: bytes = b""  # a request with this in it: the connection breaks, as when the process ends
     fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
     port: int = 0
     reports: int = 0  # of its state
@@ -133,6 +134,8 @@ class FakeEngine:
         body = json.loads(raw)
         key = request.headers.get("x-session-id", "")
         self.seen.append(Seen(request.path, key, body, raw, dict(request.headers)))
+        if self.dies_of and self.dies_of in raw and request.transport is not None:
+            request.transport.abort()
         if self.fail_status:
             return web.Response(status=self.fail_status, text=self.fail_body, content_type="application/json")
         prompt = prompt_size(body)

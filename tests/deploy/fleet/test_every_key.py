@@ -42,6 +42,7 @@ from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import GatewayConfig, ServedModel, SloTargets, TracingConfig
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
+from router.identity import namespace
 from tests.support.fleet import ROOT
 from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
@@ -178,6 +179,11 @@ CASES = {
     "gateway.host": case("0.0.0.0", lambda got: got.gateway.host),
     "gateway.port": case(8001, lambda got: got.gateway.port),
     "gateway.api_keys": case(["k"], lambda got: got.gateway.api_keys, ("k",)),
+    "gateway.shared_prefixes": case(
+        ["k", "*"],
+        lambda got: [one.shared_prefixes for one in (got.gateway, got.batch)],
+        [(namespace("k"), "*")] * 2,
+    ),
     "gateway.admin_keys": case(["a"], lambda got: got.gateway.admin_keys, ("a",)),
     "gateway.limits.body_mib": case(
         1.5, lambda got: [one.max_body_bytes for one in server_limits(got)], [3 << 19, 3 << 19]

@@ -14,6 +14,7 @@ from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
 from router.config import BatchAddress, GatewayConfig, ServedModel
 from router.http import Request, Responder, Server, UpstreamLimits, UpstreamPool
+from router.identity import PrefixGroups
 from router.turn import Api, read_turn
 from tests.router.batch.fake_engine import MODEL
 
@@ -74,7 +75,7 @@ class FrontGateway:
     async def _handle(self, request: Request, responder: Responder) -> None:
         space = self._callers.caller(request.headers).space
         if request.path == "/v1/chat/completions":
-            turn = await read_turn(Api.CHAT, request, space, self._config.models_by_name, 0.0)
+            turn = await read_turn(Api.CHAT, request, space, self._config.models_by_name, PrefixGroups(), 0.0)
             await self._forwarding.flex(turn, responder)
         else:
             await self._forwarding.handle(request, responder, space)

@@ -36,6 +36,19 @@ async def test_a_flex_request_runs_as_offline_work(sqlite_gateway: Gateway, engi
     assert counted("served") == before + 1
 
 
+async def test_offline_work_has_the_cached_prefixes_of_its_owner(
+    sqlite_gateway: Gateway, engine: FakeEngine
+) -> None:
+    entry = line("a")
+    entry["body"] |= {"session_id": "another's", "cache_salt": "mine"}
+    async with sqlite_gateway.client() as client:
+        await ask(client, "hello")
+        await ended(client, await submit(client, jsonl([line("b"), entry])))
+    salts = {body["cache_salt"] for body in engine.bodies}
+    assert len(engine.bodies) == 3 and len(salts) == 2 and "mine" not in salts
+    assert not any(body.get("session_id") for body in engine.bodies)
+
+
 async def test_flex_and_batches_share_the_engines(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
     async with sqlite_gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}", f"sleep=0.05 {i}") for i in range(60)]))

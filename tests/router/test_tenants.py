@@ -1,0 +1,87 @@
+"""Owners of keys apart: ids, cached prefixes and responses of one are out of another's reach."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from router.identity import EVERYBODY, PrefixGroups, namespace
+from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
+
+ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with fleet(tmp_path) as one:
+        yield one
+
+
+def prompt(path: str) -> Any:
+    return [user("hi")] if path.endswith("chat/completions") else "hi"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_engines_hear_of_conversations_by_scoped_ids_only(made: Fleet, path: str) -> None:
+    for key in (ALICE, BOB):
+        answer = await ask(made.urls[0], prompt(path), headers=key, path=path, session_id="same")
+        assert answer.conversation == "same"
+    seen = [*made.decoder_requests(), *made.prefills()]
+    assert {one.conversation for one in seen} == {f"{namespace(key)}:same" for key in ("alice", "bob")}
+    assert [one.body["session_id"] for one in seen] == [None] * len(seen)  # or it would override the header
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_each_owner_has_cached_prefixes_of_its_own(made: Fleet, path: str) -> None:
+    for key in (ALICE, BOB):
+        for own in ({}, {"cache_salt": "mine"}, {"cache_salt": namespace("alice")}):
+            answer = await ask(
+                made.urls[0], prompt(path), headers={**key, "x-session-id": "s"}, path=path, **own
+            )
+            assert answer.status == 200
+    salts = [one.body["cache_salt"] for one in made.decoder_requests()]
+    assert len(set(salts)) == 6 and namespace("bob") in salts
+    # Both legs of a turn find the same blocks.
+    assert {one.body["cache_salt"] for one in made.prefills()} <= set(salts)
+
+
+def test_owners_share_prefixes_where_the_fleet_says_so() -> None:
+    alice, bob, carol = (namespace(key) for key in ("alice", "bob", "carol"))
+    some = PrefixGroups((alice, bob))
+    assert some.fields(alice, {}) == some.fields(bob, {}) != some.fields(carol, {}) == {"cache_salt": carol}
+    assert PrefixGroups((EVERYBODY,)).fields(alice, {}) == {}
+    apart = [groups.fields(alice, {"cache_salt": "x"})["cache_salt"] for groups in (some, PrefixGroups())]
+    assert len({*apart, "x"}) == 3
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-conversation-id": "c"}])
+async def test_a_response_of_another_owner_does_not_exist(made: Fleet, headers: dict[str, str]) -> None:
+    path = "/v1/responses"
+    first = await ask(made.urls[0], "hello", headers={**ALICE, **headers}, path=path)
+    name = orjson.loads(first.body)["id"]
+    before = len(made.decoder_requests())
+    stolen = await ask(
+        made.urls[0], "go on", headers={**BOB, **headers}, path=path, previous_response_id=name
+    )
+    assert (stolen.status, stolen.error["code"]) == (404, "previous_response_not_found")
+    assert len(made.decoder_requests()) == before
+    own = await ask(made.urls[0], "go on", headers={**ALICE, **headers}, path=path, previous_response_id=name)
+    assert (own.status, own.conversation) == (200, first.conversation)
+
+
+async def test_offline_work_refers_to_no_response(made: Fleet) -> None:
+    answer = await ask(
+        made.urls[0], "x", headers=ALICE, path="/v1/responses", previous_response_id="r", service_tier="flex"
+    )
+    assert (answer.status, answer.error["param"]) == (400, "previous_response_id")
+
+
+async def test_a_later_turn_says_what_the_first_said(made: Fleet) -> None:
+    """The salt is the conversation's: with another one its KV would not be found again."""
+    await ask(made.urls[0], [user("hi")], headers=ALICE)
+    await ask(made.urls[0], [user("hi"), assistant("w"), user("go on")], headers=ALICE)
+    salts = [one.body["cache_salt"] for one in made.decoder_requests()]
+    assert salts == [namespace("alice")] * 2
