@@ -1,0 +1,1 @@
+"""What people would run instead, on the same engines: `python -m benchmarks.peers`."""

@@ -1,0 +1,78 @@
+"""`benchmarks.peers`: ratios to the best peer of the same round, and what is not there is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import page
+from benchmarks.peers.contenders import Bench, DoesNotRun, PlainEngines, contenders
+from benchmarks.peers.figures import RATIOS, Row, medians, named
+from benchmarks.peers.loads import plays
+from deploy.fleet import load_fleet
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def a_row(contender: str, seconds: float, turn: int = 0, trace: str = "real", failed: int = 0) -> Row:
+    peer = not contender.startswith("ours")
+    return Row(contender, trace, turn, peer, 20, failed, 0, *[seconds] * 7, recomputed_tokens=5)
+
+
+def test_ratios_are_to_the_best_peer_of_the_same_round_and_the_worst_trace_counts() -> None:
+    rows = [
+        *(a_row("ours", 2.0, turn) for turn in range(3)),
+        *(a_row("slow", 9.0, turn) for turn in range(3)),
+        *(a_row("quick", seconds, turn) for turn, seconds in enumerate((1.0, 2.0, 4.0))),
+        a_row("ours", 3.0, trace="burst"),
+        a_row("quick", 2.0, trace="burst"),
+    ]
+    found = named(rows)
+    assert [found[name] for name in RATIOS] == [1.5] * len(RATIOS), "the burst's, not the median of 2, 1, 0.5"
+    assert found["failed"] == 0
+    assert medians(rows)["real"]["quick"]["ttfet_p95_s"] == 2.0
+    assert medians(rows)["real"]["quick"]["recomputed_tokens"] == 15
+
+
+def test_a_peer_that_fails_conversations_is_nobody_to_beat() -> None:
+    rows = [a_row("ours", 2.0), a_row("fails", 0.1, failed=2), a_row("serves", 4.0, failed=1)]
+    assert named(rows)["ttfet_p95_vs_best_peer"] == 0.5
+    assert named(rows[:2])["ttfet_p95_vs_best_peer"] is None
+    assert named([replace(rows[0], failed=3)])["failed"] == 3
+
+
+def test_ours_in_both_ways_are_no_peers_and_a_peer_that_is_not_installed_says_so(tmp_path: Path) -> None:
+    bench = Bench(load_fleet(REPOSITORY / "configs" / "laptop.yaml"), tmp_path, tmp_path, 1.0)
+    everyone = contenders(bench, PlainEngines(bench))
+    assert [one.name for one in everyone if not one.peer] == ["ours", "ours, first_turns: prefiller"]
+    for contender in everyone:
+        if contender.peer:
+            with pytest.raises(DoesNotRun, match=r"not installed|bootstrap"), contender.start():
+                pass
+
+
+def test_traces_are_the_sample_the_mix_and_a_burst_or_the_one_that_is_given() -> None:
+    assert [play.name for play in plays(None, quick=False)] == ["real", "paper's mix", "burst"]
+    (quick,) = plays(None, quick=True)
+    arrivals = [one.arrival_s for one in quick.conversations]
+    assert len(arrivals) == 10 and arrivals == sorted(arrivals)
+    (given,) = plays(REPOSITORY / "traces" / "samples" / "laptop.jsonl.gz", quick=False)
+    assert given.name == "laptop" and len(given.conversations) == 24
+
+
+def test_the_page_has_every_trace_the_figures_and_what_did_not_run(tmp_path: Path) -> None:
+    rows = [a_row("ours", 2.0), a_row("quick", 4.0)]
+    table = medians(rows)
+    text = page.written(
+        *(table, named(rows), {"other": "not\n installed"}, plays(None, quick=True)),
+        command="python -m benchmarks.peers --quick",
+        rounds=1,
+        engines=3,
+        plot="figures/peers.png",
+        provisional="the machine was busy",
+    )
+    assert "**Provisional**: the machine was busy" in text
+    assert "| ours | 2 |" in text and "| `ttfet_p95_vs_best_peer` | 0.5 |" in text
+    assert "| other | not installed |" in text
+    page.plot(table, tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").stat().st_size > 1_000
