@@ -20,8 +20,8 @@ from pathlib import Path
 
 from benchmarks.output import command, write_json
 from benchmarks.peers import figures, page
-from benchmarks.peers.contenders import Bench, Contender, DoesNotRun, PlainEngines, contenders
-from benchmarks.peers.figures import Row
+from benchmarks.peers.contenders import Bench, DoesNotRun, PeerSetup, PlainEngines, contenders
+from benchmarks.peers.figures import PeerRow
 from benchmarks.peers.loads import Play, plays
 from deploy.fleet import load_fleet
 from deploy.small_model import make_model
@@ -37,17 +37,17 @@ LAST_TURN_S = 100.0  # of a quick run: what a contender takes, about
 
 
 @dataclass
-class Run:
+class PeerRun:
     """Rounds of contenders, and what came of them."""
 
     plays: Sequence[Play]
     model: str
     play_limit_s: float
     ends_at: float
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PeerRow] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
-    def round(self, number: int, everyone: Sequence[Contender]) -> None:
+    def round(self, number: int, everyone: Sequence[PeerSetup]) -> None:
         first = number % len(everyone)
         for contender in (*everyone[first:], *everyone[:first]):
             if contender.name in self.skipped:
@@ -61,7 +61,7 @@ class Run:
                 self.skipped[contender.name] = str(reason)
                 print(f"{contender.name} is left out: {reason}", flush=True)
 
-    def _turn(self, number: int, contender: Contender) -> None:
+    def _turn(self, number: int, contender: PeerSetup) -> None:
         began = time.monotonic()
         with contender.start() as url:
             took = time.monotonic() - began
@@ -122,7 +122,7 @@ def main() -> None:
     loads = plays(options.trace, quick)
     peers = Path(options.peers) if options.peers else None
     with prepared(options.fleet, peers, QUICK_START_S if quick else START_LIMIT_S) as bench:
-        run = Run(loads, bench.fleet.model.name, QUICK_PLAY_S if quick else PLAY_LIMIT_S, ends_at)
+        run = PeerRun(loads, bench.fleet.model.name, QUICK_PLAY_S if quick else PLAY_LIMIT_S, ends_at)
         with PlainEngines(bench) as plain:
             everyone = contenders(bench, plain)
             wanted = tuple(filter(None, options.only.split(",")))

@@ -36,7 +36,7 @@ class DoesNotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Contender:
+class PeerSetup:
     name: str
     start: Callable[[], AbstractContextManager[str]]  # raises DoesNotRun
     peer: bool = True
@@ -63,15 +63,15 @@ class Bench:
         return found
 
 
-def contenders(bench: Bench, plain: "PlainEngines") -> list[Contender]:
+def contenders(bench: Bench, plain: "PlainEngines") -> list[PeerSetup]:
     return [
-        Contender("ours", lambda: ours(bench, "elastic"), peer=False),
-        Contender("ours, first_turns: prefiller", lambda: ours(bench, "prefiller"), peer=False),
-        Contender("sglang-router", lambda: sglang_router(bench, plain)),
-        Contender("vllm-router", lambda: vllm_router(bench, plain)),
-        Contender("Ray Serve LLM", lambda: ray_serve_llm(bench)),
-        Contender("vllm-router, prefill/decode", lambda: vllm_router_disaggregated(bench)),
-        Contender("sglang-router, prefill/decode", sglang_router_disaggregated),
+        PeerSetup("ours", lambda: ours(bench, "elastic"), peer=False),
+        PeerSetup("ours, first_turns: prefiller", lambda: ours(bench, "prefiller"), peer=False),
+        PeerSetup("sglang-router", lambda: sglang_router(bench, plain)),
+        PeerSetup("vllm-router", lambda: vllm_router(bench, plain)),
+        PeerSetup("Ray Serve LLM", lambda: ray_serve_llm(bench)),
+        PeerSetup("vllm-router, prefill/decode", lambda: vllm_router_disaggregated(bench)),
+        PeerSetup("sglang-router, prefill/decode", sglang_router_disaggregated),
     ]
 
 

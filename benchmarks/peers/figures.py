@@ -12,7 +12,7 @@ BAD_SHARE = 0.05  # of its conversations that a peer may fail before its times s
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     """What one contender took for one trace in one round, seconds, tools and people left out."""
 
     contender: str
@@ -39,10 +39,10 @@ RATIOS = {
     "gap_p99_vs_best_peer": "gap_p99_s",
     "later_ttft_p95_vs_best_peer": "later_ttft_p95_s",
 }
-TIMES = tuple(name for name in Row.__dataclass_fields__ if name.endswith("_s"))
+TIMES = tuple(name for name in PeerRow.__dataclass_fields__ if name.endswith("_s"))
 
 
-def row(contender: str, trace: str, turn: int, peer: bool, run: Replay) -> Row:
+def row(contender: str, trace: str, turn: int, peer: bool, run: Replay) -> PeerRow:
     summary = summarise(run)
 
     def at(name: str, percentile: int) -> float:
@@ -50,7 +50,7 @@ def row(contender: str, trace: str, turn: int, peer: bool, run: Replay) -> Row:
         return found.at(percentile) if found else float("nan")
 
     failed = sum(one.outcome is not PlayOutcome.DONE for one in run.conversations)
-    return Row(
+    return PeerRow(
         *(contender, trace, turn, peer, len(run.conversations), failed, summary.refusals),
         *(at("ttfet_served", 50), at("ttfet_served", 95)),
         *(at("ttft_first_turn", 50), at("ttft_first_turn", 95), at("ttft_later_turns", 95)),
@@ -59,9 +59,9 @@ def row(contender: str, trace: str, turn: int, peer: bool, run: Replay) -> Row:
     )
 
 
-def medians(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
+def medians(rows: Iterable[PeerRow]) -> dict[str, dict[str, dict[str, float]]]:
     """By trace and contender, over rounds; failures and refusals are summed."""
-    by: dict[str, dict[str, list[Row]]] = {}
+    by: dict[str, dict[str, list[PeerRow]]] = {}
     for one in rows:
         by.setdefault(one.trace, {}).setdefault(one.contender, []).append(one)
     return {
@@ -77,7 +77,7 @@ def medians(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def named(rows: Sequence[Row]) -> dict[str, float | None]:
+def named(rows: Sequence[PeerRow]) -> dict[str, float | None]:
     """Ratios are medians of the rounds' own; of the traces, the worst. None: no peer ran."""
     worst: dict[str, float | None] = {}
     for name, field in RATIOS.items():
@@ -91,7 +91,7 @@ def named(rows: Sequence[Row]) -> dict[str, float | None]:
     return worst | {"failed": sum(one.failed for one in ours), "refused": sum(one.refused for one in ours)}
 
 
-def _ratios(rows: Sequence[Row], field: str) -> Iterable[float]:
+def _ratios(rows: Sequence[PeerRow], field: str) -> Iterable[float]:
     for turn in dict.fromkeys(one.round for one in rows):
         ours = [one for one in rows if one.round == turn and one.contender == OURS]
         peers = [one for one in rows if one.round == turn and one.peer and _counts(one)]
@@ -99,7 +99,7 @@ def _ratios(rows: Sequence[Row], field: str) -> Iterable[float]:
             yield getattr(ours[0], field) / max(min(getattr(one, field) for one in peers), 1e-6)
 
 
-def _counts(peer: Row) -> bool:
+def _counts(peer: PeerRow) -> bool:
     return peer.failed <= BAD_SHARE * peer.conversations
 
 

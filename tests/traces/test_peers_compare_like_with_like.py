@@ -7,16 +7,16 @@ import pytest
 
 from benchmarks.peers import page
 from benchmarks.peers.contenders import Bench, DoesNotRun, PlainEngines, contenders
-from benchmarks.peers.figures import RATIOS, Row, medians, named
+from benchmarks.peers.figures import RATIOS, PeerRow, medians, named
 from benchmarks.peers.loads import plays
 from deploy.fleet import load_fleet
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def a_row(contender: str, seconds: float, turn: int = 0, trace: str = "real", failed: int = 0) -> Row:
+def a_row(contender: str, seconds: float, turn: int = 0, trace: str = "real", failed: int = 0) -> PeerRow:
     peer = not contender.startswith("ours")
-    return Row(contender, trace, turn, peer, 20, failed, 0, *[seconds] * 7, recomputed_tokens=5)
+    return PeerRow(contender, trace, turn, peer, 20, failed, 0, *[seconds] * 7, recomputed_tokens=5)
 
 
 def test_ratios_are_to_the_best_peer_of_the_same_round_and_the_worst_trace_counts() -> None:
