@@ -62,6 +62,19 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "reordered_blocks": CounterSpec(
         "conserve_kv_reordered_blocks", "Free blocks moved so that retained ones are used last."
     ),
+    "prompt_tokens": CounterSpec(
+        "conserve_prompt_tokens", "Tokens of turns' prompts computed, before their first tokens."
+    ),
+    "prompt_seconds": CounterSpec(
+        "conserve_prompt_seconds",
+        "Time of iterations with prompts of turns in them: conserve_prompt_tokens over this is the rate that "
+        "the placer goes by.",
+    ),
+    "prompts_unplanned": CounterSpec(
+        "conserve_prompts_unplanned_iterations",
+        "Steps of planning that failed on an engine without co-serving: vLLM's own schedule held for their "
+        "iteration; the log has it. 0 is right.",
+    ),
     "failed_blocks": CounterSpec(
         "conserve_kv_failed_blocks", "Blocks a load did not fill; they are evicted and computed."
     ),

@@ -1,6 +1,8 @@
 """What the engine reports: its state, computed from conversations and block pool, and the feed's commands."""
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
 from kvtransfer.host_index import block_faults, host_faults
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
 from placement.engines import EngineState
+from placement.iteration.prompts import PromptRate
 
 logger = logging.getLogger("conserve.kvtransfer.report")
 
@@ -24,6 +27,11 @@ class ReportScheduler(SchedulerSide):
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._requests: dict[str, Any] = {}
         self._loaded: set[str] = set()  # requests whose background load ended
+        self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
+        # What the engine's own scheduler learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
+        self.prompt_rate = PromptRate()
+        self.prompt_share = 1.0  # of its time, what requests that decode leave to prompts
+        self.counts: Counter[str] = Counter()
         self._departing: set[str] = set()  # ended requests whose blocks vLLM holds until their load ends
         self._manager: Any = None
         self._pool: Any = None
@@ -45,6 +53,7 @@ class ReportScheduler(SchedulerSide):
 
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
+        self._known[request.request_id] = self._known_of(request)
         self._notify()
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
@@ -53,6 +62,7 @@ class ReportScheduler(SchedulerSide):
 
     def on_finished(self, request: Any, block_ids: list[int]) -> None:
         self._requests.pop(request.request_id, None)
+        self._known.pop(request.request_id, None)
         if request.request_id in self._residence.loading - self._loaded:
             self._departing.add(request.request_id)
         self._loaded.discard(request.request_id)
@@ -70,6 +80,10 @@ class ReportScheduler(SchedulerSide):
         self._loaded |= outcome.loaded & self._requests.keys()
         self._departing -= outcome.loaded
         self._notify()
+
+    def take_counts(self) -> Mapping[str, float]:
+        counts, self.counts = self.counts, Counter()
+        return counts
 
     def shutdown(self) -> None:
         if self._feed is not None:
@@ -121,7 +135,28 @@ class ReportScheduler(SchedulerSide):
             parked=parked,
             named_after=self._confirmed.after,
             idle_tokens=idle * self._block_tokens,
+            waiting_prompt_tokens=sum(map(self._to_compute, requests)),
+            prompt_tokens_per_s=self.prompt_rate.tokens_per_s,
+            prompt_share=self.prompt_share if running else 1.0,
         )
+
+    def _to_compute(self, request: Any) -> int:
+        """Before its first token, if it is a turn's."""
+        if request.priority > 0 or request.num_output_tokens:
+            return 0
+        known = max(request.num_computed_tokens, self._known.get(request.request_id, 0))
+        return max(0, int(request.num_prompt_tokens) - known)
+
+    def _known_of(self, request: Any) -> int:
+        """Of what comes from a prefiller nothing is computed here, and of what is on the host."""
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return int(request.num_prompt_tokens)
+        host, blocks = self._residence.host, 0
+        for block in request.block_hashes:
+            if self._pool.get_cached_block(block, [0]) is None and not host.stored(block):
+                break
+            blocks += 1
+        return blocks * self._block_tokens
 
     def _ending_blocks(self) -> set[int]:
         """Blocks that nobody but a copy or a lease that is over holds."""

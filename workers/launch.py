@@ -132,7 +132,7 @@ def _connector(spec: LaunchSpec, start: Start) -> ConnectorConfig | None:
         port=start.transfer_port,
         lmcache=start.lmcache,
         feed=str(spec.directory / FEED_SOCKET),
-        safepoint=f"conserve-{spec.fingerprint()}-{start.epoch}" if spec.scheduler_class else "",
+        safepoint=f"conserve-{spec.fingerprint()}-{start.epoch}" if spec.connector.plugins else "",
     )
 
 

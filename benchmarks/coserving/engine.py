@@ -159,7 +159,7 @@ class SimulatedCoServing:
                 batch.append((request, tokens))
                 left -= tokens
         batch = [(request, tokens) for request, tokens in batch if request in self._running]
-        for request in self._in_order():
+        for request in self._in_order(plan.waiting):
             if left <= 0 or len(self._running) >= self._shape.max_running:
                 break
             resumed = request.computed if not self._shape.checkpoint else request.furthest
@@ -188,9 +188,15 @@ class SimulatedCoServing:
             shape.block_tokens, shape.max_tokens, shape.max_running,
         )  # fmt: skip
 
-    def _in_order(self) -> list[SimulatedRequest]:
-        """Those that wait: online by arrival, then offline as the policy starts them."""
-        online = sorted((r for r in self._waiting if not r.offline), key=lambda request: request.arrival)
+    def _in_order(self, first: tuple[str, ...] | None = None) -> list[SimulatedRequest]:
+        """Those that wait: online as the plan has them, else by arrival, then offline as the policy starts
+        them.
+        """
+        turn = {key: number for number, key in enumerate(first or ())}
+        online = sorted(
+            (request for request in self._waiting if not request.offline),
+            key=lambda request: (turn.get(request.key, len(turn)), request.arrival),
+        )
         offline = (request for request in self._waiting if request.offline)
         return online + sorted(offline, key=lambda r: self._policy.start_order(self._view_of(r, False)))
 

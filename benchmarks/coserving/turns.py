@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, PolicyTurn, quantile
 from deploy.small_model import ModelShape, make_model
 from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import CONSERVATIVE, LatencyModel
+from placement.iteration.latency import CONSERVATIVE, LatencyModel, SelfCorrecting
+from placement.iteration.policies import make_policy
 from workers.coserving.config import SAFEPOINT_PLUGIN, CoServingConfig
 from workers.coserving.iterations import IterationRecord
 from workers.coserving.profile import (
@@ -50,7 +51,9 @@ class SwitchingScheduler(CoServingScheduler):
             values = chosen["settings"]
             settings = ServingSettings(**{**values, "slo": TurnTargets(**values["slo"])})
             # Each turn starts from the profile: none has what another's iterations have taught the model.
-            self.serve_by(settings, LatencyModel(**chosen["model"]))
+            self.policy = make_policy(settings)
+            self.latency = SelfCorrecting(LatencyModel(**chosen["model"]))
+            self.tracked.default_slo = settings.slo
         return super().schedule(throttle_prefills)
 
 

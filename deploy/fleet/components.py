@@ -24,6 +24,7 @@ from router.http import ServerLimits, UpstreamLimits
 from router.identity import EVERYBODY, namespace
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
+    PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
     WORKER_CLASS,
@@ -89,10 +90,16 @@ def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str
         options=tuple(sorted(options.items())),
         env=tuple(sorted(env.items())),
         connector=connector(fleet, tier.role),
-        scheduler_class=SCHEDULER_CLASS if coserves else None,
+        scheduler_class=_scheduler_class(fleet, coserves),
         worker_class=_worker_class(device, coserves),
-        additional=json.dumps(coserving(fleet).to_additional_config()) if coserves else None,
+        additional=json.dumps(coserving(fleet).to_additional_config()),
     )
+
+
+def _scheduler_class(fleet: FleetSpec, coserves: bool) -> str | None:
+    if fleet.model.embeddings:
+        return None  # vLLM's own: there are no tokens to wait for, and some of these prompts may not be cut
+    return SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER
 
 
 def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str], dict[str, str]]:
@@ -144,7 +151,8 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
 
 
 def coserves_on(fleet: FleetSpec, role: Role) -> bool:
-    return fleet.coserving.enabled and role is not Role.PREFILL
+    """Prefillers: where the file gives them offline work."""
+    return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
 
 
 def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
@@ -308,6 +316,7 @@ def batch_config(
             DispatchSettings,
             batch,
             max_in_flight=batch.in_flight_per_engine,
+            coserving=fleet.coserving.enabled,
             keep_free_fraction=batch.keep_free,
         ),
         server=_server_limits(fleet),  # all gateways' connections come together here: their number stays

@@ -269,7 +269,8 @@ class KvSpec(Spec):
 
 
 class CoServingSpec(Spec):
-    """Offline work in the cycles that decoders have left."""
+    """Offline work in the cycles that engines have left. `ttft` and `tbt` hold without it, too: prompts are
+    cut so that running turns keep theirs."""
 
     enabled: bool = False
     policy: Literal["conserve", "bros", "online_only", "non_preemptive", "sarathi"] = default(
@@ -302,7 +303,7 @@ class BatchSpec(Spec):
     in_flight_per_engine: Annotated[int, Field(gt=0)] = default(DispatchSettings, "max_in_flight")
     """Offline requests at most."""
     harvest_prefill: bool = default(DispatchSettings, "harvest_prefill")
-    """Idle prefillers take offline work too."""
+    """Prefillers take offline work too: idle ones, or as decoders do where `coserving` is enabled."""
     keep_free: Annotated[float, Field(ge=0, lt=1)] = default(DispatchSettings, "keep_free_fraction")
     """Share of an engine's KV never planned for offline work."""
     ageing: Duration | None = default(DispatchSettings, "ageing_s")

@@ -1,6 +1,7 @@
 """The co-serving paper's policy: online first, offline fills the time until a token is due."""
 
 import math
+from collections.abc import Sequence
 
 from placement.iteration import memory
 from placement.iteration.interface import (
@@ -14,7 +15,8 @@ from placement.iteration.interface import (
     ServingSettings,
 )
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.online import share_out, tightest_target
+from placement.iteration.online import share_out, tightest_target, until_a_token_is_due
+from placement.iteration.prompts import PromptSharing
 
 
 class Conserve(ServingPolicy):
@@ -49,8 +51,10 @@ class Conserve(ServingPolicy):
         offline_least = int(self._settings.offline_share * view.max_tokens)
         share = max(offline_least, starving + head_starves)
         online_left = view.max_tokens - share
-        work, caps = share_out(online, view.now, online_left, model, self._prompt_margin.share)
-        tokens_left = view.max_tokens - work.new_tokens
+        due_in = until_a_token_is_due(online, view.now, self._prompt_margin.share)
+        sharing = PromptSharing(due_in, fills=True)
+        first = share_out(online, view.now, online_left, model, sharing)
+        tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share
         target = tightest_target(
             online, view.now, model, margin, self.ttft_share, self.decoding_per_constant
@@ -58,17 +62,20 @@ class Conserve(ServingPolicy):
         if target is None:
             rate = self._arrivals.rate if self._settings.safepoints else 0.0
             tokens_left = min(tokens_left, best_batch(model, rate, view.max_tokens))
+        waiting = tuple(request.key for request in first.prompts if not request.running)
         reserve = int(self.online_reserve * view.total_blocks) if online or self._arrivals.rate else 0
         free_after = view.free_blocks + sum(r.blocks for r in taken) - memory.online_demand(view)
         builder = BatchBuilder(
-            model, work, tokens_left, target, caps=caps,
+            model, first.work, tokens_left, target, caps=first.caps,
             online_left=online_left if share else None,
             admit_waiting=not taken and (free_after > reserve or head_starves),
+            planned=frozenset(waiting), unplanned_s=first.seconds,
         )  # fmt: skip
         builder.floor = lambda request: max(
             offline_least - builder.offline_tokens, int(self._starving(request, view.now))
         )
-        return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)
+        order = online_then_offline(staying, first.prompts)
+        return IterationPlan(order, tuple(r.key for r in taken), builder, waiting)
 
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
@@ -107,9 +114,12 @@ def cost_of_losing(request: RequestView) -> tuple[int, float]:
     return (max(request.blocks - request.saved_blocks, 0), -request.arrival)
 
 
-def online_then_offline(requests: tuple[RequestView, ...]) -> tuple[str, ...]:
-    """Requests that decode before prompts: those are cut to what the others leave."""
-    order = sorted(requests, key=lambda r: (r.offline, not r.decoding, r.arrival, r.key))
+def online_then_offline(
+    requests: tuple[RequestView, ...], prompts: Sequence[RequestView] = ()
+) -> tuple[str, ...]:
+    """Requests that decode before prompts, which are cut to what the others leave: in the order given."""
+    turn = {request.key: number for number, request in enumerate(prompts)}
+    order = sorted(requests, key=lambda r: (r.offline, not r.decoding, turn.get(r.key, 0), r.arrival, r.key))
     return tuple(request.key for request in order)
 
 

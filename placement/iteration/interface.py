@@ -3,6 +3,7 @@
 Plain data, which the simulator builds as well as the engine's scheduler.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class RequestView:
     last_token: float | None = None  # when its latest output token was made; None before the first
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
+    refused: bool = False  # the engine had no place for it when it was last to start
 
     @property
     def pending(self) -> int:
@@ -45,8 +47,9 @@ class RequestView:
 
     @property
     def decoding(self) -> bool:
-        """Whether it has had its first token and lacks only the next."""
-        return self.running and self.last_token is not None and self.pending == 1
+        """Whether it has had its first token, or has it under way, and lacks only the next."""
+        first = self.last_token is not None or self.computed >= self.tokens
+        return self.running and first and self.pending == 1
 
     def deadline(self) -> float:
         """When its next token is due."""
@@ -57,7 +60,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine between two iterations. `online_waiting` is in the order the engine will admit it."""
+    """An engine between two iterations. `online_waiting` is in order of arrival, or as a plan has put it."""
 
     now: float
     running: tuple[RequestView, ...]
@@ -83,7 +86,9 @@ class BatchBuilder:
     slots_left: int | None = None  # more offline requests than this do not join; None: no limit
     floor: Callable[[RequestView], int] = lambda request: 0  # of an offline request, whatever the target says
     admit_waiting: bool = True  # whether offline requests that hold no memory may start
-    caps: Mapping[str, int] = field(default_factory=dict)  # of online requests; others get all they want
+    caps: Mapping[str, int] = field(default_factory=dict)  # of requests; others get all they want
+    planned: frozenset[str] | None = None  # waiting online requests that have a plan; None: they need none
+    unplanned_s: float = math.inf  # how long the iteration may be with one that has none
     offline_tokens: int = 0
 
     def offline_budget(self) -> int:
@@ -95,7 +100,7 @@ class BatchBuilder:
     def take(self, request: RequestView, want: int) -> int:
         if not request.offline:
             return self._take_online(request, want)
-        want = min(want, self.tokens_left)
+        want = min(want, self.tokens_left, self.caps.get(request.key, want))
         if want <= 0 or self.slots_left == 0 or not (request.running or self.admit_waiting):
             return 0
         tokens = want
@@ -113,6 +118,10 @@ class BatchBuilder:
 
     def _take_online(self, request: RequestView, want: int) -> int:
         want = min(want, self.caps.get(request.key, want))
+        if self.planned is not None and not request.running and request.key not in self.planned:
+            # What it waited for came after the plan. It is not to lose an iteration by that.
+            want = max(1, self.model.max_tokens(self.work, request.computed, want, self.unplanned_s))
+            self.work = self.work.plus(want, request.computed)
         if self.online_left is None:
             return want
         tokens = min(want, self.online_left)
@@ -127,6 +136,8 @@ class IterationPlan:
     order: tuple[str, ...]  # of the running requests
     preempt: tuple[str, ...]  # running offline requests that give their memory and slot back now
     builder: BatchBuilder = field(compare=False)
+    # Online requests that wait, in the order in which the engine is to look at them; None: by arrival.
+    waiting: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

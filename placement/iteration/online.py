@@ -1,12 +1,13 @@
 """Tokens of online requests in an iteration: those that decode, and prompts before their first token."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.iteration import memory
 from placement.iteration.interface import RequestView
 from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.prompts import PromptSharing
 
 LEAST_STRETCH = 0.25
 
@@ -14,85 +15,79 @@ Caps = Mapping[str, int]  # tokens of online requests at most, by key; of those 
 
 
 @dataclass(frozen=True, slots=True)
-class PromptQueue:
-    """What prompts take that are computed one after the other, beside requests that decode."""
+class OnlineShare:
+    """What requests that go first compute in an iteration."""
 
-    decoding: BatchWork  # in every iteration
-    max_tokens: int
-    model: LatencyModel
-
-    def better_wait(
-        self,
-        behind: Sequence[RequestView],
-        tokens: int,
-        ending: Sequence[RequestView],
-        work: BatchWork,
-        now: float,
-    ) -> bool:
-        """Whether those behind are better left out of the iteration in which others get their first token.
-
-        The rest of a prompt is often small, and filled up with `tokens` of the next one its iteration takes
-        as long as any; left alone it costs those behind one iteration's constant and decoding more. So they
-        wait where the others would be late else, and if whoever is then the latest of all is less late.
-        """
-        alone = now + self.model.seconds(work)
-        filled = now + self.model.seconds(work.plus(tokens, behind[0].computed))
-        due = min(request.deadline() for request in ending)
-        if filled <= due:
-            return False
-        late_alone = max(alone - due, self.lateness(behind, 0, alone))
-        return late_alone < max(filled - due, self.lateness(behind, tokens, filled))
-
-    def lateness(self, prompts: Sequence[RequestView], done: int, start: float) -> float:
-        """Of the latest, beginning at `start`, the first with `done` tokens more than its view says."""
-        at, latest = start, float("-inf")
-        for request in prompts:
-            left = request.pending - done
-            iterations = -(-left // self.max_tokens)
-            prompt = BatchWork().plus(left, request.computed + done)
-            at += self.model.seconds(prompt) - self.model.seconds(BatchWork())
-            at += iterations * self.model.seconds(self.decoding)
-            latest, done = max(latest, at - request.deadline()), 0
-        return latest
+    work: BatchWork
+    caps: Caps
+    prompts: tuple[RequestView, ...]  # in the order in which they are computed
+    seconds: float  # what the iteration may take by prompts; infinity: as long as they like
+    held_back: bool = False  # a prompt waits for the end of those before it: nothing else has its place
 
 
-def due(request: RequestView, margin: float) -> float:
+def token_due(request: RequestView, margin: float) -> float:
     """When an iteration that has its next token should end."""
     return request.deadline() - margin * request.slo.tbt_s
 
 
-def share_out(
-    online: tuple[RequestView, ...], now: float, max_tokens: int, model: LatencyModel, margin: float
-) -> tuple[BatchWork, Caps]:
-    """What online requests compute in this iteration.
+def until_a_token_is_due(online: Iterable[RequestView], now: float, margin: float) -> float:
+    """Seconds: also right after an abort, which has cost that deadline time already."""
+    return min((token_due(r, margin) - now for r in online if r.decoding), default=math.inf)
 
-    Those that decode have their token, and prompts as much of the iteration as the soonest deadline leaves:
-    also right after an abort, which has cost that deadline time already.
-    """
-    decoding = [request for request in online if request.decoding]
-    prompts = [request for request in online if not request.decoding]
-    beside = work = memory.online_work(decoding, max_tokens)
-    target = math.inf
-    if decoding:
-        soonest = min(due(request, margin) for request in decoding) - now
-        target = max(soonest, 2 * model.seconds(beside))  # half is the prompts', or they would never end
+
+def share_out(
+    requests: Iterable[RequestView], now: float, max_tokens: int, model: LatencyModel, sharing: PromptSharing
+) -> OnlineShare:
+    """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
+    requests = tuple(requests)
+    decoding = [request for request in requests if request.decoding]
+    prompts = in_turn([request for request in requests if not request.decoding], now, model, sharing)
+    work = memory.online_work(decoding, max_tokens)
+    decoding_s = model.seconds(work)
+    seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
+    left = max_tokens - work.new_tokens
+    budget = left if sharing.fills else sharing.chunk(model, left)
     caps: dict[str, int] = {}
-    ending: list[RequestView] = []
     for index, request in enumerate(prompts):
-        want = min(request.pending, max_tokens - work.new_tokens)
-        tokens = want if target == math.inf else model.max_tokens(work, request.computed, want, target)
-        if tokens and ending:
-            queue = PromptQueue(beside, max_tokens, model)
-            if queue.better_wait(prompts[index:], tokens, ending, work, now):
-                caps.update((other.key, 0) for other in prompts[index:])
-                break
-        if tokens < want:  # by time; the engine knows better how far its budget goes with prefix hits
-            caps[request.key] = tokens
+        tokens = min(request.pending, budget)
+        if decoding:
+            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens)
+        if index == 0:
+            tokens = max(tokens, min(1, budget))  # or it would never end
+        part = tokens < request.pending
+        waits = part and index > 0 and not sharing.fills and due(request, model, sharing) > now
+        if part:
+            caps.update((other.key, 0) for other in prompts[index:])
+        if waits:
+            return OnlineShare(work, caps, prompts, seconds, held_back=True)
         if tokens:
             work = work.plus(tokens, request.computed)
-            if tokens == request.pending:
-                ending.append(request)
-    return work, caps
+            budget -= tokens
+        if part:
+            caps[request.key] = tokens
+            break
+    return OnlineShare(work, caps, prompts, seconds)
+
+
+def in_turn(
+    prompts: Sequence[RequestView], now: float, model: LatencyModel, sharing: PromptSharing
+) -> tuple[RequestView, ...]:
+    """The policy's order; but what the engine had no place for makes nobody wait who has one.
+
+    Once that is overdue, nobody starts before it either who was due later: the place is to become its own.
+    """
+    dues = {request.key: due(request, model, sharing) for request in prompts}
+    overdue = min((dues[r.key] for r in prompts if r.refused and dues[r.key] <= now), default=math.inf)
+
+    def turn(request: RequestView) -> tuple[bool, float, str]:
+        at = dues[request.key]
+        return request.refused or (not request.running and at > overdue), at, request.key
+
+    return tuple(sorted(prompts, key=turn))
+
+
+def due(request: RequestView, model: LatencyModel, sharing: PromptSharing) -> float:
+    return sharing.due(model, request.arrival, request.pending, request.computed)
 
 
 def tightest_target(
@@ -112,7 +107,7 @@ def tightest_target(
     if not online:
         return None
     targets = [
-        due(request, margin) - now if request.decoding
+        token_due(request, margin) - now if request.decoding
         else min(request.slo.tbt_s, request.arrival + ttft_share * request.slo.ttft_s - now) * (1 - margin)
         for request in online
     ]  # fmt: skip

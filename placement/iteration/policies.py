@@ -1,8 +1,10 @@
 """The policies ConServe is measured against, and all policies by name."""
 
+import math
+
 from placement.errors import PlacementError
 from placement.iteration import memory
-from placement.iteration.conserve import Conserve, cost_of_losing, online_then_offline
+from placement.iteration.conserve import Conserve, Margin, cost_of_losing, online_then_offline
 from placement.iteration.interface import (
     BatchBuilder,
     EngineView,
@@ -13,6 +15,8 @@ from placement.iteration.interface import (
     ServingSettings,
 )
 from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.online import share_out
+from placement.iteration.prompts import PromptSharing
 
 
 class UnknownPolicyError(PlacementError, ValueError):
@@ -28,6 +32,36 @@ class OnlineOnly(ServingPolicy):
         builder = BatchBuilder(model, work, 0, None, admit_waiting=False)
         staying = memory.without(view.running, taken)
         return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)
+
+
+class PromptsInOrder(ServingPolicy):
+    """Without co-serving: whoever decodes has a token, prompts what time the TBT targets leave, offline last.
+
+    vLLM's own rules say who has memory, and who gives it.
+    """
+
+    def __init__(self, settings: ServingSettings) -> None:
+        super().__init__(settings)
+        self._margin = Margin(settings.margin, beyond=0.2)
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        decoding = tuple(request for request in view.running if request.decoding)
+        target = min((request.slo.tbt_s for request in decoding), default=math.inf)
+        sharing = PromptSharing(target * (1 - self._margin.share))
+        prompts = (request for request in memory.online_requests(view) if not request.decoding)
+        first = share_out((*decoding, *prompts), view.now, view.max_tokens, model, sharing)
+        offline = sum(request.offline for request in decoding)  # take their token from what is left
+        waiting = tuple(request.key for request in first.prompts if not request.running)
+        left = 0 if first.held_back else view.max_tokens - first.work.new_tokens
+        builder = BatchBuilder(
+            model, first.work, left + offline,
+            first.seconds if decoding else None, floor=lambda request: int(request.decoding), caps=first.caps,
+            planned=frozenset(waiting), unplanned_s=first.seconds,
+        )  # fmt: skip
+        return IterationPlan(online_then_offline(view.running, first.prompts), (), builder, waiting)
+
+    def observe(self, done: IterationDone) -> None:
+        self._margin.see(done.predicted_s, done.seconds)
 
 
 class NonPreemptive(ServingPolicy):
@@ -133,6 +167,7 @@ POLICIES: dict[str, type[ServingPolicy]] = {
     "conserve": Conserve,
     "non_preemptive": NonPreemptive,
     "online_only": OnlineOnly,
+    "prompts_in_order": PromptsInOrder,
     "round_robin": RoundRobin,
     "sarathi": Sarathi,
 }

@@ -2,9 +2,9 @@
 
 The shortest remaining prompt goes first, because it makes the others wait least. A prompt ages: each is due
 after `stretch` times what it takes alone, counted from its arrival, so whatever is short and comes later than
-that goes behind it, and a long one ends. A prompt that ends in an iteration
-is not made to wait for a part of the next one, unless that is overdue: then there is more to compute than
-time, and full iterations compute more.
+that goes behind it, and a long one ends. A prompt that ends in an iteration is not made to wait for a part of
+the next one, unless that is overdue: then there is more to compute than time, and full iterations compute
+more. With co-serving iterations are always full (`fills`): it is measured by the worst of its prompts.
 """
 
 import math
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
+LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class PromptSharing:
 
     tbt_s: float  # SLO target of requests that decode
     stretch: float = 8.0
+    fills: bool = False  # an iteration in which a prompt ends has a part of the next one, too
 
     def due(self, model: LatencyModel, arrival: float, pending: int, computed: int) -> float:
         """Sorting key of prompts: the least goes first."""
@@ -48,3 +50,24 @@ class PromptSharing:
     ) -> int:
         """Of the next prompt, that join an iteration which has `work` so far."""
         return model.max_tokens(work, computed, want, self.iteration_s(decoding_s))
+
+
+class PromptRate:
+    """Tokens of prompts a second of iterations that had some, of late.
+
+    An engine without prompts keeps its rate: it would have it again, and whoever places goes by it.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def see(self, tokens: int, seconds: float) -> None:
+        """An iteration that ended."""
+        kept = math.exp(-seconds / LATELY_S)
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0: none yet."""
+        return self._tokens / self._seconds if self._seconds else 0.0

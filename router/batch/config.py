@@ -29,7 +29,8 @@ class DispatchSettings:
 
     max_in_flight: int = 256  # per engine
     keep_free_fraction: float = 0.10  # of an engine's KV, never planned for offline work
-    harvest_prefill: bool = False  # idle prefillers take offline work too
+    harvest_prefill: bool = False  # prefillers take offline work too: idle ones, or all that co-serve
+    coserving: bool = False  # engines abort it for a turn
     ageing_s: float | None = None  # an engine without offline work for so long gets one request all the same
     max_tries: int = 5
     request_timeout_s: float = 3600.0

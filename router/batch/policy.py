@@ -63,7 +63,9 @@ def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
     state = engine.state
     if engine.resting or (state is not None and state.draining):
         return Allowance(0, 0)
-    if engine.role is Role.PREFILL and not (settings.harvest_prefill and _idle(state)):
+    if engine.role is Role.PREFILL and not (
+        settings.harvest_prefill and (settings.coserving or _idle(state))
+    ):
         return Allowance(0, 0)
     if state is None:
         tokens = max(0, engine.kv_tokens - engine.unseen_tokens)

@@ -6,13 +6,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from math import ceil, exp, sqrt
+from math import ceil, sqrt
 from typing import Any
 
 import numpy as np
 
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.prompts import PromptSharing
+from placement.iteration.prompts import PromptRate, PromptSharing
 from traces.simulator.kv import KvStore, Link, LiveConversation, Pressure
 from traces.simulator.tiers import EngineProfile
 
@@ -168,7 +168,6 @@ class Iteration:
 
 
 MAX_TURNS = 256  # vLLM's max_num_seqs
-LATELY_S = 5.0  # over which the rate of prompts is averaged
 OnLive = Callable[["SimulatedEngine", LiveConversation], None]
 
 
@@ -203,7 +202,7 @@ class SimulatedEngine:
         self.gaps = Gaps()  # of all engines, in a simulation
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
         self.on_free: Callable[[SimulatedEngine], None] | None = None  # its last waiting prompt is computed
-        self._lately = [0.0, 0.0]  # tokens of prompts, and seconds of iterations with some
+        self._prompt_rate = PromptRate()
         self._events = events
         self._on_prefilled = on_prefilled
         self._on_finished = on_finished
@@ -242,8 +241,7 @@ class SimulatedEngine:
         return sum(live.todo for live in self.waiting)
 
     def prompt_tokens_per_s(self) -> float:
-        tokens, seconds = self._lately
-        return tokens / seconds if seconds else 0.0
+        return self._prompt_rate.tokens_per_s
 
     def prompt_share(self) -> float:
         """Of its time, what running turns leave to prompts."""
@@ -404,7 +402,8 @@ class SimulatedEngine:
             seconds = (self._events.now - self._began) / self._iterations
             self.gaps.add(seconds, batch.turns * self._iterations)
         if chunks:
-            self._note_rate(sum(tokens for _, tokens in chunks), self._events.now - self._began)
+            tokens = sum(tokens for _, tokens in chunks)
+            self._prompt_rate.see(tokens, self._events.now - self._began)
         self._between = True
         grown = batch.turns * self._iterations
         self.decoded += grown
@@ -424,10 +423,6 @@ class SimulatedEngine:
             self.on_free(self)
         self._between = False
         self._begin()
-
-    def _note_rate(self, tokens: int, seconds: float) -> None:
-        kept = exp(-seconds / LATELY_S)
-        self._lately = [self._lately[0] * kept + tokens, self._lately[1] * kept + seconds]
 
     def _emit_first_token(self, live: LiveConversation) -> None:
         """The last prompt token gives the first output token, or hands a prefill leg over."""

@@ -14,6 +14,7 @@ from workers.profiles import ProfileKey, ProfileStore
 
 KEY = "coserving"
 SCHEDULER_CLASS = "workers.coserving.scheduler.CoServingScheduler"
+PROMPT_SCHEDULER = "workers.coserving.planned.prompt_scheduler"
 WORKER_CLASS = "workers.coserving.worker.CoServingWorker"
 CPU_WORKER_CLASS = "workers.cpu_worker.CoServingCpuWorker"
 SAFEPOINT_PLUGIN = "workers.coserving.safepoint:SafepointPlugin"

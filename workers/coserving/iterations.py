@@ -1,4 +1,4 @@
-"""The iterations of a co-serving engine: between scheduling and result, in the log, and what is counted.
+"""The iterations of an engine: between scheduling and result, in the log, and what is counted.
 
 vLLM's front end serves the counts at `/metrics` (kvtransfer/vllm_metrics.py).
 """
@@ -35,7 +35,7 @@ class PendingIteration:
     epoch: int  # 0: it cannot be aborted
     scheduled: tuple[ScheduledRequest, ...]
     offline_tokens: int
-    preempted: int
+    preempted: int = 0
     budget_tokens: int = 0  # offline tokens that would have fit
     again_tokens: int = 0  # offline tokens computed before, and lost to a preemption
     aborted: bool = False
@@ -44,6 +44,8 @@ class PendingIteration:
     queued: BatchWork = field(default_factory=BatchWork)  # online work that waits for the next iteration
     arrivals: list[RequestView] = field(default_factory=list)
     raised: bool = False  # the flag, for one of them
+    prompt_tokens: int = 0  # online, before a first token
+    prompt_share: float = 1.0  # of the engine's time, what its decoding requests leave to prompts
 
     @property
     def classes(self) -> str:
@@ -104,6 +106,7 @@ class IterationRecord:
     disowned_blocks: int = 0
     again_tokens: int = 0  # offline tokens that a preemption had lost
     before: int = 0  # sum over the requests of new tokens times context
+    prompt_tokens: int = 0  # online, before a first token
 
     @property
     def work(self) -> BatchWork:

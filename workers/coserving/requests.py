@@ -1,6 +1,7 @@
 """vLLM's requests as a policy sees them: by class, in order of arrival, and while an iteration runs."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,9 @@ class TrackedRequest:
     last_served: float = 0.0
     outputs: int = 0
     held: int = 0  # tokens it had computed when it was last preempted
+    refused: bool = False  # the engine had no place for it when it was last to start
+    looked_up: float = -math.inf  # when it was last seen what of its prompt is there
+    there: int = 0  # tokens
     adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
 
     @property
@@ -83,7 +87,10 @@ class TrackedRequests:
         return tracked
 
     def drop(self, request_id: str) -> None:
-        self.by_id.pop(request_id, None)
+        """It ended: there is place again for those that were refused."""
+        if self.by_id.pop(request_id, None) is not None:
+            for tracked in self._online.values():
+                tracked.refused = False
         self._online.pop(request_id, None)
         self._offline.pop(request_id, None)
 
@@ -113,6 +120,7 @@ class TrackedRequests:
             last_token=tracked.last_token,
             last_served=tracked.last_served,
             slo=tracked.slo,
+            refused=tracked.refused,
         )
 
     def start_order(
@@ -151,13 +159,13 @@ class ArrivalWatch:
 
     def __init__(
         self,
-        policy: ServingPolicy,
+        policy: Callable[[], ServingPolicy],
         flag: Flag,
         model: Callable[[], LatencyModel],
         view_of: Callable[[Any, float], RequestView],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.policy = policy
+        self._policy = policy
         self._flag = flag
         self._model = model
         self._view_of = view_of
@@ -189,7 +197,7 @@ class ArrivalWatch:
         for arrival in running.arrivals:
             queued = queued.plus(arrival.pending, arrival.computed)
         batch = replace(running.batch, passed_s=now - running.started)
-        if self.policy.interrupts(view, queued, batch, self._model()):
+        if self._policy().interrupts(view, queued, batch, self._model()):
             self._flag.raise_for(running.epoch)
             running.raised = True
             self.counts["coserving_signals"] += 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -107,42 +108,56 @@ class UnsupportedEngineError(WorkerError, RuntimeError):
 
 
 class PolicyQueue(PriorityRequestQueue):
-    """vLLM's queue of waiting requests, in which a policy says which offline requests are first.
+    """vLLM's queue of waiting requests, in which a policy says which are first: online, and then offline.
 
-    Online requests stay before all of them, and those that the policy does not name after those it does.
+    Online requests that it does not name come before those it does: they wait for something, and are passed
+    over. Offline requests that it does not name come last.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._named: deque[Request] = deque()
+        self._online: deque[Request] = deque()
+        self._offline: deque[Request] = deque()
+
+    def name_online(self, requests: Iterable[Request]) -> None:
+        named = list(requests)
+        known = {request.request_id for request in named}
+        rest = sorted(r for r in self._heap if r.priority <= 0 and r.request_id not in known)
+        self._online = deque([*rest, *named])
 
     def name_offline(self, requests: Iterable[Request]) -> None:
-        self._named = deque(requests)
+        self._offline = deque(requests)
 
     def peek_request(self) -> Request:
         head = super().peek_request()
-        if self._named and head.priority > 0:
-            while self._named and self._named[0] not in self._heap:  # ended, or started
-                self._named.popleft()
-            return self._named[0] if self._named else head
-        return head
+        named = self._offline if head.priority > 0 else self._online
+        while named and named[0] not in self._heap:  # ended, or started
+            named.popleft()
+        return named[0] if named else head
 
     def pop_request(self) -> Request:
         first = self.peek_request()
-        if not self._named or first is not self._named[0]:
+        if first is self._heap[0]:
             return super().pop_request()
         self.remove_request(first)
-        return self._named.popleft()
+        return first
 
 
-class OpenScheduler(Scheduler):
-    """vLLM's scheduler, with the steps open that a policy decides and the records that a roll-back corrects.
-
-    The defaults of what is open are vLLM's own.
-    """
+class OpenScheduling:
+    """In front of a scheduler of vLLM: the steps open that a policy decides. The defaults are vLLM's own."""
 
     running: list[Any]
     waiting: PolicyQueue
+    requests: dict[str, Any]
+    vllm_config: Any
+    kv_cache_manager: Any
+    connector: Any
+    block_size: int
+    hash_block_size: int
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+    pause_state: Any
+    kv_holding_waiting: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,48 +165,40 @@ class OpenScheduler(Scheduler):
         self._refuse_unsupported()
         self.waiting = PolicyQueue()
 
-    def _refuse_unsupported(self) -> None:
-        """Refuses settings under which an abort could not be undone, or the plan not be kept."""
-        config = self.vllm_config
-        wrong = {
-            "asynchronous scheduling (start with --no-async-scheduling)": (
-                config.scheduler_config.async_scheduling
-            ),
+    def unsupported(self) -> dict[str, bool]:
+        """Settings under which the plan could not be kept, and whether the engine has them."""
+        return {
             "first-come scheduling (start with --scheduling-policy priority)": not isinstance(
                 self.waiting, PriorityRequestQueue
             ),
-            "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
-            "speculative decoding": config.speculative_config is not None,
-            "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": self.use_v2_model_runner,
-            "models with other than full attention": not all(
-                isinstance(manager, FullAttentionManager) for manager in self.managers
-            ),
         }
-        named = [what for what, present in wrong.items() if present]
+
+    def _refuse_unsupported(self) -> None:
+        named = [what for what, present in self.unsupported().items() if present]
         if named:
-            raise UnsupportedEngineError(f"co-serving does not work with {'; '.join(named)}")
+            raise UnsupportedEngineError(f"this scheduler does not work with {'; '.join(named)}")
 
     def tokens_for(self, request: Request, computed: int, tokens: int) -> int:
         """Asked for every candidate, running or waiting, after all of vLLM's own caps."""
         return tokens
 
-    def before_preemption(self, request: Request) -> None:
-        """The request is about to lose its blocks, by our preemption or one of vLLM's own."""
-
-    def preempt(self, request: Request, now: float) -> None:
-        """Takes all blocks and the place in the batch; the request waits and resumes by itself."""
-        self.running.remove(request)
-        self._preempt_request(request, now, drop_stale_output=True)
-
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
+            request, num_computed_tokens, num_new_tokens
+        )
         return self.tokens_for(request, num_computed_tokens, int(tokens))
 
-    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        self.before_preemption(request)
-        super()._preempt_request(request, timestamp, drop_stale_output)
+    def preempt(self, request: Request, now: float) -> None:
+        """Takes all blocks and the place in the batch; the request waits and resumes by itself."""
+        raise NotImplementedError("vLLM's own rules preempt here")
+
+    def noted(
+        self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
+    ) -> ScheduledRequest:
+        """Right after scheduling, when `num_computed_tokens` already counts the new tokens."""
+        raise NotImplementedError("a step that cannot be aborted is not noted")
 
     def plugin(self, name: str) -> Any | None:
         """The scheduler side of one of our connector's plugins, if the engine has it."""
@@ -226,10 +233,53 @@ class OpenScheduler(Scheduler):
             if request is not None:
                 yield request, tokens
 
+    def waits_or_prefills(self) -> bool:
+        """Whether any request has a prompt, or a part of one, to compute or to load."""
+        waits = bool(self.waiting) or bool(self.kv_holding_waiting)
+        return waits or any(request.is_prefill_chunk for request in self.running)
+
+
+class SyncScheduler(OpenScheduling, Scheduler):
+    """The one that vLLM takes without asynchronous scheduling, with its steps open."""
+
+
+class OverlappingScheduler(OpenScheduling, AsyncScheduler):
+    """The one that vLLM takes with asynchronous scheduling: a step is planned while the one before runs."""
+
+
+class OpenScheduler(SyncScheduler):
+    """A co-serving engine's: also with the records that a roll-back corrects."""
+
+    def unsupported(self) -> dict[str, bool]:
+        """Settings under which an abort could not be undone, too."""
+        config = self.vllm_config
+        return {
+            **super().unsupported(),
+            "asynchronous scheduling (start with --no-async-scheduling)": (
+                config.scheduler_config.async_scheduling
+            ),
+            "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+            "speculative decoding": config.speculative_config is not None,
+            "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": self.use_v2_model_runner,
+            "models with other than full attention": not all(
+                isinstance(manager, FullAttentionManager) for manager in self.managers
+            ),
+        }
+
+    def before_preemption(self, request: Request) -> None:
+        """The request is about to lose its blocks, by our preemption or one of vLLM's own."""
+
+    def preempt(self, request: Request, now: float) -> None:
+        self.running.remove(request)
+        self._preempt_request(request, now, drop_stale_output=True)
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        self.before_preemption(request)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
     def noted(
         self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
     ) -> ScheduledRequest:
-        """Right after scheduling, when `num_computed_tokens` already counts the new tokens."""
         start = request.num_computed_tokens - tokens
         before = self.full_blocks(start)
         written = tuple(

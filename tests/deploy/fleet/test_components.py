@@ -21,8 +21,10 @@ from deploy.fleet.components import (
 from deploy.fleet.hardware import engine_resources
 from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
+from placement.engines import Role
 from placement.fleet.policies import PlacingPolicy
 from router.config import Handover, dump, load
+from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
 CONFIGS = SCHEMA_FILE.parent
 HOME = FleetHome(Path("/state"))
@@ -73,9 +75,23 @@ def test_engines_of_one_fleet_differ_and_stay_the_same_between_runs() -> None:
 
 def test_only_decoders_of_a_coserving_fleet_coserve() -> None:
     prefill, decode = spec_of(fleet("two-nodes"), "prefill-0"), spec_of(fleet("two-nodes"), "decode-0")
-    assert (prefill["scheduler_class"], prefill["additional"]) == (None, None)
-    assert str(decode["scheduler_class"]).startswith("workers.coserving.")
+    assert prefill["scheduler_class"] == PROMPT_SCHEDULER
+    assert decode["scheduler_class"] == SCHEDULER_CLASS
     assert "coserving" in json.loads(str(decode["additional"]))
+
+
+def test_prefillers_coserve_where_the_file_gives_them_offline_work() -> None:
+    text = (CONFIGS / "two-nodes.yaml").read_text()
+    wanted = parse_fleet(text.replace("\ncoserving:", "\nbatch: {harvest_prefill: true}\ncoserving:"), "f")
+    prefill = engine_spec(wanted, next(e for e in engines(wanted) if e.tier.role is Role.PREFILL), HOME, "h")
+    assert prefill.scheduler_class == SCHEDULER_CLASS
+    assert prefill.connector is not None and prefill.connector.plugins
+
+
+def test_engines_for_embeddings_have_vllms_own_scheduler() -> None:
+    text = "name: e\nmodel: {path: m, embeddings: true}\npolicy: collocated\ntiers: [{name: t, role: mixed}]\n"
+    wanted = parse_fleet(text, "f")
+    assert engine_spec(wanted, next(engines(wanted)), HOME, "h").scheduler_class is None
 
 
 def gpus_of(wanted: FleetSpec) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import namespace
 from tests.support.fleet import ROOT
-from workers.coserving.config import CoServingConfig
+from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import LaunchSpec, Start, engine_command
 from workers.power.engine_power import PowerSettings
@@ -237,7 +237,7 @@ CASES = {
     ),
     "kv.lmcache.gib": case(3, lambda got: got.shared_tier and got.shared_tier.gib, **LMCACHE),
     "kv.lmcache.timeout": case(2, lambda got: got.engine.connector.lmcache_timeout_s, **LMCACHE),
-    "coserving.enabled": case(False, lambda got: got.engine.scheduler_class is None, True),
+    "coserving.enabled": case(False, lambda got: got.engine.scheduler_class == PROMPT_SCHEDULER, True),
     "coserving.policy": case("bros", lambda got: got.coserving.serving.policy),
     "coserving.ttft": case(1.5, lambda got: got.coserving.serving.slo.ttft_s),
     "coserving.tbt": case(0.5, lambda got: got.coserving.serving.slo.tbt_s),
@@ -325,7 +325,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     LaunchSpec: {"host": IDENTITY},
     PowerSettings: {"record": IDENTITY, "interval_s": CONSTANT},
     ConnectorConfig: {"engine epoch host port feed lmcache safepoint": IDENTITY},
-    CoServingConfig: {"model profiled iteration_log": MEASURED},
+    CoServingConfig: {"model profiled profiles iteration_log": MEASURED},
 }  # fmt: skip
 
 # Fields that a fleet sets from another key than the one they are named for, so that their own default is for
@@ -334,7 +334,7 @@ DERIVED = {
     (KeeperSettings, "start_together"),  # by the device
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers
     (ConnectorConfig, "plugins"),  # by coserving.enabled
-    (CoServingConfig, "profiles"),  # where this machine has them
+    (DispatchSettings, "coserving"),  # by coserving.enabled
     (LaunchSpec, "options"),
     (LaunchSpec, "env"),
 }

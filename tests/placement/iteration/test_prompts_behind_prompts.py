@@ -1,51 +1,89 @@
-"""A prompt's last piece and the prompts behind it share an iteration, unless that makes the latest later."""
+"""Prompts before their first token: which is computed first, beside what, and behind whom nobody waits."""
+
+import pytest
 
 from placement.iteration.interface import RequestView, ServingSettings
 from placement.iteration.latency import BatchWork
-from placement.iteration.online import PromptQueue
 from placement.iteration.policies import make_policy
 from tests.placement.iteration.views import MODEL, arrived, fill, offline, online, view
 
-
-def last_piece(due_in: float, left: int = 50) -> RequestView:
-    return online("ends", 1000 + left, 1000, last_token=None, arrival=9.5 + due_in)
+BOTH = pytest.mark.parametrize("name", ["conserve", "prompts_in_order"])
 
 
-def given(*requests: RequestView, waiting: tuple[RequestView, ...]) -> dict[str, int]:
-    return fill(make_policy(ServingSettings()), view(*requests, waiting=waiting))
+def given(name: str, *requests: RequestView, waiting: tuple[RequestView, ...] = ()) -> dict[str, int]:
+    return fill(make_policy(ServingSettings(name)), view(*requests, waiting=waiting))
 
 
-def test_one_that_would_be_late_beside_the_next_is_alone_and_in_time() -> None:
-    tokens = given(last_piece(due_in=0.02), waiting=(arrived("next", 1500),))
-    assert tokens == {"ends": 50, "next": 0}
+def started(key: str, left: int, computed: int = 1000, **more: object) -> RequestView:
+    return online(key, computed + left, computed, last_token=None, arrival=10.0, **more)
 
 
-def test_nor_do_those_behind_the_next_or_offline_work_have_its_place() -> None:
-    behind = (arrived("next", 1500), arrived("third", 20))
-    tokens = given(last_piece(due_in=0.02), offline("off"), waiting=behind)
+@BOTH
+def test_the_shortest_goes_first_wherever_it_waits(name: str) -> None:
+    tokens = given(
+        name, started("long", 3000), online("a"), waiting=(arrived("longer", 9000), arrived("new", 50))
+    )
+    assert tokens["a"] == 1
+    assert tokens["new"] == 50
+    assert tokens["longer"] == 0
+
+
+@BOTH
+def test_a_long_one_ages(name: str) -> None:
+    waiting = (arrived("new", 200), arrived("old", 3000, at=-20.0))
+    tokens = given(name, online("a"), waiting=waiting)
+    assert tokens["new"] == 0
+    assert tokens["old"] > 0
+
+
+@BOTH
+def test_what_the_engine_had_no_place_for_makes_nobody_wait_who_has_one(name: str) -> None:
+    refused = arrived("short", 50)
+    tokens = given(name, started("long", 3000), waiting=(refused,))
+    assert tokens["short"] == 50
+    held = RequestView(**{f: getattr(refused, f) for f in refused.__slots__} | {"refused": True})
+    tokens = given(name, started("long", 3000), online("a"), waiting=(held,))
+    assert tokens["long"] > 50
+    assert tokens["short"] == 0
+
+
+@BOTH
+def test_nobody_starts_before_an_overdue_one_that_lacks_place(name: str) -> None:
+    overdue = RequestView("big", False, arrival=-50.0, tokens=3000, computed=0, refused=True)
+    plan = make_policy(ServingSettings(name)).plan(view(waiting=(arrived("new", 50), overdue)), MODEL)
+    assert plan.waiting == ("big", "new")
+
+
+def test_one_that_ends_does_not_wait_for_a_part_of_the_next_nor_offline_work() -> None:
+    behind = (arrived("next", 2500), arrived("third", 2600))
+    tokens = given("prompts_in_order", started("ends", 50), offline("off"), waiting=behind)
     assert tokens == {"ends": 50, "off": 0, "next": 0, "third": 0}
 
 
-def test_requests_that_decode_keep_their_token() -> None:
-    tokens = given(online("a"), last_piece(due_in=0.02), waiting=(arrived("next", 1500),))
-    assert tokens == {"a": 1, "ends": 50, "next": 0}
+def test_unless_the_next_is_overdue() -> None:
+    tokens = given("prompts_in_order", started("ends", 50), waiting=(arrived("next", 2500, at=-50.0),))
+    assert tokens["next"] > 0
 
 
-def test_one_that_is_in_time_anyway_shares_its_iteration() -> None:
-    tokens = given(last_piece(due_in=0.4), waiting=(arrived("next", 1500),))
-    assert tokens == {"ends": 50, "next": 1500}
+def test_with_co_serving_iterations_are_full() -> None:
+    tokens = given("conserve", started("ends", 50), waiting=(arrived("next", 2500),))
+    assert tokens == {"ends": 50, "next": 2048 - 50}
 
 
-def test_it_is_not_alone_where_the_next_would_then_be_the_latest() -> None:
-    tokens = given(last_piece(due_in=0.02), waiting=(arrived("next", 1500, at=9.3),))
-    assert tokens == {"ends": 50, "next": 1500}
+def test_without_co_serving_offline_work_comes_last_and_its_tokens_go_on() -> None:
+    running = offline("writes", 2000, 1999, last_token=9.9)
+    tokens = given(
+        "prompts_in_order", online("a"), running, offline("off", 9000), waiting=(arrived("new", 100),)
+    )
+    assert tokens["a"] == tokens["writes"] == 1
+    assert tokens["new"] == 100
+    assert 0 < tokens["off"]
+    work = BatchWork.of([(1, 99), (1, 1999), (100, 0), (tokens["off"], 0)])
+    assert MODEL.seconds(work) <= 0.05
 
 
-def test_what_the_latest_is_late_by_counts_every_iteration_beside_the_requests() -> None:
-    requests = BatchWork.of([(1, 99)] * 4)
-    queue = PromptQueue(requests, 100, MODEL)
-    first, second = arrived("first", 150, at=10.0), arrived("second", 50, at=9.9)
-    prompts_s = sum(MODEL.seconds(BatchWork.of([(n, 0)])) - MODEL.constant for n in (150, 50))
-    expected = 10.0 + prompts_s + 3 * MODEL.seconds(requests) - second.deadline()
-    assert abs(queue.lateness((first, second), 0, 10.0) - expected) < 1e-9
-    assert queue.lateness((first, second), 60, 10.0) < expected - MODEL.seconds(requests)
+def test_one_that_came_after_the_plan_has_what_time_is_left_and_a_token_at_least() -> None:
+    plan = make_policy(ServingSettings("prompts_in_order")).plan(view(online("a")), MODEL)
+    assert plan.builder.take(online("a"), 1) == 1
+    assert 1 < plan.builder.take(arrived("late", 3000), 2000) < 2000
+    assert plan.builder.take(arrived("later", 3000), 2000) == 1

@@ -81,12 +81,14 @@ def test_nothing_for_draining_and_resting_engines() -> None:
     assert allowance_of(view(resting=True), SETTINGS).requests == 0
 
 
-def test_prefillers_only_when_wanted_and_idle() -> None:
+def test_prefillers_only_when_wanted_and_idle_or_able_to_abort() -> None:
     prefiller = view(role=Role.PREFILL)
     assert allowance_of(prefiller, SETTINGS).requests == 0
     wanted = replace(SETTINGS, harvest_prefill=True)
     assert allowance_of(prefiller, wanted).requests == 4
-    assert allowance_of(view(role=Role.PREFILL, reported=state(running=1)), wanted).requests == 0
+    busy = view(role=Role.PREFILL, reported=state(running=1))
+    assert allowance_of(busy, wanted).requests == 0
+    assert allowance_of(busy, replace(wanted, coserving=True)).requests == 4
 
 
 def test_an_engine_without_reports_gets_a_fixed_window() -> None:

@@ -6,6 +6,8 @@ else is a wrong output on a real model; here it is an entry in `lies`.
 
 import random
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,19 @@ from workers.coserving import safepoint as page
 from workers.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
 
 BLOCK, BLOCKS, GARBAGE = 32, 48, -1
+FAST = LatencyModel(1e-6, 0, 0, 1e-6)
 EASY = TurnTargets(10.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request of a step."""
+
+    key: str
+    request: Any
+    count: int
+    end: int  # tokens computed after it
+    blocks: list[int]
 
 
 class ModelFreeEngine:
@@ -30,6 +44,10 @@ class ModelFreeEngine:
         policy: str = "conserve",
         plugins: tuple[str, ...] = (),
         beside: dict[str, Any] | None = None,
+        scheduler: str = SCHEDULER_CLASS,
+        latency: LatencyModel = FAST,
+        overlapping: bool = False,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """`beside`: another connector of the engine, as in `--kv-transfer-config`."""
         from vllm.engine.arg_utils import EngineArgs
@@ -38,10 +56,8 @@ class ModelFreeEngine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from workers.coserving.scheduler import CoServingScheduler
-
         serving = ServingSettings(policy, slo)
-        config = CoServingConfig(serving, LatencyModel(1e-6, 0, 0, 1e-6), profiled=True)
+        config = CoServingConfig(serving, latency, profiled=True)
         connector = ConnectorConfig(
             safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
             plugins=(SAFEPOINT_PLUGIN, *plugins),
@@ -55,20 +71,24 @@ class ModelFreeEngine:
         vllm_config = EngineArgs(
             model=str(model), dtype="float32", max_model_len=1024, block_size=BLOCK, max_num_seqs=8,
             num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=192, enforce_eager=True,
-            async_scheduling=False, scheduling_policy="priority", scheduler_cls=SCHEDULER_CLASS,
+            async_scheduling=False, scheduling_policy="priority", scheduler_cls=scheduler,
             additional_config=config.to_additional_config(),
             kv_transfer_config=transfer,
         ).create_engine_config()  # fmt: skip
         vllm_config.cache_config.num_gpu_blocks = BLOCKS
+        vllm_config.scheduler_config.async_scheduling = overlapping  # the CPU build takes it back
         import torch
 
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
         cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler = CoServingScheduler(
+        make = vllm_config.scheduler_config.get_scheduler_cls()
+        self.scheduler: Any = make(
             vllm_config, cache, StructuredOutputManager(vllm_config), BLOCK, log_stats=False
         )
+        if clock is not None:
+            self.scheduler.clock = self.scheduler.tracked.clock = clock
         self.scheduler.rollback_steps = tuple(step for step in rollback.STEPS if step is not left_out)
         self._flag = page.Flag(connector.safepoint)
         self._rng = random.Random(seed)
@@ -88,34 +108,51 @@ class ModelFreeEngine:
         self.outputs[key] = []
 
     def step(self, abort_share: float, hang_up_share: float = 0.0) -> None:
-        from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import RequestStatus
 
         done = self.scheduler.schedule()
         epoch = self.scheduler.plugin(page.NAME).armed
         aborted = bool(epoch) and self._rng.random() < abort_share
-        rows = list(done.num_scheduled_tokens)
-        sampled = [self._compute(key, done.num_scheduled_tokens[key], aborted) for key in rows]
+        rows = self.rows_of(done)
+        sampled = self.forward(rows, aborted)
         if aborted:
             self.aborts += 1
             self._flag.fields[page.ABORTED] = epoch
         if rows and self._rng.random() < hang_up_share:
-            gone = self._rng.choice(rows)
+            gone = self._rng.choice(rows).key
             self.hung_up += 1
             self.outputs.pop(gone)
             self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
-        index = {key: number for number, key in enumerate(rows)}
-        tokens = [] if aborted else sampled
-        self.scheduler.update_from_output(done, ModelRunnerOutput(rows, index, tokens))
-        for key, new in zip(rows, tokens, strict=False):
-            if key in self.outputs:
+        self.deliver(done, rows, [] if aborted else sampled)
+
+    def rows_of(self, done: Any) -> list[Row]:
+        """Noted when the step is scheduled: the next may be scheduled before it is computed."""
+        blocks_of = self.scheduler.kv_cache_manager.get_block_ids
+        return [
+            Row(key, self.scheduler.requests[key], count, self.scheduler.requests[key].num_computed_tokens,
+                blocks_of(key)[0])
+            for key, count in done.num_scheduled_tokens.items()
+        ]  # fmt: skip
+
+    def forward(self, rows: list[Row], aborted: bool = False) -> list[list[int]]:
+        return [self._compute(row, aborted) for row in rows]
+
+    def deliver(self, done: Any, rows: list[Row], tokens: list[list[int]]) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        keys = [row.key for row in rows]
+        index = {key: number for number, key in enumerate(keys)}
+        there = [row.request.is_finished() for row in rows]  # a token too many is thrown away
+        self.scheduler.update_from_output(done, ModelRunnerOutput(keys, index, tokens))
+        for key, gone, new in zip(keys, there, tokens, strict=False):
+            if key in self.outputs and not gone:
                 self.outputs[key] += new
 
-    def _compute(self, key: str, count: int, aborted: bool) -> list[int]:
-        request = self.scheduler.requests[key]
-        tokens = list(request.all_token_ids)
-        end = request.num_computed_tokens
-        blocks = self.scheduler.kv_cache_manager.get_block_ids(key)[0]
+    def _compute(self, row: Row, aborted: bool) -> list[int]:
+        key, count, end, blocks = row.key, row.count, row.end, row.blocks
+        tokens = list(row.request.all_token_ids)
+        if row.request.is_finished():
+            return [0] if end >= len(tokens) else []
         for position in range(end):
             slot = blocks[position // BLOCK], position % BLOCK
             if position >= end - count:

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
+from placement.iteration.policies import make_policy
 from tests.workers.coserving.model_free import EASY, ModelFreeEngine
 
 UNPLANNED = "iteration not planned"
@@ -41,7 +42,8 @@ def test_requests_are_answered_without_a_plan(
     small_model: Path, kind: type[LatencyModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ModelFreeEngine(small_model, slo=EASY)
-    engine.scheduler.serve_by(ServingSettings("conserve", TurnTargets(2.0, 0.2)), kind(1e-6, 0, 0, 1e-6))
+    engine.scheduler.policy = make_policy(ServingSettings("conserve", TurnTargets(2.0, 0.2)))
+    engine.scheduler.latency = SelfCorrecting(kind(1e-6, 0, 0, 1e-6))
     assert served(engine)
     assert UNPLANNED in caplog.text
 

@@ -98,16 +98,12 @@ def test_offline_tokens_are_never_late() -> None:
     assert not tracked.served(asked, 1e6)
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"), [("bros", ["second", "third", "first"]), ("conserve", [])]
-)
+@pytest.mark.parametrize(("policy", "expected"), [("bros", ["second", "third", "first"]), ("conserve", [])])
 def test_bros_starts_what_has_least_to_bring_back_and_others_keep_the_order(
     policy: str, expected: list[str]
 ) -> None:
     tracked = Clocks().requests()
     for key, restore in (("first", 30), ("second", 0), ("third", 5), ("runs", 0)):
         tracked.add(request(key, 1, restore=restore))
-    order = tracked.start_order(
-        make_policy(ServingSettings(policy)), 10, lambda r: r.request_id != "runs"
-    )
+    order = tracked.start_order(make_policy(ServingSettings(policy)), 10, lambda r: r.request_id != "runs")
     assert [one.request_id for one in order] == expected

@@ -1,0 +1,156 @@
+"""vLLM's real scheduler with prompts in the policy's order, without a model: who has tokens, step by step.
+
+The clock is the model's own, so that what is seen does not depend on the machine.
+"""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from placement.iteration.interface import TurnTargets
+from placement.iteration.latency import BatchWork, LatencyModel
+from tests.workers.coserving.model_free import ModelFreeEngine, expected
+from workers.coserving.config import PROMPT_SCHEDULER
+
+MODEL = LatencyModel(per_token=1e-3, per_attended=0.0, per_context=0.0, constant=0.02)
+TBT = TurnTargets(5.0, 0.1)  # 80 tokens beside what decodes, less the margin
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return [33 + (seed + 7 * number) % 80 for number in range(count)]
+
+
+class Stepped(ModelFreeEngine):
+    """Steps one after the other, or overlapping by one as with asynchronous scheduling."""
+
+    def __init__(self, model: Path, overlapping: bool = False, **more: Any) -> None:
+        self.now = 100.0
+        super().__init__(
+            model, slo=TBT, scheduler=PROMPT_SCHEDULER, latency=MODEL, overlapping=overlapping,
+            clock=lambda: self.now, **more,
+        )  # fmt: skip
+        self.steps: list[dict[str, int]] = []
+        self.first: dict[str, int] = {}  # the number of the step that made its first token
+        self._depth = 2 if overlapping else 1
+        self._under_way: deque[Any] = deque()
+
+    def advance(self) -> bool:
+        """One step more under way, and the oldest ended when there are as many as may overlap."""
+        done = self.scheduler.schedule()
+        if done.num_scheduled_tokens:
+            self.steps.append(dict(done.num_scheduled_tokens))
+            self._under_way.append((done, self.rows_of(done)))
+        if self._under_way and (len(self._under_way) >= self._depth or not done.num_scheduled_tokens):
+            step, rows = self._under_way.popleft()
+            self.now += MODEL.seconds(BatchWork.of((row.count, row.end - row.count) for row in rows))
+            self.deliver(step, rows, self.forward(rows))
+            for key, made in self.outputs.items():
+                if made:
+                    self.first.setdefault(key, len(self.steps) - len(self._under_way))
+        return bool(self.scheduler.requests)
+
+    def finish(self, asked: dict[str, tuple[list[int], int]]) -> None:
+        for _ in range(600):
+            if not self.advance():
+                break
+        assert self.lies == []
+        assert self.outputs == {key: expected(*one) for key, one in asked.items()}
+
+
+def seconds_of(step: dict[str, int]) -> float:
+    return MODEL.seconds(BatchWork(sum(step.values())))
+
+
+BOTH = pytest.mark.parametrize("overlapping", [False, True], ids=["synchronous", "asynchronous"])
+
+
+def start(engine: Stepped, asked: dict[str, tuple[list[int], int]], priority: int = 0) -> None:
+    for key, (prompt, output) in asked.items():
+        engine.ask(key, prompt, output, priority)
+
+
+@BOTH
+def test_a_long_prompt_leaves_running_turns_their_target(small_model: Path, overlapping: bool) -> None:
+    engine = Stepped(small_model, overlapping)
+    turns = {f"turn{n}": (words(20, n), 30) for n in range(3)}
+    start(engine, turns)
+    while len(engine.first) < 3:
+        engine.advance()
+    before = len(engine.steps)
+    long_one = {"long": (words(400), 2)}
+    start(engine, long_one)
+    engine.finish(turns | long_one)
+    beside = [step for step in engine.steps[before:] if "long" in step]
+    chunks = [step["long"] for step in beside if step["long"] > 1]
+    assert sum(chunks) >= 399
+    assert len(chunks) >= 5, "it is cut"
+    assert all(seconds_of(step) <= 0.1 for step in beside)
+    assert all(turn in step for step in beside[:5] for turn in turns), "every turn has its token in each"
+
+
+@BOTH
+def test_the_shortest_prompt_goes_first_and_a_long_one_ages(small_model: Path, overlapping: bool) -> None:
+    engine = Stepped(small_model, overlapping)
+    asked = {"long": (words(600, 1), 1), "short": (words(180, 2), 1), "shorter": (words(40, 3), 1)}
+    start(engine, asked)
+    later = {f"late{n}": (words(60, 4 + n), 1) for n in range(120)}
+    coming = iter(later.items())
+    for _ in range(200):  # one comes whenever there is a step: without ageing the long one would never end
+        if (one := next(coming, None)) is not None:
+            engine.ask(one[0], *one[1], priority=0)
+        if not engine.advance():
+            break
+    first = engine.first
+    assert first["shorter"] < first["short"] < first["long"] < first["late119"]
+    engine.finish(asked | later)
+
+
+@BOTH
+def test_offline_requests_come_last_and_go_on(small_model: Path, overlapping: bool) -> None:
+    engine = Stepped(small_model, overlapping)
+    offline, online = {"off": (words(30, 9), 20)}, {"a": (words(300, 1), 4)}
+    start(engine, offline, priority=1)
+    while not engine.first:
+        engine.advance()
+    start(engine, {"off2": (words(40, 5), 2)}, priority=1)
+    start(engine, online)
+    engine.finish(offline | online | {"off2": (words(40, 5), 2)})
+    assert engine.first["a"] <= engine.first["off2"], "it fills what the last piece of a prompt leaves"
+    assert all("off" in step for step in engine.steps if "a" in step and step["a"] > 1)
+
+
+@BOTH
+def test_a_prompt_without_place_does_not_stop_those_that_have_one(
+    small_model: Path, overlapping: bool
+) -> None:
+    """47 blocks: two prompts of 20 hold 40 in the end; one of 10 lacks place until one of them has ended."""
+    engine = Stepped(small_model, overlapping)
+    asked = {f"big{n}": (words(630, n), 4) for n in range(2)}
+    start(engine, asked)
+    for _ in range(8):
+        engine.advance()
+    asked["small"] = words(310, 5), 3
+    engine.ask("small", *asked["small"], priority=0)
+    engine.finish(asked)
+
+
+def test_reports_have_waiting_tokens_rate_and_share(small_model: Path) -> None:
+    engine = Stepped(small_model)
+    report = engine.scheduler.plugin("report")
+    assert report.snapshot().prompt_tokens_per_s == 0
+    start(engine, {"turn": (words(20), 30)})
+    while not engine.first:
+        engine.advance()
+    start(engine, {"long": (words(600, 1), 2)})
+    assert report.snapshot().waiting_prompt_tokens == 600
+    engine.advance()
+    assert 0 < report.snapshot().waiting_prompt_tokens < 600
+    for _ in range(3):
+        engine.advance()
+    state = report.snapshot()
+    assert 500 < engine.scheduler.plugin("report").prompt_rate.tokens_per_s(engine.now) < 1000
+    assert abs(state.prompt_share - (1 - seconds_of({"turn": 1}) / 0.1)) < 0.01
