@@ -28,7 +28,7 @@ class ReportScheduler(SchedulerSide):
         self._requests: dict[str, Any] = {}
         self._loaded: set[str] = set()  # requests whose background load ended
         self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
-        # What the engine's own scheduler learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
+        # What a scheduler of ours learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
         self.prompt_rate = PromptRate()
         self.prompt_share = 1.0  # of its time, what requests that decode leave to prompts
         self.counts: Counter[str] = Counter()

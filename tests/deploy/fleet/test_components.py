@@ -89,7 +89,8 @@ def test_prefillers_coserve_where_the_file_gives_them_offline_work() -> None:
 
 
 def test_engines_for_embeddings_have_vllms_own_scheduler() -> None:
-    text = "name: e\nmodel: {path: m, embeddings: true}\npolicy: collocated\ntiers: [{name: t, role: mixed}]\n"
+    text = "name: e\nmodel: {path: m, embeddings: true}\npolicy: collocated\n"
+    text += "tiers: [{name: t, role: mixed}]\n"
     wanted = parse_fleet(text, "f")
     assert engine_spec(wanted, next(engines(wanted)), HOME, "h").scheduler_class is None
 

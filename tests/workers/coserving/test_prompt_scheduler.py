@@ -98,15 +98,12 @@ def test_the_shortest_prompt_goes_first_and_a_long_one_ages(small_model: Path, o
     asked = {"long": (words(600, 1), 1), "short": (words(180, 2), 1), "shorter": (words(40, 3), 1)}
     start(engine, asked)
     later = {f"late{n}": (words(60, 4 + n), 1) for n in range(120)}
-    coming = iter(later.items())
-    for _ in range(200):  # one comes whenever there is a step: without ageing the long one would never end
-        if (one := next(coming, None)) is not None:
-            engine.ask(one[0], *one[1], priority=0)
-        if not engine.advance():
-            break
+    for key, one in later.items():  # one comes with every step: without ageing the long one would never end
+        engine.ask(key, *one, priority=0)
+        engine.advance()
+    engine.finish(asked | later)
     first = engine.first
     assert first["shorter"] < first["short"] < first["long"] < first["late119"]
-    engine.finish(asked | later)
 
 
 @BOTH
