@@ -145,7 +145,7 @@ class ReportScheduler(SchedulerSide):
         if request.priority > 0 or request.num_output_tokens:
             return 0
         known = max(request.num_computed_tokens, self._known.get(request.request_id, 0))
-        return max(0, int(request.num_prompt_tokens) - known)
+        return int(max(0, request.num_prompt_tokens - known))
 
     def _known_of(self, request: Any) -> int:
         """Of what comes from a prefiller nothing is computed here, and of what is on the host."""

@@ -26,6 +26,7 @@ from deploy.small_model import make_model
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import EngineFeed
 from placement.engines import EngineState
+from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 
 SECRET = "a secret only for these tests"
 START_S = 400.0
@@ -60,7 +61,7 @@ class Answer:
 
 @dataclass
 class Engine:
-    """One engine on a port of its own. `connector=None`: plain vLLM."""
+    """One engine on a port of its own, as in a fleet without co-serving. `connector=None`: plain vLLM."""
 
     connector: ConnectorConfig | None = None
     blocks: int = 600
@@ -71,6 +72,10 @@ class Engine:
     http: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log", prefix="engine-")[1]))
+
+    @property
+    def iteration_log(self) -> Path:
+        return self.log.with_suffix(".iterations")
 
     @property
     def url(self) -> str:
@@ -88,6 +93,10 @@ class Engine:
         command += ["--enforce-eager", "--disable-uvicorn-access-log", *self.arguments]
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(self.connector.to_kv_transfer_config())]
+            settings = CoServingConfig(iteration_log=str(self.iteration_log)).to_additional_config()
+            command += ["--scheduler-cls", PROMPT_SCHEDULER, "--additional-config", json.dumps(settings)]
+            if "--scheduling-policy" not in command:
+                command += ["--scheduling-policy", "priority"]
         environment = {
             **os.environ,
             **(self.connector.environment() if self.connector is not None else {}),
@@ -211,6 +220,7 @@ def running(*engines: Engine) -> Iterator[tuple[Engine, ...]]:
             if engine.process is not None:
                 engine.kill()
             engine.log.unlink(missing_ok=True)
+            engine.iteration_log.unlink(missing_ok=True)
 
 
 def feed_path() -> str:

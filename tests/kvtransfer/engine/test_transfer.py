@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvtransfer.config import ConnectorConfig
+from placement.iteration.interface import TurnTargets
 from tests.kvtransfer.engine.engines import (
     Answer,
     Engine,
@@ -26,6 +27,7 @@ from tests.kvtransfer.engine.engines import (
     state_of,
 )
 from tests.kvtransfer.transfer.test_delivery import FlippingProxy
+from workers.coserving.iterations import read_iterations
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -40,7 +42,7 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 
 PROMPTS = {name: prompt_of(tokens, seed) for seed, (name, tokens) in enumerate(
     {"1k": 1000, "4k": 4096, "chunked": 9001, "stale": 3000, "flipped": 1500, "epoch": 700,
-     "aborted": 8000, "killed": 9000, "structured": 600, "cached": 640}.items()
+     "aborted": 8000, "killed": 9000, "structured": 600, "cached": 640, "beside": 6000}.items()
 )}  # fmt: skip
 GRAMMAR = {"structured_outputs": {"regex": "[abc]{4}-[0-9]{5}"}, "ignore_eos": False}
 
@@ -112,6 +114,44 @@ def test_the_decode_leg_may_also_follow_the_prefill(pair: Pair, plain: dict[str,
     )
     params = answer["kv_transfer_params"]
     assert pair.decoder.ask(PROMPTS["cached"], OUTPUT, params).tokens == plain["cached"].tokens
+
+
+def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_every_piece(
+    pair: Pair, plain: dict[str, Answer]
+) -> None:
+    decoder = pair.decoder
+    turns = [decoder.ask_later(prompt_of(40, 70 + number), 400) for number in range(3)]
+    assert eventually(lambda: state_of(decoder).running == 3)
+    before = len(read_iterations(decoder.iteration_log))
+    long = decoder.ask_later(PROMPTS["beside"], OUTPUT)
+    assert eventually(lambda: state_of(decoder).waiting_prompt_tokens > 0)
+    assert long.result().tokens == plain["beside"].tokens
+    assert not any(turn.done() for turn in turns), "they were there all the while"
+    beside = [one for one in read_iterations(decoder.iteration_log)[before:] if one.prompt_tokens]
+    assert sum(one.prompt_tokens for one in beside) == len(PROMPTS["beside"])
+    assert all(one.online_requests == 4 for one in beside), "every turn has a token in every piece"
+    target = TurnTargets().tbt_s
+    assert all(one.predicted_s <= target or one.prompt_tokens == 1 for one in beside)
+    assert len(beside) > 2 * len(PROMPTS["beside"]) / decoder.batched_tokens
+    state = state_of(decoder)
+    assert state.prompt_tokens_per_s > 0
+    assert 0.5 <= state.prompt_share < 1
+    assert state.waiting_prompt_tokens == 0
+    assert all(len(turn.result().tokens) == 400 for turn in turns)
+
+
+def test_the_shortest_prompt_has_its_first_token_first(pair: Pair, plain: dict[str, Answer]) -> None:
+    """On either engine: prefillers order their queue the same way."""
+    for engine in (pair.prefiller, pair.decoder):
+        order: list[str] = []
+        longest = engine.ask_later(prompt_of(9000, 75), 1)
+        longest.add_done_callback(lambda _, order=order: order.append("longest"))  # type: ignore[misc]
+        assert eventually(lambda engine=engine: state_of(engine).waiting_prompt_tokens > 0)  # type: ignore[misc]
+        short = engine.ask_later(PROMPTS["1k"], 1)
+        short.add_done_callback(lambda _, order=order: order.append("short"))  # type: ignore[misc]
+        assert short.result().tokens == plain["1k"].tokens[:1]
+        longest.result()
+        assert order == ["short", "longest"]
 
 
 def test_a_stale_read_is_refused_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
