@@ -46,6 +46,7 @@ class ModelFreeEngine:
         beside: dict[str, Any] | None = None,
         scheduler: str = SCHEDULER_CLASS,
         latency: LatencyModel = FAST,
+        margin: float = 0.1,
         overlapping: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -56,7 +57,7 @@ class ModelFreeEngine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        serving = ServingSettings(policy, slo)
+        serving = ServingSettings(policy, slo, margin)
         config = CoServingConfig(serving, latency, profiled=True)
         connector = ConnectorConfig(
             safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",

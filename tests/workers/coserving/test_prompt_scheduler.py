@@ -13,7 +13,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from placement.iteration.interface import TurnTargets
 from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.prompts import PromptSharing
+from tests.traces.simulator.conftest import profile, work
 from tests.workers.coserving.model_free import ModelFreeEngine, expected
+from traces.simulator.engine import EventQueue, SimulatedEngine
+from traces.simulator.kv import LiveConversation, Pressure
 from workers.coserving.config import PROMPT_SCHEDULER
 
 MODEL = LatencyModel(per_token=1e-3, per_attended=0.0, per_context=0.0, constant=0.02)
@@ -151,3 +155,49 @@ def test_reports_have_waiting_tokens_rate_and_share(small_model: Path) -> None:
     state = report.snapshot()
     assert 500 < engine.scheduler.plugin("report").prompt_rate.tokens_per_s < 1000
     assert abs(state.prompt_share - (1 - seconds_of({"turn": 1}) / 0.1)) < 0.01
+
+
+ARRIVALS = {  # seconds, prompt, output
+    "first": (0.0, 60, 40),
+    "long": (0.3, 600, 3),
+    "second": (0.35, 90, 20),
+    "short": (1.0, 30, 5),
+    "middle": (1.0, 200, 5),
+}
+
+
+def simulated_first_tokens() -> dict[str, float]:
+    """Seconds, of the simulator's engine under the same policy."""
+    events, done = EventQueue(), dict[str, float]()
+    ended = lambda engine, live: done.update({live.key: live.first_token_at})  # noqa: E731
+    engine = SimulatedEngine("s", profile(MODEL, chunk=192), events, Pressure.PIN, ended, ended)
+    engine.prompts = PromptSharing(TBT.tbt_s)
+
+    def arrive(live: LiveConversation) -> None:
+        live.turn_at = events.now
+        engine.submit(live)
+
+    for key, (at, prompt, output) in ARRIVALS.items():
+        events.at(at, arrive, work(key, prompt, output))
+    events.run()
+    return done
+
+
+def test_the_simulators_engine_gives_the_same_first_tokens(small_model: Path) -> None:
+    engine = Stepped(small_model, margin=0.0)
+    began, seen = engine.now, dict[str, float]()
+    coming = dict(ARRIVALS)
+    for _ in range(400):
+        for key in [key for key, (at, _, _) in coming.items() if began + at <= engine.now + 1e-9]:
+            _, prompt, output = coming.pop(key)
+            engine.ask(key, words(prompt, len(key)), output, priority=0)
+        if not engine.advance():
+            if not coming:
+                break
+            engine.now = began + min(at for at, _, _ in coming.values())
+        for key in engine.first:
+            seen.setdefault(key, engine.now - began)
+    simulated = simulated_first_tokens()
+    assert sorted(seen, key=seen.__getitem__) == sorted(simulated, key=simulated.__getitem__)
+    for key, at in simulated.items():
+        assert abs(seen[key] - at) < TBT.tbt_s, f"{key}: {seen[key]:.3f} s here, {at:.3f} s simulated"
