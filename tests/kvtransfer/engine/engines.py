@@ -26,7 +26,13 @@ from deploy.small_model import make_model
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import EngineFeed
 from placement.engines import EngineState
-from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
+from workers.coserving.config import (
+    CPU_WORKER_CLASS,
+    PROMPT_SCHEDULER,
+    SAFEPOINT_PLUGIN,
+    SCHEDULER_CLASS,
+    CoServingConfig,
+)
 
 SECRET = "a secret only for these tests"
 START_S = 400.0
@@ -61,7 +67,9 @@ class Answer:
 
 @dataclass
 class Engine:
-    """One engine on a port of its own, as in a fleet without co-serving. `connector=None`: plain vLLM."""
+    """One engine on a port of its own, as in a fleet; it co-serves if its connector has safepoints.
+    `connector=None`: plain vLLM.
+    """
 
     connector: ConnectorConfig | None = None
     blocks: int = 600
@@ -94,7 +102,10 @@ class Engine:
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(self.connector.to_kv_transfer_config())]
             settings = CoServingConfig(iteration_log=str(self.iteration_log)).to_additional_config()
-            command += ["--scheduler-cls", PROMPT_SCHEDULER, "--additional-config", json.dumps(settings)]
+            coserves = SAFEPOINT_PLUGIN in self.connector.plugins
+            command += ["--scheduler-cls", SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER]
+            command += ["--worker-cls", CPU_WORKER_CLASS] if coserves else []
+            command += ["--additional-config", json.dumps(settings)]
             if "--scheduling-policy" not in command:
                 command += ["--scheduling-policy", "priority"]
         environment = {

@@ -33,6 +33,4 @@ def test_with_our_connector_alone() -> None:
 def test_with_co_serving() -> None:
     sentence = r"preprocess_add_request\(self, request\) is relied on, but has .* \(self, client_request\) "
     with pytest.raises(RuntimeError, match=sentence + WHAT_TO_DO):
-        start(
-            "--scheduler-cls", f"{CHANGED}.SchedulerOnChangedVllm", "--scheduling-policy", "priority"
-        )
+        start("--scheduler-cls", f"{CHANGED}.SchedulerOnChangedVllm", "--scheduling-policy", "priority")

@@ -27,6 +27,7 @@ from tests.kvtransfer.engine.engines import (
     state_of,
 )
 from tests.kvtransfer.transfer.test_delivery import FlippingProxy
+from workers.coserving.config import SAFEPOINT_PLUGIN
 from workers.coserving.iterations import read_iterations
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -75,11 +76,12 @@ class Pair:
             **changed,
         }
 
-    def both_legs(self, name: str, **changed: Any) -> Answer:
+    def both_legs(self, name: str, urgent: bool = False, **changed: Any) -> Answer:
         transfer_id = uuid.uuid4().hex
         prompt = PROMPTS[name]
         decode = self.decoder.ask_later(prompt, OUTPUT, self.source(transfer_id, **changed), **asked(name))
-        self.prefiller.ask(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id}, **asked(name))
+        more = {**asked(name), **({"vllm_xargs": {"slo_ttft_ms": 20}} if urgent else {})}
+        self.prefiller.ask(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id}, **more)
         return decode.result()
 
     def refusals(self, reason: str) -> float:
@@ -89,9 +91,11 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(plain: dict[str, Answer]) -> Iterator[Pair]:
     port = free_port()
-    prefiller = Engine(
-        ConnectorConfig(engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path()), blocks=420
-    )
+    coserving = ConnectorConfig(
+        engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path(), plugins=(SAFEPOINT_PLUGIN,),
+        safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
+    )  # fmt: skip
+    prefiller = Engine(coserving, blocks=420)
     decoder = Engine(ConnectorConfig(engine="d", epoch=1, feed=feed_path()))
     with running(prefiller, decoder):
         yield Pair(prefiller, decoder, port)
@@ -152,6 +156,27 @@ def test_the_shortest_prompt_has_its_first_token_first(pair: Pair, plain: dict[s
         assert short.result().tokens == plain["1k"].tokens[:1]
         longest.result()
         assert order == ["short", "longest"]
+
+
+def test_a_prefiller_with_offline_work_leaves_its_iterations_for_a_turn_and_sends_right_kv(
+    pair: Pair, plain: dict[str, Answer]
+) -> None:
+    """Turns come while an iteration with offline work runs: it is aborted, also with prompts in it."""
+    prefiller = pair.prefiller
+    offline = prompt_of(6000, 76)
+    expected = prefiller.ask(offline, 8, priority=1).tokens
+    before = prefiller.metrics()["conserve_coserving_aborts_total"]
+    batch = [prefiller.ask_later(offline[: 6000 - n], 8, priority=1) for n in (0, 1000, 2000)]
+    batch += [prefiller.ask_later(prompt_of(5000, 77 + n), 2, priority=1) for n in range(6)]
+    for _ in range(8):
+        assert pair.both_legs("1k", urgent=True).tokens == plain["1k"].tokens
+        assert pair.both_legs("cached", urgent=True).tokens == plain["cached"].tokens
+        if prefiller.metrics()["conserve_coserving_aborts_total"] > before:
+            break
+    assert prefiller.metrics()["conserve_coserving_aborts_total"] > before
+    assert batch[0].result().tokens == expected
+    assert all(len(one.result().tokens) in (2, 8) for one in batch)
+    assert prefiller.metrics()["conserve_coserving_unplanned_iterations_total"] == 0
 
 
 def test_a_stale_read_is_refused_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
