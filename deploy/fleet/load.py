@@ -15,26 +15,12 @@ from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedProblem:
-    file: str
-    line: int
-    where: str
-    message: str
-
-    def __str__(self) -> str:
-        place = f"{self.file}:{self.line}"
-        return f"{place}: {self.where}: {self.message}" if self.where else f"{place}: {self.message}"
-
-
 class FleetFileError(DeployError, ValueError):
-    """A fleet file that cannot be used, with everything that is wrong with it."""
+    """A fleet file that cannot be used, with everything that is wrong with it: lines and what to do there."""
 
-    def __init__(self, problems: Iterable[LocatedProblem]) -> None:
-        self.problems = tuple(
-            sorted(problems, key=lambda problem: (problem.file, problem.line, problem.where))
-        )
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+    def __init__(self, file: str, problems: Iterable[tuple[int, str]]) -> None:
+        self.problems = tuple(f"{file}:{line}: {said}" for line, said in sorted(problems))
+        super().__init__("\n".join(self.problems))
 
 
 def dotted(path: KeyPath) -> str:
@@ -100,27 +86,19 @@ class Positions:
             path, table = path[:-1], self.values
         return table.get(path, 1)
 
-
-def positions(root: yaml.Node | None) -> Positions:
-    found = Positions()
-    if root is not None:
-        _visit(root, (), found)
-    return found
-
-
-def _visit(node: yaml.Node, path: KeyPath, found: Positions) -> None:
-    found.values[path] = node.start_mark.line + 1
-    if isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _visit(value, (*path, index), found)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = (*path, str(key.value))
-            if first := found.keys.get(inner):
-                said = f"the key '{key.value}' is already on line {first}"
-                found.duplicates.append(Problem(inner, said, at_key=True))
-            found.keys[inner] = key.start_mark.line + 1
-            _visit(value, inner, found)
+    def visit(self, node: yaml.Node, path: KeyPath) -> None:
+        self.values[path] = node.start_mark.line + 1
+        if isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                self.visit(value, (*path, index))
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inner = (*path, str(key.value))
+                if first := self.keys.get(inner):
+                    said = f"the key '{key.value}' is already on line {first}"
+                    self.duplicates.append(Problem(inner, said, at_key=True))
+                self.keys[inner] = key.start_mark.line + 1
+                self.visit(value, inner)
 
 
 def load_fleet(file: Path) -> FleetSpec:
@@ -130,19 +108,21 @@ def load_fleet(file: Path) -> FleetSpec:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise FleetFileError([LocatedProblem(name, 1, "", f"cannot be read: {reason}")]) from error
+        raise FleetFileError(name, [(1, f"cannot be read: {reason}")]) from error
     return parse_fleet(text, name)
 
 
 def parse_fleet(text: str, name: str) -> FleetSpec:
     try:
-        where = positions(yaml.compose(text, Loader=yaml.SafeLoader))
+        where, root = Positions(), yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            where.visit(root, ())
         content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise FleetFileError([LocatedProblem(name, line, "", f"not valid YAML: {error.problem}")]) from error
+        raise FleetFileError(name, [(line, f"not valid YAML: {error.problem}")]) from error
     if not isinstance(content, dict):
-        raise FleetFileError([LocatedProblem(name, 1, "", "expected a mapping with at least 'tiers'")])
+        raise FleetFileError(name, [(1, "expected a mapping with at least 'tiers'")])
     if where.duplicates:
         raise _error(name, where, where.duplicates)
     try:
@@ -150,14 +130,14 @@ def parse_fleet(text: str, name: str) -> FleetSpec:
     except ValidationError as error:
         problems = (from_pydantic(detail) for detail in error.errors(include_url=False))  # type: ignore[arg-type]
         raise _error(name, where, list(dict.fromkeys(problems))) from error
-    problems_beyond_types = list(check(fleet))
-    if problems_beyond_types:
-        raise _error(name, where, problems_beyond_types)
+    if beyond_types := list(check(fleet)):
+        raise _error(name, where, beyond_types)
     return fleet
 
 
 def _error(name: str, where: Positions, problems: list[Problem]) -> FleetFileError:
+    said = ((dotted(problem.path), problem) for problem in problems)
     return FleetFileError(
-        LocatedProblem(name, where.line(problem), dotted(problem.path), problem.message)
-        for problem in problems
+        name,
+        ((where.line(one), f"{path}: {one.message}" if path else one.message) for path, one in said),
     )

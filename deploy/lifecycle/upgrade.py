@@ -20,12 +20,12 @@ from deploy.lifecycle.up import (
     until_gateway_answers,
     write_fleet,
 )
-from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name
+from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, replica
 
 
 @contextlib.contextmanager
-def upgrading(new: FleetSpec, home: FleetHome) -> Iterator["Upgrade"]:
-    """What would change; `run` changes it."""
+def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list[Difference]]]:
+    """What would change, and in the file; `run` changes it."""
     run = home.read_run()
     if run is None or not run.endpoint:
         raise LifecycleError(
@@ -43,31 +43,21 @@ def upgrading(new: FleetSpec, home: FleetHome) -> Iterator["Upgrade"]:
         )
     ray = connect(old, home, run)
     try:
-        yield Upgrade(ray, old, new, home, run, changed)
+        yield Upgrade(ray, old, new, home, run), changed
     finally:
         ray.shutdown()
 
 
 class Upgrade:
-    def __init__(
-        self,
-        ray: Any,
-        old: FleetSpec,
-        new: FleetSpec,
-        home: FleetHome,
-        run: RunRecord,
-        changed: list[Difference],
-    ) -> None:
+    def __init__(self, ray: Any, old: FleetSpec, new: FleetSpec, home: FleetHome, run: RunRecord) -> None:
         from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
 
         self._ray, self._old, self._new, self._home, self._run = ray, old, new, home, run
         self._before, self._after = Actors(old, home), Actors(new, home)
-        self.changed = changed
         tiers = {tier.name: tier for tier in (*old.tiers, *new.tiers)}  # as the new file has them
-        there = [EngineName(name, tiers[name.rpartition("-")[0]]) for name in self._after.engines()]
-        self.plan: FleetChanges = plan(
-            old, new, home, {engine.name: self._after.need(engine) for engine in there}
-        )
+        there = [EngineName(name, tiers[replica(name)[0]]) for name in self._after.engines()]
+        needs = {engine.name: self._after.need(engine) for engine in there}
+        self.plan: FleetChanges = plan(old, new, home, needs)
 
     @property
     def endpoint(self) -> str:

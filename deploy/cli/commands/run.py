@@ -84,12 +84,12 @@ def wait_for_its_end(home: FleetHome, look_every_s: float = LOOK_EVERY_S) -> Non
 
 def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
     progress = Progress()
-    with upgrading(fleet, home) as upgrade:
+    with upgrading(fleet, home) as (upgrade, changed):
         steps = upgrade.plan.steps()
-        for difference in upgrade.changed:
+        for difference in changed:
             print(difference, flush=True)
         print("\n".join(f"  - {step}" for step in steps), flush=True)
-        if not steps and not upgrade.changed:
+        if not steps and not changed:
             print(f"fleet '{fleet.name}' is up as the file says; to end it: conserve down {fleet.name}")
             return
         if dry_run:

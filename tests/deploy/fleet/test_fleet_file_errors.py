@@ -24,7 +24,7 @@ conversation:
 def mistakes(text: str) -> list[str]:
     with pytest.raises(FleetFileError) as caught:
         parse_fleet(text, "fleet.yaml")
-    return [str(problem) for problem in caught.value.problems]
+    return list(caught.value.problems)
 
 
 def only_mistake(text: str) -> str:

@@ -334,10 +334,10 @@ def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path
     text = "\n".join(line.removeprefix(">") for line in lines) + "\n"
     with pytest.raises(FleetFileError) as caught:
         load_fleet(write(tmp_path, text, more[0] if more else {}))
-    found = [problem for problem in caught.value.problems if said in problem.message]
+    found = [problem for problem in caught.value.problems if said in problem]
     assert found, str(caught.value)
     if named:
-        assert [problem.line for problem in found] == named
+        assert [int(problem.split(":")[1]) for problem in found] == named
 
 
 def test_nothing_heavy_is_imported_for_it() -> None:
