@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -218,8 +218,12 @@ def ensure_model(fleet: FleetSpec, home: FleetHome) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.small_model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    out: Path = parser.parse_args().out
-    written = make_model(out)
+    for field in fields(ModelShape):
+        kind = float if field.name == "std" else int
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    values = vars(parser.parse_args())
+    out: Path = values.pop("out")
+    written = make_model(out, ModelShape(**values))
     print(f"{out}: {'written' if written else 'already there'}")
 
 

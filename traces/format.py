@@ -139,7 +139,7 @@ class _TurnRow(msgspec.Struct, omit_defaults=True):
     cached: int
     out: int
     end: TurnEnding
-    wait: float = 0.0
+    wait: float | msgspec.UnsetType = msgspec.UNSET  # read as 0 where it is missing, and always written
     served: float | None = None
 
 
@@ -173,7 +173,10 @@ def from_json(line: bytes | str) -> TraceConversation:
         row = _DECODER.decode(line)
     except msgspec.DecodeError as error:
         raise TraceError(f"{error}; traces/README.md describes the format") from error
-    turns = (TraceTurn(one.appended, one.cached, one.out, one.wait, one.end, one.served) for one in row.turns)
+    turns = (
+        TraceTurn(one.appended, one.cached, one.out, one.wait or 0.0, one.end, one.served)
+        for one in row.turns
+    )
     conversation = TraceConversation(row.id, row.arrival, tuple(turns), row.parent, row.model)
     check(conversation)
     return conversation
