@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from secrets import token_hex
 
 from benchmarks.live_policies import up
 from benchmarks.relay.subjects import Subject
@@ -133,7 +134,8 @@ def ray_serve_llm(bench: Bench) -> Iterator[str]:
     python, port = bench.path("ray-serve-llm", "bin", "python"), free_port(HOST)
     model, engine = bench.fleet.model, bench.fleet.engine
     options = {name.replace("-", "_"): value for name, value in engine.args.items()}
-    env = {**engine.env, "OMP_NUM_THREADS": str(engine.threads or 1)}
+    env = {**engine.env, "OMP_NUM_THREADS": str(engine.threads or 1), "HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     settings = {
         "port": port,
         "replicas": bench.replicas,
@@ -145,7 +147,7 @@ def ray_serve_llm(bench: Bench) -> Iterator[str]:
     }
     file = bench.work / "ray-serve-llm.json"
     file.write_text(json.dumps(settings))
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": "", **env}
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": token_hex(), "PYTHONPATH": "", **env}
     script = Path(__file__).with_name("ray_serve_llm.py")
     subject = Subject("ray-serve-llm", [str(python), str(script), str(file)], port, environment)
     subject.start_limit_s, subject.ready_path = bench.start_limit_s, "/v1/models"
