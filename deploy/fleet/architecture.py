@@ -10,7 +10,9 @@ from typing import Any
 HUB = Path("~/.cache/huggingface/hub")
 STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm")
 STATE_KEYS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "linear_num_key_heads", "mamba_expand")
-LONG_ROPE = ("llama3", "longrope", "su", "mrope", "default")  # their length is in max_position_embeddings
+# Rotary embeddings whose length is in max_position_embeddings; of others vLLM multiplies it.
+YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
+LONG_ROPE = ("default", "mrope", "llama3", "longrope", "su", *YARN)
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -89,7 +91,7 @@ def _max_context(text: Mapping[str, Any], positions: int) -> int:
     factor = rope.get("factor") or 1
     if kind in LONG_ROPE or not isinstance(factor, int | float):
         return positions
-    return int(factor * (rope.get("original_max_position_embeddings") or positions))
+    return int(factor * positions)
 
 
 def _directory(model: str) -> Path | None:

@@ -62,8 +62,8 @@ def of_parser(actions: list[Action]) -> dict[str, Any]:
 def _kind(action: Action) -> Any:
     if action.nargs == 0:
         return "flag"
-    if action.nargs is not None:
-        return "text"  # a list, which argparse takes apart
+    if action.nargs is not None or "cpu" in (action.choices or ()):
+        return "text"  # a list, which argparse takes apart; or what depends on the machine that asks
     if action.choices is not None:
         return sorted(str(choice) for choice in action.choices)
     for kind, sample, refused in (("integer", "1", ("1.5", "2k", "{}")), ("number", "1.5", ("2k", "{}"))):

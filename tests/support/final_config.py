@@ -13,13 +13,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from deploy.fleet import vllm_options
 from tests.support.fleet import ROOT
 
 Commands = dict[str, tuple[list[str], dict[str, str]]]  # arguments and environment by name
 Flat = dict[str, str]
+OPTIONS = "vllm_options"  # in place of a configuration, the file of vLLM's options as it should be
 
 
 def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, Flat]:
@@ -42,13 +45,44 @@ def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, 
 def _stand_in_for_a_gpu() -> None:
     import vllm.platforms
 
-    # The CUDA platform loads its kernels, which a CPU build does not have; none is called here.
+    # The CUDA platform loads kernels, which a CPU build does not have; none is called here.
     sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     vllm.platforms.builtin_platform_plugins.clear()
     vllm.platforms.builtin_platform_plugins["cuda"] = lambda: "tests.support.h100.H100"
     import vllm.config.vllm
 
     vllm.config.vllm.HAS_TRITON = True  # which a CPU build has without a backend
+    _stand_in_for_nixl()
+    _stand_in_for_the_loader()
+
+
+def _stand_in_for_the_loader() -> None:
+    """It loads CUDA kernels; what is used of it here writes down what a model's class was found to be."""
+
+    @contextlib.contextmanager
+    def atomic_writer(file: Any, mode: str = "w", encoding: str | None = None) -> Iterator[Any]:
+        made = Path(f"{file}.{os.getpid()}")
+        with made.open(mode, encoding=encoding) as output:
+            yield output
+        made.replace(file)
+
+    loader = ModuleType("vllm.model_executor.model_loader")
+    utilities = ModuleType(f"{loader.__name__}.weight_utils")
+    utilities.atomic_writer = atomic_writer  # type: ignore[attr-defined]
+    sys.modules.update({module.__name__: module for module in (loader, utilities)})
+
+
+def _stand_in_for_nixl() -> None:
+    """Its module loads CUDA kernels, too. What is asked of the class here it leaves to its base."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    class NixlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+        pass
+
+    for name in ("nixl", "nixl.connector"):
+        module = ModuleType(f"vllm.distributed.kv_transfer.kv_connector.v1.{name}")
+        module.NixlConnector = NixlConnector  # type: ignore[attr-defined]
+        sys.modules[module.__name__] = module
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -74,10 +108,11 @@ def _final(argv: list[str]) -> Flat:
 
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     config = AsyncEngineArgs.from_cli_args(given).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    scheduling = config.scheduler_config
     return {
         **dict(_flat(config)),
         "runner": "V2" if config.use_v2_model_runner else "V1",
-        "scheduler": config.scheduler_config.get_scheduler_cls().__name__,
+        "scheduler": str(scheduling.scheduler_cls or scheduling.get_scheduler_cls()),
     }
 
 
@@ -95,6 +130,8 @@ def _main() -> None:
                 found[name] = {"error": str(error)}
         os.environ.clear()
         os.environ.update(before)
+    with contextlib.redirect_stdout(sys.stderr):
+        found[OPTIONS] = {"text": vllm_options.text()}
     print(json.dumps(found))
 
 
