@@ -29,8 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def laptop_fleet() -> Iterator[RunningFleet]:
-    """configs/laptop.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more."""
-    with fleet_up("laptop") as fleet:
+    """configs/laptop.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more.
+
+    A prefiller's queue may be long: twenty prompts take their time on a busy machine.
+    """
+    with fleet_up("laptop", lambda content: content["conversation"].update(prefiller_wait="2m")) as fleet:
         yield fleet
 
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.fleet.streams import Stream
-from tests.fleet.talk import client, conversation, get, opening, text_turn
+from tests.fleet.talk import client, conversation, get, metric, opening, text_turn
+from tests.fleet.test_conversation import engine_urls
 from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
@@ -77,17 +78,39 @@ def test_a_killed_decoder_ends_its_streams_properly_and_the_others_go_on(fleet: 
     assert again["placements"][-1]["cause"] == "rebound"
 
 
-def test_a_prefiller_killed_during_the_transfer_costs_time_not_the_answer(fleet: RunningFleet) -> None:
+QUEUED = 20
+
+
+def refused(fleet: RunningFleet, reason: str) -> float:
+    """Transfers that decoders have given up for this reason."""
+    name = "conserve_kv_transfers_refused_total"
+    return sum(metric(url, name, reason=reason) for url in engine_urls(fleet, "decode").values())
+
+
+def test_a_prefiller_killed_with_a_queue_costs_time_and_not_one_answer(fleet: RunningFleet) -> None:
     messages = opening(52, 900)
     reference = text_turn(client(fleet.url, "undisturbed"), fleet.model, list(messages))
     conversation(fleet, "undisturbed", 1)
     engine_core = vllm_process(fleet, "prefill-0", "EngineCore")
-    stream = Stream(fleet.url, fleet.model, messages, "disturbed", 24)
-    time.sleep(0.4)  # the prompt takes a second and more
+    asked = metric(fleet.url, "conserve_transfers_asked_total")
+    waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
+    lost = refused(fleet, "unreachable")
+    stream = Stream(fleet.url, fleet.model, messages, "disturbed", 24)  # a second and more of its time
+    behind = [Stream(fleet.url, fleet.model, opening(5200 + n, 40), f"behind-{n}", 8) for n in range(QUEUED)]
+    all_placed = asked + 1 + QUEUED
+    fleet.until(
+        lambda: metric(fleet.url, "conserve_transfers_asked_total") == all_placed, 30, "all to be placed"
+    )
     fleet.kill(engine_core)
-    stream.end(STREAM_S)
-    assert stream.finished and stream.error is None
+    for one in (stream, *behind):
+        one.end(STREAM_S)
+        assert one.finished and one.error is None and one.status == 200
     assert stream.text == reference.text
+    for number in range(QUEUED):
+        (placement,) = conversation(fleet, f"behind-{number}", 1)["placements"]
+        assert placement["prefiller"] == "prefill-0"
+    assert refused(fleet, "unreachable") > lost, "decoders have heard of it and computed"
+    assert {reason: refused(fleet, reason) for reason in waited} == waited, "none waited for a timeout"
 
 
 def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> None:
