@@ -174,7 +174,8 @@ class TierSpec(Spec):
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
     prefill_curve: CurveSpec | None = None
-    """Of a tier that prefills; without it a coarse guess for the device."""
+    """Of a tier that prefills; without it a coarse guess for the device, corrected by what prompts take. Of a
+    tier that decodes, for elastic placing; without it only what its engines report."""
     args: Arguments = {}
     """Added to the engine's arguments, for this tier only."""
     env: dict[str, str] = {}

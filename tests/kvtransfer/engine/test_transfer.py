@@ -215,23 +215,6 @@ def test_an_aborted_prefill_is_recomputed_at_once(pair: Pair, plain: dict[str, A
     assert pair.refusals("aborted") == 1
 
 
-def test_a_prompt_that_has_not_begun_is_left_to_its_decoder(pair: Pair, plain: dict[str, Answer]) -> None:
-    export = {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex}
-    waits = {**export, "transfer_id": uuid.uuid4().hex}
-    before = pair.refusals("aborted")
-    first = pair.prefiller.ask_later(PROMPTS["killed"], 1, export, session="begun")
-    assert eventually(lambda: state_of(pair.prefiller).running == 1)
-    behind = pair.prefiller.ask_later(PROMPTS["stale"], 1, waits, session="waits")
-    decode = pair.decoder.ask_later(PROMPTS["stale"], OUTPUT, pair.source(waits["transfer_id"]))
-    assert eventually(lambda: state_of(pair.prefiller).waiting == 1)
-    assert not over_feed(pair.prefiller, lambda feed: feed.withdraw("begun"))
-    assert over_feed(pair.prefiller, lambda feed: feed.withdraw("waits"))
-    assert decode.result().tokens == plain["stale"].tokens
-    assert pair.refusals("aborted") == before + 1
-    first.result()
-    behind.result()  # nobody has aborted it: it is taken up again, for no one
-
-
 def test_an_aborted_decode_leaks_nothing(pair: Pair) -> None:
     """Its prefill never begins: the request waits for a transfer when its client leaves."""
     disconnect(pair.decoder, prompt_of(5000, 93), pair.source(uuid.uuid4().hex), 1.0)

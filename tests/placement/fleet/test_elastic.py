@@ -175,3 +175,39 @@ def test_decoders_lend_prompts_what_running_turns_leave_and_the_signals_say_so()
     assert seen.lent == pytest.approx(0.75)
     assert seen.prompts_s == pytest.approx(seen.prefill_load) and seen.prompts_s > 0
     assert a_placer(first=FirstTurns.PREFILLER).signals(0, 0.0).lent is None
+
+
+def test_a_prefillers_curve_follows_what_prompts_take() -> None:
+    placer = a_placer(first=FirstTurns.PREFILLER)
+    now, slower = 0.0, 3.0
+    for number in range(40):
+        for key in (f"{number}-a", f"{number}-b"):  # the second one waits for the first
+            place(placer, key, 10_000, now)
+        for key in (f"{number}-a", f"{number}-b"):
+            now += slower * CURVE.seconds(10_000)
+            placer.prefill_done(key, now, tokens=10_000)
+        now += 100.0  # nothing to do is no time that a prompt took
+    found = place(placer, "new", 20_000, now).receipt.prefiller.chosen
+    assert found is not None and found.prefill_s == pytest.approx(slower * CURVE.seconds(20_000), rel=0.02)
+    placer.prefill_done("new", now + 1000.0)
+    again = place(placer, "failed", 20_000, now + 1000.0).receipt.prefiller.chosen
+    assert again == found, "a prefill that came to nothing teaches nothing"
+    placer.engine_up(replace(engine("p0", Role.PREFILL), epoch=2))
+    again = place(placer, "restarted", 20_000, now + 1000.0).receipt.prefiller.chosen
+    assert again == found, "an engine that restarts is as fast as it was"
+
+
+def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> None:
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
+    placer = Placer(settings, {"prefill": CURVE})  # nothing is known of decoders
+    placer.engine_up(engine("p0", Role.PREFILL))
+    for number in range(2):
+        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
+    for number in range(3):
+        assert place(placer, f"queued-{number}").prefiller == "p0"
+    placer.observe(state("d1", 0, 1, waiting_prompt_tokens=50_000), 0.0)
+    spared = place(placer, "new")
+    assert (spared.prefiller, spared.decoder) == (None, "d0"), "d1 holds less, and has no time"
+    assert spared.receipt.prefiller.why is Why.PREFILLERS_SATURATED
+    refused = placer.place(FirstTurn("more", 10_000), 0.0)
+    assert isinstance(refused, Refusal) and refused.reason is RefusalReason.SATURATED

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from placement.engines import Role
 from placement.fleet.answers import Refusal, RefusalReason
+from placement.fleet.elastic import FirstTurns
 from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed
@@ -182,6 +183,24 @@ def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> No
     described = made.describe("c")
     assert described is not None
     assert described["transfers"] == 2
+
+
+def test_what_a_prefiller_still_has_of_a_large_later_turn_does_not_count() -> None:
+    made = table(first_turns=FirstTurns.ELASTIC)
+
+    def again(uncached: int) -> float:
+        placed = place(made, ask("c", 9400, uncached_tokens=uncached))
+        seconds = placed.note["receipt"]["prefiller"]["chosen"]["prefill_s"]
+        made.prefill_done("c", 1.0)
+        return float(seconds)
+
+    place(made, ask("c", 4000))
+    made.prefill_done("c", 0.05, tokens=4100)
+    made.turn_ended("c", "g", 1.0, prompt_tokens=4100, completion_tokens=5)
+    whole, broken, shared = again(9400), again(9000), again(5300)
+    assert shared < broken < whole, "what is shared is at most what the decoder has, and what was computed"
+    made.engine_up(info("p0", Role.PREFILL, epoch=2))
+    assert again(5300) == whole, "an engine that has restarted has nothing"
 
 
 def test_the_gateway_before_is_told_when_another_serves_a_conversation() -> None:
