@@ -274,7 +274,7 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
         self.count(iteration, seconds, late)
-        self._log.write(self._record(iteration, now, seconds, late))
+        self._log.write(self.record_of(iteration, now, seconds, late))
 
     def drop_finished(self, requests: Iterable[Any]) -> None:
         for request in requests:
@@ -284,7 +284,7 @@ class PlannedScheduling(internals.OpenScheduling):
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
         """Into metrics."""
 
-    def _record(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
+    def record_of(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
         batch, work = iteration.batch, iteration.batch.work
         return IterationRecord(
             at=now, seconds=seconds, predicted_s=batch.seconds, new_tokens=work.new_tokens,
