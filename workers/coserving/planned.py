@@ -107,6 +107,10 @@ class PlannedScheduling(internals.OpenScheduling):
             return tokens
         view = self.tracked.view(tracked, internals.is_running(request), computed)
         taken = self.guarded(self._builder.take, view, tokens)
+        if taken == 0 and not view.running and view.blocks:
+            # Its KV was loaded. vLLM looks at such requests before all others that wait, and ends its round
+            # at one without tokens: nobody behind it would ever start.
+            return 1
         # Some models attend within an image in both directions: vLLM says where such a prompt may be cut.
         return tokens if taken is None or (taken and request.mm_features) else taken
 
@@ -274,7 +278,7 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
         self.count(iteration, seconds, late)
-        self._log.write(self.record_of(iteration, now, seconds, late))
+        self._log.write(self.entry(iteration, now, seconds, late))
 
     def drop_finished(self, requests: Iterable[Any]) -> None:
         for request in requests:
@@ -284,7 +288,7 @@ class PlannedScheduling(internals.OpenScheduling):
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
         """Into metrics."""
 
-    def record_of(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
+    def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
         batch, work = iteration.batch, iteration.batch.work
         return IterationRecord(
             at=now, seconds=seconds, predicted_s=batch.seconds, new_tokens=work.new_tokens,

@@ -117,8 +117,8 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             observe(iteration, side.observations, seconds, side.flag.abort_wait_s())
             side.counts.update(self._watch.take_counts())
 
-    def record_of(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
-        record = super().record_of(iteration, now, seconds, late)
+    def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
+        record = super().entry(iteration, now, seconds, late)
         if not iteration.aborted or self._safepoint is None:
             return record
         flag = self._safepoint.flag

@@ -125,7 +125,12 @@ def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_
 ) -> None:
     decoder = pair.decoder
     turns = [decoder.ask_later(prompt_of(40, 70 + number), 400) for number in range(3)]
-    assert eventually(lambda: state_of(decoder).running == 3)
+
+    def all_decode() -> bool:
+        latest = read_iterations(decoder.iteration_log)[-1]
+        return latest.online_requests == 3 and not latest.prompt_tokens
+
+    assert eventually(all_decode)
     before = len(read_iterations(decoder.iteration_log))
     long = decoder.ask_later(PROMPTS["beside"], OUTPUT)
     assert eventually(lambda: state_of(decoder).waiting_prompt_tokens > 0)
@@ -251,7 +256,7 @@ def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
     decode = pair.decoder.ask_later(PROMPTS["killed"], OUTPUT, pair.source(transfer_id))
     params = {"do_remote_decode": True, "transfer_id": transfer_id}
     prefill = pair.prefiller.ask_later(PROMPTS["killed"], 1, params)
-    time.sleep(0.8)
+    assert eventually(lambda: state_of(pair.prefiller).running == 1)
     assert not prefill.done()
     pair.prefiller.kill()
     assert decode.result().tokens == plain["killed"].tokens

@@ -17,7 +17,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -27,6 +26,7 @@ from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, Connecto
 from kvtransfer.connector import ConServeConnector
 from kvtransfer.residence import Residence
 from tests.kvtransfer.engine.engines import model_directory
+from workers.coserving.planned import prompt_scheduler
 
 BLOCK_TOKENS = 32
 LAYERS = ("layer0", "layer1")
@@ -77,7 +77,7 @@ class SimulatedEngine:
         kv_config = KVCacheConfig(self.blocks, [], [KVCacheGroupSpec(list(LAYERS), spec)])
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.scheduler = Scheduler(
+        self.scheduler = prompt_scheduler(  # as every engine of a fleet that does not co-serve
             self.vllm_config, kv_config, StructuredOutputManager(self.vllm_config), BLOCK_TOKENS
         )
         kind = KVConnectorFactory.get_connector_class(self.vllm_config.kv_transfer_config)
