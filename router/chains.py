@@ -135,6 +135,11 @@ def seed(space: str, model: str, user: str = "") -> bytes:
     return xxh3_128_digest(f"{space}\0{model}\0{user}".encode("utf-8", "surrogatepass"))
 
 
+def of_group(start: bytes, group: str) -> bytes:
+    """Where the chains of a group begin: those of different ones never meet."""
+    return xxh3_128_digest(start + group.encode()) if group else start
+
+
 def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
     links: list[bytes] = []
     sizes: list[int] = []

@@ -1,7 +1,10 @@
 """Which conversation a request belongs to: by an id it carries, else by its prompt's longest known prefix.
 
 Ids stand in headers or in the body, and the order here is the order of precedence; they are scoped by the
-caller's API key. `previous_response_id` is not an id but a pointer to a conversation, followed like a prefix.
+caller's API key. Only what was made to name a conversation does so by itself. A cache key says which prompts
+share prefixes: one key may stand for a whole application, so that prompts of different keys never meet, and
+within one the prompts decide. A correlation id, which proxies stamp on each request, only chooses among
+equals. `previous_response_id` is not an id but a pointer to a conversation, followed like a prefix.
 Where a request's prompt ended is a *node*; the longest known node of a new prompt decides:
 
 * none: a new conversation;
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from typing import Any
+from uuid import uuid4
 
 from xxhash import xxh3_128_hexdigest
 
@@ -24,17 +28,24 @@ from router.chains import Chain, End
 from router.errors import BadIdentity
 
 ID_HEADERS = (
-    "x-conversation-id", "x-session-id", "x-session-affinity", "x-correlation-id", "x-dynamo-session-id",
+    "x-conversation-id", "x-session-id", "x-session-affinity", "x-dynamo-session-id",
     "x-claude-code-session-id", "thread-id", "session-id", "x-litellm-session-id", "x-smg-routing-key",
     "x-flow-conversation-id",
 )
-PARENT_HEADERS = ("x-parent-conversation-id", "x-dynamo-parent-session-id")
+PARENT_HEADERS = (
+    "x-parent-conversation-id", "x-parent-session-id", "x-dynamo-parent-session-id",
+    "x-codex-parent-thread-id",
+)
+TOKEN_HEADER = "x-session-token"  # llm-d's clients send back what they were given; its own name engines
+CORRELATION_HEADER = "x-correlation-id"
 AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
-FINAL_HEADER = "x-conversation-final"
+FINAL_HEADERS = ("x-conversation-final", "x-dynamo-session-final")
 
 MAX_ID_BYTES = 512
+_NAME_BYTES = 64  # of a hint, in the id of a conversation that is named after it
 _PLAIN = re.compile(r"[!-~]+")
+_GIVEN = re.compile(r"c-[0-9a-f]{32}")
 _TRUE = frozenset({"1", "true", "yes"})
 
 
@@ -46,6 +57,17 @@ class Explicit:
     parent: str | None
     source: str  # the header or body field the id came from, empty without one
     previous_response: str | None
+    group: str = ""  # prompts of different groups share nothing: a cache key, a session in the metadata
+    hint: str = ""  # what a conversation found without an id is named after
+
+    @property
+    def name(self) -> str:
+        """How ids begin of conversations that this request's hint has named."""
+        return f"{self.hint[:_NAME_BYTES]}." if self.hint else "c-"
+
+    def new_id(self) -> str:
+        unique = uuid4().hex
+        return f"{self.name}{unique[:12] if self.hint else unique}"
 
 
 def namespace(api_key: str) -> str:
@@ -105,7 +127,7 @@ def clean_id(raw: object, source: str) -> str | None:
 
 def is_final(headers: Mapping[str, str]) -> bool:
     """Whether the client says that this turn is the conversation's last."""
-    return headers.get(FINAL_HEADER, "").strip().lower() in _TRUE
+    return any(headers.get(name, "").strip().lower() in _TRUE for name in FINAL_HEADERS)
 
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:
@@ -113,11 +135,12 @@ def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Ex
     previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
         raise BadIdentity("previous_response_id must be a string")
-    if found is None and (pair := _from_body(body, before_previous=True)):
-        found, source = pair
-    if found is None and not previous and (pair := _from_body(body, before_previous=False)):
-        found, source = pair
-    return Explicit(found, parent, source, previous or None)
+    if found is None:
+        found, source = _from_body(body)
+    groups = _groups(body)
+    correlation = clean_id(headers.get(CORRELATION_HEADER), CORRELATION_HEADER)
+    hint = next(iter(groups), correlation) or ""
+    return Explicit(found, parent, source, previous or None, "\0".join(groups), hint)
 
 
 def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
@@ -132,6 +155,9 @@ def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | No
             found, agent_parent = _claude_code(found, headers)
             parent = parent or agent_parent
         return found, name, parent if parent != found else None
+    token = headers.get(TOKEN_HEADER, "")
+    if _GIVEN.fullmatch(token):
+        return token, TOKEN_HEADER, parent
     return None, "", parent
 
 
@@ -144,22 +170,27 @@ def _claude_code(session: str, headers: Mapping[str, str]) -> tuple[str, str | N
     return f"{session}.{agent}", f"{session}.{parent_agent}" if parent_agent else session
 
 
-def _from_body(body: Mapping[str, Any], before_previous: bool) -> tuple[str, str] | None:
-    fields: tuple[tuple[str, object], ...]
-    if before_previous:
-        conversation = body.get("conversation")
-        if isinstance(conversation, Mapping):
-            conversation = conversation.get("id")
-        fields = (("session_id", body.get("session_id")), ("conversation", conversation))
-    else:
-        metadata = body.get("metadata")
-        session = metadata.get("session_id") if isinstance(metadata, Mapping) else None
-        fields = (("prompt_cache_key", body.get("prompt_cache_key")), ("metadata.session_id", session))
-    for source, raw in fields:
+def _from_body(body: Mapping[str, Any]) -> tuple[str | None, str]:
+    conversation = body.get("conversation")
+    if isinstance(conversation, Mapping):
+        conversation = conversation.get("id")
+    for source, raw in (("session_id", body.get("session_id")), ("conversation", conversation)):
         found = clean_id(raw, source)
         if found is not None:
             return found, source
-    return None
+    return None, ""
+
+
+def _groups(body: Mapping[str, Any]) -> list[str]:
+    """`metadata.user_id` is Anthropic's; Claude Code's has its session inside."""
+    metadata = body.get("metadata")
+    fields = metadata if isinstance(metadata, Mapping) else {}
+    said = (
+        ("prompt_cache_key", body.get("prompt_cache_key")),
+        ("metadata.session_id", fields.get("session_id")),
+        ("metadata.user_id", fields.get("user_id")),
+    )
+    return [group for source, raw in said if (group := clean_id(raw, source)) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +337,14 @@ class Resolved:
     known_bytes: int  # of the prompt, up to the known prefix
 
 
-def resolve_prefix(found: Found | None, end_digest: bytes, running: Callable[[str], bool]) -> Resolved:
-    """`running` says whether a conversation has a turn in flight."""
+def resolve_prefix(
+    found: Found | None, end_digest: bytes, running: Callable[[str], bool], name: str = ""
+) -> Resolved:
+    """`running` says whether a conversation has a turn in flight. Of equals, one so named comes first."""
     if found is None:
         return Resolved(How.NEW, None, None, 0)
     tips = [holder.conversation for holder in found.holders if holder.tip]
+    tips.sort(key=lambda key: not conversation_id(key).startswith(name))
     idle = [conversation for conversation in tips if not running(conversation)]
     if found.digest == end_digest:
         if idle:

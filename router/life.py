@@ -117,7 +117,9 @@ class Life:
         who = await self._identify(turn)
         if turn.trace is not None:
             turn.trace.identified(who.key, who.how)
-        responder.add_header(b"x-conversation-id", conversation_id(who.key).encode())
+        shown = conversation_id(who.key).encode()
+        responder.add_header(b"x-conversation-id", shown)
+        responder.add_header(b"x-session-token", shown)  # what clients of llm-d send back
         with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
             try:
                 self._losses.check(turn.chain.end.digest)
@@ -151,10 +153,10 @@ class Life:
             if said.previous_response:
                 chain = chains.of_pointer(turn.seed, said.previous_response, chain)
             found, running = await self._directory.find(chain)
-            got = resolve_prefix(found, chain.end.digest, running)
+            got = resolve_prefix(found, chain.end.digest, running, said.name)
             if got.how is How.NEW and said.previous_response:
                 raise _no_such_response()
-            key = got.conversation or conversation_key(turn.space, f"c-{uuid4().hex}")
+            key = got.conversation or conversation_key(turn.space, said.new_id())
             matched = got.known_bytes if got.conversation else 0
             who = Identified(key, got.how, got.parent or parent, chain, matched, number)
         metrics.labelled(metrics.IDENTIFIED, who.how).inc()

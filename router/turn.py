@@ -103,6 +103,7 @@ async def read_turn(
     fields = text_headers(request.headers)
     user = body.get("user")
     seed = chains.seed(space, str(body["model"]), user if isinstance(user, str) else "")
+    identity = explicit_identity(fields, body)
     tools = body.get("tools")
     return Turn(
         api=api,
@@ -111,8 +112,8 @@ async def read_turn(
         headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
         space=space,
         seed=seed,
-        identity=explicit_identity(fields, body),
-        chain=chains.of_body(seed, body),
+        identity=identity,
+        chain=chains.of_body(chains.of_group(seed, identity.group), body),
         tool_bytes=_size(tools) if tools else 0,
         final=is_final(fields),
         arrived_at=now,

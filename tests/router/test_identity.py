@@ -36,22 +36,33 @@ def test_headers_count_in_their_documented_order() -> None:
 
 
 def test_body_fields_count_after_headers_in_their_order() -> None:
-    body = {
-        "session_id": "a",
-        "conversation": {"id": "b"},
-        "prompt_cache_key": "c",
-        "metadata": {"session_id": "d"},
-    }
-    for expected in ("session_id", "conversation", "prompt_cache_key", "metadata.session_id"):
+    body = {"session_id": "a", "conversation": {"id": "b"}}
+    for expected in ("session_id", "conversation"):
         got = explicit_identity({}, body)
         assert got.source == expected
-        body.pop(expected.partition(".")[0])
+        body.pop(expected)
     assert explicit_identity({}, body).id is None
 
 
-def test_a_previous_response_comes_before_the_cache_key() -> None:
-    got = explicit_identity({}, {"previous_response_id": "resp_1", "prompt_cache_key": "c"})
-    assert (got.id, got.previous_response) == (None, "resp_1")
+def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None:
+    body = {"prompt_cache_key": "c", "metadata": {"session_id": "d", "user_id": "e"}}
+    got = explicit_identity({"x-correlation-id": "f"}, body)
+    assert (got.id, got.group, got.hint) == (None, "c\0d\0e", "c")
+    alone = explicit_identity({"x-correlation-id": "f"}, {})
+    assert (alone.id, alone.group, alone.hint) == (None, "", "f")
+    assert alone.new_id().startswith(alone.name)
+    assert len(explicit_identity({"x-correlation-id": "f" * 500}, {}).new_id()) < 100
+
+
+def test_of_equals_the_one_that_the_hint_has_named_comes_first() -> None:
+    said = explicit_identity({"x-correlation-id": "f"}, {})
+    table = NodeTable(100)
+    for key in ("k:c-1", f"k:{said.new_id()}"):
+        table.record(prompt("a").end, key)
+    found = table.find(prompt("a", "b"))
+    named = resolve_prefix(found, prompt("a", "b").end.digest, frozenset[str]().__contains__, said.name)
+    assert (named.conversation or "").startswith("k:f.")
+    assert decide(table, prompt("a", "b")).conversation == "k:c-1"
 
 
 def test_sub_agents_are_conversations_below_their_parent() -> None:
@@ -89,6 +100,7 @@ def test_keys_are_scoped_by_the_api_key() -> None:
 
 def test_the_final_marker() -> None:
     assert is_final({"x-conversation-final": "True"})
+    assert is_final({"x-dynamo-session-final": "true"})
     assert not is_final({"x-conversation-final": "0"})
     assert not is_final({})
 

@@ -168,7 +168,7 @@ async def ask(
     path: str = "/v1/chat/completions",
     **body: Any,
 ) -> Answer:
-    if path == "/v1/chat/completions":
+    if path in ("/v1/chat/completions", "/v1/messages"):
         body = {"messages": messages, **body}
     elif path == "/v1/completions":
         body = {"prompt": messages, **body}

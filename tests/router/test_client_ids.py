@@ -1,0 +1,201 @@
+"""What clients send as ids, line by line: each one's real sequence of requests against a real gateway.
+
+A client's turns are one conversation on one decoder, with one transfer; its sub-agents are others, below it;
+what only looks like an id makes neither one conversation of many nor many of one.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, get, user
+from tests.support.waiting import until
+
+Headers = dict[str, str]
+SYSTEM = {"role": "system", "content": "You are a coding agent. " * 20}
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with fleet(tmp_path, decoders=3) as one:
+        yield one
+
+
+def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Parallel tool calls and their results."""
+    ids = [f"call-{number}-{name}" for name in names]
+    asked = [
+        {"id": one, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for one, name in zip(ids, names, strict=True)
+    ]
+    results = [{"role": "tool", "tool_call_id": one, "content": f"result {one}"} for one in ids]
+    return [{"role": "assistant", "content": None, "tool_calls": asked}, *results]
+
+
+async def tool_loop(
+    made: Fleet, begins: str, headers: Headers | None = None, turns: int = 4, **body: Any
+) -> list[Answer]:
+    """An agent: a question, turns with parallel tool calls, then an answer."""
+    messages = [SYSTEM, user(begins)]
+    answers = []
+    for number in range(turns):
+        answers.append(await ask(made.urls[0], messages, headers=headers, stream=True, **body))
+        messages += calls(number, ("read", "grep"))
+    return answers
+
+
+def ids(answers: list[Answer]) -> set[str]:
+    assert all(answer.status == 200 for answer in answers)
+    return {answer.conversation for answer in answers}
+
+
+async def told(made: Fleet, conversation: str) -> dict[str, Any]:
+    await made.settle()
+    status, found = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
+    assert status == 200, found
+    return dict(found)
+
+
+async def retried_and_compacted(made: Fleet, headers: Headers) -> set[str]:
+    """A turn that its client gave up and sent again, then a history that was replaced by a summary."""
+    before = [SYSTEM, user("long work"), assistant("done"), user("and more")]
+    given_up = asyncio.create_task(ask(made.urls[0], before, headers=headers, max_tokens=2000, stream=True))
+    await until(lambda: any(one.running for one in made.engines.values()))
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    again = await ask(made.urls[0], before, headers=headers)
+    compacted = await ask(made.urls[0], [SYSTEM, user("summary of the work " * 20)], headers=headers)
+    return ids([again, compacted])
+
+
+async def one_conversation_and_its_sub_agent(made: Fleet, main: Headers, sub: Headers) -> tuple[str, str]:
+    (top,) = ids(await tool_loop(made, "build it", main))
+    children = await asyncio.gather(tool_loop(made, "explore", sub, 2), tool_loop(made, "explore", main, 1))
+    (child,) = ids(children[0])
+    assert await retried_and_compacted(made, main) == {top}
+    shown, below = await told(made, top), await told(made, child)
+    assert (shown["parent"], below["parent"]) == (None, top)
+    assert below["decoder"] == shown["decoder"]
+    assert len({seen.conversation for seen in made.decoder_requests()}) == 2
+    return top, child
+
+
+async def test_opencode(made: Fleet) -> None:
+    main = {"x-session-id": "ses_1"}
+    sub = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
+    assert await one_conversation_and_its_sub_agent(made, main, sub) == ("ses_1", "ses_2")
+
+
+async def test_claude_code(made: Fleet) -> None:
+    main = {"x-claude-code-session-id": "s"}
+    sub = {**main, "x-claude-code-agent-id": "a1"}
+    assert await one_conversation_and_its_sub_agent(made, main, sub) == ("s", "s.a1")
+    nested = {**main, "x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}
+    (deeper,) = ids(await tool_loop(made, "deeper", nested, 2))
+    assert (await told(made, deeper))["parent"] == "s.a1"
+
+
+async def test_codex(made: Fleet) -> None:
+    main = {"session-id": "t1", "thread-id": "t1"}
+    sub = {"session-id": "t1", "thread-id": "t2", "x-codex-parent-thread-id": "t1"}
+    assert await one_conversation_and_its_sub_agent(made, main, sub) == ("t1", "t2")
+
+
+async def test_dynamo_and_aiperf_end_their_sessions(made: Fleet) -> None:
+    main = {"x-dynamo-session-id": "d1"}
+    sub = {"x-dynamo-session-id": "d2", "x-dynamo-parent-session-id": "d1"}
+    assert await one_conversation_and_its_sub_agent(made, main, sub) == ("d1", "d2")
+    await ask(made.urls[0], [user("bye")], headers={**main, "x-dynamo-session-final": "true"})
+    await until(lambda: any(name.endswith(":d1") for one in made.engines.values() for name in one.released))
+    shown = await told(made, "d1")
+    assert (shown["state"], shown["cause"]) == ("ended", "final")
+    assert not any(name.endswith(":d1") for one in made.engines.values() for name in one.held)
+    assert (await told(made, "d2"))["state"] == "idle"
+
+
+@pytest.mark.parametrize("header", ["x-smg-routing-key", "x-session-affinity"])
+async def test_routing_keys(made: Fleet, header: str) -> None:
+    assert ids(await tool_loop(made, "build it", {header: "r1"})) == {"r1"}
+    assert ids(await tool_loop(made, "build it", {header: "r2"})) == {"r2"}
+    assert await retried_and_compacted(made, {header: "r1"}) == {"r1"}
+
+
+async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made: Fleet) -> None:
+    first = await ask(made.urls[0], [user("one")])
+    token = {"x-session-token": first.headers["x-session-token"]}
+    assert await retried_and_compacted(made, token) == {first.conversation}
+
+
+async def test_a_token_that_names_an_engine_is_no_conversation(made: Fleet) -> None:
+    """A router in front gives every session on this gateway the same one."""
+    token = {"x-session-token": "ZGVmYXVsdC9jb25zZXJ2ZS0w"}
+    loops = await asyncio.gather(*(tool_loop(made, f"task {number}", token) for number in range(3)))
+    assert [len(ids(answers)) for answers in loops] == [1, 1, 1]
+    assert len(set().union(*map(ids, loops))) == 3
+
+
+async def test_an_anthropic_client_with_its_session_in_the_user_id(made: Fleet) -> None:
+    """Claude Code without its headers: what it asks beside the conversation has the same session."""
+    path = "/v1/messages"
+
+    async def turn(session: str, *messages: dict[str, Any]) -> str:
+        who = {"user_id": f"user_7_account_8_session_{session}"}
+        answer = await ask(made.urls[0], list(messages), path=path, metadata=who, max_tokens=3)
+        assert answer.status == 200, answer.body
+        return answer.conversation
+
+    begin, title = user("fix it"), user("a title for: fix it")
+    later = [begin, assistant("look"), user("result")]
+    one, other = await turn("s1", begin), await turn("s2", begin)
+    assert one != other
+    assert await turn("s1", title) not in (one, other)
+    # In lockstep, with equal answers: each goes on as itself, also when its turn is repeated.
+    for messages in (later, later, [*later, assistant("more"), user("result 2")]):
+        assert [await turn("s1", *messages), await turn("s2", *messages)] == [one, other]
+    fork = await turn("s1", begin, assistant("otherwise"), user("x"))
+    assert (await told(made, fork))["parent"] == one
+
+
+async def test_one_cache_key_for_a_whole_application_pins_nothing(made: Fleet) -> None:
+    loops = [await tool_loop(made, f"task {number}", prompt_cache_key="my-app") for number in range(6)]
+    assert [len(ids(answers)) for answers in loops] == [1] * 6
+    conversations = set().union(*map(ids, loops))
+    assert len(conversations) == 6
+    assert all(name.startswith("my-app.") for name in conversations)
+    decoders = [(await told(made, name))["decoder"] for name in sorted(conversations)]
+    assert sorted(map(decoders.count, set(decoders))) == [2, 2, 2]
+    assert len(made.prefills()) == 6
+
+
+async def test_a_cache_key_for_each_conversation_keeps_equal_ones_apart(made: Fleet) -> None:
+    messages = [user("the very same")]
+    names: list[set[str]] = [set(), set()]
+    for number in range(3):
+        for key in (0, 1):
+            answer = await ask(made.urls[0], messages, prompt_cache_key=f"k{key}")
+            names[key].add(answer.conversation)
+        messages += [assistant(f"w{number}"), user("go on")]
+    assert [len(one) for one in names] == [1, 1]
+    assert names[0] != names[1]
+
+
+async def test_a_correlation_id_for_each_request_leaves_one_conversation(made: Fleet) -> None:
+    messages = [SYSTEM, user("build it")]
+    answers = []
+    for number in range(4):
+        stamp = {"x-correlation-id": f"req-{number}"}
+        answers.append(await ask(made.urls[0], messages, headers=stamp))
+        if number == 1:  # tried again, with a stamp of its own
+            answers.append(await ask(made.urls[0], messages, headers={"x-correlation-id": "req-1b"}))
+        messages += calls(number, ("read", "grep"))
+    assert len(ids(answers)) == 1
+    assert len(made.prefills()) == 1
+    assert len({seen.conversation for seen in made.decoder_requests()}) == 1
+
+
+async def test_a_correlation_id_does_not_come_before_a_session(made: Fleet) -> None:
+    stamped = {"x-claude-code-session-id": "s", "x-correlation-id": "req-1"}
+    assert ids([await ask(made.urls[0], [user("x")], headers=stamped)]) == {"s"}
