@@ -28,7 +28,7 @@ class ConnectorConfig:
     port: int = 0  # transfer server of rank 0; rank r listens on port + r; 0: no server
     lease_s: float = 60.0  # how long a finished prefill's KV waits for its decoder
     timeout_s: float = 30.0  # longest silence of a peer before a transfer is given up
-    staging_gib: float = 4.0  # GPU only: pinned host memory that transferred blocks pass through
+    staging_gib: float = 0.25  # GPU only: pinned host memory of all ranks that blocks pass through in turns
     feed: str = ""  # Unix socket of the state feed; empty: no feed
     park_after_s: float = 60.0  # idle time after which a conversation is parked
     ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: when it is ended
@@ -45,6 +45,8 @@ class ConnectorConfig:
         for name in ("lease_s", "timeout_s", "park_after_s", "ttl_s"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConnectorConfigError(f"{name} must be above 0, not {value!r}")
+        if self.staging_gib <= 0:
+            raise ConnectorConfigError(f"staging_gib must be above 0, not {self.staging_gib!r}")
         if self.host_kv_gib < 0:
             raise ConnectorConfigError(f"host_kv_gib must be 0 or more, not {self.host_kv_gib!r}")
         if self.backend not in ("tcp", "nixl"):

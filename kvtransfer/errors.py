@@ -24,7 +24,7 @@ class Reason(StrEnum):
     ABORTED = "aborted"  # the prefill was aborted
     EXPIRED = "expired"  # the lease ran out
     TAKEN = "taken"  # the transfer was already delivered
-    NO_CAPACITY = "no_capacity"  # no staging memory on the decoder's side
+    NO_CAPACITY = "no_capacity"  # no slot of a staging window in time
     STALLED = "stalled"  # the prefill or the peer made no progress in time
     SHORT = "short"  # fewer blocks than the prompt has
     CORRUPT = "corrupt"  # a checksum did not match

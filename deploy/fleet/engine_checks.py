@@ -260,6 +260,23 @@ def _memory(one: TierEngines) -> Iterator[Problem]:
         )
 
 
+STAGED_BLOCKS = 8  # of all layers of a rank: so many transfers are under way at once on each side
+
+
+def _staging(one: TierEngines) -> Iterator[Problem]:
+    transfer, ranks = one.fleet.transfer, one.parallel
+    if one.model is None or not (one.on_gpus and one.transfers and transfer.backend == "tcp"):
+        return
+    block = one.model.kv_bytes(one.integer("block-size") or 16, ranks.tensor, one.kv_width)
+    least = STAGED_BLOCKS * block * ranks.gpus / GIB
+    if transfer.staging_gib < least:
+        yield Problem(
+            ("transfer", "staging_gib"),
+            f"an engine sends or receives {STAGED_BLOCKS} blocks at once at least, of "
+            f"{block / (1 << 20):.3g} MiB on each of {ranks.gpus} ranks: expected {least:.2g} or more",
+        )
+
+
 def _lengths(one: TierEngines) -> Iterator[Problem]:
     asked, model = one.fleet.model.max_context, one.model
     stretched = "hf-overrides" in one.args or "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in one.fleet.engine.env
@@ -435,6 +452,6 @@ def _shown(one: TierEngines, name: str) -> str:
 
 CHECKS: tuple[Callable[[TierEngines], Iterator[Problem]], ...] = (
     *(_options, _environment, _gpus, _one_node, _power),
-    *(_ranks_fit_the_model, _memory, _lengths, _numbers),
+    *(_ranks_fit_the_model, _memory, _staging, _lengths, _numbers),
     *(_what_the_connector_cannot, _what_co_serving_cannot),
 )

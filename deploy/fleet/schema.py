@@ -247,8 +247,9 @@ class TransferSpec(Spec):
     backend: Literal["tcp", "nixl"] = default(ConnectorConfig, "backend")
     lease: Period = default(ConnectorConfig, "lease_s")
     """How long a prefiller holds KV for its decoder."""
-    staging_gib: Gib = default(ConnectorConfig, "staging_gib")
-    """Pinned host memory of each engine on GPUs, through which moved KV passes."""
+    staging_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = default(ConnectorConfig, "staging_gib")
+    """Pinned host memory of each engine on GPUs, through which moved KV passes: a window, whatever the length
+    of prompts. More lets more transfers run at once."""
     timeout: Period = default(ConnectorConfig, "timeout_s")
     """Longest silence within a transfer before the decoder computes the prompt itself."""
 

@@ -8,7 +8,6 @@ refused at once instead of waiting for a prefill that will not come.
 """
 
 import itertools
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -17,8 +16,6 @@ from functools import partial
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer.memory import BlockMemory
-
-logger = logging.getLogger("conserve.kvtransfer.transfer")
 
 MAX_TOMBSTONES = 8192
 
@@ -31,7 +28,6 @@ class Export:
     generation: int
     blocks: list[int]
     written: list[int]  # tokens by layer whose KV is in the blocks
-    published: int = 0  # blocks handed to the memory so far
     deadline: float | None = None  # the lease's end; None while the prefill runs
     ended: Reason | None = None
 
@@ -78,7 +74,6 @@ class Exports:
         self._tombstones: OrderedDict[str, Reason] = OrderedDict()
         self._generations = itertools.count(1)
         self._changed = threading.Condition()
-        self._blocks: list[int] = []  # that are complete with this step
         self._written: list[Written] = []  # by this step
 
     def __len__(self) -> int:
@@ -95,14 +90,14 @@ class Exports:
                 if self._tombstones.pop(transfer_id, None) is Reason.TAKEN:  # dismissed before it began
                     export.ended = Reason.TAKEN
             self._restart(export)
-            self._add(export, blocks)
+            export.blocks += blocks
             self._changed.notify_all()
             return export.generation
 
     def extend(self, transfer_id: str, blocks: Iterable[int]) -> None:
         with self._changed:
             if export := self._exports.get(transfer_id):
-                self._add(export, blocks)
+                export.blocks += blocks
 
     def void(self, transfer_id: str) -> None:
         """The prefill lost its blocks; it will begin again."""
@@ -112,18 +107,15 @@ class Exports:
 
     def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
         """Tokens of each prompt that are computed once this step is."""
-        self._blocks, self._written = [], []
+        self._written = []
         for transfer_id, tokens in progress:
             if export := self._exports.get(transfer_id):
                 tokens = min(tokens, export.total_tokens)
                 self._written.append(Written(transfer_id, export.generation, tokens))
-                end = self._blocks_of(export, tokens)
-                self._blocks += export.blocks[export.published : end]
-                export.published = end
 
     def after_layer(self, layer: int) -> None:
         if self._written:
-            self.memory.publish(layer, self._blocks, partial(self.wrote, layer, self._written))
+            self.memory.publish(partial(self.wrote, layer, self._written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
         """KV of one layer is readable. It may be told late: then the generation says of which blocks."""
@@ -220,23 +212,13 @@ class Exports:
     # Under the lock
 
     def _restart(self, export: Export) -> None:
-        self.memory.release(export.blocks)
-        export.blocks, export.published = [], 0
+        export.blocks = []
         export.written = [0] * len(self.memory.layers)
         export.generation = next(self._generations)
-
-    def _add(self, export: Export, blocks: Iterable[int]) -> None:
-        added = list(blocks)
-        if self.memory.reserve(added):
-            export.blocks += added
-        else:
-            logger.warning("no staging memory for transfer %s: its decoder recomputes", export.transfer_id)
-            self._end(export, Reason.ABORTED)
 
     def _end(self, export: Export, reason: Reason) -> None:
         """Its blocks are read no more."""
         export.ended = reason
-        self.memory.release(export.blocks)
         del self._exports[export.transfer_id]
         self._bury(export.transfer_id, reason)
 

@@ -22,7 +22,6 @@ logger = logging.getLogger("conserve.kvtransfer.transfer")
 
 HANDSHAKE_S = 10.0
 MAX_CONNECTIONS = 256
-BLOCKS_A_FRAME = 256
 GRACE_S = 5.0  # the producer gives up first, and says why
 
 
@@ -117,13 +116,13 @@ class TransferServer:
             )
 
     def _stream(self, peer: socket.socket, reader: Reader) -> None:
-        memory = self._exports.memory
+        memory, wait_s = self._exports.memory, self._producer.timeout_s
         while True:
-            ready = self._exports.wait_ready(reader, self._producer.timeout_s)
+            ready = self._exports.wait_ready(reader, wait_s)
             for layer, first, blocks in ready.runs:
-                for at in range(0, len(blocks), BLOCKS_A_FRAME):
-                    views = [memory.view(layer, block) for block in blocks[at : at + BLOCKS_A_FRAME]]
-                    wire.send_blocks(peer, layer, first + at, views, ready.generation)
+                for at, piece in pieces(blocks, memory.frame_blocks(layer)):
+                    with memory.outgoing(layer, piece, wait_s) as views:
+                        wire.send_blocks(peer, layer, first + at, views, ready.generation, wait_s / 2)
             if ready.complete and self._exports.confirm(reader, ready.generation):
                 wire.send_control(peer, wire.Kind.END, generation=ready.generation)
                 wire.receive_control(peer, wire.Kind.RECEIVED)
@@ -175,7 +174,7 @@ def fetch(
 ) -> int:
     """Fills `blocks` with the prompt's blocks from `skip` on; returns the bytes received."""
     with _connected(source, skip, memory.layout, consumer, cancellation) as peer:
-        received = _receive(peer, skip, blocks, memory)
+        received = _receive(peer, skip, blocks, memory, consumer.timeout_s)
         wire.send_control(peer, wire.Kind.RECEIVED)
         return received
 
@@ -220,7 +219,14 @@ def _connected(
         raise TransferRefused(reason, f"{address[0]}:{address[1]}: {error}") from error
 
 
-def _receive(peer: socket.socket, skip: int, blocks: list[int], memory: BlockMemory) -> int:
+def pieces(blocks: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
+    """With the place of each piece's first block."""
+    return ((at, blocks[at : at + size]) for at in range(0, len(blocks), size))
+
+
+def _receive(
+    peer: socket.socket, skip: int, blocks: list[int], memory: BlockMemory, wait_s: float
+) -> int:
     received = 0
     generation = -1
     arrived = [0] * len(memory.layers)
@@ -233,10 +239,12 @@ def _receive(peer: socket.socket, skip: int, blocks: list[int], memory: BlockMem
             at = header.first - skip
             if header.layer >= len(arrived) or at != arrived[header.layer] or at + header.count > len(blocks):
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
-            views = [memory.view(header.layer, block) for block in blocks[at : at + header.count]]
-            wire.receive_blocks(peer, views)
+            sums = wire.receive_checksums(peer, header.count)
+            for first, piece in pieces(blocks[at : at + header.count], memory.frame_blocks(header.layer)):
+                with memory.incoming(header.layer, piece, wait_s) as views:
+                    wire.receive_blocks(peer, views, sums[first:], wait_s / 2)
+                    received += sum(view.nbytes for view in views)
             arrived[header.layer] += header.count
-            received += sum(view.nbytes for view in views)
         elif header.kind is wire.Kind.END:
             if header.generation != generation or any(n != len(blocks) for n in arrived):
                 raise TransferRefused(Reason.SHORT, f"layers have {arrived} of {len(blocks)} blocks")

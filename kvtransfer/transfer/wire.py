@@ -17,7 +17,9 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Annotated
@@ -120,12 +122,21 @@ def send_refusal(peer: socket.socket, refused: TransferRefused) -> None:
 
 
 def send_blocks(
-    peer: socket.socket, layer: int, first: int, blocks: Sequence[memoryview], generation: int
+    peer: socket.socket,
+    layer: int,
+    first: int,
+    blocks: Sequence[memoryview],
+    generation: int,
+    limit_s: float,
 ) -> None:
-    """Checksums are of the bytes as they are now; the bytes leave the KV cache without a copy of ours."""
+    """Checksums are of the bytes as they are now; the bytes leave where they are without a copy of ours.
+
+    All of it within `limit_s`: others wait for the memory.
+    """
     head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, len(blocks), generation)
     sums = b"".join(_CHECKSUM.pack(checksum(block)) for block in blocks)
-    _send_all(peer, [memoryview(head + sums), *blocks])
+    with _all_within(peer, limit_s) as until:
+        _send_all(peer, [memoryview(head + sums), *blocks], until)
 
 
 def receive_header(peer: socket.socket) -> FrameHeader:
@@ -163,12 +174,19 @@ def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
     return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
 
 
-def receive_blocks(peer: socket.socket, blocks: Sequence[memoryview]) -> None:
-    """Receives into place and verifies each block."""
-    sums = receive_exactly(peer, _CHECKSUM.size * len(blocks))
-    _receive_all(peer, list(blocks))
-    for index, (expected,) in enumerate(_CHECKSUM.iter_unpack(sums)):
-        if checksum(blocks[index]) != expected:
+def receive_checksums(peer: socket.socket, count: int) -> list[int]:
+    """Of the blocks of a frame, which follow."""
+    return [one for (one,) in _CHECKSUM.iter_unpack(receive_exactly(peer, _CHECKSUM.size * count))]
+
+
+def receive_blocks(
+    peer: socket.socket, blocks: Sequence[memoryview], sums: Sequence[int], limit_s: float
+) -> None:
+    """Receives into place within `limit_s`, and verifies each block."""
+    with _all_within(peer, limit_s) as until:
+        _receive_all(peer, list(blocks), until)
+    for index, (block, expected) in enumerate(zip(blocks, sums, strict=False)):
+        if checksum(block) != expected:
             raise TransferRefused(Reason.CORRUPT, f"block {index} of {len(blocks)} in a frame")
 
 
@@ -178,18 +196,39 @@ def receive_exactly(peer: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _send_all(peer: socket.socket, views: list[memoryview]) -> None:
+@contextmanager
+def _all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
+    """A socket's own limit is of each call: one that moves a byte a call would go on for ever."""
+    end, usual = time.monotonic() + limit_s, peer.gettimeout()
+
+    def until() -> None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"a frame took more than {limit_s:g} s")
+        peer.settimeout(left)
+
+    try:
+        yield until
+    finally:
+        peer.settimeout(usual)
+
+
+def _send_all(peer: socket.socket, views: list[memoryview], before_each: Callable[[], None]) -> None:
     at = 0
     while at < len(views):
+        before_each()
         at = _advance(views, at, peer.sendmsg(views[at : at + MAX_VECTORS]))
 
 
-def _receive_all(peer: socket.socket, views: list[memoryview]) -> None:
+def _receive_all(
+    peer: socket.socket, views: list[memoryview], before_each: Callable[[], None] = lambda: None
+) -> None:
     at = 0
     while at < len(views):
         if not views[at].nbytes:
             at += 1
             continue
+        before_each()
         got = peer.recvmsg_into(views[at : at + MAX_VECTORS])[0]
         if not got:
             raise ConnectionError("the peer closed the connection")

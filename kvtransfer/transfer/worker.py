@@ -10,11 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from kvtransfer.config import GIB, block_bytes, transfer_secret
+from kvtransfer.config import GIB, transfer_secret
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, StagedBlockMemory
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import (
     Cancellation,
     TransferEnd,
@@ -24,6 +24,7 @@ from kvtransfer.transfer.peers import (
     fetch,
 )
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder, TransferReport, TransferScheduler
+from kvtransfer.transfer.staging import StagedBlockMemory
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
@@ -35,7 +36,6 @@ class TransferWorker(WorkerSide):
         self._config = context.config
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._num_blocks = int(context.kv_cache_config.num_blocks)
-        self._block_bytes = block_bytes(context.kv_cache_config)
         ranks = int(context.vllm_config.parallel_config.world_size)
         self._me = TransferEnd(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
@@ -58,8 +58,8 @@ class TransferWorker(WorkerSide):
     def _memory_of(self, kv_caches: Mapping[str, Any]) -> BlockMemory:
         if not next(iter(kv_caches.values())).is_cuda:
             return HostBlockMemory(kv_caches, self._num_blocks)
-        staging = int(self._config.staging_gib * GIB) // (self._block_bytes * self._me.ranks)
-        return StagedBlockMemory(kv_caches, self._num_blocks, staging)
+        window = int(self._config.staging_gib * GIB) // self._me.ranks
+        return StagedBlockMemory(kv_caches, self._num_blocks, window)
 
     def _serve(self) -> TransferServer:
         address = self._config.host, self._config.port + self._me.rank
@@ -108,15 +108,9 @@ class TransferWorker(WorkerSide):
         received = 0
         reason: Reason | None = Reason.INTERNAL  # stays if something raises that should not
         try:
-            if not self._memory.reserve(wanted.blocks):
-                raise TransferRefused(Reason.NO_CAPACITY, "no staging memory; raise staging_gib")
-            try:
-                received = fetch(
-                    wanted.source, wanted.skip, wanted.blocks, self._memory, self._me, cancellation
-                )
-                self._memory.landed(wanted.blocks)
-            finally:
-                self._memory.release(wanted.blocks)
+            received = fetch(
+                wanted.source, wanted.skip, wanted.blocks, self._memory, self._me, cancellation
+            )
             reason = None
         except TransferRefused as refused:
             reason = refused.reason

@@ -108,6 +108,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         a("tensor-parallel-size: 4"),
         "does not cut heads anew; expected one size, or transfer.backend: n",
     ),
+    "staging that a few blocks fill": (
+        "coserving:",
+        "transfer:\n>  staging_gib: 0.02\ncoserving:",
+        "8 blocks at once at least, of 2 MiB on each of 2 ranks: expected 0.031 or more",
+    ),
     "block size across a transfer": (
         SEQS,
         a("block-size: 32"),

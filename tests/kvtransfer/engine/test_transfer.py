@@ -1,4 +1,7 @@
-"""Two real engines: the decoder computes nothing of a transferred prompt and answers as plain vLLM does."""
+"""Two real engines: the decoder computes nothing of a transferred prompt and answers as plain vLLM does.
+
+Their transfers pass through staging windows, as on a GPU; fleets' on CPUs are in place.
+"""
 
 import os
 import random
@@ -26,6 +29,7 @@ from tests.kvtransfer.engine.engines import (
     running,
     state_of,
 )
+from tests.kvtransfer.engine.staged import SAID, STAGED_PLUGIN
 from tests.kvtransfer.transfer.test_delivery import FlippingProxy
 from workers.coserving.config import SAFEPOINT_PLUGIN
 from workers.coserving.iterations import read_iterations
@@ -92,11 +96,12 @@ class Pair:
 def pair(plain: dict[str, Answer]) -> Iterator[Pair]:
     port = free_port()
     coserving = ConnectorConfig(
-        engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path(), plugins=(SAFEPOINT_PLUGIN,),
+        engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path(),
+        plugins=(SAFEPOINT_PLUGIN, STAGED_PLUGIN),
         safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
     )  # fmt: skip
     prefiller = Engine(coserving, blocks=420)
-    decoder = Engine(ConnectorConfig(engine="d", epoch=1, feed=feed_path()))
+    decoder = Engine(ConnectorConfig(engine="d", epoch=1, feed=feed_path(), plugins=(STAGED_PLUGIN,)))
     with running(prefiller, decoder):
         yield Pair(prefiller, decoder, port)
 
@@ -107,6 +112,7 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
 ) -> None:
     before = pair.decoder.computed_prompt_tokens()
     assert pair.both_legs(name).tokens == plain[name].tokens
+    assert all(SAID in engine.log.read_text() for engine in (pair.prefiller, pair.decoder))
     assert pair.decoder.computed_prompt_tokens() - before <= 1
 
 

@@ -11,7 +11,6 @@ import torch
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.plugins import EngineContext
 from kvtransfer.residence import Residence
-from kvtransfer.transfer.memory import HostBlockMemory
 from kvtransfer.transfer.peers import TransferSource
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker
@@ -46,10 +45,10 @@ def eventually(true: Callable[[], bool]) -> bool:
 def test_a_fetch_that_raises_is_counted_logged_and_ends(
     worker: TransferWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(self: HostBlockMemory, blocks: list[int]) -> bool:
-        raise IndexError(blocks)
+    def faulty(*wanted: object) -> int:
+        raise IndexError(wanted)
 
-    monkeypatch.setattr(HostBlockMemory, "reserve", faulty)
+    monkeypatch.setattr("kvtransfer.transfer.worker.fetch", faulty)
     with caplog.at_level(logging.ERROR):
         worker.before_step(TransferOrder(fetches=[Fetch("r", SOURCE, 0, [4, 5])]))
         assert eventually(lambda: "transfer for r failed" in caplog.text)

@@ -1,0 +1,222 @@
+"""Staging: KV on an accelerator passes through a few slots of pinned memory, a piece of a layer at a time.
+
+A slot holds some blocks of one layer, from when they are gathered until they are sent, or from when they are
+received until they have landed. So a prompt of any length passes through a window of a few hundred MiB: what
+waits for its turn stays where it was computed, or with the peer.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
+from kvtransfer.transfer.memory import BLOCKS_A_FRAME, BlockMemory, byte_rows, layout_fingerprint
+
+SLOT_BYTES = 4 << 20  # a few tenths of a millisecond on the bus: starting a copy is little beside it
+SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once
+ALIGNED = 4096
+
+
+class SlotWindow:
+    """Whose turn it is with the slots: data in, data out.
+
+    In the order of asking, and each asks for one slot at a time: what has many pieces to move is behind what
+    has few after each of them. The last quarter of the slots is for those that receive. They wait for bytes
+    that a peer has ready, while a sender's slot may wait for one on the other side: two engines that send to
+    each other would otherwise wait for each other.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots))
+        self._sends = slots - max(1, slots // 4)  # that may have a slot at once
+        self._sending = 0
+        self._asked: dict[int, bool] = {}  # ticket -> sends, in order
+        self._held: dict[int, tuple[int, bool]] = {}
+        self._tickets = 0
+
+    def ask(self, sends: bool) -> int:
+        """A ticket; `end` takes it back."""
+        self._tickets += 1
+        self._asked[self._tickets] = sends
+        self._hand_out()
+        return self._tickets
+
+    def slot_of(self, ticket: int) -> int | None:
+        """None: it waits."""
+        held = self._held.get(ticket)
+        return held[0] if held is not None else None
+
+    def end(self, ticket: int) -> None:
+        """What it had is free again; also of one that still waits."""
+        if ticket in self._held:
+            slot, sends = self._held.pop(ticket)
+            self._free.append(slot)
+            self._sending -= sends
+        else:
+            del self._asked[ticket]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for ticket, sends in list(self._asked.items()):
+            if not self._free:
+                return
+            if sends and self._sending == self._sends:
+                continue
+            del self._asked[ticket]
+            self._held[ticket] = self._free.pop(), sends
+            self._sending += sends
+
+
+class _Lane:
+    """One direction between the accelerator and the slots: a stream, and memory on the accelerator where the
+    blocks of a piece lie one after the other, so that the bus is crossed in one copy.
+
+    The work of several threads is launched one after the other, and the stream keeps that order: the memory
+    is free for the next piece when the next piece gets there.
+    """
+
+    def __init__(self, layer: torch.Tensor, slot_bytes: int) -> None:
+        self.lock = threading.Lock()
+        self.stream = torch.cuda.Stream() if layer.is_cuda else None
+        self.together = torch.empty(slot_bytes, dtype=torch.uint8, device=layer.device)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """What is launched within is done on return. The thread sleeps meanwhile, and holds no lock."""
+        with self.lock, torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
+            yield
+            done = _recorded(self.stream)
+        if done is not None:
+            done.synchronize()
+
+
+def _recorded(stream: Any) -> Any:
+    if stream is None:
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+class StagedBlockMemory(BlockMemory):
+    """KV that passes through the window. Also runs on the CPU, without streams, so that all but the overlap
+    can be tested there.
+
+    A layer's hook only records an event. When it has completed, the layer's blocks may be read, and they stay
+    until they are sent: their request or the lease holds them, and a request that loses its blocks gets a new
+    generation, so that what was read of them is never taken for the prompt.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, Any], blocks: int, window_bytes: int) -> None:
+        tensors = list(kv_caches.values())
+        self.layers = tuple(kv_caches)
+        self.layout = layout_fingerprint(tensors, blocks)
+        self._device = [byte_rows(tensor, blocks) for tensor in tensors]
+        self._sizes = [rows.shape[1] * rows.element_size() for rows in self._device]
+        on_gpu = bool(tensors[0].is_cuda)
+        self._slot_bytes = slot_bytes(window_bytes, max(self._sizes))
+        self.slots = window_bytes // self._slot_bytes
+        if self.slots < 2:
+            raise ConnectorConfigError(
+                f"{window_bytes} bytes of staging hold less than two of this model's blocks of "
+                f"{max(self._sizes)} bytes a layer and rank: raise staging_gib"
+            )
+        most = self._slot_bytes // min(self._sizes)
+        self._memory = torch.empty((self.slots, self._slot_bytes), dtype=torch.uint8, pin_memory=on_gpu)
+        self._views = [memoryview(slot.numpy()) for slot in self._memory]
+        self._indices = torch.empty((self.slots, most), dtype=torch.int64, pin_memory=on_gpu)
+        self._window = SlotWindow(self.slots)
+        self._changed = threading.Condition()
+        self._to_slots, self._to_device = (_Lane(tensors[0], self._slot_bytes) for _ in range(2))
+        self._launched = torch.cuda.Event() if on_gpu else None
+        self._computed: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._announce, name="kv-staging", daemon=True).start()
+
+    def frame_blocks(self, layer: int) -> int:
+        return min(BLOCKS_A_FRAME, self._slot_bytes // int(self._sizes[layer]))
+
+    def publish(self, done: Callable[[], None]) -> None:
+        self._computed.put((_recorded(torch.cuda.current_stream()) if self._launched else None, done))
+
+    def mark(self) -> None:
+        if self._launched is not None:
+            launched = torch.cuda.Event()
+            launched.record()
+            self._launched = launched
+
+    @contextmanager
+    def outgoing(self, layer: int, blocks: Sequence[int], wait_s: float) -> Iterator[list[memoryview]]:
+        with self._slot(True, wait_s) as slot:
+            rows, together = self._piece(layer, len(blocks), slot, self._to_slots)
+            with self._to_slots.launching():
+                index = self._index(slot, blocks)
+                torch.index_select(self._device[layer], 0, index, out=together)
+                rows.copy_(together, non_blocking=True)
+            yield self._block_views(layer, len(blocks), slot)
+
+    @contextmanager
+    def incoming(self, layer: int, blocks: Sequence[int], wait_s: float) -> Iterator[list[memoryview]]:
+        with self._slot(False, wait_s) as slot:
+            yield self._block_views(layer, len(blocks), slot)
+            rows, together = self._piece(layer, len(blocks), slot, self._to_device)
+            with self._to_device.launching():
+                if self._to_device.stream is not None:
+                    self._to_device.stream.wait_event(self._launched)
+                together.copy_(rows, non_blocking=True)
+                self._device[layer].index_copy_(0, self._index(slot, blocks), together)
+
+    def close(self) -> None:
+        self._computed.put(None)
+
+    @contextmanager
+    def _slot(self, sends: bool, wait_s: float) -> Iterator[int]:
+        with self._changed:
+            ticket = self._window.ask(sends)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._window.slot_of(ticket) is not None, wait_s)
+                slot = self._window.slot_of(ticket)
+            if slot is None:
+                raise TransferRefused(
+                    Reason.NO_CAPACITY, f"no slot of the staging window in {wait_s:g} s: raise staging_gib"
+                )
+            yield slot
+        finally:
+            with self._changed:
+                self._window.end(ticket)
+                self._changed.notify_all()
+
+    def _piece(self, layer: int, count: int, slot: int, lane: _Lane) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its blocks in the slot, and on the accelerator."""
+        device, end = self._device[layer], count * self._sizes[layer]
+        rows, together = (
+            memory[:end].view(device.dtype).view(count, -1) for memory in (self._memory[slot], lane.together)
+        )
+        return rows, together
+
+    def _block_views(self, layer: int, count: int, slot: int) -> list[memoryview]:
+        size, slot_view = self._sizes[layer], self._views[slot]
+        return [slot_view[at : at + size] for at in range(0, count * size, size)]
+
+    def _index(self, slot: int, blocks: Sequence[int]) -> torch.Tensor:
+        """On the accelerator; from memory of the slot's own, so that nobody waits for its copy."""
+        index = self._indices[slot, : len(blocks)]
+        index.numpy()[:] = blocks
+        return index.to(self._device[0].device, non_blocking=True)
+
+    def _announce(self) -> None:
+        while (computed := self._computed.get()) is not None:
+            event, done = computed
+            if event is not None:
+                event.synchronize()
+            done()
+
+
+def slot_bytes(window_bytes: int, block_bytes: int) -> int:
+    """Of a window, whose largest block of a layer has `block_bytes`."""
+    usual = min(SLOT_BYTES, window_bytes // SLOTS // ALIGNED * ALIGNED)
+    return max(usual, -(-block_bytes // ALIGNED) * ALIGNED)

@@ -1,0 +1,26 @@
+"""A plugin that makes a CPU engine's transfers pass through a staging window, as a GPU's do."""
+
+from typing import Any
+
+from kvtransfer.plugins import EngineContext, Plugin, WorkerSide
+from kvtransfer.transfer import worker
+from kvtransfer.transfer.staging import StagedBlockMemory
+
+STAGED_PLUGIN = "tests.kvtransfer.engine.staged:StagedPlugin"
+WINDOW_BYTES = 1 << 20
+SAID = "KV is staged through"
+
+
+def staged(kv_caches: Any, blocks: int) -> StagedBlockMemory:
+    memory = StagedBlockMemory(kv_caches, blocks, WINDOW_BYTES)
+    print(f"{SAID} {memory.slots} slots", flush=True)
+    return memory
+
+
+class StagedPlugin(Plugin):
+    name = "staged"
+
+    def worker_side(self, context: EngineContext, rank: int) -> WorkerSide:
+        """Before the KV is registered."""
+        worker.HostBlockMemory = staged  # type: ignore[assignment,misc]
+        return super().worker_side(context, rank)
