@@ -35,6 +35,9 @@ class RetainedConversation:
     chain: list[bytes] = field(default_factory=list)
     on_host: bool = True  # its blocks may have host slots; false once it left a full host
     ended: bool = False  # ended while a turn was running: forgotten when that finishes
+    # What its client said; None: as the engine's settings say.
+    park_after_s: float | None = None  # of this pause only
+    ttl_s: float | None = None
 
     @property
     def rank(self) -> EvictionRank:

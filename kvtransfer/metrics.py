@@ -52,7 +52,7 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
     "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
     "parked": CounterSpec(
-        "conserve_kv_parked", "Conversations parked, by cause.", "cause", ("idle", "pressure")
+        "conserve_kv_parked", "Conversations parked, by cause.", "cause", ("idle", "said", "pressure")
     ),
     "ended": CounterSpec(
         "conserve_kv_ended", "Conversations forgotten here, by cause.", "cause",

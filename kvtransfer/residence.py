@@ -81,15 +81,20 @@ class Residence:
     def let_time_pass(self) -> None:
         """Parks and forgets what was idle for long enough."""
         with self.lock:
-            now, ttl_s = self.clock(), self._config.ttl_s
+            now = self.clock()
             if self.draining:
                 for conversation in self.conversations.idle_since(now):
                     self.release(conversation.key, "drained")
-            for conversation in self.conversations.idle_since(now - self._config.park_after_s):
-                if ttl_s is not None and conversation.last_used <= now - ttl_s:
+            for conversation in self.conversations.idle_since(now):
+                idle_s, said = now - conversation.last_used, conversation.park_after_s
+                park_after_s = self._config.park_after_s if said is None else said
+                ttl_s = conversation.ttl_s or self._config.ttl_s
+                if ttl_s is not None and idle_s >= ttl_s:
                     self.release(conversation.key, "ttl")
-                elif conversation.phase is RetentionPhase.RETAINED and self._reaches_host(conversation):
-                    self._park(conversation, "idle")
+                elif conversation.phase is not RetentionPhase.RETAINED:
+                    continue
+                elif idle_s >= park_after_s and self._reaches_host(conversation):
+                    self._park(conversation, "idle" if said is None else "said")
 
     def relieve(self, missing_blocks: int) -> None:
         """Pressure: parks retained conversations, the oldest first, until so many blocks may go."""
@@ -138,6 +143,13 @@ def owner_key(request: Any) -> str | None:
     if (request.kv_transfer_params or {}).get("do_remote_decode"):
         return None
     return str(request.session_id) if request.session_id else None
+
+
+def note_what_client_said(request: Any, conversation: RetainedConversation) -> None:
+    """How long its KV stays where, checked and bounded by the gateway (router/hints.py)."""
+    said = (request.kv_transfer_params or {}).get("conversation") or {}
+    conversation.park_after_s = said.get("park_after_s")
+    conversation.ttl_s = said.get("ttl_s", conversation.ttl_s)
 
 
 def confirmed_blocks(request: Any, block_tokens: int) -> int:

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from kvtransfer.conversations import EvictionRank, RetainedConversation, RetentionPhase
 from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
-from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, owner_key
+from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, note_what_client_said, owner_key
 from kvtransfer.vllm_internals import free_queue
 
 
@@ -80,6 +80,7 @@ class RetentionScheduler(SchedulerSide):
             conversation = self._residence.conversations.begin_turn(
                 key, request.block_hashes, is_offline(request)
             )
+            note_what_client_said(request, conversation)
             self._residence.requests[request.request_id] = request, conversation
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from placement.fleet.returns import ReturnRules
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 
@@ -80,6 +81,7 @@ class GatewayConfig:
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     handover: Handover = Handover.TOGETHER
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
+    returns: ReturnRules = field(default_factory=ReturnRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     tokens_per_byte: float = 0.3  # until the engines have said how it really is
     slo: SloTargets = field(default_factory=SloTargets)

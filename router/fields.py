@@ -15,6 +15,7 @@ from router.errors import BadRequest
 
 MAX_TOKENS = 10_000_000  # of an answer: beyond any model's context
 MAX_CHOICES = 128
+OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
 MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1
@@ -184,7 +185,7 @@ _ANY: Mapping[str, Check] = dict.fromkeys(
     (
         *("model", "user", "metadata", "service_tier", "store", "stream_options", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id", "conversation"),
-        *("truncation_side", "moderation"),
+        *("truncation_side", "moderation", "kv_hints", "nvext"),
     ),
     _as_it_is,
 )
@@ -258,6 +259,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
                 *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"),
                 *("billing_policy", "compaction", "context_management", "fallback_credit_token", "fallbacks"),
                 *("mcp_servers", "thread", "session_id", "conversation", "prompt_cache_key"),
+                *("kv_hints", "nvext"),
             ),
             _as_it_is,
         ),

@@ -33,7 +33,7 @@ class Gateway:
         self.directory = DirectoryClient(config.directory, config.name, secret=config.directory_secret)
         self.pool = UpstreamPool(config.upstream)
         self.tracer = _tracer(config)
-        life = Life(config, self.directory, self.pool, tracer=self.tracer)
+        self._life = life = Life(config, self.directory, self.pool, tracer=self.tracer)
         self._batch = batch = (
             BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
         )
@@ -69,6 +69,7 @@ class Gateway:
     async def _close(self) -> None:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+        self._life.returns.close()
         if self._batch is not None:
             await self._batch.close()
         await self.pool.close()

@@ -40,13 +40,11 @@ TOKEN_HEADER = "x-session-token"  # llm-d's clients send back what they were giv
 CORRELATION_HEADER = "x-correlation-id"
 AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
-FINAL_HEADERS = ("x-conversation-final", "x-dynamo-session-final")
 
 MAX_ID_BYTES = 512
 _NAME_BYTES = 64  # of a hint, in the id of a conversation that is named after it
 _PLAIN = re.compile(r"[!-~]+")
 _GIVEN = re.compile(r"c-[0-9a-f]{32}")
-_TRUE = frozenset({"1", "true", "yes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +121,6 @@ def clean_id(raw: object, source: str) -> str | None:
     if len(encoded) > MAX_ID_BYTES:
         raise BadIdentity(f"{source} has {len(encoded)} bytes; a conversation id has at most {MAX_ID_BYTES}")
     return raw if _PLAIN.fullmatch(raw) else f"hash-{xxh3_128_hexdigest(encoded)}"
-
-
-def is_final(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that this turn is the conversation's last."""
-    return any(headers.get(name, "").strip().lower() in _TRUE for name in FINAL_HEADERS)
 
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:

@@ -44,7 +44,7 @@ _DROPPED: Mapping[str, Any] = {
 }
 
 
-def prefill_body(api: Api, raw: bytes, body: Mapping[str, Any], transfer_id: str) -> bytes:
+def one_token_body(api: Api, raw: bytes, body: Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
     """The same prompt, one token, no stream: what it generates is thrown away. `body`: what `raw` says."""
     leg = {name: value for name, value in _DROPPED.items() if name in body}
     limits = _LIMIT[api]
@@ -56,8 +56,12 @@ def prefill_body(api: Api, raw: bytes, body: Mapping[str, Any], transfer_id: str
         leg["store"] = False
     elif api is not Api.MESSAGES:
         leg["n"] = 1
-    leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer_id}
-    return with_fields(raw, leg)
+    return with_fields(raw, {**leg, **more})
+
+
+def prefill_body(api: Api, raw: bytes, body: Mapping[str, Any], transfer_id: str) -> bytes:
+    params = {"do_remote_decode": True, "transfer_id": transfer_id}
+    return one_token_body(api, raw, body, {"kv_transfer_params": params})
 
 
 def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
@@ -110,8 +114,10 @@ async def decode(
     responder: Responder,
     observer: StreamObserver,
 ) -> RelayOutcome:
-    """Without `params` the client's body goes as it came."""
-    body = with_fields(turn.raw, {"kv_transfer_params": params}) if params else turn.raw
+    """Without `params` or hints the client's body goes as it came."""
+    said = {"conversation": hints} if (hints := turn.hints.for_engine) else {}
+    told = {**(params or {}), **said}
+    body = with_fields(turn.raw, {"kv_transfer_params": told}) if told else turn.raw
     request = _request(turn, key, body, repeatable=not params)
     endpoint = Endpoint.parse(decoder.http)
     return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING)

@@ -36,6 +36,7 @@ from router.errors import (
 from router.http import Observation, RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
 from router.identity import How, conversation_id, conversation_key, resolve_prefix
 from router.losses import Losses
+from router.returns import Returns
 from router.turn import Api, TokenRatio, Turn, TurnMetrics
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Life:
         self._placing: dict[str, asyncio.Task[tuple[Placed | Refusal, Known | None]]] = {}
         self._losses = Losses(clock)
         self._background: set[asyncio.Task[None]] = set()
+        self.returns = Returns(config.returns, directory, pool, clock)
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
         if self._tracer is not None:
@@ -275,6 +277,7 @@ class Life:
 
     async def _run(self, turn: Turn, route: Route, responder: Responder) -> Ran:
         key, trace, prefilled = route.known.key, turn.trace, Prefilled()
+        self.returns.came(route.known)
         observer = StreamObserver(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None
@@ -367,9 +370,12 @@ class Life:
                 missed=done.missed,
                 first_token_s=first_token_s,
                 handover_s=handover_s,
+                ttl_s=turn.hints.ttl_s or 0.0,
             )
-        if turn.final and outcome.end is RelayEnd.COMPLETE:
+        if turn.hints.final and outcome.end is RelayEnd.COMPLETE:
             self._end_soon(who.key, "final")
+        elif done.generated and (seen.called_tool or turn.hints.away_s is not None):
+            self.returns.left(turn, route.known)
         log.info(
             "turn conversation=%s request=%s how=%s engine=%s cause=%s outcome=%s prompt=%d output=%d",
             *(who.key, seen.response_id or "-", who.how, route.decoder.engine, route.cause, outcome.end),

@@ -127,6 +127,13 @@ FALLBACKS = Counter(
     "engines_missing (it restarted, and placed without engines that did not report in time).",
     ["kind"],
 )
+RESTORES_AHEAD = Counter(
+    "conserve_restores_ahead_total",
+    "Conversations whose tool was likely to end, by what became of bringing their KV back from the host: "
+    "restored, not_parked (it was still there), returned (the turn came first), busy (the engine had other "
+    "work all the time), failed.",
+    ["outcome"],
+)
 DIRECTORY_UP = Gauge(
     "conserve_directory_connected", "1 while the directory's stream to this gateway is open."
 )
@@ -218,6 +225,7 @@ from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
+from_zero(RESTORES_AHEAD, "restored", "not_parked", "returned", "busy", "failed")
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")

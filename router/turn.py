@@ -19,8 +19,10 @@ from router.config import ServedModel, SloTargets
 from router.directory.cache import Known
 from router.errors import BadRequest, ModelNotFound
 from router.fields import check_fields, with_fields
+from router.hints import FIELDS as HINT_FIELDS
+from router.hints import Hints, read_hints
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
-from router.identity import Explicit, PrefixGroups, explicit_identity, is_final
+from router.identity import Explicit, PrefixGroups, explicit_identity
 
 if TYPE_CHECKING:
     from router.tracing import TurnTrace
@@ -64,7 +66,7 @@ class Turn:
     identity: Explicit
     chain: Chain
     tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
-    final: bool
+    hints: Hints
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
 
@@ -107,7 +109,7 @@ async def read_turn(
     tools = body.get("tools")
     return Turn(
         api=api,
-        raw=with_fields(raw, groups.fields(space, body)),
+        raw=with_fields(raw, groups.fields(space, body) | dict.fromkeys(body.keys() & HINT_FIELDS)),
         body=body,
         headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
         space=space,
@@ -115,7 +117,7 @@ async def read_turn(
         identity=identity,
         chain=chains.of_body(chains.of_group(seed, identity.group), body),
         tool_bytes=_size(tools) if tools else 0,
-        final=is_final(fields),
+        hints=read_hints(fields, body),
         arrived_at=now,
     )
 

@@ -15,6 +15,7 @@ from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import PlacerSettings
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve
+from placement.fleet.returns import ReturnRules
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
@@ -258,6 +259,7 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         handover=Handover.IN_TURN if fleet.transfer.backend == "nixl" else Handover.TOGETHER,
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
+        returns=ReturnRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=_shared_prefixes(fleet),
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),

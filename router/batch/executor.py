@@ -18,12 +18,12 @@ from router.batch.records import ClaimedRequest, Result, Usage
 from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import EngineGarbled, EngineLost, UpstreamError
+from router.fields import OFFLINE_PRIORITY
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity import PrefixGroups
 
 log = logging.getLogger("conserve.router.batch.executor")
 
-_OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
 _ANSWER_BYTES = 64 << 20
 _ENGINE_LOST = "engine lost"
 _NOT_OFFLINE = frozenset({"service_tier", "session_id"})
@@ -33,7 +33,7 @@ _JSON: RawHeaders = [(b"content-type", b"application/json")]
 def offline_body(body: Mapping[str, Any]) -> bytes:
     """As it goes to an engine: marked as offline."""
     marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
-    return orjson.dumps({**marked, "priority": _OFFLINE_PRIORITY})
+    return orjson.dumps({**marked, "priority": OFFLINE_PRIORITY})
 
 
 class Executor:

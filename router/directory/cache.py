@@ -34,6 +34,8 @@ class Known:
     prompt_bytes: int = 0  # of its newest request
     completion_tokens: int = 0  # of its newest finished turn
     context_tokens: int = 0  # what its decoder holds, after its newest finished turn
+    left_at: float | None = None  # when its newest turn called a tool
+    waits: tuple[float, ...] = ()  # for tools, the newest last
     waiting_since: float | None = None  # when the user message arrived that is not yet answered
 
 

@@ -183,6 +183,7 @@ class DirectoryClient:
         missed: Sequence[str] = (),
         first_token_s: float = 0.0,
         handover_s: float = 0.0,
+        ttl_s: float = 0.0,
     ) -> None:
         if prompt_tokens:
             known.turns += 1
@@ -192,7 +193,7 @@ class DirectoryClient:
             self.cache.nodes.record(answer, known.key, alias=True)
         counts = prompt_tokens, completion_tokens
         took = first_token_s, handover_s
-        ended = m.TurnEnded(*counts, tool_call, answer, tuple(met), tuple(missed), *took)
+        ended = m.TurnEnded(*counts, tool_call, answer, tuple(met), tuple(missed), *took, ttl_s)
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:

@@ -36,6 +36,9 @@ class ConversationRecord:
     gateway: str = ""  # that served its newest turn
     running: dict[str, set[int]] = field(default_factory=dict)  # gateway -> turns in flight there
     placed: dict[tuple[str, int], PlacedTurn] = field(default_factory=dict)  # of these, by gateway and number
+    ttl_s: float = 0.0  # of silence, if its client said so
+    parked: bool = False  # as heard since the directory began
+    parks_on: str = ""  # the engine that said so while a turn was running here
     prefix: tuple[str, int, int] = ("", 0, 0)  # prefiller, its epoch, and what it has computed of the prompt
 
     @property
@@ -47,7 +50,7 @@ class ConversationRecord:
         """As the API shows it."""
         return {
             "key": self.key,
-            "state": "running" if self.running else "idle" if binding else "unbound",
+            "state": self._state(binding),
             "parent": self.parent,
             "created_at": self.created_at,
             "used_at": self.used_at,
@@ -60,6 +63,11 @@ class ConversationRecord:
             "transfers": self.transfers,
             "placements": self.notes,
         }
+
+    def _state(self, binding: Binding | None) -> str:
+        if self.running:
+            return "running"
+        return "unbound" if binding is None else "parked" if self.parked else "idle"
 
     def note(self, note: dict[str, Any]) -> None:
         self.notes.append(note)
@@ -76,6 +84,7 @@ class ConversationRecords:
         self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # ended before they were heard of
         self._parked: dict[str, str] = {}  # conversation -> engine
+        self._own_ttl: set[str] = set()  # conversations whose client said how long they may be silent
 
     def __len__(self) -> int:
         return len(self._live)
@@ -100,18 +109,29 @@ class ConversationRecords:
             for gateway in conversation.running:
                 self._running[gateway].discard(key)
             self._parked.pop(key, None)
+            self._own_ttl.discard(key)
         return conversation
 
     def park(self, key: str, engine: str) -> bool:
-        """False for one that is not known, or whose next turn has begun meanwhile."""
+        """False for one that is not known, or that has a turn: an engine that parks at once may say so before
+        its gateway says that the turn has ended. It is parked then."""
         conversation = self._live.get(key)
-        if conversation is None or conversation.running:
+        if conversation is None:
+            return False
+        conversation.parks_on = engine if conversation.running else ""
+        if conversation.running:
             return False
         self._parked[key] = engine
+        conversation.parked = True
         return True
 
     def engine_gone(self, engine: str) -> None:
-        self._parked = {key: where for key, where in self._parked.items() if where != engine}
+        for key in [key for key, where in self._parked.items() if where == engine]:
+            del self._parked[key]
+            self._live[key].parked = False
+        for conversation in self._live.values():
+            if conversation.parks_on == engine:
+                conversation.parks_on = ""
 
     @property
     def parked(self) -> int:
@@ -120,6 +140,7 @@ class ConversationRecords:
     def turn_began(self, conversation: ConversationRecord, gateway: str, turn: int) -> None:
         conversation.gateway = gateway
         self._parked.pop(conversation.key, None)
+        conversation.parked, conversation.parks_on = False, ""
         if self._over.pop((gateway, turn), None) is None:
             conversation.running.setdefault(gateway, set()).add(turn)
             self._running.setdefault(gateway, set()).add(conversation.key)
@@ -139,6 +160,8 @@ class ConversationRecords:
         if not here:
             del conversation.running[gateway]
             self._running[gateway].discard(conversation.key)
+            if conversation.parks_on and not conversation.running:
+                self.park(conversation.key, conversation.parks_on)
 
     def is_over(self, gateway: str, turn: int) -> bool:
         return (gateway, turn) in self._over
@@ -152,13 +175,21 @@ class ConversationRecords:
                 del conversation.placed[turn]
         return had
 
-    def idle_since(self, before: float) -> list[ConversationRecord]:
-        """Unused since then and without a running turn. Those that run are used: they move to the end."""
-        unused = list(takewhile(lambda one: one.used_at <= before, self._live.values()))
+    def let_live(self, conversation: ConversationRecord, ttl_s: float) -> None:
+        """So long without a turn, in place of the fleet's time; forgotten when the directory restarts."""
+        conversation.ttl_s = ttl_s
+        self._own_ttl.add(conversation.key)
+
+    def silent(self, now: float, ttl_s: float) -> list[ConversationRecord]:
+        """Without a turn for their time, and without a running one: those move to the end."""
+        unused = list(takewhile(lambda one: one.used_at <= now - ttl_s, self._live.values()))
         for conversation in unused:
             if conversation.running:
                 self._live.move_to_end(conversation.key)
-        return [conversation for conversation in unused if not conversation.running]
+        own = [self._live[key] for key in self._own_ttl]
+        over = [one for one in unused if not one.ttl_s]
+        over += [one for one in own if one.used_at <= now - one.ttl_s]
+        return [conversation for conversation in over if not conversation.running]
 
     def remember_ended(self, key: str, description: dict[str, Any]) -> None:
         self._ended[key] = description

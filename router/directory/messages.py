@@ -88,6 +88,7 @@ class TurnEnded:
     missed: tuple[str, ...] = ()
     first_token_s: float = 0.0  # from its placement; 0: it was not placed, or nobody could see the token
     handover_s: float = 0.0  # from the end of its prefill to that, less the time of one more token
+    ttl_s: float = 0.0  # of silence, after which its client lets the conversation end; 0: it said nothing
 
 
 @dataclass(frozen=True, slots=True)

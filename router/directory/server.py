@@ -170,7 +170,7 @@ class DirectoryServer(Directory):
             self.missed.update(ended.missed)
             tokens = ended.prompt_tokens + ended.completion_tokens
             self.timeline.turn_ended(key, ended.tool_call, tokens, now)
-            return self.table.turn_ended(
+            known = self.table.turn_ended(
                 key,
                 gateway,
                 now,
@@ -180,7 +180,11 @@ class DirectoryServer(Directory):
                 answer=ended.answer,
                 first_token_s=ended.first_token_s,
                 handover_s=ended.handover_s,
+                ttl_s=ended.ttl_s,
             )
+            if (conversation := self.table.conversations.get(key)) and conversation.parked:
+                self.timeline.parked(key, now)
+            return known
         return True
 
 

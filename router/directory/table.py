@@ -191,6 +191,7 @@ class BindingTable:
         turn: int = 0,
         first_token_s: float = 0.0,
         handover_s: float = 0.0,
+        ttl_s: float = 0.0,
     ) -> bool:
         """`answer` is the node of a response id, by which the next turn may name this one. Without tokens
         the turn came to nothing; a conversation of which nothing came ends."""
@@ -207,6 +208,8 @@ class BindingTable:
             if handover_s:
                 self._placer.transferred(placed.tokens, handover_s)
         self.conversations.touch(conversation, now)
+        if ttl_s:
+            self.conversations.let_live(conversation, ttl_s)
         if prompt_tokens:
             conversation.turns += 1
             conversation.prompt_tokens = prompt_tokens
@@ -236,8 +239,7 @@ class BindingTable:
         return True
 
     def expire(self, now: float) -> int:
-        idle = self.conversations.idle_since(now - self._ttl_s)
-        return sum(self.end(conversation.key, "idle", now) for conversation in idle)
+        return sum(self.end(one.key, "idle", now) for one in self.conversations.silent(now, self._ttl_s))
 
     def gateway_gone(self, gateway: str, now: float) -> None:
         """Its clients are gone with it. What had no first turn has nothing to keep."""

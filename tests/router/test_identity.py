@@ -21,7 +21,6 @@ from router.identity import (
     conversation_id,
     conversation_key,
     explicit_identity,
-    is_final,
     namespace,
     resolve_prefix,
 )
@@ -96,13 +95,6 @@ def test_keys_are_scoped_by_the_api_key() -> None:
     one, other = (conversation_key(namespace(key), "a:b") for key in ("k1", "k2"))
     assert one != other
     assert conversation_id(one) == conversation_id(other) == "a:b"
-
-
-def test_the_final_marker() -> None:
-    assert is_final({"x-conversation-final": "True"})
-    assert is_final({"x-dynamo-session-final": "true"})
-    assert not is_final({"x-conversation-final": "0"})
-    assert not is_final({})
 
 
 def prompt(*words: str) -> Chain:

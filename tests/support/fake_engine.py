@@ -59,6 +59,10 @@ class FakeEngine:
     waiting_prompt_tokens: int = 0  # these three as it reports them
     prompt_tokens_per_s: float = 0.0
     prompt_share: float = 1.0
+    parked: dict[str, int] = field(default_factory=dict)  # conversation -> report that names it
+    lives: dict[str, float] = field(default_factory=dict)  # by conversation, as it was told
+    calls_tools: bool = False  # at the end of each streamed answer
+    waiting: int = 0  # as it reports it
     begins: bool = True  # prompts at once, so that none is left to another engine
     withdrawn: list[str] = field(default_factory=list)
     running: int = 0
@@ -112,8 +116,9 @@ class FakeEngine:
             0,
             self.kv_tokens - live,
             self.running,
-            0,
+            self.waiting,
             confirmed=confirmed,
+            parked=dict(self.parked),
             draining=self.draining,
             waiting_prompt_tokens=self.waiting_prompt_tokens,
             prompt_tokens_per_s=self.prompt_tokens_per_s,
@@ -143,8 +148,14 @@ class FakeEngine:
             error = {"message": f"maximum context length is {self.max_context}", "type": "BadRequestError"}
             return web.json_response({"error": error}, status=400)
         self.running += 1
+        said = (body.get("kv_transfer_params") or {}).get("conversation") or {}
+        self.lives.update({key: said["ttl_s"]} if "ttl_s" in said else {})
+        self.parked.pop(key, None)
         try:
-            return await self._answer(request, body, key, prompt)
+            answer = await self._answer(request, body, key, prompt)
+            if said.get("park_after_s") == 0:
+                self.parked[key] = self.reports + 1
+            return answer
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -178,7 +189,8 @@ class FakeEngine:
                 error = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
                 await response.write(_event({"error": error}))
                 break
-            await response.write(_chunk(request.path, answer_id, number, number == count - 1))
+            last = number == count - 1
+            await response.write(_chunk(request.path, answer_id, number, last, last and self.calls_tools))
         if responses:
             done = {
                 "type": "response.completed",
@@ -265,11 +277,15 @@ def _whole(path: str, answer_id: str, count: int, usage: dict[str, int]) -> dict
     return {"id": answer_id, "choices": [choice], "usage": usage}
 
 
-def _chunk(path: str, answer_id: str, number: int, last: bool) -> bytes:
+def _chunk(path: str, answer_id: str, number: int, last: bool, tool: bool = False) -> bytes:
     text = f"w{number} "
     if path == "/v1/responses":
         kind = "response.created" if number == 0 else "response.output_text.delta"
         return _event({"type": kind, "response": {"id": answer_id}, "delta": text})
+    if tool and path == "/v1/chat/completions":
+        call = {"index": 0, "id": "call", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        said = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+        return _event({"id": answer_id, "choices": [said]})
     choice: dict[str, Any] = {
         "index": 0,
         "delta": {"content": text},

@@ -152,6 +152,23 @@ def test_idle_conversations_are_parked_then_forgotten() -> None:
     assert len(residence.conversations) == 0 and residence.host.free == 4
 
 
+def test_a_client_says_how_long_its_kv_stays_where() -> None:
+    now = [0.0]
+    residence = Residence(ConnectorConfig(park_after_s=10, ttl_s=100), 8, lambda: now[0])
+    away, kept = idle(residence, "a", [b"1"]), idle(residence, "b", [b"2"])
+    away.park_after_s, kept.park_after_s, kept.ttl_s = 0.0, 50.0, 1000.0
+    residence.let_time_pass()
+    assert away.phase is RetentionPhase.PARKED
+    now[0] = 49
+    residence.let_time_pass()
+    assert kept.phase is RetentionPhase.RETAINED
+    now[0] = 100
+    residence.let_time_pass()
+    assert [one.key for one in residence.conversations] == ["b"]
+    assert kept.phase is RetentionPhase.PARKED
+    assert residence.counts["parked.said"] == 2
+
+
 def test_time_parks_what_is_still_on_its_way_to_the_host_and_pressure_does_not() -> None:
     now = [0.0]
     residence = Residence(ConnectorConfig(park_after_s=10), 4, lambda: now[0])

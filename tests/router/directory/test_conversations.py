@@ -36,3 +36,13 @@ def test_what_is_unknown_or_runs_is_not_parked() -> None:
     assert not conversations.park("a", "decode-0")
     assert not conversations.park("nobody", "decode-0")
     assert conversations.parked == 1
+
+
+def test_an_engine_may_say_so_before_the_turn_has_ended_here() -> None:
+    conversations = two_parked()
+    a = conversations.get("a")
+    assert a is not None
+    conversations.turn_began(a, "gateway-0", 1)
+    assert not conversations.park("a", "decode-0")
+    conversations.turn_ended(a, "gateway-0", 1)
+    assert a.parked and conversations.parked == 2

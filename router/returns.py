@@ -1,0 +1,117 @@
+"""Conversations whose agents are away with a tool: their KV is brought back before they return.
+
+A restore is the conversation's last prompt sent again as offline work for one token: the engine loads the
+blocks from its host, computes that token in a gap of running turns, and the next turn finds them. Only what
+the directory says is parked is brought back, one conversation at a time on an engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from placement.fleet.returns import REMEMBERED_WAITS, ReturnRules, may_restore
+from router import metrics
+from router.directory.cache import Known
+from router.directory.client import DirectoryClient
+from router.errors import DirectoryUnreachable, UpstreamError
+from router.fields import OFFLINE_PRIORITY
+from router.http import Endpoint, UpstreamPool, UpstreamRequest, fetch
+from router.legs import one_token_body
+from router.turn import Turn
+
+log = logging.getLogger("conserve.router.returns")
+
+MAX_BYTES = 64 << 20  # of prompts that are kept to be sent again
+_LOOK_EVERY_S = 0.25
+
+
+@dataclass(slots=True)
+class _Away:
+    size: int
+    task: asyncio.Task[None]
+
+
+class Returns:
+    def __init__(
+        self,
+        rules: ReturnRules,
+        directory: DirectoryClient,
+        pool: UpstreamPool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rules, self._directory, self._pool, self._clock = rules, directory, pool, clock
+        self._away: OrderedDict[str, _Away] = OrderedDict()  # the longest away first
+        self._bytes = 0
+        self._restoring: set[str] = set()  # engines
+
+    def left(self, turn: Turn, known: Known) -> None:
+        """A turn called a tool: the conversation goes on when that has ended."""
+        known.left_at = self._clock()
+        after_s = self._rules.restore_after(turn.hints.away_s, known.waits)
+        if after_s is None or turn.identity.previous_response:
+            return
+        self._forget(known.key)
+        task = asyncio.create_task(self._bring_back(turn, known, after_s))
+        self._away[known.key] = _Away(len(turn.raw), task)
+        self._bytes += len(turn.raw)
+        while self._bytes > MAX_BYTES:
+            self._forget(next(iter(self._away)))
+
+    def came(self, known: Known) -> None:
+        """Its next turn is here."""
+        self._forget(known.key)
+        if known.left_at is not None:
+            known.waits = (*known.waits, self._clock() - known.left_at)[-REMEMBERED_WAITS:]
+            known.left_at = None
+
+    def close(self) -> None:
+        for key in tuple(self._away):
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        away = self._away.pop(key, None)
+        if away is not None:
+            self._bytes -= away.size
+            away.task.cancel()
+
+    async def _bring_back(self, turn: Turn, known: Known, after_s: float) -> None:
+        engine, epoch, outcome = known.engine, known.epoch, "returned"
+        try:
+            await asyncio.sleep(after_s)
+            outcome = "busy"
+            async with asyncio.timeout(self._rules.patience_s):
+                while not self._may(engine, known.context_tokens):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_EVERY_S)
+            outcome = "returned"
+            outcome = await self._restore(turn, known.key, engine, epoch)
+        except TimeoutError:
+            pass
+        finally:
+            metrics.RESTORES_AHEAD.labels(outcome).inc()
+            if (away := self._away.get(known.key)) is not None and away.task is asyncio.current_task():
+                del self._away[known.key]
+                self._bytes -= away.size
+
+    def _may(self, engine: str, tokens: int) -> bool:
+        state = self._directory.engines.state(engine)
+        return state is not None and engine not in self._restoring and may_restore(state, tokens)
+
+    async def _restore(self, turn: Turn, key: str, engine: str, epoch: int) -> str:
+        self._restoring.add(engine)
+        try:
+            told = await self._directory.describe(key)
+            info = self._directory.engines.alive(engine, epoch)
+            if told is None or info is None or told["state"] != "parked":
+                return "not_parked"
+            body = one_token_body(turn.api, turn.raw, turn.body, {"priority": OFFLINE_PRIORITY})
+            request = UpstreamRequest("POST", turn.api.target, turn.headers, body, repeatable=False)
+            answer = await fetch(self._pool, Endpoint.parse(info.http), request)
+            return "restored" if answer.status == 200 else "failed"
+        except (UpstreamError, DirectoryUnreachable) as wrong:
+            log.warning("not brought back conversation=%s engine=%s reason=%s", key, engine, wrong)
+            return "failed"
+        finally:
+            self._restoring.discard(engine)

@@ -1,0 +1,63 @@
+"""A conversation whose client says that a tool takes long: parked at the end of the turn, and brought back
+by the same prompt as offline work, on vLLM's own scheduler."""
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from kvtransfer.config import ConnectorConfig
+from kvtransfer.conversations import RetentionPhase
+from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+
+
+def loads_of(engine: SimulatedEngine) -> list[Any]:
+    """Of the host's blocks, from here on."""
+    loads: list[Any] = []
+    index = engine.residence.host
+    end_load = index.end_load
+
+    def counted(number: int) -> None:
+        loads.append(number)
+        end_load(number)
+
+    index.end_load = counted  # type: ignore[method-assign]
+    return loads
+
+
+def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
+    engine = SimulatedEngine(
+        ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=600.0, host_kv_gib=0.005),
+        blocks=60,
+    )
+    try:
+        prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
+        engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
+        engine.run(2000)
+        conversation = engine.residence.conversations.get("s")
+        assert conversation is not None
+        limit = time.monotonic() + 10
+        while not engine.residence.on_host(conversation) and time.monotonic() < limit:
+            engine.step()
+            time.sleep(0.01)
+        engine.side("report").snapshot()
+        assert conversation.phase is RetentionPhase.PARKED
+        # Others need the accelerator: what is parked goes first.
+        engine.add("other", [7 + n % 200 for n in range(57 * BLOCK_TOKENS)], 2)
+        engine.run(4000)
+        computed, loads = engine.computed_prompt_tokens, loads_of(engine)
+        engine.add("again", prompt, 1, priority=10)
+        engine.run(2000)
+        assert engine.computed_prompt_tokens - computed < BLOCK_TOKENS
+        brought = len(loads)
+        assert brought >= 9
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
+        engine.run(2000)
+        assert len(loads) == brought
+        assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
+        assert engine.wrong == []
+    finally:
+        engine.close()

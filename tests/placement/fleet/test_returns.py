@@ -1,0 +1,30 @@
+"""When parked KV goes back: before the announced end, else by the waits seen; never beside waiting turns."""
+
+from dataclasses import replace
+
+import pytest
+
+from placement.engines import EngineState
+from placement.fleet.returns import ReturnRules, may_restore
+
+RULES = ReturnRules(park_after_s=60.0, lead_s=2.0)
+IDLE = EngineState("d", 1, 1, 0, 0, 0, free_tokens=1000, running=3, waiting=0)
+
+
+def test_before_the_announced_end_whatever_was_seen() -> None:
+    assert RULES.restore_after(30.0, (500.0,) * 8) == 28.0
+    assert RULES.restore_after(1.0, ()) == 0.5
+
+
+def test_by_the_waits_seen_when_nothing_is_announced() -> None:
+    assert RULES.restore_after(None, (100.0, 300.0)) is None  # too few
+    assert RULES.restore_after(None, (400.0, 100.0, 300.0, 200.0)) == 198.0  # a quarter was shorter
+    assert RULES.restore_after(None, (10.0, 10.0, 10.0, 1000.0)) is None  # not parked by then
+
+
+@pytest.mark.parametrize(
+    "busy", [{"waiting": 1}, {"waiting_prompt_tokens": 9}, {"draining": True}, {"free_tokens": 499}]
+)
+def test_not_where_it_would_cost_a_turn(busy: dict[str, int]) -> None:
+    assert may_restore(IDLE, 500)
+    assert not may_restore(replace(IDLE, **busy), 500)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""Hints, wherever a client says them, and what each comes to: parked, brought back in time, ended."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.fleet.returns import ReturnRules
+from router.errors import BadRequest
+from router.hints import Hints, read_hints
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
+from tests.support.waiting import until
+
+NAMED = {"x-session-id": "s"}
+
+
+def envelope(**actions: Any) -> dict[str, Any]:
+    """As vLLM's `KvHintsEnvelope` is written."""
+    listed = [
+        {
+            "action_id": name,
+            "action_type": f"conversation.{name}",
+            "action_version": "1",
+            "payload": {"value": value},
+        }
+        for name, value in actions.items()
+    ]
+    foreign = {"action_id": "x", "action_type": "kvcr.pin", "action_version": "1", "payload": {"value": {}}}
+    return {"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [*listed, foreign]}}
+
+
+def test_the_same_said_in_each_way() -> None:
+    headers = {
+        "x-conversation-away": "30",
+        "x-conversation-keep": "5.5",
+        "x-conversation-ttl": "600",
+        "x-conversation-priority": "3",
+        "x-conversation-final": "1",
+    }
+    want = Hints(True, 30.0, 5.5, 600.0, 3)
+    assert read_hints(headers, {}) == want
+    assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True)) == want
+    assert read_hints({"x-dynamo-session-final": "true"}, {}) == Hints(final=True)
+    assert read_hints({}, {"nvext": {"agent_hints": {"priority": 99, "osl": 4}}}) == Hints(priority=10)
+    assert read_hints({"x-conversation-priority": "1"}, envelope(priority=2)).priority == 1
+    assert read_hints({}, {"nvext": {"greed_sampling": True}}) == Hints()
+    assert read_hints({"x-conversation-final": "0"}, {}) == Hints()
+
+
+def test_the_envelope_is_vllms() -> None:
+    protocol = pytest.importorskip("vllm.v1.kv_hints.protocol", reason="vLLM is not installed: make install")
+    import msgspec
+
+    read = msgspec.convert(envelope(away=3)["kv_hints"], protocol.KvHintsEnvelope)
+    assert read.actions[0].payload == {"value": 3}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"x-conversation-away": "soon"}, {}),
+        ({"x-conversation-away": "0"}, {}),
+        ({"x-conversation-ttl": "nan"}, {}),
+        ({"x-conversation-ttl": "1e30"}, {}),
+        ({"x-conversation-priority": "1.5"}, {}),
+        ({"x-conversation-priority": "11"}, {}),
+        ({}, {"kv_hints": []}),
+        ({}, {"kv_hints": {"actions": [{}] * 17}}),
+        ({}, {"kv_hints": {"actions": ["x"]}}),
+        ({}, envelope(away={})),
+        ({}, envelope(away=True)),
+        ({}, {"nvext": {"agent_hints": {"priority": "high"}}}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(headers: dict[str, str], body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        read_hints(headers, body)
+
+
+async def test_engines_see_no_hints_but_what_concerns_them(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        body = {**envelope(keep=7), "nvext": {"agent_hints": {"priority": 1}}}
+        for messages in ([user("a")], [user("a"), assistant("b"), user("c")]):
+            answer = await ask(made.urls[0], messages, headers=NAMED, **body)
+            assert answer.status == 200
+        first, later = made.decoder_requests()
+        assert later.params == {"conversation": {"park_after_s": 7.0}}
+        assert first.params["conversation"] == later.params["conversation"]
+        assert first.params["do_remote_prefill"]
+        assert (later.body["kv_hints"], later.body["nvext"]) == (None, None)
+
+
+def decoder_of(made: Fleet) -> FakeEngine:
+    (decoder,) = (one for one in made.engines.values() if one.name.startswith("d") and one.seen)
+    return decoder
+
+
+def restores(made: Fleet) -> int:
+    return sum(seen.body.get("priority", 0) > 0 for seen in made.decoder_requests())
+
+
+async def state(made: Fleet) -> str:
+    _, told = await get(f"{made.urls[0]}/v1/conversations/s")
+    return str(told["state"])
+
+
+async def away(made: Fleet, seconds: float) -> None:
+    headers = {**NAMED, "x-conversation-away": str(seconds)}
+    answer = await ask(made.urls[0], [user("x" * 500)], headers=headers)
+    assert answer.status == 200
+
+
+async def test_an_announced_tool_parks_at_once_and_is_back_before_its_end(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        began = time.monotonic()
+        await away(made, 4.0)
+        await made.settle()
+        assert await state(made) == "parked"
+        assert restores(made) == 0
+        await until(lambda: restores(made))
+        assert 1.9 < time.monotonic() - began < 4.0
+        sent = decoder_of(made).seen[-1]
+        assert sent.body["messages"] == [user("x" * 500)]
+        assert (sent.body["max_tokens"], sent.body["stream"], sent.conversation) == (1, False, "")
+        assert sent.body["cache_salt"] == decoder_of(made).seen[0].body["cache_salt"]
+
+
+async def test_a_turn_that_comes_first_needs_no_restore(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        await away(made, 0.6)
+        await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
+        await asyncio.sleep(0.6)
+        assert restores(made) == 0
+
+
+async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
+    async with fleet(tmp_path, returns=ReturnRules(patience_s=20.0)) as made:
+        for engine in made.engines.values():
+            engine.waiting = 1
+        await made.settle()
+        await away(made, 0.4)
+        await asyncio.sleep(0.8)
+        assert restores(made) == 0
+        decoder_of(made).waiting = 0
+        await until(lambda: restores(made))
+
+
+async def test_what_is_not_parked_is_not_sent_again(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        await away(made, 0.6)
+        decoder_of(made).parked.clear()
+        await ask(made.urls[0], [user("x" * 500)], headers={**NAMED, "x-conversation-away": "0.4"})
+        made.directory.table.conversations.engine_gone(decoder_of(made).name)
+        decoder_of(made).parked.clear()
+        await asyncio.sleep(0.8)
+        assert restores(made) == 0
+
+
+async def test_waits_that_were_seen_bring_it_back_without_a_hint(tmp_path: Path) -> None:
+    rules = ReturnRules(park_after_s=0.2, lead_s=0.2)
+    async with fleet(tmp_path, returns=rules, engine={"calls_tools": True}) as made:
+        messages = [user("x" * 300)]
+        for number in range(4):
+            await ask(made.urls[0], messages, headers=NAMED, stream=True)
+            assert restores(made) == 0
+            if number < 3:
+                await asyncio.sleep(0.5)
+                messages += [assistant("call"), user("result")]
+        decoder = decoder_of(made)  # it has been idle for long enough by its own settings
+        decoder.parked[decoder.seen[-1].conversation] = decoder.reports + 1
+        await until(lambda: restores(made))
+
+
+async def test_a_client_says_how_long_its_conversation_lives(tmp_path: Path) -> None:
+    async with fleet(tmp_path, ttl_s=0.5) as made:
+        short = {"x-session-id": "short", "x-conversation-ttl": "0.1"}
+        long = {"x-session-id": "long", "x-conversation-ttl": "600"}
+        await asyncio.gather(*(ask(made.urls[0], [user("hi")], headers=one) for one in (short, long)))
+        ended = lambda: {name.partition(":")[2] for one in made.engines.values() for name in one.released}  # noqa: E731
+        await until(ended)
+        assert ended() == {"short"}
+        await asyncio.sleep(0.8)
+        assert ended() == {"short"}
+        assert sorted(life for one in made.engines.values() for life in one.lives.values()) == [0.1, 600.0]
+
+
+async def test_the_last_turn_ends_it_however_it_is_said(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        await ask(made.urls[0], [user("bye")], headers=NAMED, **envelope(final=True))
+        await until(lambda: any(one.released for one in made.engines.values()))
+        assert await state(made) == "ended"
