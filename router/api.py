@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from placement.engines import Role
 from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
 from router.batch.forwarding import BatchForwarding
+from router.classes import Classes
 from router.config import GatewayConfig
 from router.dashboard import PREFIX as DASHBOARD
 from router.dashboard import DashboardRoutes
@@ -114,6 +115,7 @@ class Routes:
         self._clock = clock
         self._callers = Callers(config)
         self._groups = PrefixGroups(config.shared_prefixes)
+        self._classes = Classes(config)
         self._conversations = ConversationRoutes(directory)
         self._dashboard = DashboardRoutes(config, directory, self._callers.is_admin)
         self._since = int(time.time())
@@ -173,7 +175,9 @@ class Routes:
     async def _generate(self, api: Api, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         space = self._callers.caller(request.headers).space
-        turn = await read_turn(api, request, space, self._served, self._groups, arrived_at)
+        turn = await read_turn(
+            api, request, space, self._served, self._groups, self._classes, arrived_at
+        )
         if self._batch is not None and turn.flex:
             await self._batch.flex(turn, responder)
         else:

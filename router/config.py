@@ -43,6 +43,22 @@ class SloTargets:
         return {objective: target for objective, target in targets.items() if target is not None}
 
 
+DEFAULT_CLASS = "default"
+
+
+@checked(frozen=True, config=_STRICT)
+class SloClass:
+    """A class of turns."""
+
+    name: str
+    targets: SloTargets
+    ahead_s: float = 0.0  # where turns wait, it goes before what came so much earlier
+    keys: tuple[str, ...] = ()  # name spaces of the keys whose turns are of it, and that alone may ask for it
+
+    def open_to(self, space: str) -> bool:
+        return not self.keys or space in self.keys
+
+
 @checked(frozen=True, config=_STRICT)
 class TracingConfig:
     endpoint: str  # of an OTLP receiver over HTTP, without a path: http://collector:4318
@@ -84,7 +100,8 @@ class GatewayConfig:
     returns: ReturnRules = field(default_factory=ReturnRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     tokens_per_byte: float = 0.3  # until the engines have said how it really is
-    slo: SloTargets = field(default_factory=SloTargets)
+    slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
+    classes: tuple[SloClass, ...] = ()
     api_keys: tuple[str, ...] = ()  # none: any key may, and only scopes conversation ids
     admin_keys: tuple[str, ...] = ()  # see every conversation
     shared_prefixes: tuple[str, ...] = ()  # name spaces of keys that share cached prefixes; "*": all do

@@ -14,7 +14,7 @@ HIGHEST_PRIORITY = 10
 _LONGEST_S = 7 * 24 * 3600.0
 _MAX_ACTIONS = 16
 _TRUE = frozenset({"1", "true", "yes"})
-FIELDS = frozenset({"kv_hints", "nvext"})  # of a body; they are for us, and no engine sees them
+FIELDS = frozenset({"kv_hints", "nvext", "slo_class"})  # of a body, for us: no engine sees them
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from placement.fleet.answers import Refusal, RefusalReason
 from placement.objectives import tbt_s
 from router import chains, legs, metrics
 from router.chains import Chain
-from router.config import GatewayConfig, Handover
+from router.classes import ahead_s
+from router.config import DEFAULT_CLASS, GatewayConfig, Handover, SloClass
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
@@ -102,7 +103,7 @@ class Life:
         self._pool = pool
         self._clock = clock
         self._ratio = TokenRatio(config.tokens_per_byte)
-        self._metrics = TurnMetrics(config.slo)
+        self._metrics = TurnMetrics((SloClass(DEFAULT_CLASS, config.slo), *config.classes))
         self._placing: dict[str, asyncio.Task[tuple[Placed | Refusal, Known | None]]] = {}
         self._losses = Losses(clock)
         self._background: set[asyncio.Task[None]] = set()
@@ -222,6 +223,7 @@ class Life:
             lost=lost,
             end=who.chain.end,
             turn=who.turn,
+            ahead_s=ahead_s(turn.slo_class, turn.hints),
         )
         asking = asyncio.create_task(self._ask(ask))
 

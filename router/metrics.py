@@ -163,6 +163,12 @@ TTFET_SECONDS = Histogram(
     "tool turns between count as waiting.",
     buckets=_LATENCY_S,
 )
+CLASS_TTFET_SECONDS = Histogram(
+    "conserve_class_ttfet_seconds",
+    "As `conserve_ttfet_seconds`, by SLO class of the turn that answered.",
+    ["slo_class"],
+    buckets=_LATENCY_S,
+)
 LAST_TURN_TBT_SECONDS = Histogram(
     "conserve_last_turn_tbt_seconds",
     "Mean time between the tokens of turns that speak to the user (finish reason stop).",
@@ -180,8 +186,8 @@ CONVERSATION_SECONDS = Histogram(
 )
 SLO = Counter(
     "conserve_slo_total",
-    "Answers to users by objective (ttfet, last_turn_tbt, e2e) and whether it was met.",
-    ["objective", "met"],
+    "Answers to users by SLO class, objective (ttfet, last_turn_tbt, e2e) and whether it was met.",
+    ["slo_class", "objective", "met"],
 )
 PROMPT_TOKENS = Histogram(
     "conserve_turn_prompt_tokens", "Prompt tokens of turns, as engines report them.", buckets=_TOKENS

@@ -5,7 +5,7 @@ own counts show. TTFET, end-to-end time and last-turn TBT belong to an *answer*:
 any number of tool turns, to the turn that speaks to the user (`placement/objectives.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +15,8 @@ import orjson
 from placement.objectives import tbt_s, ttfet_s
 from router import chains, metrics
 from router.chains import Chain
-from router.config import ServedModel, SloTargets
+from router.classes import Classes, engine_arguments
+from router.config import ServedModel, SloClass
 from router.directory.cache import Known
 from router.errors import BadRequest, ModelNotFound
 from router.fields import check_fields, with_fields
@@ -67,6 +68,7 @@ class Turn:
     chain: Chain
     tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
     hints: Hints
+    slo_class: SloClass
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
 
@@ -89,7 +91,13 @@ class Turn:
 
 
 async def read_turn(
-    api: Api, request: Request, space: str, models: Models, groups: PrefixGroups, now: float
+    api: Api,
+    request: Request,
+    space: str,
+    models: Models,
+    groups: PrefixGroups,
+    classes: Classes,
+    now: float,
 ) -> Turn:
     raw = await request.body.read()
     body = read_object(request.headers, raw)
@@ -106,10 +114,13 @@ async def read_turn(
     user = body.get("user")
     seed = chains.seed(space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(fields, body)
+    hints, slo_class = read_hints(fields, body), classes.choose(space, fields, body)
+    ours = groups.fields(space, body) | dict.fromkeys(body.keys() & HINT_FIELDS)
+    ours |= engine_arguments(slo_class, hints, fields, body)
     tools = body.get("tools")
     return Turn(
         api=api,
-        raw=with_fields(raw, groups.fields(space, body) | dict.fromkeys(body.keys() & HINT_FIELDS)),
+        raw=with_fields(raw, ours),
         body=body,
         headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
         space=space,
@@ -117,7 +128,8 @@ async def read_turn(
         identity=identity,
         chain=chains.of_body(chains.of_group(seed, identity.group), body),
         tool_bytes=_size(tools) if tools else 0,
-        hints=read_hints(fields, body),
+        hints=hints,
+        slo_class=slo_class,
         arrived_at=now,
     )
 
@@ -228,10 +240,10 @@ class TurnOutcome:
 class TurnMetrics:
     """The metrics of turns and answers, and their SLO targets."""
 
-    def __init__(self, slo: SloTargets) -> None:
-        self._targets = slo.by_objective
-        for objective in self._targets:
-            metrics.from_zero(metrics.SLO, f"{objective}/yes", f"{objective}/no")
+    def __init__(self, classes: Iterable[SloClass]) -> None:
+        for one in classes:
+            for objective in one.targets.by_objective:
+                metrics.from_zero(metrics.SLO, *(f"{one.name}/{objective}/{met}" for met in ("yes", "no")))
 
     def placed(self, policy: str, cause: str, transferred: bool) -> None:
         metrics.PLACEMENTS.labels(policy, cause).inc()
@@ -269,20 +281,24 @@ class TurnMetrics:
         met: list[str] = []
         missed: list[str] = []
         if whole and _speaks_to_the_user(seen):
-            for objective, seconds in self._answered(known, seen, tbt):
-                if (target := self._targets.get(objective)) is not None:
+            targets = turn.slo_class.targets.by_objective
+            for objective, seconds in self._answered(turn.slo_class.name, known, seen, tbt):
+                if (target := targets.get(objective)) is not None:
                     within = seconds <= target
-                    metrics.SLO.labels(objective, "yes" if within else "no").inc()
+                    metrics.SLO.labels(turn.slo_class.name, objective, "yes" if within else "no").inc()
                     (met if within else missed).append(objective)
         return TurnOutcome(True, prompt, completion, tuple(met), tuple(missed))
 
-    def _answered(self, known: Known, seen: Observation, tbt: float | None) -> Iterator[tuple[str, float]]:
+    def _answered(
+        self, slo_class: str, known: Known, seen: Observation, tbt: float | None
+    ) -> Iterator[tuple[str, float]]:
         """The objectives of the answer, each with what it took."""
         since, known.waiting_since = known.waiting_since, None
         assert since is not None
         if seen.first_content_at is not None:
             ttfet = ttfet_s(since, seen.first_content_at)
             metrics.TTFET_SECONDS.observe(ttfet)
+            metrics.labelled(metrics.CLASS_TTFET_SECONDS, slo_class).observe(ttfet)
             yield "ttfet", ttfet
         e2e = seen.last_at - since
         metrics.E2E_SECONDS.observe(e2e)

@@ -149,12 +149,16 @@ def _times(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _slos(fleet: FleetSpec) -> Iterator[Problem]:
-    for name in fleet.slos:
-        if name != "default":
-            sentence = f"the class '{name}' would have no effect: all conversations are of class 'default'"
-            yield Problem(("slos", name), sentence, at_key=True)
+    owner: dict[str, str] = {}
+    for name, slo in fleet.slos.items():
+        for key in slo.keys:
+            if (other := owner.setdefault(key, name)) != name:
+                sentence = f"a key of this class is of class '{other}' too: a key's turns are of one"
+                yield Problem(("slos", name, "keys"), sentence)
+            if fleet.gateway.api_keys and key not in fleet.gateway.api_keys:
+                yield Problem(("slos", name, "keys"), "a key of this class is none of gateway.api_keys")
     if "default" not in fleet.slos:
-        yield Problem(("slos",), "a class named 'default' is missing: all conversations are of it")
+        yield Problem(("slos",), "a class named 'default' is missing: turns of no other class are of it")
 
 
 def _coserving(fleet: FleetSpec) -> Iterator[Problem]:

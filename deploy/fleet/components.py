@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
+from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, SloSpec, Spec, TierSpec
 from deploy.home import POWER, PROFILES, FleetHome, conserve_home
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
@@ -19,7 +19,15 @@ from placement.fleet.returns import ReturnRules
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import BatchAddress, GatewayConfig, Handover, ServedModel, SloTargets, TracingConfig
+from router.config import (
+    BatchAddress,
+    GatewayConfig,
+    Handover,
+    ServedModel,
+    SloClass,
+    SloTargets,
+    TracingConfig,
+)
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import EVERYBODY, namespace
@@ -263,9 +271,15 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         shared_prefixes=_shared_prefixes(fleet),
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
+        classes=tuple(_slo_class(name, slo) for name, slo in fleet.slos.items()),
         limits=_server_limits(fleet, max_connections=fleet.gateway.limits.connections),
         upstream=_upstream_limits(fleet),
     )
+
+
+def _slo_class(name: str, slo: SloSpec) -> SloClass:
+    keys = tuple(namespace(key) for key in slo.keys)
+    return SloClass(name, configured(SloTargets, slo), slo.ahead, keys)
 
 
 def _shared_prefixes(fleet: FleetSpec) -> tuple[str, ...]:

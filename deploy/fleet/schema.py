@@ -17,7 +17,7 @@ from placement.fleet.placer import PlacerSettings
 from placement.fleet.policies import Redisaggregation
 from placement.iteration.interface import ServingSettings
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import GatewayConfig, TracingConfig
+from router.config import GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
 from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
@@ -238,9 +238,13 @@ class SloSpec(Spec):
     ttfet: Duration | None = None
     """From the first turn's arrival to the first token of the last turn, which is the answer to the user."""
     last_turn_tbt: Duration | None = None
-    """Between the tokens of the last turn."""
+    """Between the tokens of the last turn. Engines hold the turns of other classes than `default` to it."""
     e2e: Duration | None = None
     """From the first turn's arrival to the end of the last."""
+    ahead: Duration = default(SloClass, "ahead_s")
+    """Where turns wait, one of this class goes before others that came so much earlier."""
+    keys: list[str] = []
+    """API keys whose turns are of this class; if there are any, others cannot ask for it."""
 
 
 class TransferSpec(Spec):

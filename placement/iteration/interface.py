@@ -39,6 +39,7 @@ class RequestView:
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
     refused: bool = False  # the engine had no place for it when it was last to start
+    ahead_s: float = 0.0  # among prompts, as if it had come so much earlier
 
     @property
     def pending(self) -> int:

@@ -87,7 +87,7 @@ def in_turn(
 
 
 def due(request: RequestView, model: LatencyModel, sharing: PromptSharing) -> float:
-    return sharing.due(model, request.arrival, request.pending, request.computed)
+    return sharing.due(model, request.arrival - request.ahead_s, request.pending, request.computed)
 
 
 def tightest_target(

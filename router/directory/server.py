@@ -13,7 +13,7 @@ from router.directory import messages as m
 from router.directory.directory import Directory, DirectorySettings, Release, Withdraw
 from router.directory.journal import JournalError
 from router.directory.rpc import Service
-from router.directory.table import Waiter
+from router.directory.waiting import Waiter
 from router.errors import RouterError
 
 _MAX_PAGE = 1000

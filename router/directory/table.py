@@ -4,7 +4,6 @@ A state machine without I/O and without a clock. What has to leave it (journal r
 pushes to gateways) collects in `effects`, which the server takes after every call.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,13 +18,13 @@ from router.directory import journal
 from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
 from router.directory.fleet import FleetView
 from router.directory.messages import Ask, Placed
+from router.directory.waiting import Waiter, Waiting
 from router.identity import NodeTable
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that came earlier still wait for capacity", 1.0)
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
-MAX_WAITING = 4096
 MAX_NODES = 500_000  # ends of prompts remembered for identity
 
 
@@ -48,61 +47,6 @@ class SecondThought:
     turn: int
     prefiller: EngineInfo
     decoder: str
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    ask: Ask
-    deadline: float
-    refusal: Refusal
-    settle: Callable[[Placed | Refusal], None] = field(repr=False)
-
-
-class Waiting:
-    """Conversations that wait for capacity: first come, first served, each for a bounded time."""
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[Waiter, None] = OrderedDict()
-        self._of_turn: dict[tuple[str, int], Waiter] = {}
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    @property
-    def full(self) -> bool:
-        return len(self._queue) >= MAX_WAITING
-
-    def add(self, waiter: Waiter) -> None:
-        self._queue[waiter] = None
-        self._of_turn[waiter.ask.gateway, waiter.ask.turn] = waiter
-
-    def of_turn(self, gateway: str, turn: int) -> Waiter | None:
-        return self._of_turn.get((gateway, turn))
-
-    def remove(self, waiter: Waiter) -> None:
-        self._queue.pop(waiter, None)
-        if self._of_turn.get((waiter.ask.gateway, waiter.ask.turn)) is waiter:
-            del self._of_turn[waiter.ask.gateway, waiter.ask.turn]
-
-    def serve(self, now: float, attempt: Callable[[Ask], Placed | Refusal]) -> int:
-        """Place from the front until one does not fit; refuse those whose time is over. Returns how many
-        were placed. Later ones do not overtake: a large conversation would never get its place."""
-        placed = 0
-        while self._queue:
-            first = next(iter(self._queue))
-            outcome = attempt(first.ask)
-            if isinstance(outcome, Refusal):
-                first.refusal = outcome
-                if outcome.retry_after_s > 0:
-                    break
-            else:
-                placed += 1
-            self.remove(first)
-            first.settle(outcome)
-        for waiter in [waiter for waiter in self._queue if waiter.deadline <= now]:
-            self.remove(waiter)
-            waiter.settle(waiter.refusal)
-        return placed
 
 
 class BindingTable:
@@ -133,13 +77,14 @@ class BindingTable:
             self._lost(ask, *ask.lost, now)
         if not ask.again and (ask.uncached_tokens is not None or self._bindings.look_up(ask.key) is None):
             self._placer.arrived(ask.prompt_tokens, now)
-        queued = len(self._waiting) > 0 and self._bindings.look_up(ask.key) is None
+        due = now - ask.ahead_s
+        queued = self._waiting.any_before(due) and self._bindings.look_up(ask.key) is None
         outcome: Placed | Refusal = BEHIND if queued else self._attempt(ask, now)
         if isinstance(outcome, Placed) or outcome.retry_after_s <= 0 or ask.wait_s <= 0:
             return outcome
         if self._waiting.full:
             return outcome
-        waiter = Waiter(ask, now + ask.wait_s, outcome, settle)
+        waiter = Waiter(ask, due, now + ask.wait_s, outcome, settle)
         self._waiting.add(waiter)
         return waiter
 

@@ -245,8 +245,8 @@ async def test_what_happened_can_be_read_from_the_metrics(tmp_path: Path) -> Non
         "complete": 'conserve_turns_total{outcome="complete"}',
         "ttfet": "conserve_ttfet_seconds_count",
         "tbt": "conserve_last_turn_tbt_seconds_count",
-        "met": 'conserve_slo_total{met="yes",objective="ttfet"}',
-        "missed": 'conserve_slo_total{met="no",objective="e2e"}',
+        "met": 'conserve_slo_total{met="yes",objective="ttfet",slo_class="default"}',
+        "missed": 'conserve_slo_total{met="no",objective="e2e",slo_class="default"}',
         "ended": 'conserve_conversations_ended_total{cause="deleted"}',
     }
     async with fleet(tmp_path, slo=SloTargets(ttfet_s=60.0, e2e_s=1e-6)) as made:

@@ -19,6 +19,7 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
+AHEAD_ARGUMENT = "ahead_s"  # the gateway's: what a turn's class and priority are worth (router/classes.py)
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
 
@@ -30,6 +31,7 @@ class TrackedRequest:
     offline: bool
     arrival: float  # on the scheduler's clock
     slo: TurnTargets
+    ahead_s: float = 0.0
     last_token: float | None = None
     last_served: float = 0.0
     outputs: int = 0
@@ -80,8 +82,10 @@ class TrackedRequests:
         # vLLM stamps an arrival with the wall clock of its front end; ages are kept, clocks are not mixed.
         age = max(self.wall() - request.arrival_time, 0.0)
         offline = request.priority > 0
-        slo = slo_of(self.arguments_of(request), self.default_slo)
-        tracked = TrackedRequest(request, offline, self.clock() - age, slo)
+        arguments = self.arguments_of(request)
+        slo = slo_of(arguments, self.default_slo)
+        ahead_s = float(arguments.get(AHEAD_ARGUMENT, 0.0))
+        tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked
         return tracked
@@ -121,6 +125,7 @@ class TrackedRequests:
             last_served=tracked.last_served,
             slo=tracked.slo,
             refused=tracked.refused,
+            ahead_s=tracked.ahead_s,
         )
 
     def start_order(

@@ -223,6 +223,8 @@ CASES = {
     "placement.first_turns": case("prefiller", lambda got: got.placer.first_turns),
     "slos.ttfet": case(1.5, lambda got: got.gateway.slo.ttfet_s),
     "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slo.last_turn_tbt_s, 0.05),
+    "slos.ahead": case("30s", lambda got: got.gateway.classes[0].ahead_s, 30.0),
+    "slos.keys": case(["k"], lambda got: got.gateway.classes[-1].keys, (namespace("k"),)),
     "slos.e2e": case(60, lambda got: got.gateway.slo.e2e_s),
     "transfer.backend": case(
         "nixl", lambda got: (got.engine.connector.backend, got.gateway.handover), ("nixl", "in_turn")
@@ -331,6 +333,7 @@ NOT_SET: dict[type, dict[str, str]] = {
 # Fields that a fleet sets from another key than the one they are named for, so that their own default is for
 # a component by itself.
 DERIVED = {
+    (GatewayConfig, "classes"),  # `default` is one of them
     (KeeperSettings, "start_together"),  # by the device
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers
     (ConnectorConfig, "plugins"),  # by coserving.enabled

@@ -181,8 +181,12 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
     ("block", "expected"),
     [
         (
-            "slos:\n  default: {}\n  batch: {ttfet: 5s}\n",
-            "fleet.yaml:13: slos.batch: the class 'batch' would have no effect: all conversations",
+            "slos:\n  default: {}\n  gold: {keys: [a]}\n  silver:\n    keys: [a]\n",
+            "fleet.yaml:15: slos.silver.keys: a key of this class is of class 'gold' too",
+        ),
+        (
+            "gateway: {api_keys: [a]}\nslos:\n  default: {}\n  gold: {keys: [b]}\n",
+            "fleet.yaml:14: slos.gold.keys: a key of this class is none of gateway.api_keys",
         ),
         (
             "coserving:\n  policy: bros\n  offline_share: 0.1\n",

@@ -1,10 +1,14 @@
 """Prompts before their first token: which is computed first, beside what, and behind whom nobody waits."""
 
+from dataclasses import replace
+
 import pytest
 
 from placement.iteration.interface import RequestView, ServingSettings
 from placement.iteration.latency import BatchWork
+from placement.iteration.online import in_turn
 from placement.iteration.policies import make_policy
+from placement.iteration.prompts import PromptSharing
 from tests.placement.iteration.views import MODEL, arrived, fill, offline, online, view
 
 BOTH = pytest.mark.parametrize("name", ["conserve", "prompts_in_order"])
@@ -87,3 +91,10 @@ def test_one_that_came_after_the_plan_has_what_time_is_left_and_a_token_at_least
     assert plan.builder.take(online("a"), 1) == 1
     assert 1 < plan.builder.take(arrived("late", 3000), 2000) < 2000
     assert plan.builder.take(arrived("later", 3000), 2000) == 1
+
+
+def test_who_is_ahead_goes_first_until_others_have_waited_for_that_long() -> None:
+    first, gold = arrived("first", 2000, 10.0), replace(arrived("gold", 2000, 15.0), ahead_s=10.0)
+    late = replace(gold, key="late", arrival=21.0)
+    order = in_turn((first, late, gold), 22.0, MODEL, PromptSharing(0.05))
+    assert [one.key for one in order] == ["gold", "first", "late"]

@@ -17,7 +17,8 @@ from router.directory.journal import MAX_UNWRITTEN, JournalError
 from router.directory.messages import PLACE, Ask, Asks, Placed
 from router.directory.rpc import Stub
 from router.directory.server import DirectoryServer
-from router.directory.table import BindingTable, Waiter
+from router.directory.table import BindingTable
+from router.directory.waiting import Waiter
 from tests.router.directory.test_journal import full_disk
 from tests.router.directory.test_table import ask, nobody, place, table
 from tests.support.engines import info, placer, state

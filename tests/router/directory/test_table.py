@@ -15,7 +15,8 @@ from placement.fleet.elastic import FirstTurns
 from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed
-from router.directory.table import BindingTable, Waiter
+from router.directory.table import BindingTable
+from router.directory.waiting import Waiter
 from tests.support.engines import info, placer, state
 
 SEED = chains.seed("s", "m")
@@ -99,6 +100,22 @@ def test_who_waits_is_served_in_order_and_nobody_overtakes() -> None:
     made.serve_waiting(3.0)
     assert [key for key, _ in got] == ["large", "small", "tiny"]
     assert all(isinstance(outcome, Placed) for _, outcome in got)
+
+
+def test_who_waits_goes_ahead_by_its_class_but_nobody_waits_for_ever() -> None:
+    made = table(decoders=1)
+    place(made, ask("big", 9000))
+    got: list[str] = []
+    waits = (("old", 0.0, 0.0), ("plain", 20.0, 0.0), ("gold", 35.0, 30.0), ("low", 1.0, -60.0))
+    for key, at, ahead_s in waits:
+        asked = ask(key, 2000, wait_s=90.0, ahead_s=ahead_s)
+        assert isinstance(made.place(asked, at, lambda outcome, key=key: got.append(key)), Waiter)
+    made.end("big", "deleted", 40.0)
+    # One that goes before all that wait is placed at once; one that does not, waits behind them.
+    assert isinstance(made.place(ask("first", 2000, wait_s=9.0, ahead_s=50.0), 40.0, nobody), Placed)
+    assert isinstance(made.place(ask("last", 2000, wait_s=9.0), 40.0, lambda outcome: None), Waiter)
+    made.serve_waiting(40.0)
+    assert got == ["old", "gold", "plain"][: len(got)] and len(got) == 3
 
 
 def test_waiting_is_bounded_and_its_refusal_says_why() -> None:

@@ -1,0 +1,78 @@
+"""SLO classes: which one a turn is of, and what engines are told of it.
+
+A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective, if
+one is called so; by the caller's key, where the fleet file says so; else it is `default`. Turns that wait are
+served in the order in which they came, but a class, or a hint's priority, is worth so many seconds: whatever
+waits for longer than that comes first all the same.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
+from router.errors import BadRequest
+from router.fields import positive
+from router.hints import Hints
+
+HEADER, FIELD = "x-slo-class", "slo_class"
+OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+TARGETS = {  # of llm-d: header to the engine's argument
+    "x-slo-ttft-ms": "slo_ttft_ms",
+    "x-llm-d-slo-ttft-ms": "slo_ttft_ms",
+    "x-slo-tpot-ms": "slo_tbt_ms",
+    "x-llm-d-slo-tpot-ms": "slo_tbt_ms",
+}
+PRIORITY_S = 1.0  # what a level of a hint's priority is worth
+_MILLISECONDS = positive(24 * 3600 * 1000.0)
+
+
+class Classes:
+    def __init__(self, config: GatewayConfig) -> None:
+        default = SloClass(DEFAULT_CLASS, config.slo)
+        self._by_name = {default.name: default} | {one.name: one for one in config.classes}
+        self._of_key = {space: one for one in config.classes for space in one.keys}
+
+    def choose(self, space: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> SloClass:
+        own = self._of_key.get(space, self._by_name[DEFAULT_CLASS])
+        said = headers.get(HEADER) or body.get(FIELD)
+        if said:
+            named = self._by_name.get(said) if isinstance(said, str) else None
+            if named is None:
+                names = ", ".join(sorted(self._by_name))
+                raise BadRequest(f"{FIELD} is none of this fleet's classes: {names}", param=FIELD)
+            if not named.open_to(space):
+                raise BadRequest(f"the class {named.name} is for other keys: leave {FIELD} out", param=FIELD)
+            return named
+        for header in OBJECTIVES:
+            objective = self._by_name.get(headers.get(header, ""))
+            if objective is not None and objective.open_to(space):
+                return objective
+        return own
+
+
+def ahead_s(of: SloClass, hints: Hints) -> float:
+    return of.ahead_s + hints.priority * PRIORITY_S
+
+
+def engine_arguments(
+    of: SloClass, hints: Hints, headers: Mapping[str, str], body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is said in a body in the place of its own `vllm_xargs`; what a client asks for itself stays."""
+    said: dict[str, Any] = {}
+    if of.name != DEFAULT_CLASS and of.targets.last_turn_tbt_s:
+        said["slo_tbt_ms"] = of.targets.last_turn_tbt_s * 1000
+    for header, argument in TARGETS.items():
+        if header in headers:
+            said[argument] = _milliseconds(header, headers[header])
+    if ahead := ahead_s(of, hints):
+        said["ahead_s"] = ahead
+    return {"vllm_xargs": {**said, **(body.get("vllm_xargs") or {})}} if said else {}
+
+
+def _milliseconds(header: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    _MILLISECONDS(header, value)
+    return value

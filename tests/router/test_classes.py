@@ -1,0 +1,94 @@
+"""SLO classes: who is of which, what engines and metrics hear of it, and who waits for whom."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.classes import Classes, ahead_s, engine_arguments
+from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
+from router.errors import BadRequest
+from router.hints import Hints
+from router.identity import namespace
+from tests.support.fake_fleet import ask, fleet, get, user
+from tests.support.waiting import until
+
+GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), ahead_s=30.0)
+PAID = SloClass("paid", SloTargets(), ahead_s=5.0, keys=(namespace("alice"),))
+CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID))
+
+
+def chosen(
+    headers: dict[str, str] | None = None, body: dict[str, Any] | None = None, key: str = "bob"
+) -> str:
+    return Classes(CONFIG).choose(namespace(key), headers or {}, body or {}).name
+
+
+def test_by_header_or_body_by_objective_by_key() -> None:
+    assert chosen() == "default"
+    assert chosen(key="alice") == "paid"
+    assert chosen({"x-slo-class": "gold"}, key="alice") == "gold"
+    assert chosen(body={"slo_class": "gold"}) == "gold"
+    assert chosen({"x-llm-d-inference-objective": "gold"}) == "gold"
+    assert chosen({"x-gateway-inference-objective": "gold"}) == "gold"
+    assert chosen({"x-llm-d-inference-objective": "of another fleet"}) == "default"
+    assert chosen({"x-llm-d-inference-objective": "paid"}) == "default"  # not for this key
+
+
+@pytest.mark.parametrize("body", [{"slo_class": "none"}, {"slo_class": ["gold"]}, {"slo_class": "paid"}])
+def test_a_class_that_is_not_there_or_not_for_this_key_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="class"):
+        chosen(body=body)
+
+
+def test_what_engines_hear() -> None:
+    default = SloClass("default", SloTargets(last_turn_tbt_s=0.05))
+    assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 9}}) == {}
+    assert engine_arguments(GOLD, Hints(priority=2), {}, {}) == {
+        "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0}
+    }
+    own = engine_arguments(GOLD, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 9}})
+    assert own["vllm_xargs"]["slo_tbt_ms"] == 9
+    llm_d = {"x-llm-d-slo-ttft-ms": "500", "x-llm-d-slo-tpot-ms": "20"}
+    assert engine_arguments(default, Hints(), llm_d, {}) == {
+        "vllm_xargs": {"slo_ttft_ms": 500.0, "slo_tbt_ms": 20.0}
+    }
+    with pytest.raises(BadRequest, match="x-llm-d-slo-ttft-ms"):
+        engine_arguments(default, Hints(), {"x-llm-d-slo-ttft-ms": "soon"}, {})
+    assert ahead_s(default, Hints(priority=-3)) == -3.0
+
+
+async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
+    """One decoder that is full: whoever comes first of the others, the better class is served before."""
+    engine = {"kv_tokens": 4000, "token_s": 0.02}
+    async with fleet(tmp_path, decoders=1, engine=engine, classes=(GOLD,), place_wait_s=20.0) as made:
+        full = await ask(made.urls[0], [user("x" * 3000)], max_tokens=2)
+        done: list[str] = []
+
+        async def one(name: str, **headers: str) -> None:
+            said = {"x-session-id": name, **headers}
+            answer = await ask(made.urls[0], [user("y" * 1500)], headers=said, max_tokens=2, stream=True)
+            assert answer.status == 200
+            done.append(name)
+            await get(f"{made.urls[0]}/v1/conversations/{name}", "DELETE")
+
+        waiting = []
+        for number, said in enumerate(({}, {}, {"x-slo-class": "gold"})):
+            waiting.append(asyncio.create_task(one(f"c{number}", **said)))
+            await until(lambda: made.directory.table.waiting == len(waiting))
+        await get(f"{made.urls[0]}/v1/conversations/{full.conversation}", "DELETE")
+        await asyncio.gather(*waiting)
+        assert done[0] == "c2"
+        gold = next(seen for seen in made.decoder_requests() if seen.conversation.endswith(":c2"))
+        assert gold.body["vllm_xargs"] == {"slo_tbt_ms": 50.0, "ahead_s": 30.0}
+        assert "vllm_xargs" not in made.decoder_requests()[-1].body
+        _, page = await get(f"{made.urls[0]}/metrics")
+        assert 'conserve_slo_total{met="yes",objective="ttfet",slo_class="gold"} 1.0' in page
+        assert 'conserve_class_ttfet_seconds_count{slo_class="gold"} 1.0' in page
+
+
+async def test_a_client_cannot_put_itself_ahead(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"ahead_s": 1000})
+        assert answer.status == 400
