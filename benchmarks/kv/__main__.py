@@ -4,7 +4,9 @@ Agent conversations on one decoder whose accelerator holds a third of what lives
 tokens are computed again, and how long later turns wait for their first token, beside plain vLLM in the same
 run; then the same while offline work fills the decoder. Answers must be equal, token for token. Then
 restoring a prompt from the host against computing it, from 1k tokens up, and what restores do to the token
-times of a request that decodes meanwhile. In the end everything is released; what is left counts.
+times of a request that decodes meanwhile. In the end everything is released; what is left counts. Before all
+that, copies by themselves: to the host and back beside a plain copy, and a transfer through a staging window
+beside one in place.
 
 In full about ten minutes on two quiet cores.
 """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kv.copies import MadeShape, measure_copies
 from benchmarks.kv.engine import (
     KvEngine,
     KvShape,
@@ -161,9 +162,10 @@ def measure(plan: KvPlan, tell: Callable[[dict[str, Any]], None]) -> dict[str, A
     """`tell` gets what is known so far after each part."""
     model = Path(tempfile.gettempdir()) / "conserve-benchmark-model"
     make_model(model)
+    copies = measure_copies(MadeShape())
     ours: Played = in_a_process(play_load, model, plan.load, True, False)
     plain: Played = in_a_process(play_load, model, plan.load, False, False)
-    found = against(plain, ours)
+    found = {**against(plain, ours), **copies}
     tell(found)
     found |= restored(in_a_process(restore_against_recompute, model, plan.restores))
     tell(found)

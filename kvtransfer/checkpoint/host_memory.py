@@ -5,8 +5,8 @@ The copier's thread shares Python's lock with the model's: it makes few calls fo
 the lock meanwhile. NumPy's do, and they start no threads, as torch's do.
 """
 
-import itertools
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ import torch
 import xxhash
 
 from kvtransfer.checkpoint.scheduler import BlockCopy
+from kvtransfer.side_stream import SideStream, cuda_of
+from kvtransfer.transfer.memory import byte_rows
 
 Piece = npt.NDArray[np.uint8]
 
@@ -31,7 +33,7 @@ class HostSlots:
 
     def put(self, copies: list[BlockCopy], piece: Piece) -> None:
         digests = _digests(piece)
-        self.rows[[copy.slot for copy in copies]] = piece
+        whole(self.rows)[[copy.slot for copy in copies]] = whole(piece)
         for copy, digest in zip(copies, digests, strict=True):
             self.contents[copy.slot] = copy.generation, digest
 
@@ -48,8 +50,14 @@ class HostSlots:
         return [known[n] for n in good]
 
     def gather(self, copies: list[BlockCopy], bounce: Piece) -> Piece:
-        slots = [copy.slot for copy in copies]
-        return np.take(self.rows, slots, axis=0, out=bounce[: len(slots)], mode="clip")
+        piece = bounce[: len(copies)]
+        np.take(whole(self.rows), [copy.slot for copy in copies], out=whole(piece), mode="clip")
+        return piece
+
+
+def whole(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Each row as one thing: numpy copies it in one go, and not byte by byte."""
+    return rows.view(f"V{rows.shape[1]}")[:, 0]
 
 
 def _digests(piece: Piece) -> list[int]:
@@ -57,12 +65,14 @@ def _digests(piece: Piece) -> list[int]:
     return [xxhash.xxh3_64_intdigest(block.data) for block in piece]
 
 
-HOST_PIECE_BYTES = 4 << 20  # stays in the caches between its two copies
-CUDA_PIECE_BYTES = 32 << 20  # a millisecond on the bus, so that starting one is little beside it
+HOST_PART_BYTES = 2 << 20  # stays in a core's cache between its two copies
+CUDA_PART_BYTES = 8 << 20  # a few tenths of a millisecond on the bus: starting one is little beside it
+THREADS = 4  # digests keep up with the bus
 
 
 class Mover(ABC):
-    """What moves blocks between the accelerator and a piece. Called from the copier's thread only."""
+    """What moves blocks between the accelerator and `bounce`, from whose row `at` on they are. Called from
+    threads of the copier, each with rows of its own."""
 
     bounce: Piece  # as many blocks as are moved at once
     takes_cores: bool  # what moves bytes is what the model computes with
@@ -73,12 +83,12 @@ class Mover(ABC):
         that launches steps."""
 
     @abstractmethod
-    def from_device(self, blocks: list[int]) -> Piece:
-        """In the first rows of `bounce`: good until the next call."""
+    def from_device(self, blocks: list[int], at: int = 0) -> Piece:
+        """The rows: good until the next call for them."""
 
     @abstractmethod
-    def to_device(self, blocks: list[int]) -> None:
-        """From the first rows of `bounce`. Returns when the bytes are there."""
+    def to_device(self, blocks: list[int], at: int = 0) -> None:
+        """Returns when the bytes are there."""
 
 
 class HostMover(Mover):
@@ -87,86 +97,78 @@ class HostMover(Mover):
     takes_cores = True
 
     def __init__(self, device: list[torch.Tensor]) -> None:
-        self._layers = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
-        self._places = places(device)
-        self.bounce = np.empty(bounce_shape(device, HOST_PIECE_BYTES), dtype=np.uint8)
+        self._layers = [whole(layer.view(len(layer), -1).view(torch.uint8).numpy()) for layer in device]
+        self.bounce = np.empty(bounce_shape(device, HOST_PART_BYTES), dtype=np.uint8)
+        row = self.bounce.view([(str(n), layer.dtype) for n, layer in enumerate(self._layers)])
+        self._bounce = [row[str(n)][:, 0] for n in range(len(device))]  # of each layer
 
     def mark(self) -> None:
         """What was launched is done."""
 
-    def from_device(self, blocks: list[int]) -> Piece:
-        piece: Piece = self.bounce[: len(blocks)]
-        for layer, place in zip(self._layers, self._places, strict=True):
-            piece[:, place] = layer[blocks]
-        return piece
+    def from_device(self, blocks: list[int], at: int = 0) -> Piece:
+        rows = slice(at, at + len(blocks))
+        for layer, bounce in zip(self._layers, self._bounce, strict=True):
+            bounce[rows] = layer[blocks]
+        return self.bounce[rows]
 
-    def to_device(self, blocks: list[int]) -> None:
-        piece = self.bounce[: len(blocks)]
-        target = np.array(blocks)
-        for layer, place in zip(self._layers, self._places, strict=True):
-            layer[target] = piece[:, place]
+    def to_device(self, blocks: list[int], at: int = 0) -> None:
+        for layer, bounce in zip(self._layers, self._bounce, strict=True):
+            layer[blocks] = bounce[at : at + len(blocks)]
 
 
 class CudaMover(Mover):
-    """A side stream gathers blocks on the device and copies them to pinned memory in one piece.
+    """Side streams gather blocks on the device and copy them to pinned memory in one piece, and back.
 
-    Written against the V1 runner. What only a GPU can show: that the copies overlap the model's kernels, and
-    the time a gather takes. Order: the blocks of a store were confirmed by a step whose results are back, and
-    those of a load belong to a request that does not run yet. But the step before may still write there for
-    the request that had them: a load waits until what was launched before it has been done.
+    What only a GPU can show: that the copies overlap the model's kernels, and the time a gather takes. Order:
+    the blocks of a store were confirmed by a step whose results are back, and those of a load belong to a
+    request that does not run yet.
     """
 
     takes_cores = False
 
-    def __init__(self, device: list[torch.Tensor]) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream()
-        self._launched = torch.cuda.Event()
-        shape = bounce_shape(device, CUDA_PIECE_BYTES)
-        self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        self.gathered = torch.empty(shape, dtype=torch.uint8, device=device[0].device)
-        self._places = places(device)
+    def __init__(self, device: list[torch.Tensor], cuda: Any | None) -> None:
+        rows = [byte_rows(layer, len(layer)) for layer in device]
+        unit = torch.int64 if all(layer.dtype == torch.int64 for layer in rows) else torch.uint8
+        self._device = [layer.view(unit) for layer in rows]
+        self._from, self._to = SideStream(cuda), SideStream(cuda)
+        shape = bounce_shape(device, CUDA_PART_BYTES)
+        self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=device[0].is_cuda)
+        self._together = torch.empty(shape, dtype=torch.uint8, device=device[0].device)
+        self._indices = torch.empty(shape[0], dtype=torch.int64, pin_memory=device[0].is_cuda)
+        widths = [layer.shape[1] for layer in self._device]
+        self._layers = self._together.view(unit).split(widths, dim=1)  # of each row
         self.bounce: Piece = self._pinned.numpy()
 
-    def from_device(self, blocks: list[int]) -> Piece:
-        gathered = self.gathered[: len(blocks)]
-        with torch.cuda.stream(self._stream):
-            source = torch.tensor(blocks, device=gathered.device)
-            for layer, place in zip(self._device, self._places, strict=True):
-                _as_blocks(gathered[:, place], layer).copy_(layer.index_select(0, source))
-            self._pinned[: len(blocks)].copy_(gathered, non_blocking=True)
-        self._stream.synchronize()
-        return self.bounce[: len(blocks)]
+    def from_device(self, blocks: list[int], at: int = 0) -> Piece:
+        rows = slice(at, at + len(blocks))
+        with self._from.launching():
+            source = self._index(blocks, rows)
+            for layer, together in zip(self._device, self._layers, strict=True):
+                together[rows].copy_(layer.index_select(0, source))
+            self._pinned[rows].copy_(self._together[rows], non_blocking=True)
+        return self.bounce[rows]
 
     def mark(self) -> None:
-        launched = torch.cuda.Event()
-        launched.record()
-        self._launched = launched
+        self._to.mark()
 
-    def to_device(self, blocks: list[int]) -> None:
-        gathered = self.gathered[: len(blocks)]
-        self._stream.wait_event(self._launched)
-        with torch.cuda.stream(self._stream):
-            gathered.copy_(self._pinned[: len(blocks)], non_blocking=True)
-            target = torch.tensor(blocks, device=gathered.device)
-            for layer, place in zip(self._device, self._places, strict=True):
-                layer.index_copy_(0, target, _as_blocks(gathered[:, place], layer))
-        self._stream.synchronize()
+    def to_device(self, blocks: list[int], at: int = 0) -> None:
+        rows = slice(at, at + len(blocks))
+        with self._to.launching(after_mark=True):
+            self._together[rows].copy_(self._pinned[rows], non_blocking=True)
+            target = self._index(blocks, rows)
+            for layer, together in zip(self._device, self._layers, strict=True):
+                layer.index_copy_(0, target, together[rows])
 
-
-def _as_blocks(rows: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-    return rows.view(layer.dtype).view(-1, *layer.shape[1:])
-
-
-def places(device: list[torch.Tensor]) -> list[slice]:
-    """Of each layer in a row."""
-    ends = list(itertools.accumulate(layer[0].nbytes for layer in device))
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    def _index(self, blocks: list[int], rows: slice) -> torch.Tensor:
+        """On the device; from memory of the rows' own, so that nobody waits for its copy."""
+        self._indices[rows].numpy()[:] = blocks
+        return self._indices[rows].to(self._together.device, non_blocking=True)
 
 
 def bounce_shape(device: list[torch.Tensor], nbytes: int) -> tuple[int, int]:
+    """For as many parts as there are threads."""
     block = block_bytes(device)
-    return max(1, nbytes // block), block
+    return THREADS * max(1, nbytes // block), block
 
 
 def block_bytes(device: list[torch.Tensor]) -> int:
@@ -174,4 +176,5 @@ def block_bytes(device: list[torch.Tensor]) -> int:
 
 
 def mover_for(device: list[torch.Tensor]) -> Mover:
-    return CudaMover(device) if device[0].is_cuda else HostMover(device)
+    cuda = cuda_of(device[0])
+    return CudaMover(device, cuda) if cuda is not None else HostMover(device)

@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from kvtransfer.checkpoint.host_memory import HostSlots, Mover, block_bytes, mover_for
+from kvtransfer.checkpoint.host_memory import THREADS, HostSlots, Mover, block_bytes, mover_for
 from kvtransfer.checkpoint.scheduler import (
     BlockCopy,
     BlockLoad,
@@ -79,6 +80,8 @@ class Copier:
         self._closed = False
         self._report = CheckpointReport()
         self._ended = LoadsEnded()
+        self._threads = min(THREADS, os.cpu_count() or 1)
+        self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._takes_its_place)
         threading.Thread(target=self._run, name="kv-copier", daemon=True).start()
 
     def submit(self, order: CheckpointOrder) -> None:
@@ -115,10 +118,10 @@ class Copier:
         with self._work:
             self._closed = True
             self._work.notify()
+        self._helpers.shutdown(wait=False)
 
     def _run(self) -> None:
-        if self._mover.takes_cores:
-            _come_after_the_model()
+        self._takes_its_place()
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._loads or self._stores or self._closed)
@@ -141,6 +144,22 @@ class Copier:
         recently = self._in_step or time.monotonic() - self._step_ended_at < BETWEEN_STEPS_S
         return self._beside_steps and recently
 
+    def _takes_its_place(self) -> None:
+        if self._mover.takes_cores:
+            _come_after_the_model()
+
+    def _in_parts(self, work: Callable[[int, list[BlockCopy]], Any], copies: list[BlockCopy]) -> list[Any]:
+        """Each with rows of the bounce buffer from the place on that it is told. Beside steps that need the
+        cores, by this thread alone."""
+        size = -(-len(copies) // (1 if self._beside_steps else self._threads))
+        parts = [(at, copies[at : at + size]) for at in range(0, len(copies), size)]
+        others = [self._helpers.submit(work, *part) for part in parts[1:]]
+        try:
+            mine = work(*parts[0])
+        finally:
+            wait(others)  # whatever happened: the rows are the next piece's
+        return [mine, *(other.result() for other in others)]
+
     def _waited_s(self, asked_for: float) -> float:
         """The oldest work that is not done: the one at hand, or a store that loads went before."""
         with self._work:
@@ -151,7 +170,7 @@ class Copier:
         failed: list[BlockCopy] = []
         self._throttle.begin()
         try:
-            self.memory.put(copies, self._mover.from_device([copy.block for copy in copies]))
+            self._in_parts(self._store_part, copies)
         except Exception:
             logger.exception("%d blocks could not be copied to the host", len(copies))
             failed = copies
@@ -160,6 +179,15 @@ class Copier:
             self._report.stored.update(copy.slot for copy in copies)
             self._report.failed.update(copy.slot for copy in failed)
 
+    def _store_part(self, at: int, copies: list[BlockCopy]) -> None:
+        self.memory.put(copies, self._mover.from_device([copy.block for copy in copies], at))
+
+    def _load_part(self, at: int, copies: list[BlockCopy]) -> list[BlockCopy]:
+        good = self.memory.take(copies, self._mover.bounce[at:])
+        if good:
+            self._mover.to_device([copy.block for copy in good], at)
+        return good
+
     def _load(self, load: BlockLoad, asked_for: float) -> None:
         failed: list[BlockCopy] = []
         corrupt: list[BlockCopy] = []
@@ -167,9 +195,7 @@ class Copier:
             self._rest()
             self._throttle.begin()
             try:
-                good = self.memory.take(copies, self._mover.bounce)
-                if good:
-                    self._mover.to_device([copy.block for copy in good])
+                good = [copy for part in self._in_parts(self._load_part, copies) for copy in part]
             except Exception:
                 logger.exception(
                     "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)

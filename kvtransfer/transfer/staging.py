@@ -8,12 +8,13 @@ waits for its turn stays where it was computed, or with the peer.
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
+from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.memory import BLOCKS_A_FRAME, BlockMemory, byte_rows, layout_fingerprint
 
 SLOT_BYTES = 4 << 20  # a few tenths of a millisecond on the bus: starting a copy is little beside it
@@ -71,37 +72,6 @@ class SlotWindow:
             self._sending += sends
 
 
-class _Lane:
-    """One direction between the accelerator and the slots: a stream, and memory on the accelerator where the
-    blocks of a piece lie one after the other, so that the bus is crossed in one copy.
-
-    The work of several threads is launched one after the other, and the stream keeps that order: the memory
-    is free for the next piece when the next piece gets there.
-    """
-
-    def __init__(self, layer: torch.Tensor, slot_bytes: int) -> None:
-        self.lock = threading.Lock()
-        self.stream = torch.cuda.Stream() if layer.is_cuda else None
-        self.together = torch.empty(slot_bytes, dtype=torch.uint8, device=layer.device)
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        """What is launched within is done on return. The thread sleeps meanwhile, and holds no lock."""
-        with self.lock, torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-            yield
-            done = _recorded(self.stream)
-        if done is not None:
-            done.synchronize()
-
-
-def _recorded(stream: Any) -> Any:
-    if stream is None:
-        return None
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return event
-
-
 class StagedBlockMemory(BlockMemory):
     """KV that passes through the window. Also runs on the CPU, without streams, so that all but the overlap
     can be tested there.
@@ -111,13 +81,15 @@ class StagedBlockMemory(BlockMemory):
     generation, so that what was read of them is never taken for the prompt.
     """
 
-    def __init__(self, kv_caches: Mapping[str, Any], blocks: int, window_bytes: int) -> None:
+    def __init__(
+        self, kv_caches: Mapping[str, Any], blocks: int, window_bytes: int, cuda: Any | None = None
+    ) -> None:
         tensors = list(kv_caches.values())
         self.layers = tuple(kv_caches)
         self.layout = layout_fingerprint(tensors, blocks)
         self._device = [byte_rows(tensor, blocks) for tensor in tensors]
         self._sizes = [rows.shape[1] * rows.element_size() for rows in self._device]
-        on_gpu = bool(tensors[0].is_cuda)
+        pinned = bool(tensors[0].is_cuda)
         self._slot_bytes = slot_bytes(window_bytes, max(self._sizes))
         self.slots = window_bytes // self._slot_bytes
         if self.slots < 2:
@@ -126,13 +98,17 @@ class StagedBlockMemory(BlockMemory):
                 f"{max(self._sizes)} bytes a layer and rank: raise staging_gib"
             )
         most = self._slot_bytes // min(self._sizes)
-        self._memory = torch.empty((self.slots, self._slot_bytes), dtype=torch.uint8, pin_memory=on_gpu)
+        self._memory = torch.empty((self.slots, self._slot_bytes), dtype=torch.uint8, pin_memory=pinned)
         self._views = [memoryview(slot.numpy()) for slot in self._memory]
-        self._indices = torch.empty((self.slots, most), dtype=torch.int64, pin_memory=on_gpu)
+        self._indices = torch.empty((self.slots, most), dtype=torch.int64, pin_memory=pinned)
         self._window = SlotWindow(self.slots)
         self._changed = threading.Condition()
-        self._to_slots, self._to_device = (_Lane(tensors[0], self._slot_bytes) for _ in range(2))
-        self._launched = torch.cuda.Event() if on_gpu else None
+        self._to_slots, self._to_device = (SideStream(cuda) for _ in range(2))
+        # Where the blocks of a piece lie one after the other, so that the bus is crossed in one copy. Streams
+        # keep their order: the next piece finds it free.
+        self._leaving, self._arriving = (
+            torch.empty(self._slot_bytes, dtype=torch.uint8, device=tensors[0].device) for _ in range(2)
+        )
         self._computed: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._announce, name="kv-staging", daemon=True).start()
 
@@ -140,18 +116,15 @@ class StagedBlockMemory(BlockMemory):
         return min(BLOCKS_A_FRAME, self._slot_bytes // int(self._sizes[layer]))
 
     def publish(self, done: Callable[[], None]) -> None:
-        self._computed.put((_recorded(torch.cuda.current_stream()) if self._launched else None, done))
+        self._computed.put((self._to_slots.launched(), done))
 
     def mark(self) -> None:
-        if self._launched is not None:
-            launched = torch.cuda.Event()
-            launched.record()
-            self._launched = launched
+        self._to_device.mark()
 
     @contextmanager
     def outgoing(self, layer: int, blocks: Sequence[int], wait_s: float) -> Iterator[list[memoryview]]:
         with self._slot(True, wait_s) as slot:
-            rows, together = self._piece(layer, len(blocks), slot, self._to_slots)
+            rows, together = self._piece(layer, len(blocks), slot, self._leaving)
             with self._to_slots.launching():
                 index = self._index(slot, blocks)
                 torch.index_select(self._device[layer], 0, index, out=together)
@@ -162,10 +135,8 @@ class StagedBlockMemory(BlockMemory):
     def incoming(self, layer: int, blocks: Sequence[int], wait_s: float) -> Iterator[list[memoryview]]:
         with self._slot(False, wait_s) as slot:
             yield self._block_views(layer, len(blocks), slot)
-            rows, together = self._piece(layer, len(blocks), slot, self._to_device)
-            with self._to_device.launching():
-                if self._to_device.stream is not None:
-                    self._to_device.stream.wait_event(self._launched)
+            rows, together = self._piece(layer, len(blocks), slot, self._arriving)
+            with self._to_device.launching(after_mark=True):
                 together.copy_(rows, non_blocking=True)
                 self._device[layer].index_copy_(0, self._index(slot, blocks), together)
 
@@ -190,13 +161,15 @@ class StagedBlockMemory(BlockMemory):
                 self._window.end(ticket)
                 self._changed.notify_all()
 
-    def _piece(self, layer: int, count: int, slot: int, lane: _Lane) -> tuple[torch.Tensor, torch.Tensor]:
+    def _piece(
+        self, layer: int, count: int, slot: int, together: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Its blocks in the slot, and on the accelerator."""
         device, end = self._device[layer], count * self._sizes[layer]
-        rows, together = (
-            memory[:end].view(device.dtype).view(count, -1) for memory in (self._memory[slot], lane.together)
+        rows, piece = (
+            memory[:end].view(device.dtype).view(count, -1) for memory in (self._memory[slot], together)
         )
-        return rows, together
+        return rows, piece
 
     def _block_views(self, layer: int, count: int, slot: int) -> list[memoryview]:
         size, slot_view = self._sizes[layer], self._views[slot]

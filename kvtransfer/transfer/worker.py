@@ -13,6 +13,7 @@ from typing import Any
 from kvtransfer.config import GIB, transfer_secret
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
+from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import (
@@ -56,10 +57,11 @@ class TransferWorker(WorkerSide):
             self._server = self._serve()
 
     def _memory_of(self, kv_caches: Mapping[str, Any]) -> BlockMemory:
-        if not next(iter(kv_caches.values())).is_cuda:
+        cuda = cuda_of(next(iter(kv_caches.values())))
+        if cuda is None:
             return HostBlockMemory(kv_caches, self._num_blocks)
         window = int(self._config.staging_gib * GIB) // self._me.ranks
-        return StagedBlockMemory(kv_caches, self._num_blocks, window)
+        return StagedBlockMemory(kv_caches, self._num_blocks, window, cuda)
 
     def _serve(self) -> TransferServer:
         address = self._config.host, self._config.port + self._me.rank

@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,9 @@ class SafepointWorker(WorkerSide):
         self._index = {layer: index for index, layer in enumerate(kv_caches)}
         tensor = next(iter(kv_caches.values()))
         if tensor.device.type == "cuda":
-            self._fence = LayerFence(len(self._index), self._bound)
+            import torch
+
+            self._fence = LayerFence(len(self._index), self._bound, torch.cuda.Event)
 
     def before_step(self, order: Armed | None) -> None:
         self._epoch = order.epoch if order is not None else 0
@@ -226,10 +228,8 @@ class LayerFence:
     nothing.
     """
 
-    def __init__(self, layers: int, ahead: int) -> None:
-        import torch
-
-        self._events = [torch.cuda.Event() for _ in range(layers)]
+    def __init__(self, layers: int, ahead: int, event: Callable[[], Any]) -> None:
+        self._events = [event() for _ in range(layers)]
         self._ahead = ahead
 
     def passed(self, index: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.checkpoint.host_memory import HostMover, HostSlots, Piece, block_bytes
+from kvtransfer.checkpoint.host_memory import HostMover, HostSlots, Piece, block_bytes, whole
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.plugins import LoadsEnded
@@ -79,7 +79,7 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
 
     class FlippedOnArrival(np.ndarray):  # type: ignore[type-arg]
         def __setitem__(self, *copy: Any) -> None:
-            rows.__setitem__(*copy)
+            whole(rows).__setitem__(*copy)
             rows[3][300] ^= 1
 
     host.memory.rows = rows.view(FlippedOnArrival)
@@ -89,9 +89,9 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
 
 def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> None:
     class FlippedBeforeCopy(HostMover):
-        def to_device(self, blocks: list[int]) -> None:
+        def to_device(self, blocks: list[int], at: int = 0) -> None:
             host.memory.rows[3][300] ^= 1
-            super().to_device(blocks)
+            super().to_device(blocks, at)
 
     host.store(BlockCopy(2, slot=3, generation=1))
     host.copier.close()
@@ -102,10 +102,10 @@ def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> Non
 
 def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
     class Failing(HostMover):
-        def from_device(self, blocks: list[int]) -> Piece:
+        def from_device(self, blocks: list[int], at: int = 0) -> Piece:
             raise IndexError(blocks)
 
-        def to_device(self, blocks: list[int]) -> None:
+        def to_device(self, blocks: list[int], at: int = 0) -> None:
             raise MemoryError
 
     host.store(BlockCopy(1, slot=0, generation=1))
@@ -132,11 +132,11 @@ def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> No
     done: list[str] = []
 
     class RecordingMover(HostMover):
-        def from_device(self, blocks: list[int]) -> Piece:
+        def from_device(self, blocks: list[int], at: int = 0) -> Piece:
             done.append("store")
-            return super().from_device(blocks)
+            return super().from_device(blocks, at)
 
-        def to_device(self, blocks: list[int]) -> None:
+        def to_device(self, blocks: list[int], at: int = 0) -> None:
             done.append("load")
 
     host.store(BlockCopy(1, slot=0, generation=1))
@@ -149,7 +149,7 @@ def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> No
     limit = time.monotonic() + 5
     while len(done) < 5 and time.monotonic() < limit:
         time.sleep(0.001)
-    assert done == ["load", "store", "store", "store", "store"]
+    assert done[0] == "load" and len(done) > 4 and set(done[1:]) == {"store"}
 
 
 def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
@@ -157,9 +157,9 @@ def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
     moved: list[list[int]] = []
 
     class OneBlockAtOnce(HostMover):
-        def to_device(self, blocks: list[int]) -> None:
+        def to_device(self, blocks: list[int], at: int = 0) -> None:
             moved.append(blocks)
-            super().to_device(blocks)
+            super().to_device(blocks, at)
 
     host.store(BlockCopy(1, slot=0, generation=1), BlockCopy(2, slot=1, generation=1))
     host.copier.close()

@@ -1,0 +1,246 @@
+"""What only a GPU can show: `python -m benchmarks.gpu [--mechanisms] [--page FILE] [--json FILE]`.
+
+--mechanisms needs torch and no vLLM: eight prompts through staging windows, blocks to the host and back,
+kernels beside copies, a load behind kernels that an abort left, the fence between graph pieces and the time
+from signal to abort, energy as the driver counts it. Bandwidths stand beside plain copies of the same run;
+bytes are compared. Without it the benchmarks of engines follow, on this GPU: KV, co-serving, and the peers'
+traces. Without CUDA the mechanisms' doubles run on the CPU, and the page says so.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kv.copies import MadeShape, host_copies, transfer_s, transfers
+from benchmarks.output import command, write_json
+from kvtransfer.checkpoint.host_memory import CudaMover
+from kvtransfer.side_stream import cuda_of
+from kvtransfer.transfer.staging import StagedBlockMemory
+from workers.coserving.safepoint import RUN_AHEAD, Armed, Flag, SafepointAbort, SafepointWorker
+from workers.power.nvml import Gpus, PowerError
+
+PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "gpu.md"
+LAYERS, ROUNDS = 32, 20
+ENGINES = {"kv": [], "coserving": ["--quick"], "peers": ["--quick"]}
+ENGINE_LIMIT_S = 3600
+WITHOUT = (
+    "a machine without CUDA: the mechanisms' doubles ran on its CPU,\nwhere a copy is done when it has been "
+    "called. Times and bandwidths would say nothing of a GPU, and are left out"
+)
+
+Figures = dict[str, Any]
+
+
+def mechanisms(device: str) -> Figures:
+    on_gpu = device == "cuda"
+    shape = MadeShape(device=device, blocks=1024) if on_gpu else MadeShape(layers=4, blocks=128)
+    parts: dict[str, Callable[[], Figures]] = {
+        "host": lambda: host_copies(shape),
+        "transfer": lambda: transfers(shape),
+        "window": lambda: prompts_through_the_window(shape),
+        "kernels": lambda: kernels_beside_copies(shape),
+        "load_after_abort": lambda: load_after_abort(device),
+        "safepoints": lambda: safepoints(device),
+    }
+    found: Figures = {}
+    for name, part in parts.items():
+        before = joules()
+        found[name] = part()
+        if (after := joules()) is not None and before is not None:
+            found[name]["joules"] = after - before
+    return found
+
+
+def joules() -> float | None:
+    """Of all GPUs here since the driver was loaded; nothing is set."""
+    try:
+        with Gpus() as gpus:
+            return sum(gpus.joules(gpu.uuid) for gpu in gpus.all())
+    except (PowerError, ImportError):
+        return None
+
+
+def prompts_through_the_window(shape: MadeShape) -> Figures:
+    """Eight at once, through a hundredth of their KV; `transfers` compares bytes, and so does this."""
+    theirs, mine = shape.made(True), shape.made(False)
+    size = sum(layer.nbytes for layer in theirs.values())
+    cuda = cuda_of(theirs["layer0"])
+    producer, consumer = (StagedBlockMemory(kv, shape.blocks, size // 100, cuda) for kv in (theirs, mine))
+    seconds = transfer_s(producer, consumer, shape, 8)
+    producer.close()
+    consumer.close()
+    equal = all(torch.equal(mine[name], layer) for name, layer in theirs.items())
+    return {"tokens": shape.blocks * shape.block_tokens, "gbs": size / seconds / 1e9, "equal": equal}
+
+
+def load_after_abort(device: str) -> Figures:
+    """A kernel that an aborted iteration left still writes to a block that is loaded meanwhile."""
+    layers = [torch.randn(16, 8, 16, 256, device=device) for _ in range(4)]
+    wanted = [layer[1].clone() for layer in layers]
+    mover = CudaMover(layers, cuda_of(layers[0]))
+    mover.from_device([1])
+    kernels = Kernels(device, graphs=False)
+    for layer in layers:
+        kernels.run(50)
+        layer[5].fill_(7.0)
+    mover.mark()
+    mover.to_device([5])
+    kernels.finish()
+    return {"equal": all(torch.equal(layer[5], one) for layer, one in zip(layers, wanted, strict=True))}
+
+
+def kernels_beside_copies(shape: MadeShape) -> Figures:
+    """How much longer kernels take while blocks go to the host."""
+    layers = list(shape.made(True).values())
+    mover = CudaMover(layers, cuda_of(layers[0]))
+    kernels, over = Kernels(shape.device, graphs=False), threading.Event()
+
+    def taken() -> float:
+        began = time.perf_counter()
+        kernels.run(100)
+        kernels.finish()
+        return time.perf_counter() - began
+
+    def copy() -> None:
+        while not over.is_set():
+            mover.from_device(list(range(len(mover.bounce)))[: shape.blocks])
+
+    alone = statistics.median(taken() for _ in range(ROUNDS))
+    with ThreadPoolExecutor(1) as copier:
+        copying = copier.submit(copy)
+        beside = statistics.median(taken() for _ in range(ROUNDS))
+        over.set()
+        copying.result()
+    return {"beside_copies_vs_alone": beside / alone}
+
+
+class Kernels:
+    """A layer's work: as kernels, or as a graph piece, as vLLM replays them between the connector's hooks."""
+
+    def __init__(self, device: str, graphs: bool) -> None:
+        self._cuda = device == "cuda"
+        self._one = torch.randn(*(2 * (2048 if self._cuda else 128,)), device=device)
+        self._out = torch.empty_like(self._one)
+        self._graph: Any = None
+        self.run(1)
+        self.finish()
+        if graphs and self._cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._work()
+            self._graph = graph
+
+    def _work(self) -> None:
+        torch.mm(self._one, self._one, out=self._out)
+
+    def run(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._graph.replay() if self._graph is not None else self._work()
+
+    def finish(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def safepoints(device: str) -> Figures:
+    """Iterations of layers of kernels: as they are, armed, and left when the flag is raised."""
+    kernels = Kernels(device, graphs=True)
+    with ExitStack() as stack:
+        flag = Flag(f"conserve-gpu-{os.getpid()}")
+        stack.callback(flag.remove)
+        worker = SafepointWorker(flag, 1, 0, 1, RUN_AHEAD)
+        names = [f"layer{n}" for n in range(LAYERS)]
+        worker.register({name: torch.empty(1, device=device) for name in names})
+
+        def iteration(epoch: int, raised_in: int = -1) -> tuple[float, float]:
+            """Seconds until the device is done, and from the flag to there."""
+            worker.before_step(Armed(epoch) if epoch else None)
+            began, raised = time.perf_counter(), 0.0
+            try:
+                for index, name in enumerate(names):
+                    if index == raised_in:
+                        raised = time.perf_counter()
+                        flag.raise_for(epoch)
+                    worker.before_layer(name)
+                    kernels.run()
+                    worker.after_layer(name)
+            except SafepointAbort:
+                pass
+            kernels.finish()
+            worker.after_step()
+            ended = time.perf_counter()
+            return ended - began, ended - raised
+
+        plain = statistics.median(iteration(0)[0] for _ in range(ROUNDS))
+        armed = statistics.median(iteration(epoch)[0] for epoch in range(1, ROUNDS + 1))
+        left = statistics.median(iteration(100 + n, LAYERS // 2)[1] for n in range(ROUNDS))
+    return {
+        "iteration_s": plain,
+        "armed_vs_plain": armed / plain,
+        "signal_to_idle_layers": left / (plain / LAYERS),
+    }
+
+
+def engines() -> Figures:
+    """The benchmarks that start vLLM, each with its own command and limit; one that fails says why."""
+    found: Figures = {}
+    for name, options in ENGINES.items():
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            said = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", file.name]
+            try:
+                subprocess.run(said, check=True, timeout=ENGINE_LIMIT_S)
+                found[name] = json.loads(Path(file.name).read_text())
+            except (subprocess.SubprocessError, ValueError) as error:
+                found[name] = {"failed": str(error)}
+    return found
+
+
+def page(machine: str, found: Figures) -> str:
+    lines = [
+        "# What a GPU shows",
+        "",
+        f"`python -m benchmarks.gpu`, on {machine}.",
+        "Bandwidths are GB/s, the best of the run's rounds.",
+        "",
+        "| | | |",
+        "|---|---|---|",
+    ]
+    for part, figures in found.items():
+        lines.append(f"| **{part}** | ran | |")
+        for name, value in figures.items():
+            if isinstance(value, bool | int) or (machine != WITHOUT and isinstance(value, float)):
+                shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+                lines.append(f"| {part} | {name} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = command(__doc__)
+    parser.add_argument("--mechanisms", action="store_true", help="what needs torch and no vLLM")
+    parser.add_argument("--page", type=Path, metavar="FILE", default=PAGE, help="the page to write")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if device == "cuda" else WITHOUT
+    found = mechanisms(device)
+    if not arguments.mechanisms and device == "cuda":
+        found |= engines()
+    text = page(machine, found)
+    arguments.page.write_text(text)
+    write_json(arguments.json, {"machine": machine, **found})
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""`python -m benchmarks.gpu --mechanisms` runs without vLLM and without CUDA, and says what it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WITHOUT_VLLM = """
+import runpy, sys
+sys.modules["vllm"] = None
+runpy.run_module("benchmarks.gpu", run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_mechanisms_doubles_run_and_their_bytes_are_equal(tmp_path: Path) -> None:
+    options = ["--mechanisms", "--page", str(tmp_path / "gpu.md"), "--json", str(tmp_path / "gpu.json")]
+    run = [sys.executable, "-c", WITHOUT_VLLM, *options]
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    subprocess.run(run, check=True, timeout=170, env=environment, cwd=Path(__file__).parents[2])
+    page, found = (tmp_path / "gpu.md").read_text(), json.loads((tmp_path / "gpu.json").read_text())
+    assert "without CUDA" in page and "| window | equal | True |" in page
+    assert found["window"]["equal"] and found["load_after_abort"]["equal"]
+    assert found["host"]["host_copy_vs_memcpy"] > 0 and found["transfer"]["staged_transfer_vs_direct"] > 0
+    assert 0 < found["safepoints"]["signal_to_idle_layers"] < 16, "it left in the middle"

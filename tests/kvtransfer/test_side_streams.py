@@ -1,0 +1,125 @@
+"""Freed blocks are not loaded again under kernels that still write to them: those of an aborted iteration."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.checkpoint.host_memory import CudaMover, HostSlots, block_bytes
+from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
+from kvtransfer.checkpoint.worker import Copier
+from kvtransfer.transfer.exports import Exports
+from kvtransfer.transfer.staging import StagedBlockMemory
+from tests.support.device import LateCuda
+
+BLOCKS = 8
+Restore = Callable[[], None]
+
+
+@pytest.fixture
+def cuda() -> LateCuda:
+    return LateCuda()
+
+
+@pytest.fixture
+def kv() -> list[Any]:
+    torch.manual_seed(0)
+    return [torch.randn(BLOCKS, 2, 4, 8) for _ in range(3)]
+
+
+def abort_in_layer(cuda: LateCuda, kv: list[Any], blocks: list[int], layer: int) -> None:
+    """An iteration leaves: kernels of the layers before it are launched, and have not run."""
+    for tensor in kv[:layer]:
+        cuda.compute.launch(lambda tensor=tensor: tensor[blocks].copy_(tensor[blocks]))
+        cuda.compute.launch(lambda tensor=tensor: tensor.__setitem__(blocks, 7.0))
+
+
+def from_the_host(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
+    mover = CudaMover(kv, cuda)
+    mover.mark()  # of an order long ago
+    if not ordered:
+        mover.mark = lambda: None  # type: ignore[method-assign]
+    copier = Copier(HostSlots(BLOCKS, block_bytes(kv)), mover)
+    copier.submit(CheckpointOrder(stores=[BlockCopy(block, block, 1) for block in (1, 2)]))
+    until(lambda: bool(copier.take_report().stored))
+
+    def load() -> None:
+        copier.submit(CheckpointOrder(loads=[BlockLoad("r", [BlockCopy(5, 1, 1), BlockCopy(6, 2, 1)])]))
+        until(lambda: bool(copier.take_ended().requests))
+        copier.close()
+
+    return load
+
+
+def from_a_prefiller(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
+    memory = StagedBlockMemory({str(n): tensor for n, tensor in enumerate(kv)}, BLOCKS, 1 << 20, cuda)
+    memory.mark()  # of an order long ago
+    theirs = [[bytes(tensor[block].numpy().tobytes()) for block in (1, 2)] for tensor in kv]
+
+    def receive() -> None:
+        if ordered:
+            memory.mark()
+        for layer, blocks in enumerate(theirs):
+            with memory.incoming(layer, [5, 6], 1) as views:
+                for view, block in zip(views, blocks, strict=True):
+                    view[:] = block
+        memory.close()
+
+    return receive
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("way", [from_the_host, from_a_prefiller])
+def test_what_an_aborted_iteration_still_writes_comes_before_what_is_loaded(
+    way: Callable[..., Restore], layer: int, cuda: LateCuda, kv: list[Any]
+) -> None:
+    restore = way(cuda, kv, ordered=True)
+    wanted = [tensor[[1, 2]].clone() for tensor in kv]
+    abort_in_layer(cuda, kv, [4, 5, 6], layer)
+    restore()
+    cuda.compute.finish()
+    assert all(torch.equal(tensor[[5, 6]], one) for tensor, one in zip(kv, wanted, strict=True))
+
+
+@pytest.mark.parametrize("way", [from_the_host, from_a_prefiller])
+def test_without_the_mark_it_would_be_overwritten(
+    way: Callable[..., Restore], cuda: LateCuda, kv: list[Any]
+) -> None:
+    """What the test above protects from."""
+    restore = way(cuda, kv, ordered=False)
+    abort_in_layer(cuda, kv, [4, 5, 6], 3)
+    restore()
+    cuda.compute.finish()
+    assert all(bool((tensor[[5, 6]] == 7).all()) for tensor in kv)
+
+
+def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
+    cuda: LateCuda, kv: list[Any]
+) -> None:
+    """The event of a layer is all that the thread that launches steps leaves behind."""
+    memory = StagedBlockMemory({str(n): tensor for n, tensor in enumerate(kv)}, BLOCKS, 1 << 20, cuda)
+    exports = Exports(memory, 4, 10, time.monotonic)
+    exports.open("t", [3], total_tokens=4, prompt="p")
+    exports.begin_step([("t", 4)])
+    computed = []
+    for layer, tensor in enumerate(kv):
+        cuda.compute.launch(lambda layer=layer, tensor=tensor: computed.append(tensor[3].fill_(layer)))
+        exports.after_layer(layer)
+    reader = exports.attach("t", "p", 0, 1)
+    sent: list[int] = []
+    while len(sent) < len(kv):
+        for layer, _, blocks in exports.wait_ready(reader, 5).runs:
+            with memory.outgoing(layer, blocks, 1) as (view,):
+                assert bytes(view) == bytes(kv[layer][3].numpy().tobytes()) and (kv[layer][3] == layer).all()
+            sent.append(layer)
+    assert sorted(sent) == [0, 1, 2]
+    memory.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.001)

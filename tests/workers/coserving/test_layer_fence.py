@@ -1,0 +1,54 @@
+"""The host is never more than so many layers beyond the device, however slow that is and wherever it left."""
+
+from itertools import product
+
+import pytest
+
+from tests.support.device import LateCuda
+from workers.coserving.safepoint import RUN_AHEAD, LayerFence
+
+LAYERS = 5
+PROGRESS = (0, 1, 9)  # kernels that the device has done by the next layer: none, one, all
+
+
+def iteration(
+    cuda: LateCuda, fence: LayerFence, every: int, progress: tuple[int, ...], leaves_at: int
+) -> list[int]:
+    """As the safepoint does it, armed. Returns how many of its layers were launched and not done, at each
+    safepoint: the next one is launched beyond those."""
+    behind = []
+    began = len(cuda.compute.launched)
+    for layer in range(LAYERS):
+        if layer % every == 0:
+            fence.wait(layer)
+            behind.append(layer - max(0, cuda.compute.done - began))
+            if layer == leaves_at:
+                break
+        cuda.compute.launch(lambda: None)
+        fence.passed(layer)
+        cuda.compute.finish(min(len(cuda.compute.launched), cuda.compute.done + progress[layer]))
+    return behind
+
+
+@pytest.mark.parametrize(("every", "ahead"), [(1, RUN_AHEAD), (1, 1), (2, RUN_AHEAD), (3, 1)])
+def test_in_every_order_of_record_wait_and_completion_the_host_is_held(every: int, ahead: int) -> None:
+    """Two iterations after each other, the first aborted at each layer: events are recorded again while the
+    last record has not completed."""
+    for leaves_at in range(LAYERS + 1):
+        for progress in product(PROGRESS, repeat=LAYERS):
+            cuda = LateCuda()
+            fence = LayerFence(LAYERS, ahead, cuda.Event)
+            first = iteration(cuda, fence, every, progress, leaves_at)
+            second = iteration(cuda, fence, every, progress[::-1], LAYERS)
+            assert max(first) < ahead and max(second) < ahead, (leaves_at, progress, first, second)
+
+
+def test_without_it_the_host_is_through_before_the_device_has_begun() -> None:
+    cuda = LateCuda()
+    open_fence = LayerFence(LAYERS, LAYERS, cuda.Event)
+    assert iteration(cuda, open_fence, 1, (0,) * LAYERS, LAYERS) == [0, 1, 2, 3, 4]
+
+
+def test_a_device_that_is_fast_is_waited_for_nowhere() -> None:
+    cuda = LateCuda()
+    assert iteration(cuda, LayerFence(LAYERS, 1, cuda.Event), 1, (9,) * LAYERS, LAYERS) == [0] * LAYERS
