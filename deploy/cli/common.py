@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import openai
 import typer
 
 from deploy.errors import DeployError
@@ -31,19 +30,8 @@ def errors_as_sentences() -> Iterator[None]:
         yield
     except EXPECTED as error:
         said = str(error)
-    except openai.APIStatusError as refused:
-        said = f"{refused.status_code}: {_message(refused)}"
-    except openai.APIConnectionError as broken:
-        said = f"no answer from {broken.request.url}: is the fleet up?"
-    else:
-        return
-    print(f"conserve: {said}" if "\n" not in said else said, file=sys.stderr)
-    sys.exit(1)
-
-
-def _message(refused: openai.APIStatusError) -> str:
-    body = refused.body
-    return str(body["message"]) if isinstance(body, dict) and "message" in body else refused.message
+        print(f"conserve: {said}" if "\n" not in said else said, file=sys.stderr)
+        sys.exit(1)
 
 
 FleetName = Annotated[

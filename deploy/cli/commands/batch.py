@@ -3,12 +3,12 @@
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import openai
 import typer
-from openai.types import Batch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,12 +24,19 @@ from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.lifecycle.status import serving
 
+if TYPE_CHECKING:  # it takes a second to import, which every other command would pay
+    from openai import APIStatusError, OpenAI
+    from openai.types import Batch
+
 API_KEY = "CONSERVE_API_KEY"
 _TIMEOUT_S = 600.0
 
 
-def client(url: str | None, fleet: str | None, api_key: str | None) -> openai.OpenAI:
-    """At `url`, or where the named fleet serves on this machine."""
+@contextmanager
+def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator[OpenAI]":
+    """At `url`, or where the named fleet serves on this machine. What it refuses is a DeployError."""
+    import openai
+
     key = api_key or os.environ.get(API_KEY)
     if url is None:
         home = home_of(fleet)
@@ -38,7 +45,18 @@ def client(url: str | None, fleet: str | None, api_key: str | None) -> openai.Op
             key = next(iter(load_fleet(home.fleet_file).gateway.api_keys), None)
     base = url.rstrip("/")
     base = base if base.endswith("/v1") else f"{base}/v1"
-    return openai.OpenAI(base_url=base, api_key=key or "none", timeout=_TIMEOUT_S)
+    try:
+        with openai.OpenAI(base_url=base, api_key=key or "none", timeout=_TIMEOUT_S) as api:
+            yield api
+    except openai.APIStatusError as refused:
+        raise DeployError(f"{refused.status_code}: {_message(refused)}") from refused
+    except openai.APIConnectionError as broken:
+        raise DeployError(f"no answer from {broken.request.url}: is the fleet up?") from broken
+
+
+def _message(refused: "APIStatusError") -> str:
+    body = refused.body
+    return str(body["message"]) if isinstance(body, dict) and "message" in body else refused.message
 
 
 app = typer.Typer(no_args_is_help=True, help="Offline work: files of requests through the Batch API.")
@@ -71,14 +89,14 @@ def submit(
     """Hand in a file of requests; prints the batch's id."""
     pairs = dict(_pair(text) for text in metadata or ())
     where = endpoint or _endpoint_of(file)
-    api = client(url, fleet, api_key)
-    with file.open("rb") as data:
-        uploaded = api.files.create(file=(file.name, data), purpose="batch")
-    given: dict[str, Any] = {"input_file_id": uploaded.id, "endpoint": where, "completion_window": window}
-    batch = api.batches.create(**given, metadata=pairs or None)
-    typer.echo(batch.id)
-    if wait or out is not None:
-        _finish(api, _watched(api, batch), out)
+    with client(url, fleet, api_key) as api:
+        with file.open("rb") as data:
+            uploaded = api.files.create(file=(file.name, data), purpose="batch")
+        given: dict[str, Any] = {"input_file_id": uploaded.id, "endpoint": where, "completion_window": window}
+        batch = api.batches.create(**given, metadata=pairs or None)
+        typer.echo(batch.id)
+        if wait or out is not None:
+            _finish(api, _watched(api, batch), out)
 
 
 @app.command("list")
@@ -89,7 +107,9 @@ def list_batches(
     api_key: Key = None,
 ) -> None:
     """The batches of this API key, newest first."""
-    for batch in client(url, fleet, api_key).batches.list(limit=limit).data:
+    with client(url, fleet, api_key) as api:
+        found = api.batches.list(limit=limit).data
+    for batch in found:
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch.created_at))
         typer.echo(f"{batch.id}  {batch.status:<11}  {created}  {_counts(batch)}")
 
@@ -99,17 +119,16 @@ def show(
     id: Id, wait: Follow = False, url: Url = None, fleet: FleetOption = None, api_key: Key = None
 ) -> None:
     """One batch: its state, counts and errors."""
-    api = client(url, fleet, api_key)
-    batch = api.batches.retrieve(id)
-    if wait:
-        batch = _watched(api, batch)
-    _print(batch)
+    with client(url, fleet, api_key) as api:
+        batch = api.batches.retrieve(id)
+        _print(_watched(api, batch) if wait else batch)
 
 
 @app.command("cancel")
 def cancel(id: Id, url: Url = None, fleet: FleetOption = None, api_key: Key = None) -> None:
     """End a batch; what is done stays available."""
-    _print(client(url, fleet, api_key).batches.cancel(id))
+    with client(url, fleet, api_key) as api:
+        _print(api.batches.cancel(id))
 
 
 @app.command("results")
@@ -122,18 +141,18 @@ def results(
     api_key: Key = None,
 ) -> None:
     """Write a batch's results, one JSON object a line."""
-    api = client(url, fleet, api_key)
-    batch = api.batches.retrieve(id)
-    file_id = batch.error_file_id if errors else batch.output_file_id
-    if file_id is None:
-        if batch.status not in _ENDED:
-            raise DeployError(f"batch {id} is {batch.status}: its files come when it has ended")
-        kind = "failed" if errors else "succeeded"
-        raise DeployError(f"no request of batch {id} ({batch.status}) {kind}")
-    _fetch(api, file_id, out)
+    with client(url, fleet, api_key) as api:
+        batch = api.batches.retrieve(id)
+        file_id = batch.error_file_id if errors else batch.output_file_id
+        if file_id is None:
+            if batch.status not in _ENDED:
+                raise DeployError(f"batch {id} is {batch.status}: its files come when it has ended")
+            kind = "failed" if errors else "succeeded"
+            raise DeployError(f"no request of batch {id} ({batch.status}) {kind}")
+        _fetch(api, file_id, out)
 
 
-def _finish(api: openai.OpenAI, batch: Batch, out: Path | None) -> None:
+def _finish(api: "OpenAI", batch: "Batch", out: Path | None) -> None:
     _print(batch)
     if out is not None and batch.output_file_id is not None:
         _fetch(api, batch.output_file_id, out)
@@ -141,7 +160,7 @@ def _finish(api: openai.OpenAI, batch: Batch, out: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _watched(api: openai.OpenAI, batch: Batch) -> Batch:
+def _watched(api: "OpenAI", batch: "Batch") -> "Batch":
     """Follow it to its end: a bar, requests a second, and when it will be through at that rate."""
     columns = (
         TextColumn("{task.description}"),
@@ -164,7 +183,7 @@ def _watched(api: openai.OpenAI, batch: Batch) -> Batch:
             batch = api.batches.retrieve(batch.id)
 
 
-def _print(batch: Batch) -> None:
+def _print(batch: "Batch") -> None:
     typer.echo(f"{batch.id}: {batch.status}: {_counts(batch)}")
     for name in ("output_file_id", "error_file_id"):
         if (file_id := getattr(batch, name)) is not None:
@@ -174,14 +193,14 @@ def _print(batch: Batch) -> None:
         typer.echo(f"  {where}{error.message} ({error.code})")
 
 
-def _counts(batch: Batch) -> str:
+def _counts(batch: "Batch") -> str:
     counts = batch.request_counts
     if counts is None or not counts.total:
         return "requests not counted yet"
     return f"{counts.completed} done, {counts.failed} failed, {counts.total} in all"
 
 
-def _fetch(api: openai.OpenAI, file_id: str, out: Path | None) -> None:
+def _fetch(api: "OpenAI", file_id: str, out: Path | None) -> None:
     with api.files.with_streaming_response.content(file_id) as answer:
         if out is not None:
             answer.stream_to_file(out)

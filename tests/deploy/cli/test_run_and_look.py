@@ -3,6 +3,8 @@
 import asyncio
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -182,3 +184,9 @@ def test_up_ends_when_another_run_has_taken_its_place(base: Path) -> None:
 def test_an_upgrade_does_not_end_up(base: Path) -> None:
     home = up(base, "one", OURS)
     assert not ends_after(lambda: home.write_run(replace(OURS, endpoint="http://127.0.0.1:8001")), home)
+
+
+def test_no_command_but_batch_pays_for_the_import_of_the_client_library() -> None:
+    """It takes longer than all that `conserve check` has to do."""
+    code = "import sys, deploy.cli; sys.exit('openai' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
