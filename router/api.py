@@ -30,7 +30,7 @@ from router.errors import (
     Unavailable,
     Unsupported,
 )
-from router.fields import check_fields, with_fields
+from router.fields import with_fields
 from router.http import (
     Endpoint,
     Handler,
@@ -45,7 +45,9 @@ from router.http import (
 from router.identity import PrefixGroups, clean_id, conversation_id, conversation_key, namespace
 from router.life import Life
 from router.metrics import HttpCounts
-from router.turn import Api, Models, check_model, read_object, read_turn
+from router.readers import Readers
+from router.reading import Api, Reading
+from router.turn import Models, read_turn, text_headers
 
 _JSON = (b"content-type", b"application/json")
 _MODELS = "/v1/models"
@@ -105,12 +107,14 @@ class Routes:
         directory: DirectoryClient,
         pool: UpstreamPool,
         life: Life,
+        readers: Readers,
         batch: BatchForwarding | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._served = config.models_by_name
         self._directory = directory
         self._life = life
+        self._readers = readers
         self._batch = batch
         self._clock = clock
         self._callers = Callers(config)
@@ -120,7 +124,7 @@ class Routes:
         self._dashboard = DashboardRoutes(config, directory, self._callers.is_admin)
         self._since = int(time.time())
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
-        passing = PassingRoutes(self._served, directory, pool, self._embedding_fields)
+        passing = PassingRoutes(self._served, directory, pool, readers, self._callers, self._groups)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -175,16 +179,12 @@ class Routes:
     async def _generate(self, api: Api, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         space = self._callers.caller(request.headers).space
-        turn = await read_turn(
-            api, request, space, self._served, self._groups, self._classes, arrived_at
-        )
+        known = self._served, self._groups, self._classes, arrived_at, self._readers
+        turn = await read_turn(api, request, space, *known, self._directory.engines.max_context)
         if self._batch is not None and turn.flex:
             await self._batch.flex(turn, responder)
         else:
             await self._life.serve(turn, responder)
-
-    def _embedding_fields(self, headers: Headers, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._groups.fields(self._callers.caller(headers).space, body)
 
     def _named(self, route: Callable[[Caller, Request, Responder], Awaitable[None]]) -> Handler:
         async def run(request: Request, responder: Responder) -> None:
@@ -203,13 +203,12 @@ class Routes:
         responder.respond(200, orjson.dumps(self._shown(name)), [_JSON])
 
     def _shown(self, name: str) -> dict[str, object]:
-        context = max((info.max_context for info in self._directory.engines.infos()), default=None)
-        return {
+                return {
             "id": name,
             "object": "model",
             "created": self._since,
             "owned_by": "conserve",
-            "max_model_len": context,
+            "max_model_len": self._directory.engines.max_context or None,
         }
 
     async def _health(self, request: Request, responder: Responder) -> None:
@@ -305,33 +304,47 @@ class PassingRoutes:
         models: Models,
         directory: DirectoryClient,
         pool: UpstreamPool,
-        own_fields: Callable[[Headers, Mapping[str, Any]], dict[str, Any]],
+        readers: Readers,
+        callers: Callers,
+        groups: PrefixGroups,
     ) -> None:
         self._models = models
-        self._own_fields = own_fields  # of the fleet, in bodies of those who sent such headers
+        self._readers = readers
+        self._callers, self._groups = callers, groups
         self._directory = directory
         self._pool = pool
 
     async def embeddings(self, request: Request, responder: Responder) -> None:
-        raw = await request.body.read()
-        body = read_object(request.headers, raw)
-        check_fields(request.path, body)
-        if not check_model(body, self._models).embeddings:
+        raw, body, caller = await self._read(request)
+        model = self._models.get(str(body.get("model")))
+        if model is None:
+            raise BadRequest("model must be the name of a model", param="model")
+        if not model.embeddings:
             raise Unsupported(
-                f"the model {body['model']!r} generates text and has no embeddings; ask a model that has",
+                f"the model {model.name!r} generates text and has no embeddings; ask a model that has",
                 param="model",
             )
-        await self._pass(request, responder, with_fields(raw, self._own_fields(request.headers, body)))
+        await self._pass(request, responder, with_fields(raw, self._groups.fields(caller.space, body)))
 
     async def tokens(self, request: Request, responder: Responder) -> None:
-        raw = await request.body.read()
-        body = read_object(request.headers, raw)
-        check_fields(request.path, body)
-        if "model" in body:
-            check_model(body, self._models)
+        raw, _, _ = await self._read(request)
         await self._pass(request, responder, raw)
 
-    async def _pass(self, request: Request, responder: Responder, raw: bytes) -> None:
+    async def _read(self, request: Request) -> tuple[tuple[bytes, ...], Mapping[str, Any], Caller]:
+        caller = self._callers.caller(request.headers)
+        raw = await request.body.read_pieces()
+        asked = Reading(
+            path=request.path,
+            api=None,
+            headers=text_headers(request.headers),
+            space=caller.space,
+            models=frozenset(self._models),
+            max_context=self._directory.engines.max_context,
+        )
+        read = await self._readers.read(asked, raw)
+        return raw, read.fields, caller
+
+    async def _pass(self, request: Request, responder: Responder, raw: tuple[bytes, ...]) -> None:
         passed = UpstreamRequest("POST", request.path.encode(), [_JSON], raw, repeatable=True)
         engines = self._directory.engines.usable()[:_ATTEMPTS]
         if not engines:

@@ -106,7 +106,7 @@ class End:
 
     link: bytes
     tail_bytes: int = 0  # prompt bytes after the link: plain prompts do not end on a block
-    tail_digest: bytes = b""  # hash of the prompt up to and with those bytes
+    tail_digest: bytes = b""  # hash of the link and those bytes
 
     @property
     def digest(self) -> bytes:
@@ -120,14 +120,14 @@ class Chain:
     end: End
     total_bytes: int
     text: bytes = b""  # plain prompts only: what tails are checked against
-    seed: bytes = b""
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
         """The digest of this prompt's prefix of that length, None where the prompt is shorter."""
         if not tail_bytes:
             return self.links[index]
-        size = self.sizes[index] + tail_bytes
-        return _prefix_digest(self.seed, self.text[:size]) if size <= len(self.text) else None
+        start = self.sizes[index]
+        tail = self.text[start : start + tail_bytes]
+        return _tail_digest(self.links[index], tail) if len(tail) == tail_bytes else None
 
 
 def seed(space: str, model: str, user: str = "") -> bytes:
@@ -166,8 +166,8 @@ def of_text(start: bytes, text: bytes) -> Chain:
         links.append(running.digest())
         sizes.append(at + BLOCK_BYTES)
     tail = len(text) - whole
-    end = End(links[-1], tail, _prefix_digest(start, text)) if tail else End(links[-1])
-    return Chain(tuple(links), tuple(sizes), end, len(text), text, start)
+    end = End(links[-1], tail, _tail_digest(links[-1], text[whole:])) if tail else End(links[-1])
+    return Chain(tuple(links), tuple(sizes), end, len(text), text)
 
 
 def of_pointer(start: bytes, name: str, rest: Chain) -> Chain:
@@ -216,5 +216,6 @@ def _is_billing(part: object) -> bool:
     return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
 
 
-def _prefix_digest(start: bytes, text: bytes) -> bytes:
-    return xxh3_128_digest(start + text)
+def _tail_digest(link: bytes, tail: bytes) -> bytes:
+    """Over the link, which is over all before it: what it costs does not grow with the prompt."""
+    return xxh3_128_digest(b"tail\0" + link + tail)

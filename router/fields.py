@@ -307,19 +307,19 @@ _OF_THE_FLEET = {
 }
 
 
-def with_fields(raw: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A JSON object's bytes with fields of ours behind its own, and nothing written anew.
+def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """A JSON object's bytes, in pieces, with fields of ours behind its own, and nothing written anew.
 
     Of a name that stands twice the last counts, to every parser that an engine has: ours replaces a client's.
+    The object has fields: a model's name at least.
     """
     if not fields:
         return raw
-    end = raw.rindex(b"}")
-    last = end - 1
-    while raw[last] in b" \t\r\n":
-        last -= 1
-    comma = b"" if raw[last] == ord("{") else b","
-    return b"".join((memoryview(raw)[:end], comma, orjson.dumps(fields)[1:]))
+    before = list(raw)
+    while (end := before[-1].rfind(b"}")) < 0:
+        before.pop()
+    last = before.pop()
+    return (*before, last[:end], b"," + orjson.dumps(fields)[1:])
 
 
 def check_fields(path: str, body: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from router.http import Server, UpstreamPool, settle_heap
 from router.life import Life
 from router.logs import log_to_stderr
 from router.metrics import HttpCounts
+from router.readers import Readers
 
 if TYPE_CHECKING:
     from router.tracing import TurnTracer
@@ -37,13 +38,8 @@ class Gateway:
         self._batch = batch = (
             BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
         )
-        routes = Routes(
-            config,
-            self.directory,
-            self.pool,
-            life,
-            batch=batch,
-        )
+        self._readers = Readers()
+        routes = Routes(config, self.directory, self.pool, life, self._readers, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
         routes.http_counts = HttpCounts(self.server, self.pool)
@@ -72,6 +68,7 @@ class Gateway:
         self._life.returns.close()
         if self._batch is not None:
             await self._batch.close()
+        self._readers.close()
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)

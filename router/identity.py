@@ -15,7 +15,7 @@ Where a request's prompt ended is a *node*; the longest known node of a new prom
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
@@ -264,25 +264,31 @@ class NodeTable:
         return sorted(self._tails.get(link, ()), reverse=True)
 
     def find(self, chain: Chain) -> Found | None:
-        for index in range(len(chain.links) - 1, -1, -1):
-            for tail in (*self.tails(chain.links[index]), 0):
-                digest = chain.digest_at(index, tail)
-                if digest is not None and (holders := self.holders(digest)):
-                    return Found(digest, chain.sizes[index] + tail, holders)
+        for digest, size in self._known(chain):
+            if holders := self.holders(digest):
+                return Found(digest, size, holders)
         return None
 
     def find_of(self, chain: Chain, conversation: str) -> int:
         """Bytes of the longest prefix at which a request of this very conversation ended; 0 for none."""
-        mine = self._of.get(conversation)
-        if not mine:
+        if conversation not in self._of:
             return 0
-        for index in range(len(chain.links) - 1, -1, -1):
-            for tail in (*self.tails(chain.links[index]), 0):
-                digest = chain.digest_at(index, tail)
-                node = self._nodes.get(digest) if digest is not None else None
-                if node is not None and conversation in node.conversations:
-                    return chain.sizes[index] + tail
+        for digest, size in self._known(chain):
+            if conversation in self._nodes[digest].conversations:
+                return size
         return 0
+
+    def _known(self, chain: Chain) -> Iterator[tuple[bytes, int]]:
+        """Digests of this chain's prefixes that are nodes here, the longest first, with their sizes."""
+        for index in range(len(chain.links) - 1, -1, -1):
+            link = chain.links[index]
+            if link in self._tails:
+                for tail in self.tails(link):
+                    digest = chain.digest_at(index, tail)
+                    if digest is not None and digest in self._nodes:
+                        yield digest, chain.sizes[index] + tail
+            if link in self._nodes:
+                yield link, chain.sizes[index]
 
     def _evict(self, digest: bytes) -> None:
         for conversation in tuple(self._nodes[digest].conversations):

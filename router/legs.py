@@ -23,7 +23,8 @@ from router.http import (
     relay,
     usage_of,
 )
-from router.turn import Api, Turn
+from router.reading import Api
+from router.turn import Turn
 
 log = logging.getLogger("conserve.router.legs")
 
@@ -44,7 +45,9 @@ _DROPPED: Mapping[str, Any] = {
 }
 
 
-def one_token_body(api: Api, raw: bytes, body: Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
+def one_token_body(
+    api: Api, raw: tuple[bytes, ...], body: Mapping[str, Any], more: Mapping[str, Any]
+) -> tuple[bytes, ...]:
     """The same prompt, one token, no stream: what it generates is thrown away. `body`: what `raw` says."""
     leg = {name: value for name, value in _DROPPED.items() if name in body}
     limits = _LIMIT[api]
@@ -59,7 +62,9 @@ def one_token_body(api: Api, raw: bytes, body: Mapping[str, Any], more: Mapping[
     return with_fields(raw, {**leg, **more})
 
 
-def prefill_body(api: Api, raw: bytes, body: Mapping[str, Any], transfer_id: str) -> bytes:
+def prefill_body(
+    api: Api, raw: tuple[bytes, ...], body: Mapping[str, Any], transfer_id: str
+) -> tuple[bytes, ...]:
     params = {"do_remote_decode": True, "transfer_id": transfer_id}
     return one_token_body(api, raw, body, {"kv_transfer_params": params})
 
@@ -123,7 +128,7 @@ async def decode(
     return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING)
 
 
-def _request(turn: Turn, key: str, body: bytes, *, repeatable: bool) -> UpstreamRequest:
+def _request(turn: Turn, key: str, body: tuple[bytes, ...], *, repeatable: bool) -> UpstreamRequest:
     headers = [*turn.headers, (b"x-session-id", key.encode())]
     return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
 

@@ -37,8 +37,9 @@ from router.errors import (
 from router.http import Observation, RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
 from router.identity import How, conversation_id, conversation_key, resolve_prefix
 from router.losses import Losses
+from router.reading import Api
 from router.returns import Returns
-from router.turn import Api, TokenRatio, Turn, TurnMetrics
+from router.turn import TokenRatio, Turn, TurnMetrics
 
 if TYPE_CHECKING:
     from router.tracing import TurnTracer
@@ -111,7 +112,7 @@ class Life:
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
         if self._tracer is not None:
-            about = {"conserve.api": turn.api.value, "conserve.body_bytes": len(turn.raw)}
+            about = {"conserve.api": turn.api.value, "conserve.body_bytes": sum(map(len, turn.raw))}
             turn = replace(turn, trace=self._tracer.begin(turn.headers, turn.arrived_at, about))
         with turn.trace or nullcontext():
             await self._serve(turn, responder)
@@ -212,11 +213,10 @@ class Life:
         uncached: int | None = None,
         lost: tuple[str, int] | None = None,
     ) -> Route:
-        context = max((info.max_context for info in self._directory.engines.infos()), default=0)
         ask = Ask(
             key=who.key,
             gateway=self._directory.gateway,
-            prompt_tokens=self._ratio.prompt_tokens(turn, context),
+            prompt_tokens=self._ratio.prompt_tokens(turn, self._directory.engines.max_context),
             wait_s=self._config.place_wait_s,
             parent=who.parent,
             uncached_tokens=uncached,

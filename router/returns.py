@@ -55,8 +55,9 @@ class Returns:
             return
         self._forget(known.key)
         task = asyncio.create_task(self._bring_back(turn, known, after_s))
-        self._away[known.key] = _Away(len(turn.raw), task)
-        self._bytes += len(turn.raw)
+        size = sum(map(len, turn.raw))
+        self._away[known.key] = _Away(size, task)
+        self._bytes += size
         while self._bytes > MAX_BYTES:
             self._forget(next(iter(self._away)))
 

@@ -7,51 +7,30 @@ any number of tool turns, to the turn that speaks to the user (`placement/object
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import orjson
-
 from placement.objectives import tbt_s, ttfet_s
-from router import chains, metrics
+from router import metrics
 from router.chains import Chain
 from router.classes import Classes, engine_arguments
 from router.config import ServedModel, SloClass
 from router.directory.cache import Known
-from router.errors import BadRequest, ModelNotFound
-from router.fields import check_fields, with_fields
+from router.fields import with_fields
 from router.hints import FIELDS as HINT_FIELDS
-from router.hints import Hints, read_hints
+from router.hints import Hints
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
-from router.identity import Explicit, PrefixGroups, explicit_identity
+from router.identity import Explicit, PrefixGroups
+from router.readers import Readers
+from router.reading import Api, Reading
 
 if TYPE_CHECKING:
     from router.tracing import TurnTrace
 
 # What an engine may see of a client's headers: tracing and content negotiation. No keys, no cookies, no ids.
 _FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-request-id"})
-_GENERATES = {
-    "chat": b"/v1/chat/completions",
-    "completions": b"/v1/completions",
-    "responses": b"/v1/responses",
-    "messages": b"/v1/messages",
-}
-_PATH = {api: target.decode() for api, target in _GENERATES.items()}
-_PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}
 
 
 Models: TypeAlias = Mapping[str, ServedModel]  # by every name they answer to
-
-
-class Api(StrEnum):
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    RESPONSES = "responses"
-    MESSAGES = "messages"  # Anthropic's
-
-    @property
-    def target(self) -> bytes:
-        return _GENERATES[self.value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +38,15 @@ class Turn:
     """One request of a conversation, read and checked."""
 
     api: Api
-    raw: bytes  # for the engine: the client's, with what the fleet sets
-    body: Mapping[str, Any]
+    raw: tuple[bytes, ...]  # for the engine: the client's, in pieces, with what the fleet sets
+    body: Mapping[str, Any]  # None in the place of values that are large
     headers: RawHeaders  # for the engine
     space: str  # scope of the caller's conversation ids
     seed: bytes
     identity: Explicit
     chain: Chain
     tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
+    exact_tokens: int | None  # known without asking when the prompt is token ids
     hints: Hints
     slo_class: SloClass
     arrived_at: float
@@ -81,14 +61,6 @@ class Turn:
         """Offline work: it waits for capacity and belongs to no conversation."""
         return self.body.get("service_tier") == "flex"
 
-    @property
-    def exact_tokens(self) -> int | None:
-        """Known without asking when the prompt is token ids."""
-        prompt = self.body.get("prompt")
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return len(prompt)
-        return None
-
 
 async def read_turn(
     api: Api,
@@ -98,73 +70,33 @@ async def read_turn(
     groups: PrefixGroups,
     classes: Classes,
     now: float,
+    readers: Readers,
+    max_context: int = 0,
 ) -> Turn:
-    raw = await request.body.read()
-    body = read_object(request.headers, raw)
-    check_model(body, models)
-    check_fields(_PATH[api], body)
-    field = _PROMPT_FIELD[api]
-    if body.get("service_tier") == "flex" and body.get("previous_response_id"):
-        raise BadRequest(
-            "offline work belongs to no conversation: send the messages instead", param="previous_response_id"
-        )
-    if field not in body and not (api is Api.RESPONSES and "previous_response_id" in body):
-        raise BadRequest(f"{field} is missing", param=field)
-    fields = text_headers(request.headers)
-    user = body.get("user")
-    seed = chains.seed(space, str(body["model"]), user if isinstance(user, str) else "")
-    identity = explicit_identity(fields, body)
-    hints, slo_class = read_hints(fields, body), classes.choose(space, fields, body)
-    ours = groups.fields(space, body) | dict.fromkeys(body.keys() & HINT_FIELDS)
-    ours |= engine_arguments(slo_class, hints, fields, body)
-    tools = body.get("tools")
+    pieces = await request.body.read_pieces()
+    headers = text_headers(request.headers)
+    path = api.target.decode()
+    read = await readers.read(Reading(path, api, headers, space, frozenset(models), max_context), pieces)
+    prompt = read.prompt
+    assert prompt is not None
+    slo_class = classes.choose(space, headers, read.fields)
+    ours = groups.fields(space, read.fields) | dict.fromkeys(read.fields.keys() & HINT_FIELDS)
+    ours |= engine_arguments(slo_class, prompt.hints, headers, read.fields)
     return Turn(
         api=api,
-        raw=with_fields(raw, ours),
-        body=body,
+        raw=with_fields(pieces, ours),
+        body=read.fields,
         headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
         space=space,
-        seed=seed,
-        identity=identity,
-        chain=chains.of_body(chains.of_group(seed, identity.group), body),
-        tool_bytes=_size(tools) if tools else 0,
-        hints=hints,
+        seed=prompt.seed,
+        identity=prompt.identity,
+        chain=prompt.chain,
+        tool_bytes=prompt.tool_bytes,
+        exact_tokens=prompt.exact_tokens,
+        hints=prompt.hints,
         slo_class=slo_class,
         arrived_at=now,
     )
-
-
-def _size(tools: object) -> int:
-    try:
-        return len(orjson.dumps(tools))
-    except (TypeError, ValueError):
-        raise BadRequest("tools is nested too deeply", param="tools") from None
-
-
-def read_object(headers: Headers, raw: bytes) -> dict[str, Any]:
-    kind = (headers.text(b"content-type") or "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise BadRequest(
-            f"the body must be application/json, not {kind or 'of no type'}", param="content-type"
-        )
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as wrong:
-        raise BadRequest(f"the body is not JSON: {wrong.msg} at byte {wrong.pos}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-def check_model(body: Mapping[str, Any], models: Models) -> ServedModel:
-    name = body.get("model")
-    if not isinstance(name, str) or not name:
-        raise BadRequest("model must be the name of a model (GET /v1/models lists them)", param="model")
-    if (model := models.get(name)) is None:
-        raise ModelNotFound(
-            f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do", param="model"
-        )
-    return model
 
 
 def text_headers(headers: Headers) -> dict[str, str]:

@@ -25,7 +25,7 @@ async def serve(port: int, engine: str) -> None:
     endpoint = Endpoint.parse(engine)
 
     async def handle(request: Request, responder: Responder) -> None:
-        body = await request.body.read()
+        body = await request.body.read_pieces()
         headers = request.headers.raw
         upstream = UpstreamRequest(request.method, request.raw_path, headers, body, repeatable=True)
         observer = StreamObserver()

@@ -112,7 +112,7 @@ class Executor:
             method="POST",
             target=request.endpoint.encode(),
             headers=_JSON,
-            body=offline_body(self._own_body(request.owner, orjson.loads(line)["body"])),
+            body=(offline_body(self._own_body(request.owner, orjson.loads(line)["body"])),),
             repeatable=True,
             first_byte_timeout_s=self._settings.request_timeout_s,
         )

@@ -40,7 +40,7 @@ from router.http import (
 )
 from router.http.asgi import asgi_handler
 from router.logs import log_to_stderr
-from router.turn import Api
+from router.reading import Api
 
 log = logging.getLogger("conserve.router.batch")
 
@@ -139,7 +139,7 @@ class BatchService:
                 method="POST",
                 target=api.target,
                 headers=passed,
-                body=offline_body(body),
+                body=(offline_body(body),),
                 repeatable=True,
                 first_byte_timeout_s=slot.timeout_s,
             )

@@ -105,6 +105,11 @@ class EngineList:
     def infos(self) -> list[EngineInfo]:
         return [record.info for record in self._records.values()]
 
+    @property
+    def max_context(self) -> int:
+        """Of the largest engine; 0 while none is known."""
+        return max((record.info.max_context for record in self._records.values()), default=0)
+
     def load(self, engine: str) -> EngineRecord:
         return self._records[engine]
 

@@ -26,6 +26,9 @@ class ServerLimits:
     """From a request's first byte to the end of its head."""
     body_timeout_s: float = 30.0
     """Longest silence inside a body that a handler waits for."""
+    body_grace_s: float = 60.0
+    """A body may take this long, and longer by what has come of it at ``body_bytes_per_s``."""
+    body_bytes_per_s: float = 64.0 * KIB
     idle_timeout_s: float = 75.0
     """A kept-alive connection without a request."""
     write_stall_s: float = 120.0
@@ -39,8 +42,8 @@ class ServerLimits:
 
     @property
     def shortest_s(self) -> float:
-        waits = self.head_timeout_s, self.body_timeout_s, self.idle_timeout_s, self.write_stall_s
-        return min(*waits, self.linger_s)
+        waits = self.head_timeout_s, self.body_timeout_s, self.body_grace_s, self.idle_timeout_s
+        return min(*waits, self.write_stall_s, self.linger_s)
 
 
 @dataclass(frozen=True, slots=True)

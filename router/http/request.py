@@ -114,9 +114,13 @@ class RequestBody:
 
     async def read(self, max_bytes: int | None = None) -> bytes:
         """The whole body; 413 as soon as it is known to exceed ``max_bytes`` (default: the server's)."""
-        bound = self._max_bytes if max_bytes is None else max_bytes
-        pieces = [piece async for piece in self.pieces(bound)]
+        pieces = await self.read_pieces(max_bytes)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read_pieces(self, max_bytes: int | None = None) -> tuple[bytes, ...]:
+        """The whole body in the pieces in which it came: one of 32 MiB is too long to copy at once."""
+        bound = self._max_bytes if max_bytes is None else max_bytes
+        return tuple([piece async for piece in self.pieces(bound)])
 
     async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
         """The body piece by piece, whatever the server's own bound for those that are read whole."""

@@ -179,6 +179,7 @@ class ServerConnection(asyncio.Protocol):
         self._lingering = False
         self._closed = False
         self._write_deadline: float | None = None
+        self._body_waited = self._body_checked = 0.0
         self._deadline = 0.0
         self._flush_deadline = 0.0
 
@@ -246,6 +247,7 @@ class ServerConnection(asyncio.Protocol):
             resume=self._resume_reading,
         )
         self._incoming = body
+        self._body_waited, self._body_checked = 0.0, self.loop.time()
         if expects and expects.lower() != b"100-continue":
             self._enqueue(ExpectationFailed("100-continue is the only expectation this server meets."))
             return
@@ -405,12 +407,21 @@ class ServerConnection(asyncio.Protocol):
             self.abort()
 
     def _check_body(self, now: float, body: RequestBody) -> None:
+        since, self._body_checked = self._body_checked, now
+        self._body_waited += now - since if body.awaited else 0.0
         if self._heard or not body.awaited:
             self._heard = False
             self._deadline = now + self._limits.body_timeout_s
         elif now > self._deadline:
-            self._server.timed_out("body")
-            self._end_of_input(RequestTimeout("The request's body stopped arriving; send it again."))
+            self._body_late("The request's body stopped arriving; send it again.")
+            return
+        limits = self._limits
+        if self._body_waited > limits.body_grace_s + body.received / limits.body_bytes_per_s:
+            self._body_late("The request's body arrives too slowly; send it again, or less.")
+
+    def _body_late(self, message: str) -> None:
+        self._server.timed_out("body")
+        self._end_of_input(RequestTimeout(message))
 
     def _pause_reading(self) -> None:
         self._pauses += 1

@@ -50,7 +50,8 @@ class UpstreamRequest(NamedTuple):
     target: bytes
     """Path and query as they go on the wire."""
     headers: RawHeaders
-    body: bytes = b""
+    body: tuple[bytes, ...] = ()
+    """In pieces: what is large is never copied into one."""
     repeatable: bool | None = None
     """May it be sent twice when a kept-alive connection turns out dead? None: only a safe method may.
 
@@ -73,7 +74,7 @@ class UpstreamRequest(NamedTuple):
     def head(self, host: bytes) -> bytes:
         lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method.encode(), self.target, host)]
         lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_PASSED)]
-        length = len(self.body) if self.stream is None else self.stream.length
+        length = sum(map(len, self.body)) if self.stream is None else self.stream.length
         if length is None:
             lines.append(b"transfer-encoding: chunked\r\n")
         elif length or self.method not in SAFE_METHODS:
@@ -165,10 +166,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._deadline = self._loop.time() + self._first_byte_s
         # One system call: uvloop writes at once, so that two writes would be two packets.
         head, body = request.head(self._host), request.body
-        if len(body) <= CHEAPLY_COPIED:
-            self._transport.write(head + body)
+        if sum(map(len, body)) <= CHEAPLY_COPIED:
+            self._transport.write(b"".join((head, *body)))
         else:
-            self._transport.writelines((head, body))
+            self._transport.writelines((head, *body))
 
     async def send_body(self, body: RequestBody, max_bytes: int) -> None:
         """The body of the request just sent, as it comes from the client, no faster than the peer takes it.

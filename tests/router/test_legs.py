@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from placement.engines import Role
 from router.fields import with_fields
 from router.legs import prefill_body, pull_from
-from router.turn import Api
+from router.reading import Api
 from tests.support.engines import info
 
 VALUES = st.recursive(
@@ -22,12 +22,14 @@ VALUES = st.recursive(
 BODIES = st.dictionaries(st.text(max_size=12) | st.just("kv_transfer_params"), VALUES)
 
 
-@given(BODIES, st.sampled_from([b"", b"  ", b"\n\t"]), st.booleans())
+@given(BODIES, st.sampled_from([b"", b"  ", b"\n\t"]), st.booleans(), st.integers(0, 200))
 def test_the_decode_leg_is_the_clients_bytes_with_one_field_more(
-    body: dict[str, Any], space: bytes, pretty: bool
+    body: dict[str, Any], space: bytes, pretty: bool, cut: int
 ) -> None:
+    body = {"model": "m", **body}
     raw = space + orjson.dumps(body, option=orjson.OPT_INDENT_2 if pretty else None)
-    leg = with_fields(raw + space, {"kv_transfer_params": {"transfer_id": "t"}})
+    sent = raw + space
+    leg = b"".join(with_fields((sent[:cut], sent[cut:]), {"kv_transfer_params": {"transfer_id": "t"}}))
     for parser in (orjson.loads, json.loads):  # of the router; of engines
         assert parser(leg) == {**body, "kv_transfer_params": {"transfer_id": "t"}}
     assert leg.startswith(raw.rstrip()[:-1])
@@ -53,7 +55,7 @@ def test_the_prefill_leg_has_the_same_prompt_and_asks_for_one_token(api: Api) ->
         "max_output_tokens": 500,
         "store": True,
     }
-    leg = orjson.loads(prefill_body(api, orjson.dumps(body), body, "t"))
+    leg = orjson.loads(b"".join(prefill_body(api, (orjson.dumps(body),), body, "t")))
     for same in ("model", "messages", "prompt", "input", "tools", "tool_choice"):
         assert leg[same] == body[same]
     assert leg["stream"] is False

@@ -6,9 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import chains
+from router.config import SloClass
 from router.directory.cache import Known
+from router.hints import Hints
 from router.identity import Explicit
-from router.turn import Api, TokenRatio, Turn
+from router.reading import Api
+from router.turn import TokenRatio, Turn
 
 SEED = chains.seed("s", "m")
 
@@ -16,7 +19,7 @@ SEED = chains.seed("s", "m")
 def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
     identity = Explicit(None, None, "", previous)
-    return Turn(Api.CHAT, b"", {}, [], "s", SEED, identity, chain, tools, False, 0.0)
+    return Turn(Api.CHAT, (b"",), {}, [], "s", SEED, identity, chain, tools, None, Hints(), SloClass("default"), 0.0)
 
 
 def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
@@ -60,5 +63,5 @@ def test_a_gateway_that_has_not_seen_the_conversation_goes_by_the_decoders_count
 
 def test_token_ids_are_counted_exactly() -> None:
     asked = turn(0)
-    exact = replace(asked, body={"prompt": [1] * 77})
+    exact = replace(asked, exact_tokens=77)
     assert TokenRatio(9.0).prompt_tokens(exact, 0) == 77

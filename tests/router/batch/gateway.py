@@ -12,10 +12,13 @@ from router.api import Callers
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
+from router.classes import Classes
 from router.config import BatchAddress, GatewayConfig, ServedModel
 from router.http import Request, Responder, Server, UpstreamLimits, UpstreamPool
 from router.identity import PrefixGroups
-from router.turn import Api, read_turn
+from router.readers import Readers
+from router.reading import Api
+from router.turn import read_turn
 from tests.router.batch.fake_engine import MODEL
 
 SECRET = "s3cret"
@@ -75,7 +78,9 @@ class FrontGateway:
     async def _handle(self, request: Request, responder: Responder) -> None:
         space = self._callers.caller(request.headers).space
         if request.path == "/v1/chat/completions":
-            turn = await read_turn(Api.CHAT, request, space, self._config.models_by_name, PrefixGroups(), 0.0)
+            models = self._config.models_by_name
+            known = models, PrefixGroups(), Classes(self._config), 0.0, Readers()
+            turn = await read_turn(Api.CHAT, request, space, *known)
             await self._forwarding.flex(turn, responder)
         else:
             await self._forwarding.handle(request, responder, space)

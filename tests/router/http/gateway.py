@@ -31,7 +31,7 @@ class Gateway:
     async def __call__(self, request: Request, responder: Responder) -> None:
         target = request.raw_path + (b"?" + request.query if request.query else b"")
         upstream = UpstreamRequest(
-            request.method, target, request.headers.raw, await request.body.read(), self.repeatable
+            request.method, target, request.headers.raw, await request.body.read_pieces(), self.repeatable
         )
         observer = StreamObserver()
         self.observers.append(observer)

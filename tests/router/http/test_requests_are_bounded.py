@@ -124,6 +124,23 @@ async def test_a_body_that_keeps_coming_is_not_timed_out(serve: Any) -> None:
         assert (await client.answer()).body == b"x" * 8
 
 
+async def test_a_body_that_comes_too_slowly_is_timed_out(serve: Any) -> None:
+    limits = replace(LIMITS, body_timeout_s=1.5, body_grace_s=0.5, body_bytes_per_s=1000.0)
+    server, port = await serve(echo, limits)
+    async with await Client.connect(port) as slow, await Client.connect(port) as steady:
+        slow.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 100\r\n\r\n")
+        steady.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 8000\r\n\r\n")
+        for sent in range(8):
+            await asyncio.sleep(0.2)
+            if sent < 2:  # then it has been cut off: a silence would be, much later
+                slow.send(b"x")
+            steady.send(b"x" * 1000)
+        late = await slow.answer()
+        assert late.status == 408 and b"too slowly" in late.body
+        assert (await steady.answer()).status == 200
+    assert server.stats.timeouts["body"] == 1
+
+
 async def test_an_idle_connection_is_closed(serve: Any) -> None:
     server, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as fresh, await Client.connect(port) as used:

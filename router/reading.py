@@ -1,0 +1,192 @@
+"""Bodies of turns, read: parsed, checked and hashed, by one function of plain data.
+
+What that costs is known before: by a body's bytes and brackets. A costly one is read in a process of its
+own (`router/readers.py`), since parsing holds the interpreter. Sizes are checked before anything is hashed:
+a prompt that no engine could hold has more text than the context's tokens can spell.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from router import chains
+from router.chains import Chain
+from router.errors import BadRequest, ContextTooLong, ModelNotFound
+from router.fields import check_fields
+from router.hints import Hints, read_hints
+from router.identity import Explicit, explicit_identity
+
+CHEAP_BYTES = 256 * 1024
+CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
+MOST_MARKS = 1_000_000  # beyond it a body's memory is many times its bytes
+MOST_ITEMS = 10_000  # messages of a prompt, and parts of them
+MOST_BYTES_A_TOKEN = 256  # the longest tokens of the vocabularies we know are 128 spaces
+_SMALL = 16 * 1024  # of a field's value, to be of use beside the prompt
+
+_TARGETS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+_PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}
+
+
+class Api(StrEnum):
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"  # Anthropic's
+
+    @property
+    def target(self) -> bytes:
+        return _TARGETS[self.value].encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is asked of the reader of a body."""
+
+    path: str  # of the endpoint
+    api: Api | None  # None: it is no turn, and only checked
+    headers: Mapping[str, str]
+    space: str  # scope of the caller's conversation ids
+    models: frozenset[str]  # by every name they answer to
+    max_context: int  # of the largest engine; 0 while none is known
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBody:
+    """What is known of a body that was read."""
+
+    fields: Mapping[str, Any]  # by name; None in the place of what is large
+    prompt: "Prompt | None"  # of a turn
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    seed: bytes
+    identity: Explicit
+    chain: Chain
+    tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
+    exact_tokens: int | None  # known without asking when the prompt is token ids
+    hints: Hints
+
+
+def is_cheap(pieces: Sequence[bytes]) -> bool:
+    """Whether reading it takes no longer than a loop may stand still."""
+    if sum(map(len, pieces)) > CHEAP_BYTES:
+        return False
+    return sum(piece.count(b"{") + piece.count(b"[") for piece in pieces) <= CHEAP_MARKS
+
+
+def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
+    """Raises what the client did wrong."""
+    raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    body = _object(asked.headers, raw)
+    if asked.api is not None or "model" in body:
+        check_model(body, asked.models)
+    check_fields(asked.path, body)
+    prompt = _prompt(asked, asked.api, body) if asked.api is not None else None
+    if len(raw) > CHEAP_BYTES:
+        body = {name: value if _is_small(value) else None for name, value in body.items()}
+    return ReadBody(body, prompt)
+
+
+def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
+    field = _PROMPT_FIELD[api]
+    if body.get("service_tier") == "flex" and body.get("previous_response_id"):
+        raise BadRequest(
+            "offline work belongs to no conversation: send the messages instead", param="previous_response_id"
+        )
+    if field not in body and not (api is Api.RESPONSES and "previous_response_id" in body):
+        raise BadRequest(f"{field} is missing", param=field)
+    _check_size(field, body.get(field), asked.max_context)
+    user = body.get("user")
+    seed = chains.seed(asked.space, str(body["model"]), user if isinstance(user, str) else "")
+    identity = explicit_identity(asked.headers, body)
+    tools = body.get("tools")
+    return Prompt(
+        seed=seed,
+        identity=identity,
+        chain=chains.of_body(chains.of_group(seed, identity.group), body),
+        tool_bytes=_size(tools) if tools else 0,
+        exact_tokens=_exact_tokens(body.get("prompt")),
+        hints=read_hints(asked.headers, body),
+    )
+
+
+def _check_size(field: str, prompt: object, max_context: int) -> None:
+    items = _items(prompt) if isinstance(prompt, list) and field != "prompt" else 0
+    if items > MOST_ITEMS:
+        raise BadRequest(f"{field} has {items} items and parts; it may have {MOST_ITEMS}", param=field)
+    least = _exact_tokens(prompt) or _text_size(prompt) // MOST_BYTES_A_TOKEN
+    if max_context and least > max_context:
+        raise ContextTooLong(
+            f"{field} has at least {least} tokens; the largest engine of this fleet takes {max_context}",
+            param=field,
+        )
+
+
+def _items(messages: list[object]) -> int:
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+
+
+def _exact_tokens(prompt: object) -> int | None:
+    ids = isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int
+    return len(prompt) if ids and isinstance(prompt, list) else None
+
+
+def _text_size(prompt: object) -> int:
+    """Characters of text: of a prompt's own, of messages and their parts. Images are no text."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return sum(map(_text_size, prompt))
+    if isinstance(prompt, dict):
+        return _text_size(prompt.get("content")) + _text_size(prompt.get("text"))
+    return 0
+
+
+def _is_small(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _SMALL
+    return not isinstance(value, dict | list) or len(orjson.dumps(value)) <= _SMALL
+
+
+def _size(tools: object) -> int:
+    try:
+        return len(orjson.dumps(tools))
+    except (TypeError, ValueError):
+        raise BadRequest("tools is nested too deeply", param="tools") from None
+
+
+def _object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise BadRequest(
+            f"the body must be application/json, not {kind or 'of no type'}", param="content-type"
+        )
+    if len(raw) > CHEAP_BYTES and raw.count(b"{") + raw.count(b"[") > MOST_MARKS:
+        raise BadRequest(f"the body has more than {MOST_MARKS} arrays and objects")
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as wrong:
+        raise BadRequest(f"the body is not JSON: {wrong.msg} at byte {wrong.pos}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def check_model(body: Mapping[str, Any], models: frozenset[str]) -> None:
+    name = body.get("model")
+    if not isinstance(name, str) or not name:
+        raise BadRequest("model must be the name of a model (GET /v1/models lists them)", param="model")
+    if name not in models:
+        raise ModelNotFound(
+            f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do", param="model"
+        )

@@ -1,0 +1,152 @@
+"""Hostile bodies cost the gateway's loop no more than their transport; what reads them is another process."""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from router import reading
+from router.errors import ApiError
+from router.readers import Readers
+from router.reading import Api, Reading, read_body
+from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
+
+MIB = 1 << 20
+START = b'{"model": "small", "max_tokens": 2, '
+CLIENT = """
+import http.client, sys
+body, path, host = sys.stdin.buffer.read(), sys.argv[1], sys.argv[2]
+asking = http.client.HTTPConnection(host, timeout=60)
+asking.request("POST", path, body, {"content-type": "application/json", "authorization": "Bearer hostile"})
+answer = asking.getresponse()
+print(answer.status, answer.read().decode())
+"""
+
+
+def many(one: bytes, size: int) -> bytes:
+    return b",".join([one] * (size // (len(one) + 1)))
+
+
+HOSTILE = {
+    "empty messages": ("chat/completions", START + b'"messages": [' + many(b"{}", 2 * MIB) + b"]}"),
+    "parts": (
+        "chat/completions",
+        START + b'"messages": [{"role": "user", "content": [' + many(b"{}", 2 * MIB) + b"]}]}",
+    ),
+    "text": ("completions", START + b'"prompt": "' + b"x" * (31 * MIB) + b'"}'),
+    "numbers": ("completions", START + b'"prompt": [' + many(b"1", 31 * MIB) + b"]}"),
+    "lists": ("completions", START + b'"prompt": [' + many(b"[]", 31 * MIB) + b"]}"),
+    "spaces": ("completions", START + b'"priority": 7' + b" " * (31 * MIB) + b"}"),
+}
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with fleet(tmp_path) as one:
+        yield one
+
+
+async def hostile_request(made: Fleet, path: str, body: bytes) -> tuple[int, bytes]:
+    """From a process of its own: here it would stall the loop that is measured."""
+    host = made.urls[0].removeprefix("http://")
+    pipe = asyncio.subprocess.PIPE
+    sender = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CLIENT, f"/v1/{path}", host), stdin=pipe, stdout=pipe
+    )
+    said, _ = await sender.communicate(body)
+    status, _, text = said.partition(b" ")
+    return int(status), text
+
+
+class Stalls:
+    """The longest time for which the loop ran nothing else."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def watch(self) -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            self.longest_s, last = max(self.longest_s, now - last), now
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+async def test_a_hostile_body_is_refused_and_stalls_nobody(made: Fleet, name: str) -> None:
+    path, body = HOSTILE[name]
+    longest: list[float] = []
+    for _ in range(3):  # the machine has others to serve, too
+        stalls = Stalls()
+        watching = asyncio.create_task(stalls.watch())
+        status, text = await hostile_request(made, path, body)
+        watching.cancel()
+        assert status == 400, text[:300]
+        longest.append(stalls.longest_s)
+    assert min(longest) < 0.06, longest
+    assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
+
+
+async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
+    readers = Readers()
+    body = {
+        "model": MODEL,
+        "messages": [user("x" * 300_000), user("y")],
+        "tools": [{"type": "function", "function": {"name": "f", "description": "z" * 30_000}}],
+        "metadata": {"session_id": "mine"},
+        "n": 2,
+    }
+    pieces = (raw := orjson.dumps(body))[:100_000], raw[100_000:]
+    asked = Reading(
+        "/v1/chat/completions", Api.CHAT, {"content-type": "application/json"}, "s", frozenset({MODEL}), 0
+    )
+    assert not reading.is_cheap(pieces)
+    try:
+        there, here = await readers.read(asked, pieces), read_body(asked, pieces)
+        assert there == here
+        assert there.prompt is not None and there.prompt.identity.id == "mine"
+        assert there.fields["n"] == 2 and there.fields["messages"] is None
+        with pytest.raises(ApiError, match="not JSON"):
+            await readers.read(asked, (raw[:-1],))
+        assert await readers.read(asked, pieces) == here  # a refusal ends no reader
+    finally:
+        readers.close()
+
+
+async def test_a_reader_that_takes_too_long_is_ended_and_its_request_refused() -> None:
+    readers = Readers(longest_s=0.01)
+    asked = Reading("/v1/chat/completions", Api.CHAT, {}, "s", frozenset({MODEL}), 0)
+    with pytest.raises(ApiError, match="too much time"):
+        await readers.read(asked, (b" " * MIB,))
+    readers.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("completions", "x" * 20_000_000), ("completions", [1] * 600_000), ("completions", ["x" * 20_000_000])],
+)
+async def test_a_prompt_beyond_every_context_is_refused_before_it_is_hashed(
+    made: Fleet, monkeypatch: pytest.MonkeyPatch, path: str, prompt: object
+) -> None:
+    context = made.gateways[0].directory.engines.max_context
+    monkeypatch.setattr("router.chains.of_body", lambda *_: pytest.fail("hashed"))
+    body = orjson.dumps({"model": MODEL, "prompt": prompt})
+    asked = Reading(
+        f"/v1/{path}", Api.COMPLETIONS, {"content-type": "application/json"}, "s", frozenset({MODEL}), context
+    )
+    assert context
+    with pytest.raises(ApiError) as refused:
+        read_body(asked, (body,))
+    assert refused.value.code == "context_length_exceeded"
+
+
+async def test_a_large_turn_reaches_its_engine_as_it_came(made: Fleet) -> None:
+    raw = orjson.dumps({"model": MODEL, "messages": [user("hello")], "max_tokens": 2})
+    status, text = await hostile_request(made, "chat/completions", raw[:-1] + b" " * MIB + b"}")
+    assert status == 200, text
+    seen = made.decoder_requests()[-1]
+    assert seen.body["messages"] == [user("hello")] and len(seen.raw) > MIB
