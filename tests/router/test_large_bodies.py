@@ -97,7 +97,7 @@ async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
         "model": MODEL,
         "messages": [user("x" * 300_000), user("y")],
         "tools": [{"type": "function", "function": {"name": "f", "description": "z" * 30_000}}],
-        "metadata": {"session_id": "mine"},
+        "session_id": "mine",
         "n": 2,
     }
     pieces = (raw := orjson.dumps(body))[:100_000], raw[100_000:]
