@@ -16,6 +16,7 @@ from router.reading import Api, Reading, read_body
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
 
 MIB = 1 << 20
+BOUND_S = 0.02
 START = b'{"model": "small", "max_tokens": 2, '
 CLIENT = """
 import http.client, sys
@@ -63,16 +64,16 @@ async def hostile_request(made: Fleet, path: str, body: bytes) -> tuple[int, byt
 
 
 class Stalls:
-    """The longest time for which the loop ran nothing else."""
+    """The longest work of the loop's thread in one go. Its processor time: the machine has others to serve."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
 
     async def watch(self) -> None:
-        last = time.perf_counter()
+        last = time.thread_time()
         while True:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
+            now = time.thread_time()
             self.longest_s, last = max(self.longest_s, now - last), now
 
 
@@ -80,14 +81,17 @@ class Stalls:
 async def test_a_hostile_body_is_refused_and_stalls_nobody(made: Fleet, name: str) -> None:
     path, body = HOSTILE[name]
     longest: list[float] = []
-    for _ in range(3):  # the machine has others to serve, too
+    for _ in range(3):
         stalls = Stalls()
         watching = asyncio.create_task(stalls.watch())
         status, text = await hostile_request(made, path, body)
         watching.cancel()
         assert status == 400, text[:300]
         longest.append(stalls.longest_s)
-    assert min(longest) < 0.06, longest
+        if longest[-1] < BOUND_S:
+            break
+    print(f"{name}: {min(longest) * 1000:.1f} ms")
+    assert min(longest) < BOUND_S, longest
     assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
 
 
