@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import chains
-from router.config import SloClass
+from router.config import SloClass, SloTargets
 from router.directory.cache import Known
 from router.hints import Hints
 from router.identity import Explicit
@@ -19,7 +19,8 @@ SEED = chains.seed("s", "m")
 def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
     identity = Explicit(None, None, "", previous)
-    return Turn(Api.CHAT, (b"",), {}, [], "s", SEED, identity, chain, tools, None, Hints(), SloClass("default"), 0.0)
+    said = identity, chain, tools, None, Hints(), SloClass("default", SloTargets())
+    return Turn(Api.CHAT, (b"",), {}, [], "s", SEED, *said, 0.0)
 
 
 def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
