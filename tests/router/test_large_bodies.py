@@ -64,7 +64,7 @@ async def hostile_request(made: Fleet, path: str, body: bytes) -> tuple[int, byt
 
 
 class Stalls:
-    """The longest work of the loop's thread in one go. Its processor time: the machine has others to serve."""
+    """The longest work of the loop's thread in one go, in processor time: others use the machine."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
