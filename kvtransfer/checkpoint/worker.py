@@ -146,7 +146,7 @@ class Copier:
 
     def _takes_its_place(self) -> None:
         if self._mover.takes_cores:
-            _come_after_the_model()
+            come_after_the_model()
 
     def _in_parts(self, work: Callable[[int, list[BlockCopy]], Any], copies: list[BlockCopy]) -> list[Any]:
         """Each with rows of the bounce buffer from the place on that it is told. Beside steps that need the
@@ -215,7 +215,7 @@ class Copier:
             self._report.corrupt.update(copy.slot for copy in corrupt)
 
 
-def _come_after_the_model() -> None:
+def come_after_the_model() -> None:
     """This thread gets a core when one is left, a small share when none is, and never interrupts another."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, NICE)
