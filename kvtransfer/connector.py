@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -26,7 +27,7 @@ from kvtransfer.config import (
     ConnectorConfig,
     host_slots,
 )
-from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.groups import block_bytes, groups_of
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
     EngineContext,
@@ -74,19 +75,16 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             verify(WORKER)
         super().__init__(vllm_config, role, kv_cache_config)
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ConnectorConfigError(
-                "this connector moves KV of models with one KV cache group; this model has "
-                f"{len(kv_cache_config.kv_cache_groups)}. Serve it without the connector."
-            )
+        groups = groups_of(kv_cache_config)
+        self._by_request = len(groups) > 1  # vLLM wants to be told of failed loads so
         die_with_parent()
         if current_platform.is_cpu():
             nap_instead_of_spinning()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
-        slots = host_slots(config, vllm_config, kv_cache_config)
-        residence = Residence(config, slots, time.monotonic)
-        context = EngineContext(config, vllm_config, kv_cache_config, residence)
+        slots = host_slots(config, int(vllm_config.parallel_config.world_size), block_bytes(groups))
+        residence = Residence(config, slots, time.monotonic, [group.first_kept for group in groups])
+        context = EngineContext(config, vllm_config, kv_cache_config, residence, groups)
         plugins = selected_plugins(config)
         self.residence = residence
         self._schedulers: dict[str, SchedulerSide] = {}
@@ -208,17 +206,17 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             side.on_outcome(StepOutcome(reports.get(name), loaded, failed))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._matches.pop(request.request_id, None)
         self._hit_sources.pop(request.request_id, None)
         params: dict[str, Any] = {}
         for side in self._schedulers.values():
             params.update(side.on_finished(request, block_ids) or {})
         return False, params or None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
         for side in self._schedulers.values():
@@ -252,15 +250,18 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         for side in self._workers.values():
             side.after_step()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         ended = LoadsEnded()
         for side in self._workers.values():
             loads = side.loads_ended()
             if loads is not None:
                 ended.requests |= loads.requests
+                ended.failed |= loads.failed
                 ended.failed_blocks |= loads.failed_blocks
+        if self._by_request:
+            return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed)
         self._failed_blocks |= ended.failed_blocks
-        return None, ended.requests or None
+        return KVConnectorTransferResults(finished_recving=ended.requests)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -298,15 +299,19 @@ class SeveralConnectors(MultiConnector):
         return self.ours.scheduler_side(plugin)
 
     def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        held, params = super().request_finished(request, blocks)
-        if held:
-            self.ours.held_by_others(request.request_id)
-        return held, params
+        return self._noted(request, super().request_finished(request, blocks))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self._noted(request, super().request_finished_all_groups(request, block_ids))
+
+    def _noted(
+        self, request: Any, ended: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if ended[0]:
+            self.ours.held_by_others(request.request_id)
+        return ended
 
     def reset_cache(self) -> bool:
         """Only this engine's KV is void; what a shared tier has is not forgotten for it."""

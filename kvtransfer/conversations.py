@@ -1,13 +1,26 @@
 """Which conversations live here, and which blocks they own.
 
-A block is known by its hash (vLLM's, which covers everything before it). A conversation's *chain* is the
-hashes of its full blocks whose KV is computed, first to last. A block may belong to several chains.
+A block is known by its hash (vLLM's, which covers everything before it) and its KV cache group. A
+conversation's *chain* is the hashes of its full blocks whose KV is computed, first to last. It owns of each
+group what the next token attends to: all of the chain, or a window's blocks at its end. A block may be owned
+by several conversations.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+
+FirstKept = Callable[[int], int]  # of a chain of so many blocks, the first that a group keeps
+
+
+def all_kept(blocks: int) -> int:
+    return 0
+
+
+def block_key(block_hash: bytes, group: int) -> bytes:
+    """Names a block of a KV cache group; in the first group a hash is enough."""
+    return block_hash + group.to_bytes(4, "big") if group else block_hash
 
 
 class RetentionPhase(StrEnum):
@@ -49,8 +62,14 @@ class RetainedConversation:
 class RetainedConversations:
     """`changed` counts changes of rank: the order of free blocks is stale when it has moved on."""
 
-    def __init__(self, clock: Callable[[], float], on_unwanted: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        on_unwanted: Callable[[bytes], None],
+        groups: Sequence[FirstKept] = (all_kept,),
+    ) -> None:
         self._clock = clock
+        self._groups = groups
         self._on_unwanted = on_unwanted  # no conversation wants this block on the host any more
         self._by_key: dict[str, RetainedConversation] = {}
         self._owners: dict[EvictionRank, Counter[bytes]] = {rank: Counter() for rank in EvictionRank}
@@ -65,6 +84,15 @@ class RetainedConversations:
 
     def get(self, key: str) -> RetainedConversation | None:
         return self._by_key.get(key)
+
+    def blocks(self, conversation: RetainedConversation) -> Iterator[tuple[bytes, int]]:
+        """Hash and group of each block that it owns, in the order of the chain."""
+        firsts = [first_kept(len(conversation.chain)) for first_kept in self._groups]
+        for at, block_hash in enumerate(conversation.chain):
+            yield from ((block_hash, group) for group, first in enumerate(firsts) if at >= first)
+
+    def keys(self, conversation: RetainedConversation) -> list[bytes]:
+        return [block_key(*block) for block in self.blocks(conversation)]
 
     def rank_of(self, block: bytes) -> EvictionRank:
         for rank in (EvictionRank.RETAINED, EvictionRank.PARKED, EvictionRank.OFFLINE):
@@ -145,8 +173,9 @@ class RetainedConversations:
         before = conversation.rank
         conversation.phase = phase
         if conversation.rank is not before:
-            self._disown(before, conversation.chain)
-            self._owners[conversation.rank].update(conversation.chain)
+            keys = self.keys(conversation)
+            self._disown(before, keys)
+            self._owners[conversation.rank].update(keys)
             self.changed += 1
 
     def _set_on_host(self, conversation: RetainedConversation, on_host: bool) -> None:
@@ -154,14 +183,17 @@ class RetainedConversations:
             return
         conversation.on_host = on_host
         if on_host:
-            self._host_owners.update(conversation.chain)
+            self._host_owners.update(self.keys(conversation))
         else:
-            self._unwant(conversation.chain)
+            self._unwant(self.keys(conversation))
 
     def _set_chain(self, conversation: RetainedConversation, chain: Sequence[bytes]) -> None:
         same = _common(conversation.chain, chain)
-        lost, gained = conversation.chain[same:], list(chain[same:])
-        conversation.chain[same:] = gained
+        lost, gained = (
+            self._beyond(conversation.chain, len(chain), same),
+            self._beyond(chain, len(conversation.chain), same),
+        )
+        conversation.chain[same:] = chain[same:]
         self._owners[conversation.rank].update(gained)
         self._disown(conversation.rank, lost)
         if conversation.on_host:
@@ -169,6 +201,16 @@ class RetainedConversations:
             self._unwant(lost)
         if lost:
             self.changed += 1
+
+    def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[bytes]:
+        """What is owned with this chain, and not with one of another length that has `same` blocks of it."""
+        found: list[bytes] = []
+        for group, first_kept in enumerate(self._groups):
+            first, end = first_kept(len(chain)), len(chain)
+            before_it = range(first, min(first_kept(other), same, end))
+            after_it = range(max(first, same), end)
+            found += [block_key(chain[at], group) for at in (*before_it, *after_it)]
+        return found
 
     def _disown(self, rank: EvictionRank, blocks: Sequence[bytes]) -> None:
         _subtract(self._owners[rank], blocks)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any
 
-from kvtransfer.conversations import RetainedConversations
+from kvtransfer.conversations import RetainedConversations, block_key
 
 
 class SlotState(StrEnum):
@@ -57,10 +57,10 @@ class HostIndex:
         slot = self._by_block.get(block)
         return slot is not None and slot.state is SlotState.STORED
 
-    def stored_prefix(self, chain: list[bytes], start: int, end: int) -> int:
+    def stored_prefix(self, chain: list[bytes], start: int, end: int, group: int = 0) -> int:
         """How many blocks from `start` on are stored without a gap."""
         at = start
-        while at < end and self.stored(chain[at]):
+        while at < end and self.stored(block_key(chain[at], group)):
             at += 1
         return at - start
 
@@ -103,9 +103,7 @@ class HostIndex:
 
     def faults(self) -> list[str]:
         """What should not be: nothing, unless slots leak."""
-        found = [
-            f"slot {s.number} is dropped, idle, and not free" for s in self._slots.values() if s.done
-        ]
+        found = [f"slot {s.number} is dropped, idle, and not free" for s in self._slots.values() if s.done]
         if len(self._free) + len(self._slots) != self.capacity:
             found.append(f"{self.capacity} slots, but {len(self._free)} free and {len(self._slots)} used")
         states = Counter(slot.block for slot in self._slots.values() if not slot.dropped)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.groups import CacheGroup
 from kvtransfer.metrics import CounterSpec, HistogramSpec
 from kvtransfer.residence import Residence
 
@@ -35,6 +36,7 @@ class EngineContext:
     vllm_config: Any
     kv_cache_config: Any
     residence: Residence  # conversations and host slots; used on the scheduler's side only
+    groups: tuple[CacheGroup, ...]  # of the model's KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class LoadsEnded:
     """Background loads that ended since the last step, on one rank."""
 
     requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # of these, those that did not get all
     failed_blocks: set[int] = field(default_factory=set)
 
 
@@ -112,8 +115,9 @@ class SchedulerSide(PluginSide):
     def on_outcome(self, outcome: StepOutcome) -> None:
         """After a step, once its results are back."""
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
-        """A request ended (also by abort), its blocks not yet freed. Returns parameters for its response."""
+    def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
+        """A request ended (also by abort), its blocks by KV cache group not yet freed. Returns parameters for
+        its response."""
         return None
 
     def reset(self) -> None:

@@ -2,13 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.conversations import RetentionPhase
+from kvtransfer.conversations import RetentionPhase, block_key
 from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
 from kvtransfer.host_index import block_faults, host_faults
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
@@ -25,6 +25,11 @@ class ReportScheduler(SchedulerSide):
         self._config = context.config
         self._residence = context.residence
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        # A block holds its tokens of one group only. What windows hold of a long prompt is small beside what
+        # layers with full attention do: these are what a token takes.
+        full = sum(1 for group in context.groups if not group.window)
+        self._full = next((n for n, group in enumerate(context.groups) if not group.window), 0)
+        self._tokens_a_block = self._block_tokens // max(1, full)
         self._requests: dict[str, Any] = {}
         self._loaded: set[str] = set()  # requests whose background load ended
         self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
@@ -60,7 +65,7 @@ class ReportScheduler(SchedulerSide):
         self._loaded.discard(request.request_id)  # of an allocation before
         self._notify()
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+    def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         self._requests.pop(request.request_id, None)
         self._known.pop(request.request_id, None)
         if request.request_id in self._residence.loading - self._loaded:
@@ -120,21 +125,21 @@ class ReportScheduler(SchedulerSide):
             engine=self._config.engine,
             epoch=self._config.epoch,
             seq=self._seq,
-            live_tokens=live * self._block_tokens,
-            parked_tokens=on_host * self._block_tokens,
-            offline_tokens=offline_blocks * self._block_tokens,
-            free_tokens=max(0, free - retained_free) * self._block_tokens,
+            live_tokens=live * self._tokens_a_block,
+            parked_tokens=on_host * self._tokens_a_block,
+            offline_tokens=offline_blocks * self._tokens_a_block,
+            free_tokens=max(0, free - retained_free) * self._tokens_a_block,
             running=len(running) - offline_running,
             waiting=len(requests) - offline - (len(running) - offline_running),
             offline_running=offline_running,
             offline_waiting=offline - offline_running,
             confirmed=self._confirmed.all(),
             draining=draining,
-            host_used_tokens=host_used * self._block_tokens,
-            host_free_tokens=host.free * self._block_tokens,
+            host_used_tokens=host_used * self._tokens_a_block,
+            host_free_tokens=host.free * self._tokens_a_block,
             parked=parked,
             named_after=self._confirmed.after,
-            idle_tokens=idle * self._block_tokens,
+            idle_tokens=idle * self._tokens_a_block,
             waiting_prompt_tokens=sum(map(self._to_compute, requests)),
             prompt_tokens_per_s=self.prompt_rate.tokens_per_s,
             prompt_share=self.prompt_share if running else 1.0,
@@ -153,7 +158,8 @@ class ReportScheduler(SchedulerSide):
             return int(request.num_prompt_tokens)
         host, blocks = self._residence.host, 0
         for block in request.block_hashes:
-            if self._pool.get_cached_block(block, [0]) is None and not host.stored(block):
+            here = self._pool.get_cached_block(block, [self._full])
+            if here is None and not host.stored(block_key(block, self._full)):
                 break
             blocks += 1
         return blocks * self._block_tokens
@@ -165,22 +171,25 @@ class ReportScheduler(SchedulerSide):
 
     def _idle_blocks(self, ending: set[int]) -> tuple[int, int, int]:
         """Free blocks that are retained, of these on the host too, and those of parked conversations."""
-        retained: set[bytes] = set()
-        parked: set[bytes] = set()
-        for conversation in self._residence.conversations:
+        conversations = self._residence.conversations
+        retained: set[tuple[bytes, int]] = set()
+        parked: set[tuple[bytes, int]] = set()
+        for conversation in conversations:
             if conversation.phase is RetentionPhase.RETAINED:
-                retained.update(conversation.chain)
+                retained.update(conversations.blocks(conversation))
             elif conversation.phase is RetentionPhase.PARKED:
-                parked.update(conversation.chain)
-        free = [block for block in retained if self._is_free(block, ending)]
+                parked.update(conversations.blocks(conversation))
+        free = [block_key(*block) for block in retained if self._is_free(*block, ending)]
         return len(free), sum(map(self._residence.host.stored, free)), len(parked - retained)
 
-    def _is_free(self, block_hash: bytes, ending: set[int]) -> bool:
-        found = self._pool.get_cached_block(block_hash, [0])
+    def _is_free(self, block_hash: bytes, group: int, ending: set[int]) -> bool:
+        found = self._pool.get_cached_block(block_hash, [group])
         return bool(found) and (found[0].ref_cnt == 0 or found[0].block_id in ending)
 
     def _blocks_of(self, requests: list[Any]) -> int:
-        return sum(len(self._manager.get_block_ids(r.request_id)[0]) for r in requests)
+        """Null blocks are block 0."""
+        ids = (self._manager.get_block_ids(request.request_id) for request in requests)
+        return sum(1 for groups in ids for group in groups for block in group if block)
 
     def faults(self) -> list[str]:
         """Of an idle engine; nothing is known about one in the middle of a step."""

@@ -6,21 +6,33 @@ scheduler sleeps. Everything here is bookkeeping; what it means for blocks happe
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.conversations import RetainedConversation, RetainedConversations, RetentionPhase
+from kvtransfer.conversations import (
+    FirstKept,
+    RetainedConversation,
+    RetainedConversations,
+    RetentionPhase,
+    all_kept,
+)
 from kvtransfer.host_index import HostIndex, Slot
 
 
 class Residence:
-    def __init__(self, config: ConnectorConfig, host_slots: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        host_slots: int,
+        clock: Callable[[], float],
+        groups: Sequence[FirstKept] = (all_kept,),
+    ) -> None:
         self._config = config
         self.clock = clock
         self.lock = threading.RLock()
         self.host = HostIndex(host_slots)
-        self.conversations = RetainedConversations(clock, on_unwanted=self.host.drop)
+        self.conversations = RetainedConversations(clock, self.host.drop, groups)
         self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # requests with a conversation, by id
         self.loading: set[str] = set()  # requests with blocks but no step yet: KV may be on its way
         self.held_by_others: set[str] = set()  # ended requests whose blocks another connector holds
@@ -65,13 +77,12 @@ class Residence:
         self.parked.append(conversation.key)
 
     def on_host(self, conversation: RetainedConversation) -> bool:
-        chain = conversation.chain
-        return self.host.stored_prefix(chain, 0, len(chain)) == len(chain)
+        return all(map(self.host.stored, self.conversations.keys(conversation)))
 
     def _reaches_host(self, conversation: RetainedConversation) -> bool:
         """There or on its way: a sleeping engine hears of the ends of its last copies with its next step.
         Until then they hold their blocks, so that nothing is lost by parking."""
-        return all(block in self.host for block in conversation.chain)
+        return all(block in self.host for block in self.conversations.keys(conversation))
 
     def drain(self, draining: bool) -> None:
         """A draining engine retains nothing: what is idle is forgotten, and what runs when its turn ends."""
@@ -102,7 +113,7 @@ class Residence:
             if missing_blocks <= 0:
                 return
             if self.park(conversation.key):
-                missing_blocks -= len(conversation.chain)
+                missing_blocks -= len(self.conversations.keys(conversation))
 
     def reset(self) -> None:
         """No KV computed so far is valid."""

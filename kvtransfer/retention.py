@@ -10,14 +10,18 @@ blocks from one end of its queue, and puts freed ones with a hash at the other: 
 order by themselves, what ends, is parked or is offline is not.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
-
-from kvtransfer.conversations import EvictionRank, RetainedConversation, RetentionPhase
+from kvtransfer.conversations import (
+    EvictionRank,
+    RetainedConversation,
+    RetainedConversations,
+    RetentionPhase,
+)
 from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.groups import key_of
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
 from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, note_what_client_said, owner_key
 from kvtransfer.vllm_internals import free_queue
@@ -34,15 +38,15 @@ def in_danger(
 
 
 def eviction_order(
-    conversations: Iterable[RetainedConversation], block_of: Callable[[bytes], Any | None]
+    conversations: RetainedConversations, block_of: Callable[[bytes, int], Any | None]
 ) -> list[Any]:
     """The free blocks that are somebody's, in the order in which they go, after all that are nothing's."""
     order: list[Any] = []
     placed: set[int] = set()
     # Filled from the end: a block that several conversations share goes with the one that stays longest.
     for conversation in sorted(conversations, key=_staying, reverse=True):
-        for block_hash in conversation.chain:
-            block = block_of(block_hash)
+        for owned in conversations.blocks(conversation):
+            block = block_of(*owned)
             if block is not None and block.ref_cnt == 0 and id(block) not in placed:
                 placed.add(id(block))
                 order.append(block)
@@ -60,7 +64,8 @@ class RetentionScheduler(SchedulerSide):
         self._residence = context.residence
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         # The most blocks one step can take.
-        self.window = -(-scheduler.max_num_batched_tokens // self._block_tokens) + scheduler.max_num_seqs
+        a_group = -(-scheduler.max_num_batched_tokens // self._block_tokens) + scheduler.max_num_seqs
+        self.window = a_group * len(context.groups)
         self._pool: Any = None
         self._ordered_at = -1  # `changed` of the conversations when free blocks were last put in order
 
@@ -104,7 +109,7 @@ class RetentionScheduler(SchedulerSide):
                 self._relieve()
             self._put_in_order()
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+    def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         with self._residence.lock:
             owned = self._residence.requests.pop(request.request_id, None)
             if owned is None:
@@ -120,13 +125,15 @@ class RetentionScheduler(SchedulerSide):
             self._residence.conversations.advance(conversation, request.block_hashes[:full])
 
     def _relieve(self) -> None:
-        retained = self._residence.conversations.owned(EvictionRank.RETAINED)
+        conversations = self._residence.conversations
         free = self._pool.get_num_free_blocks()
-        if free - len(retained) >= self.window:
+        if free - len(conversations.owned(EvictionRank.RETAINED)) >= self.window:
             return
         if not in_danger(free_queue(self._pool), self._rank_of, self.window, above=EvictionRank.PARKED):
             return  # most steps on a full accelerator: the count below is a pass over all that is retained
-        blocks = map(self._block_of, retained)
+        ranked = (one for one in conversations if one.rank is EvictionRank.RETAINED)
+        retained = {owned for one in ranked for owned in conversations.blocks(one)}
+        blocks = (self._block_of(*owned) for owned in retained)
         retained_free = sum(1 for block in blocks if block is not None and block.ref_cnt == 0)
         self._residence.relieve(self.window - (free - retained_free))
 
@@ -146,10 +153,10 @@ class RetentionScheduler(SchedulerSide):
     def _rank_of(self, block: Any) -> EvictionRank:
         if block.block_hash is None:
             return EvictionRank.NOTHING
-        return self._residence.conversations.rank_of(get_block_hash(block.block_hash))
+        return self._residence.conversations.rank_of(key_of(block))
 
-    def _block_of(self, block_hash: bytes) -> Any | None:
-        found = self._pool.get_cached_block(block_hash, [0])
+    def _block_of(self, block_hash: bytes, group: int) -> Any | None:
+        found = self._pool.get_cached_block(block_hash, [group])
         return found[0] if found else None
 
     def reset(self) -> None:

@@ -4,11 +4,11 @@ At the top, what the two sides tell each other once a step.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtransfer.conversations import RetainedConversation
+from kvtransfer.conversations import RetainedConversation, block_key
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.residence import admitted_now, confirmed_blocks
 
@@ -70,6 +70,7 @@ class CheckpointScheduler(SchedulerSide):
         self._residence.ending["checkpoint"] = self.copying_block_ids
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
+        self._groups = context.groups
         self._manager: Any = None
         self._pool: Any = None
         self._next = CheckpointOrder()
@@ -104,24 +105,44 @@ class CheckpointScheduler(SchedulerSide):
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
         """Blocks that the host has of a request, beyond the tokens that are on the accelerator."""
         start = computed_tokens // self._block_tokens
-        end = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        end = int(min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)))
+        hashes, host = request.block_hashes, self._residence.host
         with self._residence.lock:
-            return self._residence.host.stored_prefix(request.block_hashes, start, end)
+            for number, group in enumerate(self._groups):
+                if not group.window:
+                    end = start + host.stored_prefix(hashes, start, end, number)
+            while end > start and (gap := self._gap(hashes, start, end)) >= start:
+                end = gap
+        return end - start
+
+    def _gap(self, hashes: list[bytes], start: int, end: int) -> int:
+        """The last block that windows at `end` need and the host does not have; -1: none."""
+        host = self._residence.host
+        windows = ((n, group.first_kept(end)) for n, group in enumerate(self._groups) if group.window)
+        needed = ((n, reversed(range(max(start, first), end))) for n, first in windows)
+        gaps = (
+            next((at for at in places if not host.stored(block_key(hashes[at], n))), -1)
+            for n, places in needed
+        )
+        return max(gaps, default=-1)
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._looked_at.pop(request.request_id, None)
         if match is None:
             return
-        ids = blocks.get_block_ids()[0]
         count = match.tokens // self._block_tokens
-        start = len(ids) - count  # a background load is allocated exactly what it loads
-        hashes = request.block_hashes[start : start + count]
+        places: list[tuple[int, bytes]] = []  # block id, and what it is to hold
+        for number, (group, ids) in enumerate(zip(self._groups, blocks.get_block_ids(), strict=True)):
+            end = len(ids)  # a background load is allocated exactly what it loads
+            first = max(end - count, group.first_kept(end))
+            keys = (block_key(one, number) for one in request.block_hashes[first:end])
+            places += zip(ids[first:], keys, strict=True)
         with self._residence.lock:
-            slots = [self._residence.host.begin_load(block) for block in hashes]
+            slots = [self._residence.host.begin_load(key) for _, key in places]
         # What the feed released since `match` is loaded from nowhere: it fails its check, and is computed.
         copies = [
             BlockCopy(block, slot.number, slot.generation) if slot else BlockCopy(block, NOWHERE, 0)
-            for block, slot in zip(ids[start:], slots, strict=True)
+            for (block, _), slot in zip(places, slots, strict=True)
         ]
         self._next.loads.append(BlockLoad(request.request_id, copies))
         self._loading[request.request_id] = [slot.number for slot in slots if slot]
@@ -143,34 +164,44 @@ class CheckpointScheduler(SchedulerSide):
     def _copies_go_on(self) -> bool:
         return bool(self._loading or self.copying)
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+    def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         owned = self._owned.pop(request.request_id, None)
         if owned is not None and request.request_id not in self._residence.loading:
             with self._residence.lock:
                 self._store(*owned, block_ids)
         self._looked_at.pop(request.request_id, None)
 
-    def _store(self, request: Any, conversation: RetainedConversation, block_ids: list[int] | None) -> None:
+    def _store(
+        self, request: Any, conversation: RetainedConversation, block_ids: Sequence[list[int]] | None
+    ) -> None:
         """By the request's own hashes: the chain may be ahead, or of another turn that runs beside it."""
         hashes = request.block_hashes
         at = self._looked_at.get(request.request_id, 0)
         end = confirmed_blocks(request, self._block_tokens)
         if at >= end or not conversation.on_host:
             return
-        ids = block_ids if block_ids is not None else self._manager.get_block_ids(request.request_id)[0]
-        most = STORES_A_STEP if block_ids is None else len(ids)
-        while at < min(end, len(ids)) and len(self._next.stores) < most:
-            if self._is_wanted(hashes[at]):
-                slot = self._residence.host_slot(hashes[at], conversation)
-                if slot is None:
-                    self._counts["host_full"] += 1
-                    break
-                block = self._pool.blocks[ids[at]]
-                self._pool.touch([block])
-                self.copying[slot.number] = block
-                self._next.stores.append(BlockCopy(block.block_id, slot.number, slot.generation))
+        ids = block_ids if block_ids is not None else self._manager.get_block_ids(request.request_id)
+        end = min(end, *map(len, ids))
+        most = STORES_A_STEP if block_ids is None else sum(map(len, ids))
+        while at < end and len(self._next.stores) < most:
+            of_groups = [(block_key(hashes[at], number), group[at]) for number, group in enumerate(ids)]
+            if not all(self._begin_store(key, block, conversation) for key, block in of_groups):
+                self._counts["host_full"] += 1
+                break
             at += 1
         self._looked_at[request.request_id] = at
+
+    def _begin_store(self, key: bytes, block_id: int, conversation: RetainedConversation) -> bool:
+        """False: there is no room. A block that its window has left is not there any more, nor wanted."""
+        if not self._is_wanted(key) or (block := self._pool.blocks[block_id]).is_null:
+            return True
+        slot = self._residence.host_slot(key, conversation)
+        if slot is None:
+            return False
+        self._pool.touch([block])
+        self.copying[slot.number] = block
+        self._next.stores.append(BlockCopy(block_id, slot.number, slot.generation))
+        return True
 
     def _is_wanted(self, block: bytes) -> bool:
         wanted = self._residence.conversations.wanted_on_host(block)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -27,7 +27,6 @@ from kvtransfer.checkpoint.scheduler import (
     CheckpointReport,
     CheckpointScheduler,
 )
-from kvtransfer.config import host_slots
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.memory import by_block_first
 
@@ -210,6 +209,8 @@ class Copier:
             )
         with self._work:
             self._ended.requests.add(load.request_id)
+            if failed or corrupt:
+                self._ended.failed.add(load.request_id)
             self._ended.failed_blocks.update(copy.block for copy in failed + corrupt)
             self._report.failed.update(copy.slot for copy in failed)
             self._report.corrupt.update(copy.slot for copy in corrupt)
@@ -222,14 +223,19 @@ def come_after_the_model() -> None:
     os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
+def pages(layers: Iterable[Any]) -> list[Any]:
+    """Layers of different KV cache groups share memory: a block is one group's at a time. Each place once."""
+    return list({layer.data_ptr(): layer for layer in layers}.values())
+
+
 class CheckpointWorker(WorkerSide):
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._blocks = int(context.kv_cache_config.num_blocks)
-        self._slots = host_slots(context.config, context.vllm_config, context.kv_cache_config)
+        self._slots = context.residence.host.capacity
         self.copier: Copier
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        device = [by_block_first(tensor, self._blocks) for tensor in kv_caches.values()]
+        device = pages([by_block_first(tensor, self._blocks) for tensor in kv_caches.values()])
         self.copier = Copier(HostSlots(self._slots, block_bytes(device)), mover_for(device))
 
     def before_step(self, order: CheckpointOrder | None) -> None:

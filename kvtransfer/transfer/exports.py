@@ -10,7 +10,7 @@ refused at once instead of waiting for a prefill that will not come.
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ class Export:
     total_tokens: int
     prompt: str
     generation: int
-    blocks: list[int]
+    blocks: list[list[int]]  # by KV cache group
     written: list[int]  # tokens by layer whose KV is in the blocks
     deadline: float | None = None  # the lease's end; None while the prefill runs
     ended: Reason | None = None
@@ -46,7 +46,7 @@ class Reader:
     """One consumer's progress through one export."""
 
     export: Export
-    skip: int
+    skip: Sequence[int]  # by KV cache group
     generation: int = -1
     sent: list[int] = field(default_factory=list)  # blocks by layer
 
@@ -70,6 +70,7 @@ class Exports:
         self._block_tokens = block_tokens
         self._lease_s = lease_s
         self._clock = clock
+        self._groups = 1 + max(memory.groups)
         self._exports: dict[str, Export] = {}
         self._tombstones: OrderedDict[str, Reason] = OrderedDict()
         self._generations = itertools.count(1)
@@ -81,7 +82,7 @@ class Exports:
 
     # The worker's thread
 
-    def open(self, transfer_id: str, blocks: Iterable[int], total_tokens: int, prompt: str) -> int:
+    def open(self, transfer_id: str, blocks: Sequence[list[int]], total_tokens: int, prompt: str) -> int:
         """A prefill begins, or begins again after a preemption; returns the generation of its blocks."""
         with self._changed:
             export = self._exports.get(transfer_id)
@@ -90,14 +91,14 @@ class Exports:
                 if self._tombstones.pop(transfer_id, None) is Reason.TAKEN:  # dismissed before it began
                     export.ended = Reason.TAKEN
             self._restart(export)
-            export.blocks += blocks
+            _append(export.blocks, blocks)
             self._changed.notify_all()
             return export.generation
 
-    def extend(self, transfer_id: str, blocks: Iterable[int]) -> None:
+    def extend(self, transfer_id: str, blocks: Sequence[list[int]]) -> None:
         with self._changed:
             if export := self._exports.get(transfer_id):
-                export.blocks += blocks
+                _append(export.blocks, blocks)
 
     def void(self, transfer_id: str) -> None:
         """The prefill lost its blocks; it will begin again."""
@@ -158,7 +159,7 @@ class Exports:
 
     # The server's threads
 
-    def attach(self, transfer_id: str, prompt: str, skip: int, wait_s: float) -> Reader:
+    def attach(self, transfer_id: str, prompt: str, skip: Sequence[int], wait_s: float) -> Reader:
         """Waits for the prefill to begin: both legs are started together, and the decoder may be first."""
         with self._changed:
             self._changed.wait_for(
@@ -168,6 +169,8 @@ class Exports:
             if export is None:
                 raise TransferRefused(self._tombstones.get(transfer_id, Reason.UNKNOWN), transfer_id)
             self._check(export)
+            if len(skip) != self._groups:
+                raise TransferRefused(Reason.LAYOUT, "the engines have different KV cache groups")
             if export.prompt != prompt:
                 raise TransferRefused(Reason.PROMPT, "the legs of this transfer have different prompts")
             return Reader(export, skip)
@@ -212,7 +215,7 @@ class Exports:
     # Under the lock
 
     def _restart(self, export: Export) -> None:
-        export.blocks = []
+        export.blocks = [[] for _ in range(self._groups)]
         export.written = [0] * len(self.memory.layers)
         export.generation = next(self._generations)
 
@@ -226,12 +229,13 @@ class Exports:
         export = reader.export
         if reader.generation != export.generation:
             reader.generation = export.generation
-            reader.sent = [reader.skip] * len(export.written)
+            reader.sent = [reader.skip[group] for group in self.memory.groups]
         runs = []
         for layer, tokens in enumerate(export.written):
             end = self._blocks_of(export, tokens)
             if end > reader.sent[layer]:
-                runs.append((layer, reader.sent[layer], export.blocks[reader.sent[layer] : end]))
+                blocks = export.blocks[self.memory.groups[layer]]
+                runs.append((layer, reader.sent[layer], blocks[reader.sent[layer] : end]))
                 reader.sent[layer] = end
         return Ready(export.generation, runs, all(n == export.total_tokens for n in export.written))
 
@@ -255,3 +259,8 @@ class Exports:
         self._tombstones.move_to_end(transfer_id)
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
+
+
+def _append(known: list[list[int]], added: Sequence[list[int]]) -> None:
+    for group, blocks in zip(known, added, strict=True):
+        group += blocks

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 BLOCKS_A_FRAME = 256
+ONE: Mapping[str, int] = {}  # all layers are in the first KV cache group
 
 
 class BlockMemory:
     """Where blocks are read from and written to. One block of one layer is one range of bytes."""
 
     layers: tuple[str, ...]
+    groups: tuple[int, ...]  # KV cache group of each layer
     layout: str
 
     def view(self, layer: int, block: int) -> memoryview:
@@ -54,8 +56,9 @@ class BlockMemory:
 class HostBlockMemory(BlockMemory):
     """KV tensors in host memory (CPU build), used in place: nothing is copied on either side."""
 
-    def __init__(self, kv_caches: Mapping[str, Any], blocks: int) -> None:
+    def __init__(self, kv_caches: Mapping[str, Any], blocks: int, groups: Mapping[str, int] = ONE) -> None:
         self.layers = tuple(kv_caches)
+        self.groups = tuple(groups.get(layer, 0) for layer in kv_caches)
         self._places = [block_ranges(tensor, blocks) for tensor in kv_caches.values()]
         self._owners = list(kv_caches.values())  # the views below do not keep the tensors alive
         self.layout = layout_fingerprint(list(kv_caches.values()), blocks)

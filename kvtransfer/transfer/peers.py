@@ -7,7 +7,7 @@ one prompt's KV into blocks already allocated for it.
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -166,13 +166,13 @@ class Cancellation:
 
 def fetch(
     source: TransferSource,
-    skip: int,
-    blocks: list[int],
+    skip: list[int],
+    blocks: Sequence[list[int]],
     memory: BlockMemory,
     consumer: TransferEnd,
     cancellation: Cancellation,
 ) -> int:
-    """Fills `blocks` with the prompt's blocks from `skip` on; returns the bytes received."""
+    """Fills `blocks` with the prompt's from `skip` on, both by group; returns the bytes received."""
     with _connected(source, skip, memory.layout, consumer, cancellation) as peer:
         received = _receive(peer, skip, blocks, memory, consumer.timeout_s)
         wire.send_control(peer, wire.Kind.RECEIVED)
@@ -181,14 +181,14 @@ def fetch(
 
 def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) -> None:
     """Tells the producer that nothing of this transfer is needed."""
-    with _connected(source, 0, memory.layout, consumer, Cancellation(), dismiss=True) as peer:
+    with _connected(source, [], memory.layout, consumer, Cancellation(), dismiss=True) as peer:
         wire.receive_control(peer, wire.Kind.END)
 
 
 @contextmanager
 def _connected(
     source: TransferSource,
-    skip: int,
+    skip: list[int],
     layout: str,
     me: TransferEnd,
     cancellation: Cancellation,
@@ -225,9 +225,10 @@ def pieces(blocks: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _receive(
-    peer: socket.socket, skip: int, blocks: list[int], memory: BlockMemory, wait_s: float
+    peer: socket.socket, skip: list[int], by_group: Sequence[list[int]], memory: BlockMemory, wait_s: float
 ) -> int:
     received = 0
+    wanted = [by_group[group] for group in memory.groups]  # by layer
     generation = -1
     arrived = [0] * len(memory.layers)
     while True:
@@ -236,8 +237,10 @@ def _receive(
             if header.generation != generation:  # the prefill began again: what came before is void
                 generation = header.generation
                 arrived = [0] * len(memory.layers)
-            at = header.first - skip
-            if header.layer >= len(arrived) or at != arrived[header.layer] or at + header.count > len(blocks):
+            if header.layer >= len(arrived):
+                raise TransferRefused(Reason.PROTOCOL, f"no such layer: {header}")
+            at, blocks = header.first - skip[memory.groups[header.layer]], wanted[header.layer]
+            if at != arrived[header.layer] or at + header.count > len(blocks):
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
             sums = wire.receive_checksums(peer, header.count)
             for first, piece in pieces(blocks[at : at + header.count], memory.frame_blocks(header.layer)):
@@ -246,8 +249,8 @@ def _receive(
                     received += sum(view.nbytes for view in views)
             arrived[header.layer] += header.count
         elif header.kind is wire.Kind.END:
-            if header.generation != generation or any(n != len(blocks) for n in arrived):
-                raise TransferRefused(Reason.SHORT, f"layers have {arrived} of {len(blocks)} blocks")
+            if header.generation != generation or arrived != (due := list(map(len, wanted))):
+                raise TransferRefused(Reason.SHORT, f"layers have {arrived} of {due} blocks")
             return received
         elif header.kind is wire.Kind.REFUSE:
             raise wire.decode_refusal(wire.receive_exactly(peer, min(header.count, wire.MAX_CONTROL_BYTES)))

@@ -6,7 +6,7 @@ At the top, what the two sides tell each other once a step.
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,16 @@ from kvtransfer.errors import Reason
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.transfer.peers import TransferSource
 
+BlocksByGroup = Sequence[list[int]]  # block ids, by KV cache group
+NULL = 0  # vLLM's block that stands where a window has left
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A prefill begins, or begins again after a preemption."""
 
     transfer_id: str
-    blocks: list[int]
+    blocks: BlocksByGroup
     total_tokens: int
     prompt: str  # digest
 
@@ -34,15 +37,15 @@ class Fetch:
 
     request_id: str
     source: TransferSource
-    skip: int
-    blocks: list[int]
+    skip: list[int]  # leading blocks that it has or does not need, by group
+    blocks: BlocksByGroup  # the others
 
 
 @dataclass(slots=True)
 class TransferOrder:
     voided: list[str] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)
-    extended: list[tuple[str, list[int]]] = field(default_factory=list)
+    extended: list[tuple[str, BlocksByGroup]] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)  # tokens in place after this step
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -91,11 +94,13 @@ class TransferScheduler(SchedulerSide):
         self._config = context.config
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
+        self._groups = context.groups
         self._clock = context.residence.clock
         context.residence.references["transfer"] = self.held_block_ids
         context.residence.ending["transfer"] = self.expired_block_ids
         context.residence.withdraw = self.withdraw
         self._withdrawn = context.residence.withdrawn
+        self._manager: Any = None
         self._pool: Any = None
         self._next = TransferOrder()
         self._exporting: dict[str, tuple[str, Any]] = {}  # request -> transfer, vLLM's request
@@ -117,7 +122,7 @@ class TransferScheduler(SchedulerSide):
         return [block.block_id for transfer in expired for block in self._held.get(transfer, [])]
 
     def bind(self, manager: Any) -> None:
-        self._pool = manager.block_pool
+        self._manager, self._pool = manager, manager.block_pool
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
@@ -163,7 +168,13 @@ class TransferScheduler(SchedulerSide):
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         if request.request_id not in self._sources:
             return None
-        return Match(request.num_prompt_tokens - computed_tokens, background=True)
+        return Match(self._fetched(request.num_prompt_tokens) - computed_tokens, background=True)
+
+    def _fetched(self, prompt: int) -> int:
+        """Tokens that are fetched of a prompt. vLLM computes the last again, having made room for what the
+        token after it attends to: where that leaves out a block, room is made for one token less."""
+        shorter = any(group.first_block(prompt - 1) < group.first_block(prompt) for group in self._groups)
+        return prompt - 1 if shorter else prompt
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         source = self._sources.pop(request.request_id, None)
@@ -172,9 +183,11 @@ class TransferScheduler(SchedulerSide):
         if match is None:  # the whole prompt is here already
             self._next.dismissed.append(source)
             return
-        ids = blocks.get_block_ids()[0]
-        skip = (request.num_prompt_tokens - match.tokens) // self._block_tokens
-        self._next.fetches.append(Fetch(request.request_id, source, skip, ids[skip:]))
+        there = (request.num_prompt_tokens - match.tokens) // self._block_tokens
+        ids = blocks.get_block_ids()
+        skip = [max(there, group.count(NULL)) for group in ids]
+        rest = [group[first:] for group, first in zip(ids, skip, strict=True)]
+        self._next.fetches.append(Fetch(request.request_id, source, skip, rest))
         self._fetching[request.request_id] = match.tokens
 
     def order(self, scheduler_output: Any) -> TransferOrder | None:
@@ -188,9 +201,10 @@ class TransferScheduler(SchedulerSide):
             if request.status == RequestStatus.PREEMPTED and request_id not in self._void:
                 self._void.add(request_id)
                 self._next.voided.append(transfer_id)
+                self._release(transfer_id)
         for new in output.scheduled_new_reqs:
             if new.req_id in self._exporting:
-                self._open(new.req_id, new.block_ids[0])
+                self._open(new.req_id, new.block_ids)
                 self._advance(new.req_id, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -198,20 +212,34 @@ class TransferScheduler(SchedulerSide):
                 continue
             added = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                self._open(request_id, added[0])
+                self._open(request_id, added)
             elif added:
-                self._next.extended.append((self._exporting[request_id][0], list(added[0])))
+                self._next.extended.append((self._exporting[request_id][0], added))
             self._advance(request_id, cached.num_computed_tokens[index], output)
 
-    def _open(self, request_id: str, blocks: list[int]) -> None:
+    def _open(self, request_id: str, blocks: BlocksByGroup) -> None:
         transfer_id, request = self._exporting[request_id]
         self._void.discard(request_id)
-        opened = Opened(transfer_id, list(blocks), request.num_prompt_tokens, prompt_digest(request))
+        opened = Opened(transfer_id, blocks, request.num_prompt_tokens, prompt_digest(request))
         self._next.opened.append(opened)
 
     def _advance(self, request_id: str, computed: int, output: Any) -> None:
         tokens = computed + output.num_scheduled_tokens[request_id]
-        self._next.progress.append((self._exporting[request_id][0], tokens))
+        transfer_id, request = self._exporting[request_id]
+        self._next.progress.append((transfer_id, tokens))
+        if tokens >= request.num_prompt_tokens and transfer_id not in self._held:
+            self._hold(transfer_id, request)
+
+    def _hold(self, transfer_id: str, request: Any) -> None:
+        """With the prompt's last step: before vLLM hears of the request's end, it gives back the block that a
+        window leaves with that step, and decoders need it."""
+        prompt = request.num_prompt_tokens
+        end = -(-prompt // self._block_tokens)
+        by_group = zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True)
+        needed = [ids[group.first_block(prompt - 1) : end] for group, ids in by_group]
+        held = [self._pool.blocks[block] for ids in needed for block in ids]
+        self._pool.touch(held)
+        self._held[transfer_id] = held
 
     def on_outcome(self, outcome: StepOutcome) -> None:
         for request_id in outcome.loaded & self._fetching.keys():
@@ -231,7 +259,7 @@ class TransferScheduler(SchedulerSide):
         self._held_since.pop(transfer_id, None)
         self._pool.free_blocks(reversed(self._held.pop(transfer_id, [])))
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
+    def on_finished(self, request: Any, block_ids: BlocksByGroup) -> dict[str, Any] | None:
         request_id = request.request_id
         self._withdrawn.pop(request_id, None)
         if source := self._sources.pop(request_id, None):  # ended before it was scheduled
@@ -243,13 +271,10 @@ class TransferScheduler(SchedulerSide):
         transfer_id, _ = self._exporting.pop(request_id)
         voided = request_id in self._void
         self._void.discard(request_id)
-        if request.status not in DELIVERED or voided:
+        if request.status not in DELIVERED or voided or transfer_id not in self._held:
             self._next.aborted.append(transfer_id)
+            self._release(transfer_id)
             return None
-        prompt_blocks = -(-request.num_prompt_tokens // self._block_tokens)
-        held = [self._pool.blocks[block] for block in block_ids[:prompt_blocks]]
-        self._pool.touch(held)
-        self._held[transfer_id] = held
         self._held_since[transfer_id] = self._clock()
         self._next.finished.append(transfer_id)
         return self._answer(transfer_id, request.num_prompt_tokens)

@@ -15,7 +15,7 @@ import torch
 
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.side_stream import SideStream
-from kvtransfer.transfer.memory import BLOCKS_A_FRAME, BlockMemory, byte_rows, layout_fingerprint
+from kvtransfer.transfer.memory import BLOCKS_A_FRAME, ONE, BlockMemory, byte_rows, layout_fingerprint
 
 SLOT_BYTES = 4 << 20  # a few tenths of a millisecond on the bus: starting a copy is little beside it
 SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once
@@ -82,10 +82,16 @@ class StagedBlockMemory(BlockMemory):
     """
 
     def __init__(
-        self, kv_caches: Mapping[str, Any], blocks: int, window_bytes: int, cuda: Any | None = None
+        self,
+        kv_caches: Mapping[str, Any],
+        blocks: int,
+        window_bytes: int,
+        groups: Mapping[str, int] = ONE,
+        cuda: Any | None = None,
     ) -> None:
         tensors = list(kv_caches.values())
         self.layers = tuple(kv_caches)
+        self.groups = tuple(groups.get(layer, 0) for layer in kv_caches)
         self.layout = layout_fingerprint(tensors, blocks)
         self._device = [byte_rows(tensor, blocks) for tensor in tensors]
         self._sizes = [rows.shape[1] * rows.element_size() for rows in self._device]

@@ -91,7 +91,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Size
     layout: str  # fingerprint of the KV's shape and data type
     prompt: str  # digest of the prompt whose KV is wanted
-    skip: Size  # leading blocks the consumer has already
+    skip: list[Size]  # leading blocks the consumer has already or does not need, by KV cache group
     dismiss: bool = False  # nothing is wanted: the producer may release at once
 
     @classmethod

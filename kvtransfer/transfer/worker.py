@@ -37,6 +37,7 @@ class TransferWorker(WorkerSide):
         self._config = context.config
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._num_blocks = int(context.kv_cache_config.num_blocks)
+        self._group_of = {layer: n for n, group in enumerate(context.groups) for layer in group.layers}
         ranks = int(context.vllm_config.parallel_config.world_size)
         self._me = TransferEnd(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
@@ -59,9 +60,9 @@ class TransferWorker(WorkerSide):
     def _memory_of(self, kv_caches: Mapping[str, Any]) -> BlockMemory:
         cuda = cuda_of(next(iter(kv_caches.values())))
         if cuda is None:
-            return HostBlockMemory(kv_caches, self._num_blocks)
+            return HostBlockMemory(kv_caches, self._num_blocks, self._group_of)
         window = int(self._config.staging_gib * GIB) // self._me.ranks
-        return StagedBlockMemory(kv_caches, self._num_blocks, window, cuda)
+        return StagedBlockMemory(kv_caches, self._num_blocks, window, self._group_of, cuda)
 
     def _serve(self) -> TransferServer:
         address = self._config.host, self._config.port + self._me.rank
@@ -125,7 +126,8 @@ class TransferWorker(WorkerSide):
         with self._lock:
             self._ended.requests.add(wanted.request_id)
             if reason is not None:
-                self._ended.failed_blocks.update(wanted.blocks)
+                self._ended.failed.add(wanted.request_id)
+                self._ended.failed_blocks.update(*wanted.blocks)
                 self._counts[f"refused.{reason}"] += 1
             else:
                 self._counts["transfers"] += 1

@@ -120,7 +120,7 @@ class SafepointScheduler(SchedulerSide):
         if request.priority > 0:
             self._offline.add(request.request_id)
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> None:
+    def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         self._offline.discard(request.request_id)
 
     def order(self, scheduler_output: Any) -> Armed | None:

@@ -215,9 +215,11 @@ class OpenScheduling:
         dict, and an answer that is out of date costs speed, not correctness.
         """
         pool = self.kv_cache_manager.block_pool
+        full = (n for n, manager in enumerate(self.managers) if isinstance(manager, FullAttentionManager))
+        groups = [next(full, 0)]  # of layers with a window nothing may be left of the prompt's start
         hits = 0
         for block_hash in request.block_hashes:
-            if pool.get_cached_block(block_hash, [0]) is None:
+            if pool.get_cached_block(block_hash, groups) is None:
                 break
             hits += 1
         return min(hits * int(self.hash_block_size), int(request.num_tokens) - 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtransfer.checkpoint.scheduler import CheckpointReport, CheckpointScheduler
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.groups import CacheGroup
 from kvtransfer.plugins import EngineContext, Match, StepOutcome
 from kvtransfer.residence import Residence
 
@@ -42,6 +43,7 @@ def scheduled(*running: str, admitted: str | None = None) -> SimpleNamespace:
 class Block:
     block_id: int
     ref_cnt: int = 0
+    is_null: bool = False
 
 
 @dataclass
@@ -63,7 +65,9 @@ class Engine:
         vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=BLOCK), parallel_config=SimpleNamespace(world_size=1)
         )
-        self.side = CheckpointScheduler(EngineContext(ConnectorConfig(), vllm_config, None, self.residence))
+        groups = (CacheGroup(("layer",), BLOCK, 64),)
+        context = EngineContext(ConnectorConfig(), vllm_config, None, self.residence, groups)
+        self.side = CheckpointScheduler(context)
         self.pool = Pool()
         self.ids = {"r": list(range(10, 30))}
         manager = SimpleNamespace(
@@ -155,7 +159,7 @@ def test_a_load_that_was_aborted_stores_nothing() -> None:
     engine = Engine()
     request = engine.arrive(Request("r", hashes(8), num_computed_tokens=128))
     engine.residence.loading.add("r")
-    engine.side.on_finished(request, engine.ids["r"])
+    engine.side.on_finished(request, [engine.ids["r"]])
     assert engine.side.order(scheduled()) is None
 
 

@@ -1,5 +1,6 @@
 """The order in which free blocks are used up."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.conversations import EvictionRank, RetainedConversations
@@ -10,6 +11,10 @@ from kvtransfer.retention import eviction_order, in_danger
 class Block:
     hash: bytes
     ref_cnt: int = 0
+
+
+def block_of(blocks: dict[bytes, Block]) -> Callable[[bytes, int], Block | None]:
+    return lambda block_hash, group: blocks.get(block_hash)
 
 
 def conversations_in_all_ranks() -> RetainedConversations:
@@ -30,13 +35,13 @@ def conversations_in_all_ranks() -> RetainedConversations:
 
 def test_offline_then_parked_then_the_oldest_kept_and_each_from_its_end() -> None:
     blocks = {name: Block(name) for name in (b"s", b"o1", b"o2", b"p1", b"n1", b"f1")}
-    order = [block.hash for block in eviction_order(conversations_in_all_ranks(), blocks.get)]
+    order = [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))]
     assert order == [b"f1", b"p1", b"o2", b"o1", b"n1", b"s"]  # the shared one stays longest
 
 
 def test_blocks_in_use_are_left_alone() -> None:
     blocks = {b"s": Block(b"s", ref_cnt=1), b"n1": Block(b"n1")}
-    assert [block.hash for block in eviction_order(conversations_in_all_ranks(), blocks.get)] == [b"n1"]
+    assert [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))] == [b"n1"]
 
 
 def test_only_the_blocks_the_next_step_can_take_count_as_danger() -> None:

@@ -17,7 +17,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -30,6 +35,7 @@ from workers.coserving.planned import prompt_scheduler
 
 BLOCK_TOKENS = 32
 LAYERS = ("layer0", "layer1")
+WINDOWED = ("windowed0", "windowed1")
 WORD = (1 << 62) - 1
 VOCABULARY = 250
 
@@ -47,12 +53,16 @@ def next_token(tokens: list[int]) -> int:
     return history(tokens)[-1] % VOCABULARY
 
 
+Row = tuple[list[torch.Tensor], torch.Tensor, int]  # slots by group, what they must hold, first new token
+
+
 @dataclass
 class SimulatedEngine:
     connector: ConnectorConfig
     beside: Mapping[str, Any] | None = None  # another connector, as vLLM's configuration names it
     blocks: int = 60
     batched_tokens: int = 256
+    window: int = 0  # tokens that a second group of layers attends to; 0: there is none
     wrong: list[str] = field(default_factory=list)
     computed_prompt_tokens: int = 0
     answers: dict[str, list[int]] = field(default_factory=dict)  # finished requests
@@ -74,7 +84,13 @@ class SimulatedEngine:
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = self.blocks
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
-        kv_config = KVCacheConfig(self.blocks, [], [KVCacheGroupSpec(list(LAYERS), spec)])
+        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
+        if self.window:
+            shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+            windowed = SlidingWindowSpec(**shape, sliding_window=self.window)
+            groups.insert(0, KVCacheGroupSpec(list(WINDOWED), windowed))
+        self.groups = [group.layer_names for group in groups]
+        kv_config = KVCacheConfig(self.blocks, [], groups)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.scheduler = prompt_scheduler(  # as every engine of a fleet that does not co-serve
@@ -82,7 +98,9 @@ class SimulatedEngine:
         )
         kind = KVConnectorFactory.get_connector_class(self.vllm_config.kv_transfer_config)
         self.worker: Any = kind(self.vllm_config, KVConnectorRole.WORKER, kv_config)
-        self.kv = {layer: torch.zeros(self.blocks, BLOCK_TOKENS, dtype=torch.int64) for layer in LAYERS}
+        # Groups share memory, as in vLLM: a block is one group's at a time.
+        pages = [torch.zeros(self.blocks, BLOCK_TOKENS, dtype=torch.int64) for _ in LAYERS]
+        self.kv = {layer: page for layers in self.groups for layer, page in zip(layers, pages, strict=True)}
         self.worker.register_kv_caches(self.kv)
 
     def _kv_transfer_config(self) -> dict[str, Any]:
@@ -141,12 +159,16 @@ class SimulatedEngine:
         self.worker.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
         for source, target in output.kv_cache_block_copies or ():  # a hit on a part of somebody's last block
-            for cache in self.kv.values():
-                cache[target] = cache[source]
+            for layer in self.groups[0]:
+                self.kv[layer][target] = self.kv[layer][source]
         sampled = self._forward(output.num_scheduled_tokens) if output.total_num_scheduled_tokens else {}
         self.worker.wait_for_save()
-        sent, received = self.worker.get_finished(output.finished_req_ids)
-        transfer = KVConnectorOutput(finished_sending=sent, finished_recving=received)
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        transfer = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+        )
         transfer.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         transfer.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
@@ -168,23 +190,28 @@ class SimulatedEngine:
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens  # of this step, too
             tokens = list(request.all_token_ids)[:end]
-            ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            slots = torch.tensor(
-                [ids[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in range(end)]
-            )
+            slots = [
+                torch.tensor([ids[n // BLOCK_TOKENS] * BLOCK_TOKENS + n % BLOCK_TOKENS for n in range(end)])
+                for ids in self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            ]
             rows[request_id] = slots, torch.tensor(history(tokens)), end - count
             self.computed_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - (end - count))
-        for number, layer in enumerate(LAYERS):
-            self.worker.wait_for_layer_load(layer)
-            cache = self.kv[layer].view(-1)
-            for slots, right, start in rows.values():
-                cache[slots[start:]] = right[start:] ^ number
-            for request_id, (slots, right, _) in rows.items():
-                bad = (cache[slots] != right ^ number).nonzero()
-                if len(bad):
-                    self.wrong.append(f"{request_id}: {layer}, {len(bad)} tokens from {int(bad[0])}")
-            self.worker.save_kv_layer(layer, None, None)
+        for group, layers in enumerate(self.groups):
+            for number, layer in enumerate(layers):
+                self._layer(rows, group, 7 * group + number, layer)
         return {request_id: self._sample(request_id) for request_id in rows}
+
+    def _layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
+        self.worker.wait_for_layer_load(layer)
+        cache = self.kv[layer].view(-1)
+        for slots, right, start in rows.values():
+            cache[slots[group][start:]] = right[start:] ^ number
+        for request_id, (slots, right, start) in rows.items():
+            first = max(0, start - self.window + 1) if layer in WINDOWED else 0
+            bad = (cache[slots[group][first:]] != right[first:] ^ number).nonzero()
+            if len(bad):
+                self.wrong.append(f"{request_id}: {layer}, {len(bad)} tokens from {first + int(bad[0])}")
+        self.worker.save_kv_layer(layer, None, None)
 
     def _sample(self, request_id: str) -> list[int]:
         request = self.scheduler.requests[request_id]
@@ -208,7 +235,7 @@ class SimulatedEngine:
         manager = self.scheduler.kv_cache_manager
         requests = [
             f"{r.status.name} {r.num_computed_tokens}/{r.num_tokens} tokens, "
-            f"{len(manager.get_block_ids(r.request_id)[0])} blocks"
+            f"{len(manager.get_block_ids(r.request_id)[-1])} blocks"
             for r in (*self.scheduler.running, *self.scheduler.kv_holding_waiting, *self.scheduler.waiting)
         ]
         held = {name: len(list(ids())) for name, ids in self.residence.references.items()}

@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import SimulatedEngine, next_token
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine, next_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -30,14 +30,18 @@ CONVERSATIONS = "abcdefgh"
 
 
 class Storm:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, window: int = 0) -> None:
         self.rng = random.Random(seed)
         self.port = free_port()
         self.prefiller = SimulatedEngine(
-            ConnectorConfig(engine="p", epoch=1, port=self.port, lease_s=LEASE_S, timeout_s=1.0), blocks=50
+            ConnectorConfig(engine="p", epoch=1, port=self.port, lease_s=LEASE_S, timeout_s=1.0),
+            blocks=100 if window else 50,
+            window=window,
         )
         self.decoder = SimulatedEngine(
-            ConnectorConfig(engine="d", timeout_s=1.0, host_kv_gib=0.0012, park_after_s=0.05), blocks=60
+            ConnectorConfig(engine="d", timeout_s=1.0, host_kv_gib=0.0012, park_after_s=0.05),
+            blocks=100 if window else 60,
+            window=window,
         )
         self.contexts = {key: self.said(150) for key in CONVERSATIONS}
         self.asked: dict[str, tuple[list[int], int, str]] = {}  # decoder's requests under way
@@ -174,8 +178,9 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
     yield int(given) if given else random.randrange(10**6)
 
 
-def test_nothing_leaks_and_nothing_is_wrong(seed: int) -> None:
-    storm = Storm(seed)
+@pytest.mark.parametrize("window", [0, 3 * BLOCK_TOKENS + 7], ids=["one group", "windows beside"])
+def test_nothing_leaks_and_nothing_is_wrong(seed: int, window: int) -> None:
+    storm = Storm(seed, window)
     replay = f"CONSERVE_STORM_SEED={seed}"
     storm.blow()
     storm.settle()

@@ -33,6 +33,7 @@ CONSUMER = TransferEnd(1, 0, 1, 10.0, SECRET)
 class Memory(BlockMemory):
     def __init__(self, fill: bool) -> None:
         self.layers = tuple(f"layer{n}" for n in range(LAYERS))
+        self.groups = (0,) * LAYERS
         self.layout = "same"
         size = BLOCK_BYTES * BLOCKS
         self.data = [bytearray(secrets.token_bytes(size) if fill else size) for _ in range(LAYERS)]
@@ -64,7 +65,7 @@ class Pair:
         """Fetches into the consumer's first blocks; returns those."""
         into = list(range(len(PROMPT) - skip))
         consumer = dataclasses.replace(self.consumer, **changed)  # type: ignore[arg-type]
-        fetch(self.source, skip, into, self.mine, consumer, Cancellation())
+        fetch(self.source, [skip], [into], self.mine, consumer, Cancellation())
         return into
 
     def refused(self, **changed: object) -> Reason:
@@ -86,7 +87,7 @@ def pair() -> Iterator[Pair]:
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
     server, port = serving(exports)
     source = TransferSource("127.0.0.1", port, "t", 4, "p")
-    generation = exports.open("t", PROMPT, TOKENS, "p")
+    generation = exports.open("t", [PROMPT], TOKENS, "p")
     yield Pair(exports, theirs, mine, source, CONSUMER, now, generation)
     server.close()
 
@@ -101,7 +102,7 @@ def test_all_blocks_arrive_in_their_places(pair: Pair, skip: int) -> None:
 def test_blocks_arrive_while_the_prefill_runs(pair: Pair) -> None:
     into = list(range(len(PROMPT)))
     fetching = threading.Thread(
-        target=fetch, args=(pair.source, 0, into, pair.mine, pair.consumer, Cancellation())
+        target=fetch, args=(pair.source, [0], [into], pair.mine, pair.consumer, Cancellation())
     )
     fetching.start()
     pair.compute(100)
@@ -135,7 +136,7 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
     theirs, mine = Memory(fill=True), Memory(fill=False)
     exports = CarelessExports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
     server, port = serving(exports)
-    generation = exports.open("t", PROMPT, TOKENS, "p")
+    generation = exports.open("t", [PROMPT], TOKENS, "p")
     careless = Pair(
         exports,
         theirs,
@@ -173,14 +174,14 @@ def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: Pa
 def test_a_prefill_that_begins_again_is_sent_again(pair: Pair) -> None:
     into = list(range(len(PROMPT)))
     fetching = threading.Thread(
-        target=fetch, args=(pair.source, 0, into, pair.mine, pair.consumer, Cancellation())
+        target=fetch, args=(pair.source, [0], [into], pair.mine, pair.consumer, Cancellation())
     )
     fetching.start()
     pair.compute(200)
     time.sleep(0.1)
     pair.exports.void("t")
     elsewhere = [block + 20 for block in PROMPT]
-    pair.generation = pair.exports.open("t", elsewhere, TOKENS, "p")
+    pair.generation = pair.exports.open("t", [elsewhere], TOKENS, "p")
     pair.compute()
     fetching.join(5)
     assert pair.mine.blocks(into) == pair.theirs.blocks(elsewhere)
@@ -213,7 +214,7 @@ def test_a_producer_without_the_secret_is_refused() -> None:
     threading.Thread(target=answer, daemon=True).start()
     source = TransferSource("127.0.0.1", int(impostor.getsockname()[1]), "t", None, "p")
     with pytest.raises(TransferRefused, match="unauthorised"):
-        fetch(source, 0, [0], Memory(fill=False), CONSUMER, Cancellation())
+        fetch(source, [0], [[0]], Memory(fill=False), CONSUMER, Cancellation())
     impostor.close()
 
 
@@ -250,7 +251,7 @@ def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: Pair) -> No
     threading.Timer(0.1, cancellation.cancel).start()
     start = time.monotonic()
     with pytest.raises(TransferRefused, match="cancelled"):
-        fetch(pair.source, 0, list(range(len(PROMPT))), pair.mine, pair.consumer, cancellation)
+        fetch(pair.source, [0], [list(range(len(PROMPT)))], pair.mine, pair.consumer, cancellation)
     assert time.monotonic() - start < 8
     pair.compute()
     pair.exports.finish("t")
@@ -260,7 +261,7 @@ def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: Pair) -> No
 def test_a_delivered_or_dismissed_transfer_is_released(pair: Pair) -> None:
     pair.compute()
     pair.fetch()
-    pair.exports.open("u", [1], BLOCK_TOKENS, "p")
+    pair.exports.open("u", [[1]], BLOCK_TOKENS, "p")
     dismiss(dataclasses.replace(pair.source, transfer_id="u"), pair.mine, pair.consumer)
     pair.exports.finish("t")
     pair.exports.finish("u")

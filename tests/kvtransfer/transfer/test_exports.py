@@ -28,12 +28,13 @@ def clock() -> Clock:
 def exports(clock: Clock) -> Exports:
     memory = BlockMemory()
     memory.layers = tuple(f"layer{n}" for n in range(LAYERS))
+    memory.groups = (0,) * LAYERS
     return Exports(memory, BLOCK, lease_s=10, clock=clock)
 
 
 def refusal(exports: Exports, transfer_id: str) -> Reason:
     with pytest.raises(TransferRefused) as refused:
-        exports.attach(transfer_id, "p", skip=0, wait_s=0)
+        exports.attach(transfer_id, "p", skip=[0], wait_s=0)
     return refused.value.reason
 
 
@@ -45,8 +46,8 @@ def fill(exports: Exports, tokens: int, generation: int) -> None:
 def test_only_full_blocks_below_the_watermark_are_ready_until_the_prompt_is_complete(
     exports: Exports,
 ) -> None:
-    opened = exports.open("t", [7, 8, 9], total_tokens=40, prompt="p")
-    reader = exports.attach("t", "p", skip=0, wait_s=0)
+    opened = exports.open("t", [[7, 8, 9]], total_tokens=40, prompt="p")
+    reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.wrote(1, [Written("t", opened, 35)])
     assert exports.wait_ready(reader, 0).runs == [(1, 0, [7, 8])]
     fill(exports, 40, opened)
@@ -56,18 +57,18 @@ def test_only_full_blocks_below_the_watermark_are_ready_until_the_prompt_is_comp
 
 
 def test_blocks_the_consumer_has_are_not_sent(exports: Exports) -> None:
-    opened = exports.open("t", [7, 8, 9], total_tokens=48, prompt="p")
+    opened = exports.open("t", [[7, 8, 9]], total_tokens=48, prompt="p")
     fill(exports, 48, opened)
-    reader = exports.attach("t", "p", skip=2, wait_s=0)
+    reader = exports.attach("t", "p", skip=[2], wait_s=0)
     assert exports.wait_ready(reader, 0).runs == [(0, 2, [9]), (1, 2, [9])]
 
 
 def test_a_lease_that_ran_out_is_refused_also_to_a_reader_in_the_middle(
     exports: Exports, clock: Clock
 ) -> None:
-    opened = exports.open("t", [1], total_tokens=16, prompt="p")
+    opened = exports.open("t", [[1]], total_tokens=16, prompt="p")
     fill(exports, 16, opened)
-    reader = exports.attach("t", "p", skip=0, wait_s=0)
+    reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.finish("t")
     clock.now = 10
     with pytest.raises(TransferRefused, match="expired"):
@@ -77,7 +78,7 @@ def test_a_lease_that_ran_out_is_refused_also_to_a_reader_in_the_middle(
 
 
 def test_the_lease_begins_when_the_prefill_ends(exports: Exports, clock: Clock) -> None:
-    exports.open("t", [1], total_tokens=16, prompt="p")
+    exports.open("t", [[1]], total_tokens=16, prompt="p")
     clock.now = 1000
     assert exports.take_released() == []
     exports.finish("t")
@@ -88,13 +89,13 @@ def test_the_lease_begins_when_the_prefill_ends(exports: Exports, clock: Clock) 
 
 
 def test_a_prefill_that_lost_its_blocks_is_read_again_from_the_start(exports: Exports) -> None:
-    opened = exports.open("t", [1, 2], total_tokens=32, prompt="p")
+    opened = exports.open("t", [[1, 2]], total_tokens=32, prompt="p")
     fill(exports, 32, opened)
-    reader = exports.attach("t", "p", skip=0, wait_s=0)
+    reader = exports.attach("t", "p", skip=[0], wait_s=0)
     before = exports.wait_ready(reader, 0).generation
     exports.void("t")
     assert not exports.confirm(reader, before)
-    opened = exports.open("t", [5, 6], total_tokens=32, prompt="p")
+    opened = exports.open("t", [[5, 6]], total_tokens=32, prompt="p")
     fill(exports, 32, opened)
     after = exports.wait_ready(reader, 0)
     assert after.generation != before
@@ -102,18 +103,18 @@ def test_a_prefill_that_lost_its_blocks_is_read_again_from_the_start(exports: Ex
 
 
 def test_a_copy_that_ends_late_does_not_count_for_new_blocks(exports: Exports) -> None:
-    before = exports.open("t", [1, 2], total_tokens=32, prompt="p")
-    reader = exports.attach("t", "p", skip=0, wait_s=0)
+    before = exports.open("t", [[1, 2]], total_tokens=32, prompt="p")
+    reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.void("t")
-    exports.open("t", [5, 6], total_tokens=32, prompt="p")
+    exports.open("t", [[5, 6]], total_tokens=32, prompt="p")
     fill(exports, 32, before)
     with pytest.raises(TransferRefused, match="stalled"):
         exports.wait_ready(reader, 0.01)
 
 
 def test_an_aborted_prefill_is_refused_at_once_and_later(exports: Exports) -> None:
-    exports.open("t", [1], total_tokens=16, prompt="p")
-    reader = exports.attach("t", "p", skip=0, wait_s=0)
+    exports.open("t", [[1]], total_tokens=16, prompt="p")
+    reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.abort("t")
     with pytest.raises(TransferRefused, match="aborted"):
         exports.wait_ready(reader, 5)
@@ -122,8 +123,8 @@ def test_an_aborted_prefill_is_refused_at_once_and_later(exports: Exports) -> No
 
 
 def test_blocks_are_released_once_delivered_and_finished_not_before(exports: Exports) -> None:
-    exports.open("t", [1], total_tokens=16, prompt="p")
-    exports.leave(exports.attach("t", "p", skip=0, wait_s=0))
+    exports.open("t", [[1]], total_tokens=16, prompt="p")
+    exports.leave(exports.attach("t", "p", skip=[0], wait_s=0))
     assert exports.take_released() == []
     exports.finish("t")
     assert exports.take_released() == ["t"]
@@ -132,8 +133,8 @@ def test_blocks_are_released_once_delivered_and_finished_not_before(exports: Exp
 
 def test_what_is_dismissed_is_not_held_even_if_dismissed_before_it_began(exports: Exports) -> None:
     exports.dismiss("early")
-    exports.open("early", [1], total_tokens=16, prompt="p")
-    exports.open("late", [2], total_tokens=16, prompt="p")
+    exports.open("early", [[1]], total_tokens=16, prompt="p")
+    exports.open("late", [[2]], total_tokens=16, prompt="p")
     exports.dismiss("late")
     exports.finish("early")
     exports.finish("late")
@@ -141,18 +142,18 @@ def test_what_is_dismissed_is_not_held_even_if_dismissed_before_it_began(exports
 
 
 def test_a_consumer_may_come_before_its_prefill(exports: Exports) -> None:
-    threading.Timer(0.05, exports.open, ("t", [1], 16, "p")).start()
-    assert exports.attach("t", "p", skip=0, wait_s=5).export.transfer_id == "t"
+    threading.Timer(0.05, exports.open, ("t", [[1]], 16, "p")).start()
+    assert exports.attach("t", "p", skip=[0], wait_s=5).export.transfer_id == "t"
 
 
 def test_waiting_for_a_prefill_that_does_not_come_is_bounded(exports: Exports) -> None:
     start = time.monotonic()
     with pytest.raises(TransferRefused, match="unknown"):
-        exports.attach("t", "p", skip=0, wait_s=0.05)
+        exports.attach("t", "p", skip=[0], wait_s=0.05)
     assert time.monotonic() - start < 2
 
 
 def test_legs_with_different_prompts_are_refused(exports: Exports) -> None:
-    exports.open("t", [1], total_tokens=16, prompt="p")
+    exports.open("t", [[1]], total_tokens=16, prompt="p")
     with pytest.raises(TransferRefused, match="prompt"):
-        exports.attach("t", "another", skip=0, wait_s=0)
+        exports.attach("t", "another", skip=[0], wait_s=0)

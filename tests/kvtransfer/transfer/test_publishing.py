@@ -28,8 +28,8 @@ def test_published_blocks_are_read_as_they_are(kind: str) -> None:
         HostBlockMemory(kv, BLOCKS) if kind == "in place" else StagedBlockMemory(kv, BLOCKS, 2 << 20)
     )
     exports = Exports(memory, BLOCK_TOKENS, 10, lambda: 0.0)
-    exports.open("t", [7, 3], total_tokens=7, prompt="p")
-    reader = exports.attach("t", "p", 0, 0)
+    exports.open("t", [[7, 3]], total_tokens=7, prompt="p")
+    reader = exports.attach("t", "p", [0], 0)
     exports.begin_step([("t", 7)])
     for layer in (0, 1):
         exports.after_layer(layer)
@@ -54,15 +54,15 @@ def test_a_copy_under_way_when_the_prefill_lost_its_blocks_is_not_announced() ->
             late.append(done)
 
     exports = Exports(Slow(caches(), BLOCKS), BLOCK_TOKENS, 10, lambda: 0.0)
-    exports.open("t", [1], total_tokens=4, prompt="p")
+    exports.open("t", [[1]], total_tokens=4, prompt="p")
     exports.begin_step([("t", 4)])
     exports.after_layer(0)
     exports.void("t")
-    exports.open("t", [2], total_tokens=4, prompt="p")
+    exports.open("t", [[2]], total_tokens=4, prompt="p")
     for done in late:
         done()
     with pytest.raises(TransferRefused, match="stalled"):
-        exports.wait_ready(exports.attach("t", "p", 0, 0), 0.01)
+        exports.wait_ready(exports.attach("t", "p", [0], 0), 0.01)
 
 
 def test_engines_with_other_blocks_have_another_layout() -> None:

@@ -84,7 +84,7 @@ def test_eight_prompts_of_128k_tokens_pass_at_once_through_a_hundredth_of_their_
     def prefill() -> None:
         step = 16 * 1024
         for number, blocks in enumerate(prompts):
-            exports.open(f"t{number}", blocks, TOKENS, "p")
+            exports.open(f"t{number}", [blocks], TOKENS, "p")
         for end in range(step, TOKENS + step, step):
             exports.begin_step([(f"t{number}", min(end, TOKENS)) for number in range(PROMPTS)])
             now = [block for blocks in prompts for block in blocks[(end - step) // 16 : end // 16]]
@@ -98,7 +98,7 @@ def test_eight_prompts_of_128k_tokens_pass_at_once_through_a_hundredth_of_their_
         ends = TransferEnd(1, 0, 1, 20.0, SECRET)
         fetched = [
             threads.submit(
-                fetch, TransferSource("127.0.0.1", port, f"t{number}", 1, "p"), 0, blocks, consumer, ends,
+                fetch, TransferSource("127.0.0.1", port, f"t{number}", 1, "p"), [0], [blocks], consumer, ends,
                 Cancellation(),
             )
             for number, blocks in enumerate(into)
@@ -157,7 +157,7 @@ def can_send(memory: StagedBlockMemory) -> bool:
 def exported(memory: BlockMemory, *names: str) -> Exports:
     exports = Exports(memory, BLOCK_TOKENS, 60, time.monotonic)
     for name in names:
-        exports.open(name, range(100), 1600, "p")
+        exports.open(name, [list(range(100))], 1600, "p")
     exports.begin_step([(name, 1600) for name in names])
     exports.after_layer(0)
     return exports
@@ -181,7 +181,7 @@ def test_receivers_that_stall_are_timed_out_and_the_others_go_on() -> None:
         def ask(name: str, memory: BlockMemory) -> int:
             source = TransferSource("127.0.0.1", port, name, 1, "p")
             return fetch(
-                source, 0, list(range(100)), memory, TransferEnd(1, 0, 1, 10.0, SECRET), Cancellation()
+                source, [0], [list(range(100))], memory, TransferEnd(1, 0, 1, 10.0, SECRET), Cancellation()
             )
 
         waiting = [threads.submit(ask, name, Stalling({"layer": mine}, 200)) for name in stalled]

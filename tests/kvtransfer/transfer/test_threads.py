@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
+from kvtransfer.groups import CacheGroup
 from kvtransfer.plugins import EngineContext
 from kvtransfer.residence import Residence
 from kvtransfer.transfer.peers import TransferSource
@@ -25,11 +26,11 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferWorker]:
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1), cache_config=SimpleNamespace(block_size=4)
     )
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=64), layer_names=["layer"])
-    kv_cache_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+    kv_cache_config = SimpleNamespace(num_blocks=BLOCKS)
+    groups = (CacheGroup(("layer",), 4, 64),)
     config = ConnectorConfig()
     residence = Residence(config, 0, time.monotonic)
-    made = TransferWorker(EngineContext(config, vllm_config, kv_cache_config, residence), 0)
+    made = TransferWorker(EngineContext(config, vllm_config, kv_cache_config, residence, groups), 0)
     made.register({"layer": torch.zeros(BLOCKS, 2, 4, 2)})
     yield made
     made.shutdown()
@@ -50,7 +51,7 @@ def test_a_fetch_that_raises_is_counted_logged_and_ends(
 
     monkeypatch.setattr("kvtransfer.transfer.worker.fetch", faulty)
     with caplog.at_level(logging.ERROR):
-        worker.before_step(TransferOrder(fetches=[Fetch("r", SOURCE, 0, [4, 5])]))
+        worker.before_step(TransferOrder(fetches=[Fetch("r", SOURCE, [0], [[4, 5]])]))
         assert eventually(lambda: "transfer for r failed" in caplog.text)
     ended = worker.loads_ended()
     assert ended.requests == {"r"} and ended.failed_blocks == {4, 5}

@@ -1,0 +1,177 @@
+"""Each architecture of docs/models.md: conversations answer as plain vLLM does, wherever their KV has been.
+
+A tiny random model of the architecture on vLLM's CPU build, a prefiller and a decoder with sockets between
+them. `CONSERVE_STORM_SEED` replays a storm.
+"""
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from kvtransfer.config import ConnectorConfig
+from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.engine.in_process import EngineHere, forget_the_model
+from tests.support.architectures import architecture_directory
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+BLOCK = 32
+TURNS, OUTPUT = 6, 6
+CONVERSATIONS = "abcd"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A line of docs/models.md."""
+
+    kind: str
+    groups: int  # KV cache groups
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+SERVED = {
+    "gemma3": Served("gemma3_text", 3),
+    "gpt-oss": Served("gpt_oss", 2),
+    "deepseek-v3": Served("deepseek_v3", 1),
+}
+
+
+@dataclass
+class Fleet:
+    served: Served
+    script: dict[str, list[tuple[list[int], list[int]]]]  # prompt and plain vLLM's answer, turn by turn
+    prefiller: EngineHere
+    decoder: EngineHere
+    transfers: int = 0
+
+    def handed_over(self, prompt: list[int]) -> dict[str, Any]:
+        """What the decode leg of a first turn is told."""
+        self.transfers += 1
+        name = f"t{self.transfers}"
+        request = self.prefiller.add(prompt, 1, params={"do_remote_decode": True, "transfer_id": name})
+        self.prefiller.run()
+        return dict(self.prefiller.params[request])
+
+    def turn(self, key: str, number: int, params: dict[str, Any] | None = None, session: str = "") -> int:
+        """Tokens that the decoder computed for it."""
+        prompt, answer = self.script[key][number]
+        before = self.decoder.computed
+        assert self.decoder.ask(prompt, OUTPUT, session or key, params=params) == answer, (key, number)
+        return self.decoder.computed - before - OUTPUT
+
+    def rest(self) -> None:
+        """Copies end, and are reported in a step."""
+        for _ in range(100):
+            self.decoder.ask([9, 9], 1)
+            if not self.decoder.side("checkpoint").copying:
+                break
+            time.sleep(0.02)
+        assert self.decoder.faults() == []
+
+
+def said(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(5, 250) for _ in range(tokens)]
+
+
+def recorded(plain: EngineHere) -> dict[str, list[tuple[list[int], list[int]]]]:
+    rng = random.Random(1)
+    opening = said(rng, 100)
+    script = {}
+    for key in CONVERSATIONS:
+        context, turns = opening + said(rng, 450), []
+        for _ in range(TURNS):
+            answer = plain.ask(context, OUTPUT)
+            turns.append((list(context), answer))
+            context += answer + said(rng, 50)
+        script[key] = turns
+    return script
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    served = SERVED[request.param]
+    model = architecture_directory(served.kind)
+    script = recorded(EngineHere(model, **served.arguments))
+    port = free_port()
+    prefiller = EngineHere(
+        model, ConnectorConfig(engine="p", epoch=1, port=port, lease_s=20), **served.arguments
+    )
+    decoder = EngineHere(
+        model, ConnectorConfig(engine="d", host_kv_gib=0.05, park_after_s=600), blocks=150, **served.arguments
+    )
+    yield Fleet(served, script, prefiller, decoder)
+    prefiller.close()
+    decoder.close()
+    forget_the_model()
+
+
+def test_six_turns_through_a_prefiller_and_a_decoder(fleet: Fleet) -> None:
+    assert len(fleet.decoder.scheduler.kv_cache_config.kv_cache_groups) == fleet.served.groups
+    assert fleet.turn("a", 0, fleet.handed_over(fleet.script["a"][0][0])) <= 1
+    for number in range(1, TURNS):
+        new = len(fleet.script["a"][number][0]) - len(fleet.script["a"][number - 1][0])
+        assert fleet.turn("a", number) <= new + BLOCK, f"turn {number} computes what it had"
+    fleet.rest()
+
+
+def test_a_parked_conversation_returns_from_the_host(fleet: Fleet) -> None:
+    for number in range(2):
+        fleet.turn("b", number)
+    fleet.rest()
+    decoder = fleet.decoder
+    assert decoder.connector.residence.park("b")
+    pool = decoder.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks(set(range(1, pool.num_gpu_blocks)))  # as if others had taken them
+    new = len(fleet.script["b"][2][0]) - len(fleet.script["b"][1][0])
+    assert fleet.turn("b", 2) <= new + 2 * BLOCK
+    fleet.rest()
+
+
+def test_a_transfer_that_cannot_be_is_computed(fleet: Fleet) -> None:
+    params = fleet.handed_over(fleet.script["c"][0][0])
+    fleet.turn("c", 0, {**params, "transfer_id": "unknown", "remote_epoch": 7}, session="c-lost")
+    fleet.turn("c", 1, session="c-lost")
+    fleet.rest()
+
+
+def test_nothing_is_wrong_in_a_storm(fleet: Fleet) -> None:
+    seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
+    print(f"CONSERVE_STORM_SEED={seed}")
+    rng, decoder = random.Random(seed), fleet.decoder
+    expected: dict[str, tuple[str, list[int]]] = {}
+    wrong, done = [], 0
+    for _ in range(60):
+        key, number = rng.choice(CONVERSATIONS), rng.randrange(TURNS)
+        prompt, answer = fleet.script[key][number]
+        session = f"{key}{rng.randrange(3)}"
+        kind = rng.random()
+        if kind < 0.6:
+            params = fleet.handed_over(prompt) if rng.random() < 0.4 else None
+            if params and rng.random() < 0.3:
+                params["remote_epoch"] = 7
+            expected[decoder.add(prompt, OUTPUT, session, params)] = session, answer
+        elif kind < 0.7:
+            expected[decoder.add(prompt, OUTPUT, priority=1)] = "offline", answer
+        elif kind < 0.8:
+            decoder.connector.residence.park(session)
+        elif kind < 0.9:
+            decoder.connector.residence.release(session)
+        elif expected and (gone := rng.choice(list(expected))) not in decoder.answers:
+            decoder.engine.abort_request([gone])
+            del expected[gone]
+        for _ in range(rng.randrange(12)):
+            decoder.step()
+    decoder.run()
+    for request, (session, answer) in expected.items():
+        done += 1
+        if decoder.answers[request] != answer:
+            wrong.append(session)
+    assert wrong == [] and done > 20, f"CONSERVE_STORM_SEED={seed}"
+    fleet.rest()
