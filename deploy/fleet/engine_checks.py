@@ -26,7 +26,16 @@ OUR_ENVIRONMENT = {
     "VLLM_KV_CACHE_LAYOUT": "the connector asks for the layout in which blocks can be moved",
 }
 # What KV means: engines that differ in it read each other's as something else.
-SAME_KV = ("block-size", "kv-cache-dtype", "quantization", "revision", "hf-overrides", "load-format")
+WHOLE_WINDOWS = "disable-hybrid-kv-cache-manager"  # of layers that attend to a window all KV is kept
+SAME_KV = (
+    WHOLE_WINDOWS,
+    "block-size",
+    "kv-cache-dtype",
+    "quantization",
+    "revision",
+    "hf-overrides",
+    "load-format",
+)
 
 
 @dataclass(frozen=True)
@@ -346,17 +355,12 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
             "this model keeps a state besides KV, which is not moved or kept between turns: use a model with "
             "attention in all layers",
         )
-    elif model.windows and one.args.get("disable-hybrid-kv-cache-manager") is not True:
+    elif model.windows and one.fleet.coserving.enabled and one.args.get(WHOLE_WINDOWS) is not True:
         yield Problem(
-            ("model", "path"),
-            "this model's layers attend to windows, and vLLM would keep their KV apart: set "
-            "disable-hybrid-kv-cache-manager: true in engine.args",
-        )
-    if not model.layer_hooks and one.transfers and one.fleet.transfer.backend == "tcp":
-        yield Problem(
-            ("model", "path"),
-            "vLLM does not call connectors between this model's layers, and its KV would never be sent: set "
-            "transfer.backend: nixl, or policy: collocated",
+            ("coserving", "enabled"),
+            "blocks that a window has left cannot be given back when a step is undone: set "
+            f"{WHOLE_WINDOWS}: true in engine.args (layers with windows then keep all of a conversation, as "
+            "much as the others), or coserving.enabled: false",
         )
     if not model.layer_hooks and one.safepoints:
         yield Problem(
@@ -404,12 +408,6 @@ def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:
             ("coserving", "safepoints"),
             "an aborted step would have to give back encoded images: set coserving.safepoints: false, or "
             "language-model-only: true in engine.args",
-        )
-    if one.model is not None and one.model.windows:
-        yield Problem(
-            ("coserving", "enabled"),
-            "blocks that a window has left cannot be given back when a step is undone: set it to false for "
-            "this model",
         )
 
 

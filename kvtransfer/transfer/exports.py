@@ -75,7 +75,7 @@ class Exports:
         self._tombstones: OrderedDict[str, Reason] = OrderedDict()
         self._generations = itertools.count(1)
         self._changed = threading.Condition()
-        self._written: list[Written] = []  # by this step
+        self.written: list[Written] = []  # by the step that runs
 
     def __len__(self) -> int:
         return len(self._exports)
@@ -108,15 +108,15 @@ class Exports:
 
     def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
         """Tokens of each prompt that are computed once this step is."""
-        self._written = []
+        self.written = []
         for transfer_id, tokens in progress:
             if export := self._exports.get(transfer_id):
                 tokens = min(tokens, export.total_tokens)
-                self._written.append(Written(transfer_id, export.generation, tokens))
+                self.written.append(Written(transfer_id, export.generation, tokens))
 
     def after_layer(self, layer: int) -> None:
-        if self._written:
-            self.memory.publish(partial(self.wrote, layer, self._written))
+        if self.written:
+            self.memory.publish(partial(self.wrote, layer, self.written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
         """KV of one layer is readable. It may be told late: then the generation says of which blocks."""

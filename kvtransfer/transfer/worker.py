@@ -48,6 +48,8 @@ class TransferWorker(WorkerSide):
         self._memory: BlockMemory
         self._layers: dict[str, int] = {}
         self._exports: Exports
+        self._layer_by_layer = False  # vLLM calls connectors between the layers of most models
+        self._said = False
         self._server: TransferServer | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -100,8 +102,24 @@ class TransferWorker(WorkerSide):
         for source in order.dismissed:
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
+    def before_layer(self, layer: str) -> None:
+        self._layer_by_layer = True
+
     def after_layer(self, layer: str) -> None:
         self._exports.after_layer(self._layers[layer])
+
+    def after_step(self) -> None:
+        if self._config.layer_hooks and not self._layer_by_layer and self._exports.written:
+            self._say_so()
+            for layer in self._layers.values():
+                self._exports.after_layer(layer)
+
+    def _say_so(self) -> None:
+        if not self._said:
+            logger.warning(
+                "vLLM does not call connectors between this model's layers: KV is sent after steps"
+            )
+            self._said = True
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         self._threads.submit(work).add_done_callback(partial(_log_fault, name))
@@ -111,9 +129,7 @@ class TransferWorker(WorkerSide):
         received = 0
         reason: Reason | None = Reason.INTERNAL  # stays if something raises that should not
         try:
-            received = fetch(
-                wanted.source, wanted.skip, wanted.blocks, self._memory, self._me, cancellation
-            )
+            received = fetch(wanted.source, wanted.skip, wanted.blocks, self._memory, self._me, cancellation)
             reason = None
         except TransferRefused as refused:
             reason = refused.reason

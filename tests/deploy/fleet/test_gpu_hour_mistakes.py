@@ -278,9 +278,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         '  env:\n>    CUDA_VISIBLE_DEVICES: "0,1"',
         "this would give all of them the same; remove it",
     ),
-    "layers with windows": (
-        "  path: MODEL",
-        ">  path: MODEL",
+    "windows that are cut off beside co-serving": (
+        "  enabled: true",
+        ">  enabled: true",
         "set disable-hybrid-kv-cache-manager: true in engine.args",
         GEMMA,
     ),
@@ -288,7 +288,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "layers without hooks": (
         "  path: MODEL",
         ">  path: MODEL",
-        "set transfer.backend: nixl, or policy: collocated",
+        "set coserving.safepoints: false",
         {"model_type": "deepseek_v32", "index_topk": 2048},
     ),
     "NIXL that is not installed": (

@@ -135,8 +135,8 @@ def test_engines_that_send_to_each_other_do_not_wait_for_each_other() -> None:
         ports = [both.enter_context(serving(exported(memory, *names))) for memory in memories]
         fetched = [
             threads.submit(
-                fetch, TransferSource("127.0.0.1", port, name, 1, "p"), 0, list(range(100, 200)), memory, me,
-                Cancellation(),
+                fetch, TransferSource("127.0.0.1", port, name, 1, "p"), [0], [list(range(100, 200))], memory,
+                me, Cancellation(),
             )
             for name in names
             for port, memory in zip(ports, reversed(memories), strict=True)
