@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtransfer.config import (
@@ -27,7 +29,8 @@ from kvtransfer.config import (
     ConnectorConfig,
     host_slots,
 )
-from kvtransfer.groups import block_bytes, groups_of
+from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.groups import CacheGroup, block_bytes
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
     EngineContext,
@@ -65,6 +68,39 @@ class StepReports(KVConnectorWorkerMetadata):
             mine = self.reports.get(name)
             self.reports[name] = report if mine is None else mine.merge(report)
         return self
+
+
+def groups_of(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """Raises a sentence about what cannot be cut into blocks of tokens."""
+    groups = tuple(_group(one.layer_names, one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups)
+    lengths = {group.block_tokens for group in groups}
+    if len(lengths) != 1:
+        raise ConnectorConfigError(
+            f"this model's layers have blocks of {sorted(lengths)} tokens, which are not moved together: "
+            "start the engine with --disable-hybrid-kv-cache-manager, or serve it without the connector"
+        )
+    return groups
+
+
+def _group(layers: Sequence[str], spec: Any) -> CacheGroup:
+    within = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    windows = {_window(one) for one in within}
+    if len(windows) != 1:
+        raise ConnectorConfigError(f"layers with windows of {sorted(windows)} tokens are in one group")
+    pages = int(spec.page_size_bytes) * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers))
+    return CacheGroup(tuple(layers), int(spec.block_size), pages, windows.pop())
+
+
+def _window(spec: Any) -> int:
+    if isinstance(spec, FullAttentionSpec):  # also where vLLM keeps all of a layer that attends to a window
+        return 0
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window)
+    raise ConnectorConfigError(
+        f"layers of this model keep something else than blocks of a prompt ({type(spec).__name__}), which is "
+        "not moved or kept between turns: use a model with attention in all layers, or serve it without the "
+        "connector"
+    )
 
 
 class ConServeConnector(KVConnectorBase_V1, SupportsHMA):

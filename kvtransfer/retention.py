@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
 from kvtransfer.conversations import (
     EvictionRank,
     RetainedConversation,
     RetainedConversations,
     RetentionPhase,
+    block_key,
 )
 from kvtransfer.errors import ConnectorConfigError
-from kvtransfer.groups import key_of
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
 from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, note_what_client_said, owner_key
 from kvtransfer.vllm_internals import free_queue
@@ -153,7 +155,9 @@ class RetentionScheduler(SchedulerSide):
     def _rank_of(self, block: Any) -> EvictionRank:
         if block.block_hash is None:
             return EvictionRank.NOTHING
-        return self._residence.conversations.rank_of(key_of(block))
+        return self._residence.conversations.rank_of(
+            block_key(get_block_hash(block.block_hash), get_group_id(block.block_hash))
+        )
 
     def _block_of(self, block_hash: bytes, group: int) -> Any | None:
         found = self._pool.get_cached_block(block_hash, [group])

@@ -173,7 +173,7 @@ def transfer_s(producer: BlockMemory, consumer: BlockMemory, shape: MadeShape, p
     each = shape.blocks // prompts
     tokens = each * shape.block_tokens
     for number in range(prompts):
-        exports.open(f"t{number}", range(number * each, (number + 1) * each), tokens, "p")
+        exports.open(f"t{number}", [list(range(number * each, (number + 1) * each))], tokens, "p")
     exports.begin_step([(f"t{number}", tokens) for number in range(prompts)])
     for layer in range(len(producer.layers)):
         exports.after_layer(layer)
@@ -181,8 +181,8 @@ def transfer_s(producer: BlockMemory, consumer: BlockMemory, shape: MadeShape, p
         began = time.perf_counter()
         fetched = [
             threads.submit(
-                fetch, TransferSource("127.0.0.1", port, f"t{number}", 1, "p"), 0,
-                list(range(number * each, (number + 1) * each)), consumer, end, Cancellation(),
+                fetch, TransferSource("127.0.0.1", port, f"t{number}", 1, "p"), [0],
+                [list(range(number * each, (number + 1) * each))], consumer, end, Cancellation(),
             )
             for number in range(prompts)
         ]  # fmt: skip

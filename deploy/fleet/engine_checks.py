@@ -362,6 +362,12 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
             f"{WHOLE_WINDOWS}: true in engine.args (layers with windows then keep all of a conversation, as "
             "much as the others), or coserving.enabled: false",
         )
+    if model.latent_dim and one.transfers:
+        yield Problem(
+            ("model", "path"),
+            "long prompts of models with latent attention (MLA) have been answered wrongly after a transfer: set "
+            "policy: collocated (docs/models.md)",
+        )
     if not model.layer_hooks and one.safepoints:
         yield Problem(
             ("model", "path"),

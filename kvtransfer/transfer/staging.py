@@ -86,8 +86,8 @@ class StagedBlockMemory(BlockMemory):
         kv_caches: Mapping[str, Any],
         blocks: int,
         window_bytes: int,
-        groups: Mapping[str, int] = ONE,
         cuda: Any | None = None,
+        groups: Mapping[str, int] = ONE,
     ) -> None:
         tensors = list(kv_caches.values())
         self.layers = tuple(kv_caches)

@@ -64,7 +64,7 @@ class TransferWorker(WorkerSide):
         if cuda is None:
             return HostBlockMemory(kv_caches, self._num_blocks, self._group_of)
         window = int(self._config.staging_gib * GIB) // self._me.ranks
-        return StagedBlockMemory(kv_caches, self._num_blocks, window, self._group_of, cuda)
+        return StagedBlockMemory(kv_caches, self._num_blocks, window, cuda, self._group_of)
 
     def _serve(self) -> TransferServer:
         address = self._config.host, self._config.port + self._me.rank

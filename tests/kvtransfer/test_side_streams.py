@@ -101,13 +101,13 @@ def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
     """The event of a layer is all that the thread that launches steps leaves behind."""
     memory = StagedBlockMemory({str(n): tensor for n, tensor in enumerate(kv)}, BLOCKS, 1 << 20, cuda)
     exports = Exports(memory, 4, 10, time.monotonic)
-    exports.open("t", [3], total_tokens=4, prompt="p")
+    exports.open("t", [[3]], total_tokens=4, prompt="p")
     exports.begin_step([("t", 4)])
     computed = []
     for layer, tensor in enumerate(kv):
         cuda.compute.launch(lambda layer=layer, tensor=tensor: computed.append(tensor[3].fill_(layer)))
         exports.after_layer(layer)
-    reader = exports.attach("t", "p", 0, 1)
+    reader = exports.attach("t", "p", [0], 1)
     sent: list[int] = []
     while len(sent) < len(kv):
         for layer, _, blocks in exports.wait_ready(reader, 5).runs:

@@ -7,6 +7,7 @@ tokens, which hide wrong KV.
 import fcntl
 import logging
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32,
     },
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    """A line of docs/models.md."""
+
+    kind: str
+    groups: int  # KV cache groups
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+SERVED = {
+    "gemma3": Served("gemma3_text", 3),
+    "gpt-oss": Served("gpt_oss", 2),
+}
 STD = 0.15
 
 

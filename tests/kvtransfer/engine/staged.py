@@ -11,8 +11,8 @@ WINDOW_BYTES = 1 << 20
 SAID = "KV is staged through"
 
 
-def staged(kv_caches: Any, blocks: int) -> StagedBlockMemory:
-    memory = StagedBlockMemory(kv_caches, blocks, WINDOW_BYTES)
+def staged(kv_caches: Any, blocks: int, groups: Any) -> StagedBlockMemory:
+    memory = StagedBlockMemory(kv_caches, blocks, WINDOW_BYTES, groups=groups)
     print(f"{SAID} {memory.slots} slots", flush=True)
     return memory
 

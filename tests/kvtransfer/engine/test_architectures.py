@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,29 +18,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.engine.in_process import EngineHere, forget_the_model
-from tests.support.architectures import architecture_directory
+from tests.support.architectures import SERVED, Served, architecture_directory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 BLOCK = 32
 TURNS, OUTPUT = 6, 6
 CONVERSATIONS = "abcd"
-
-
-@dataclass(frozen=True)
-class Served:
-    """A line of docs/models.md."""
-
-    kind: str
-    groups: int  # KV cache groups
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-SERVED = {
-    "gemma3": Served("gemma3_text", 3),
-    "gpt-oss": Served("gpt_oss", 2),
-    "deepseek-v3": Served("deepseek_v3", 1),
-}
 
 
 @dataclass

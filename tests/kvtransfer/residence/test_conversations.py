@@ -1,6 +1,12 @@
 """Who owns a block, through a conversation's life."""
 
-from kvtransfer.conversations import EvictionRank, RetainedConversations, RetentionPhase
+from kvtransfer.conversations import (
+    EvictionRank,
+    RetainedConversations,
+    RetentionPhase,
+    all_kept,
+    block_key,
+)
 
 
 class Clock:
@@ -117,3 +123,29 @@ def test_two_turns_at_once_end_only_with_the_last() -> None:
     conversations.advance(second, chain("ab"))
     conversations.end_turn(second)
     assert second.phase is RetentionPhase.RETAINED
+
+
+def windowed(blocks: int) -> int:
+    """The second group keeps two blocks."""
+    return max(0, blocks - 2)
+
+
+def test_of_a_group_with_a_window_the_last_blocks_are_owned() -> None:
+    unwanted: list[bytes] = []
+    conversations = RetainedConversations(Clock(), unwanted.append, (all_kept, windowed))
+    running = conversations.begin_turn("a", chain("abcd"))
+    conversations.advance(running, chain("abcd"))
+    assert conversations.keys(running) == [
+        *(b"a", b"ab", b"abc", block_key(b"abc", 1), b"abcd", block_key(b"abcd", 1))
+    ]
+    conversations.advance(running, chain("abcde"))
+    assert unwanted == [block_key(b"abc", 1)]
+    assert conversations.rank_of(block_key(b"abc", 1)) is EvictionRank.NOTHING
+    assert conversations.rank_of(block_key(b"abcde", 1)) is EvictionRank.RETAINED
+    conversations.end_turn(running)
+    again = conversations.begin_turn("a", chain("abXY"))  # a shorter prefix has an earlier window
+    assert conversations.keys(again) == [b"a", block_key(b"a", 1), b"ab", block_key(b"ab", 1)]
+    conversations.end("a")
+    conversations.end_turn(again)
+    assert all(conversations.rank_of(block) is EvictionRank.NOTHING for block in chain("abcde"))
+    assert all(conversations.rank_of(block_key(one, 1)) is EvictionRank.NOTHING for one in chain("abcde"))
