@@ -365,8 +365,8 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
     if model.latent_dim and one.transfers:
         yield Problem(
             ("model", "path"),
-            "long prompts of models with latent attention (MLA) have been answered wrongly after a transfer: set "
-            "policy: collocated (docs/models.md)",
+            "long prompts of models with latent attention (MLA) have been answered wrongly after a transfer: "
+            "set policy: collocated (docs/models.md)",
         )
     if not model.layer_hooks and one.safepoints:
         yield Problem(
