@@ -47,6 +47,7 @@ from router.life import Life
 from router.metrics import HttpCounts
 from router.readers import Readers
 from router.reading import Api, Reading
+from router.shares import Shares
 from router.turn import Models, read_turn, text_headers
 
 _JSON = (b"content-type", b"application/json")
@@ -119,6 +120,7 @@ class Routes:
         self._clock = clock
         self._callers = Callers(config)
         self._groups = PrefixGroups(config.shared_prefixes)
+        self._shares = Shares(max(1, int(config.owner_share * config.limits.max_connections)))
         self._classes = Classes(config)
         self._conversations = ConversationRoutes(directory)
         self._dashboard = DashboardRoutes(config, directory, self._callers.is_admin)
@@ -155,18 +157,26 @@ class Routes:
         methods = self._open.get(request.path)
         if methods is None:
             caller = self._callers.caller(request.headers)
-            if self._batch is not None and request.path.startswith(BATCH_PREFIXES):
-                return await self._batch.handle(request, responder, caller.space)
-            methods = self._routes.get(request.path) or next(
-                (found for prefix, found in self._below.items() if request.path.startswith(prefix)), None
-            )
+            with self._shares.one(caller.space):
+                return await self._answer(caller, request, responder)
+        return await self._route(methods, request, responder)
+
+    async def _answer(self, caller: Caller, request: Request, responder: Responder) -> None:
+        if self._batch is not None and request.path.startswith(BATCH_PREFIXES):
+            return await self._batch.handle(request, responder, caller.space)
+        methods = self._routes.get(request.path) or next(
+            (found for prefix, found in self._below.items() if request.path.startswith(prefix)), None
+        )
         if methods is None:
             raise NotFound(f"there is no {request.path[:200]}; see the README for the API")
+        return await self._route(methods, request, responder)
+
+    async def _route(self, methods: Mapping[str, Handler], request: Request, responder: Responder) -> None:
         route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
             allowed = ", ".join(sorted(methods))
             raise MethodNotAllowed(f"{request.path[:200]} takes {allowed}", allow=allowed)
-        return await route(request, responder)
+        await route(request, responder)
 
     async def own_page(self, request: Request, responder: Responder) -> None:
         """Health and metrics of this very process: on a port that several share, the system chooses who

@@ -105,6 +105,7 @@ class GatewayConfig:
     api_keys: tuple[str, ...] = ()  # none: any key may, and only scopes conversation ids
     admin_keys: tuple[str, ...] = ()  # see every conversation
     shared_prefixes: tuple[str, ...] = ()  # name spaces of keys that share cached prefixes; "*": all do
+    owner_share: float = 0.5  # of the connections, for requests of one owner
     directory_secret: str = ""
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
     tracing: TracingConfig | None = None
@@ -118,6 +119,8 @@ class GatewayConfig:
         rule = self.redisaggregation
         if rule.above_tokens < 0 or self.place_wait_s < 0 or self.tokens_per_byte <= 0:
             raise ValueError("above_tokens, place_wait_s and tokens_per_byte cannot be negative")
+        if not 0 < self.owner_share <= 1:
+            raise ValueError(f"owner_share is above 0 and at most 1, not {self.owner_share}")
         if not 0 <= rule.min_share <= 1:
             raise ValueError(f"redisaggregation.min_share is between 0 and 1, not {rule.min_share}")
 

@@ -269,6 +269,7 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         place_wait_s=fleet.conversation.decoder_wait,
         returns=ReturnRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=_shared_prefixes(fleet),
+        owner_share=fleet.gateway.limits.owner_share,
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
         classes=tuple(_slo_class(name, slo) for name, slo in fleet.slos.items()),

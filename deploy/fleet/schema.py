@@ -186,6 +186,8 @@ class GatewayLimitsSpec(Spec):
     headers: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_headers")
     header_kib: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_head_bytes") >> 10
     connections: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_connections")
+    owner_share: Annotated[float, Field(gt=0, le=1)] = default(GatewayConfig, "owner_share")
+    """Of the connections of a gateway process, what requests under way of one owner may take; then 429."""
     request_timeout: Duration = default(ServerLimits, "body_timeout_s")
     """Time a client has to send its request."""
     first_token_timeout: Duration = default(UpstreamLimits, "first_byte_timeout_s")

@@ -1,5 +1,6 @@
 """Owners of keys apart: ids, cached prefixes and responses of one are out of another's reach."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import orjson
 import pytest
 
+from router.http import ServerLimits
 from router.identity import EVERYBODY, PrefixGroups, namespace
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
+from tests.support.waiting import until
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -85,3 +88,24 @@ async def test_a_later_turn_says_what_the_first_said(made: Fleet) -> None:
     await ask(made.urls[0], [user("hi"), assistant("w"), user("go on")], headers=ALICE)
     salts = [one.body["cache_salt"] for one in made.decoder_requests()]
     assert salts == [namespace("alice")] * 2
+
+
+async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connections(tmp_path: Path) -> None:
+    limits = ServerLimits(max_connections=20)
+    async with fleet(tmp_path, limits=limits, owner_share=0.2) as made:
+        host, _, port = made.urls[0].removeprefix("http://").partition(":")
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer alice\r\n"
+            b"content-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        )
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        for _, writer in slow:  # bodies that do not come
+            writer.write(head)
+        await until(lambda: made.gateways[0].server.stats.requests == 4)
+        refused = await ask(made.urls[0], [user("hi")], headers=ALICE)
+        assert refused.status == 429 and refused.error["code"] == "too_many_at_once"
+        assert (await ask(made.urls[0], [user("hi")], headers=BOB)).status == 200
+        for _, writer in slow:
+            writer.close()
+        await until(lambda: made.gateways[0].server.stats.connections == 0)
+        assert (await ask(made.urls[0], [user("hi")], headers=ALICE)).status == 200

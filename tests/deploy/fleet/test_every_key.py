@@ -193,6 +193,7 @@ CASES = {
         2, lambda got: [one.max_head_bytes for one in server_limits(got)], [2048, 2048]
     ),
     "gateway.limits.connections": case(99, lambda got: got.gateway.limits.max_connections),
+    "gateway.limits.owner_share": case(0.25, lambda got: got.gateway.owner_share),
     "gateway.limits.request_timeout": case(
         3, lambda got: [(one.head_timeout_s, one.body_timeout_s) for one in server_limits(got)], [(3, 3)] * 2
     ),
