@@ -311,7 +311,8 @@ NOT_SET: dict[type, dict[str, str]] = {
         "lost_after_s": CONSTANT
     },
     ServerLimits: {
-        "max_url_bytes idle_timeout_s write_high_bytes write_low_bytes read_high_bytes linger_s": CONSTANT
+        "max_url_bytes idle_timeout_s write_high_bytes write_low_bytes read_high_bytes linger_s": CONSTANT,
+        "body_grace_s body_bytes_per_s": CONSTANT
     },
     UpstreamLimits: {
         "max_connections acquire_timeout_s connect_timeout_s idle_timeout_s max_head_bytes": CONSTANT
