@@ -28,6 +28,8 @@ from benchmarks.paper import workload
 from benchmarks.paper.workload import PaperMix
 from deploy.cli.commands.simulate import simulated_fleet, simulation_settings
 from deploy.fleet import FleetSpec, load_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.status import serving
 from placement.engines import Role
 from placement.fleet.policies import PlacingPolicy
 from traces.format import TraceConversation
@@ -88,13 +90,20 @@ def variant(file: FleetSpec, policy: PlacingPolicy) -> FleetSpec:
 
 @contextmanager
 def up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[str]:
-    """The fleet by its command line, as a person brings it up; yields the endpoint."""
+    """Yields the endpoint."""
+    with brought_up(fleet, limit_s) as home:
+        yield serving(home).endpoint
+
+
+@contextmanager
+def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetHome]:
+    """The fleet by its command line, as a person brings it up."""
     with tempfile.TemporaryDirectory(prefix="live-") as base:
         file, port = Path(base) / "fleet.yaml", free_port("127.0.0.1")
         file.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_unset=True)))
         try:
             _conserve(base, "up", str(file), "--detach", "--port", str(port), limit_s=limit_s)
-            yield f"http://127.0.0.1:{port}"
+            yield FleetHome.of(fleet.name, base)
         finally:
             _conserve(base, "down", fleet.name, limit_s=DOWN_LIMIT_S)
 

@@ -1,0 +1,30 @@
+"""Malformed requests by the hundred at a real gateway: each is answered, none with a 500, nothing stays."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from benchmarks.fuzz.__main__ import Seen, attackers
+from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
+
+REQUESTS = 1500
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with fleet(tmp_path, decoders=2) as one:
+        yield one
+
+
+async def test_hostile_requests_are_answered_and_an_honest_one_after_them(made: Fleet) -> None:
+    before = await ask(made.urls[0], [user("an honest question")])
+    seen, url = Seen(), urlsplit(made.urls[0])
+    await attackers((str(url.hostname), int(url.port or 0)), MODEL, REQUESTS, 7, seen)
+    assert not seen.unanswered and not seen.internal, (seen.unanswered, seen.internal)
+    assert seen.answers["400"] > REQUESTS / 10  # they are refused for what they are
+    assert seen.answers["200"] > 0  # and what is left of a valid one is served
+    await made.settle()
+    after = await ask(made.urls[0], [user("an honest question")])
+    assert after.status == before.status == 200
