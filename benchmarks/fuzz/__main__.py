@@ -46,7 +46,7 @@ SHOWN = 8
 
 
 @dataclass
-class Seen:
+class FuzzResults:
     """What came of it."""
 
     sent: int = 0
@@ -57,7 +57,7 @@ class Seen:
     wrong: int = 0
 
 
-async def one(address: tuple[str, int], what: Attack, seen: Seen) -> None:
+async def one(address: tuple[str, int], what: Attack, seen: FuzzResults) -> None:
     """Send it, and read for a while: an honest server answers what is whole, and cuts or refuses the rest."""
     limit = ANSWER_LIMIT_S if what.whole else TAMPERED_LIMIT_S
     try:
@@ -88,7 +88,9 @@ async def one(address: tuple[str, int], what: Attack, seen: Seen) -> None:
             await asyncio.wait_for(writer.wait_closed(), 1)
 
 
-async def attackers(address: tuple[str, int], model: str, requests: int, seed: int, seen: Seen) -> None:
+async def attackers(
+    address: tuple[str, int], model: str, requests: int, seed: int, seen: FuzzResults
+) -> None:
     async def client(number: int) -> None:
         random = Random(f"{seed} {number}")
         while seen.sent < requests:
@@ -120,7 +122,7 @@ async def honest(http: httpx.AsyncClient, model: str, name: str) -> list[str]:
     return said
 
 
-async def beside(url: str, model: str, expected: list[str], seen: Seen, stop: asyncio.Event) -> None:
+async def beside(url: str, model: str, expected: list[str], seen: FuzzResults, stop: asyncio.Event) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
         while not stop.is_set():
             try:
@@ -133,8 +135,8 @@ async def beside(url: str, model: str, expected: list[str], seen: Seen, stop: as
                 print(f"  an honest conversation differs: {said[-1][:200]!r}", flush=True)
 
 
-async def run(url: str, model: str, requests: int, seed: int) -> Seen:
-    seen, stop, split = Seen(), asyncio.Event(), urlsplit(url)
+async def run(url: str, model: str, requests: int, seed: int) -> FuzzResults:
+    seen, stop, split = FuzzResults(), asyncio.Event(), urlsplit(url)
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
         expected = await honest(http, model, "before")
     company = asyncio.create_task(beside(url, model, expected, seen, stop))

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks.fuzz.__main__ import Seen, attackers
+from benchmarks.fuzz.__main__ import FuzzResults, attackers
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
 
 REQUESTS = 1500
@@ -20,7 +20,7 @@ async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def test_hostile_requests_are_answered_and_an_honest_one_after_them(made: Fleet) -> None:
     before = await ask(made.urls[0], [user("an honest question")])
-    seen, url = Seen(), urlsplit(made.urls[0])
+    seen, url = FuzzResults(), urlsplit(made.urls[0])
     await attackers((str(url.hostname), int(url.port or 0)), MODEL, REQUESTS, 7, seen)
     assert not seen.unanswered and not seen.internal, (seen.unanswered, seen.internal)
     assert seen.answers["400"] > REQUESTS / 10  # they are refused for what they are
