@@ -22,6 +22,9 @@ _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _ITEM_UNSTABLE = frozenset({"id", "status"})
 
 BLOCK_BYTES = 256  # of plain prompts, a link
+OTHERS, WRITTEN, REASONED = range(3)  # messages by who wrote them: an assistant, with its reasoning
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+_ANSWERS = ("function_call", "reasoning", "custom_tool_call")  # items of the responses API
 
 
 def canonical(message: object) -> bytes:
@@ -182,18 +185,26 @@ def response_end(start: bytes, name: str) -> End:
     return End(xxh3_128_digest(start + b"response\0" + name.encode("utf-8", "surrogatepass")))
 
 
-def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
-    """The chain of any API's body; what has no known shape is one opaque link."""
+def messages_of(body: Mapping[str, Any]) -> list[object] | None:
+    """The messages of any API's body, the system's first; None of one that has a plain prompt."""
     messages = body.get("messages")
     if isinstance(messages, list):
-        return of_messages(start, _system(body.get("system")) + messages)
+        return _system(body.get("system")) + messages
     given = body.get("input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if isinstance(given, list):
         instructions = body.get("instructions")
-        head = [{"role": "system", "content": instructions}] if instructions else []
-        return of_messages(start, head + given)
+        head: list[object] = [{"role": "system", "content": instructions}] if instructions else []
+        return head + given
+    return None
+
+
+def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
+    """The chain of any API's body; what has no known shape is one opaque link."""
+    messages = messages_of(body)
+    if messages is not None:
+        return of_messages(start, messages)
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return of_text(start, prompt.encode("utf-8", "surrogatepass"))
@@ -219,3 +230,25 @@ def _is_billing(part: object) -> bool:
 def _tail_digest(link: bytes, tail: bytes) -> bytes:
     """Over the link, which is over all before it: what it costs does not grow with the prompt."""
     return xxh3_128_digest(b"tail\0" + link + tail)
+
+
+def marks_of(body: Mapping[str, Any]) -> bytes:
+    """One byte a message, as all that is needed of it later; empty for a plain prompt."""
+    return bytes(map(_mark, messages_of(body) or ()))
+
+
+def _mark(message: object) -> int:
+    if not isinstance(message, Mapping):
+        return OTHERS
+    if message.get("role") != "assistant" and message.get("type") not in _ANSWERS:
+        return OTHERS
+    return REASONED if _reasons(message) else WRITTEN
+
+
+def _reasons(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    if any(isinstance(part, Mapping) and part.get("type") in _REASONING for part in parts):
+        return True
+    said = message.get("type") in _REASONING or any(message.get(name) for name in _REASONING)
+    return said or (isinstance(content, str) and "</think>" in content)

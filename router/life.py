@@ -37,6 +37,7 @@ from router.errors import (
 from router.http import Observation, RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
 from router.identity import How, conversation_id, conversation_key, resolve_prefix
 from router.losses import Losses
+from router.prefixes import note_prefix
 from router.reading import Api
 from router.returns import Returns
 from router.turn import TokenRatio, Turn, TurnMetrics
@@ -345,6 +346,10 @@ class Life:
 
     def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran) -> None:
         outcome, seen = ran.outcome, ran.observer.observation()
+        if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
+            note_prefix(
+                turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen
+            )
         done = self._metrics.ended(turn, route.known, route.cause, outcome, seen)
         if turn.trace is not None:
             tokens = {

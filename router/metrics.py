@@ -197,6 +197,13 @@ RECOMPUTED_TOKENS = Counter(
     "Prompt tokens of later turns that their engine computed although the turn before had them (its KV was "
     "not kept, or the prefix changed); of turns whose engine says what was cached.",
 )
+PREFIX_BROKEN_TOKENS = Counter(
+    "conserve_prefix_broken_tokens_total",
+    "Tokens whose KV a later turn could not use, because its prompt does not go on with them, by cause: "
+    "changed_tools, edited_history, stripped_reasoning, rerendered_tool_call, retokenised_output. "
+    "docs/operate.md says what to do.",
+    ["cause"],
+)
 OUTPUT_TOKENS = Counter("conserve_output_tokens_total", "Tokens generated for clients.")
 
 # Relay
@@ -231,6 +238,10 @@ from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
+from_zero(
+    PREFIX_BROKEN_TOKENS,
+    *("changed_tools", "edited_history", "stripped_reasoning", "rerendered_tool_call", "retokenised_output"),
+)
 from_zero(RESTORES_AHEAD, "restored", "not_parked", "returned", "busy", "failed")
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 import orjson
+from xxhash import xxh3_128_digest
 
 from router import chains
 from router.chains import Chain
@@ -72,6 +73,8 @@ class Prompt:
     identity: Explicit
     chain: Chain
     tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
+    tools_digest: bytes
+    marks: bytes  # of each message: who wrote it (`chains.marks_of`)
     exact_tokens: int | None  # known without asking when the prompt is token ids
     hints: Hints
 
@@ -109,11 +112,14 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
     seed = chains.seed(asked.space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(asked.headers, body)
     tools = body.get("tools")
+    definitions = _written(tools) if tools else b""
     return Prompt(
         seed=seed,
         identity=identity,
         chain=chains.of_body(chains.of_group(seed, identity.group), body),
-        tool_bytes=_size(tools) if tools else 0,
+        tool_bytes=len(definitions),
+        tools_digest=xxh3_128_digest(definitions),
+        marks=chains.marks_of(body),
         exact_tokens=_exact_tokens(body.get("prompt")),
         hints=read_hints(asked.headers, body),
     )
@@ -158,9 +164,9 @@ def _is_small(value: object) -> bool:
     return not isinstance(value, dict | list) or len(orjson.dumps(value)) <= _SMALL
 
 
-def _size(tools: object) -> int:
+def _written(tools: object) -> bytes:
     try:
-        return len(orjson.dumps(tools))
+        return orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)
     except (TypeError, ValueError):
         raise BadRequest("tools is nested too deeply", param="tools") from None
 

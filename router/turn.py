@@ -46,6 +46,8 @@ class Turn:
     identity: Explicit
     chain: Chain
     tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
+    tools_digest: bytes
+    marks: bytes  # of each message: who wrote it (`chains.marks_of`)
     exact_tokens: int | None  # known without asking when the prompt is token ids
     hints: Hints
     slo_class: SloClass
@@ -92,6 +94,8 @@ async def read_turn(
         identity=prompt.identity,
         chain=prompt.chain,
         tool_bytes=prompt.tool_bytes,
+        tools_digest=prompt.tools_digest,
+        marks=prompt.marks,
         exact_tokens=prompt.exact_tokens,
         hints=prompt.hints,
         slo_class=slo_class,

@@ -98,6 +98,7 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
     ("enable-auto-tool-choice", True),
     ("tool-call-parser", "hermes"),
     ("enable-prefix-caching", True),
+    ("enable-prompt-tokens-details", True),  # an answer says how much of its prompt was cached
     ("disable-uvicorn-access-log", True),
     ("scheduling-policy", "priority"),  # offline requests are told from a conversation's turns by it
 )

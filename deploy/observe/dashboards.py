@@ -119,6 +119,7 @@ CONVERSATIONS = Dashboard(
         by_label("Parked, by cause", "conserve_kv_parked_total", "cause"),
         Panel("Restored from the host", "short", {"restores": rate("conserve_kv_restores_total")}),
         Panel("Prompt tokens computed again", "short", {"tokens": rate("conserve_recomputed_tokens_total")}),
+        by_label("Tokens of broken prefixes", "conserve_prefix_broken_tokens_total", "cause"),
         Panel("KV on the host", "short", {
             "{{engine}} {{kind}}":
                 'max by (engine, kind) (conserve_engine_kv_tokens{kind=~"host_used|host_free"})',

@@ -12,6 +12,7 @@ from router import metrics
 from router.chains import End
 from router.directory.messages import EngineRecord, Engines
 from router.identity import NodeTable
+from router.prefixes import Asked
 
 _KV_KINDS = {  # label of the metric: field of the state
     "live": "live_tokens",
@@ -34,6 +35,7 @@ class Known:
     prompt_bytes: int = 0  # of its newest request
     completion_tokens: int = 0  # of its newest finished turn
     context_tokens: int = 0  # what its decoder holds, after its newest finished turn
+    asked: Asked | None = None  # its newest request
     left_at: float | None = None  # when its newest turn called a tool
     waits: tuple[float, ...] = ()  # for tools, the newest last
     waiting_since: float | None = None  # when the user message arrived that is not yet answered

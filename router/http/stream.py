@@ -75,6 +75,8 @@ class Observation(NamedTuple):
     response_id: str | None
     finish_reason: str | None
     usage: TokenUsage | None
+    reasoned: bool
+    """Its first token was one of reasoning."""
 
 
 class StreamObserver:
@@ -82,7 +84,7 @@ class StreamObserver:
 
     __slots__ = (
         "_begin", "_called_tool", "_clock", "_event_end", "_events_to_first", "_first_content_at",
-        "_first_token_at", "_status", "_streamed", "events", "last_at", "last_pieces",
+        "_first_token_at", "_reasoned", "_status", "_streamed", "events", "last_at", "last_pieces",
         "on_first_token",
     )
 
@@ -99,7 +101,7 @@ class StreamObserver:
         self.last_at = clock()
         self._first_token_at: float | None = None
         self._first_content_at: float | None = None
-        self._called_tool = False
+        self._called_tool = self._reasoned = False
         self.events = self._events_to_first = 0
         self._event_end = b"\n\n"
         self._begin = b""
@@ -155,11 +157,9 @@ class StreamObserver:
         if _has_content(data):
             self._first_content_at = now
         if self._first_token_at is None and (
-            self._first_content_at is not None
-            or self._called_tool
-            or _has_value(data, REASONING_KEYS, STRING)
-            or (b"reasoning" in data and _has_value(data, (DELTA,), STRING))
+            (says := self._first_content_at is not None or self._called_tool) or _has_reasoning(data)
         ):
+            self._reasoned = not says or _has_value(data, REASONING_KEYS, STRING)
             self._first_token_at = now
             self._events_to_first = self.events
             if self.on_first_token is not None:
@@ -182,6 +182,7 @@ class StreamObserver:
             response_id=read_id(self._begin),
             finish_reason=read_finish_reason(self._begin, tail),
             usage=read_usage(tail),
+            reasoned=self._reasoned or (not self._streamed and _has_value(last, REASONING_KEYS, STRING)),
         )
 
 
@@ -200,6 +201,12 @@ def _has_content(text: bytes) -> bool:
     if _has_value(text, CONTENT_KEYS, STRING):
         return True
     return b"output_text.delta" in text and _has_value(text, (DELTA,), STRING)
+
+
+def _has_reasoning(text: bytes) -> bool:
+    if _has_value(text, REASONING_KEYS, STRING):
+        return True
+    return b"reasoning" in text and _has_value(text, (DELTA,), STRING)
 
 
 def _has_tool_call(text: bytes) -> bool:

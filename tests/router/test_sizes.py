@@ -19,7 +19,7 @@ SEED = chains.seed("s", "m")
 def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
     identity = Explicit(None, None, "", previous)
-    said = identity, chain, tools, None, Hints(), SloClass("default", SloTargets())
+    said = identity, chain, tools, b"", b"", None, Hints(), SloClass("default", SloTargets())
     return Turn(Api.CHAT, (b"",), {}, [], "s", SEED, *said, 0.0)
 
 

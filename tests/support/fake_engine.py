@@ -62,6 +62,8 @@ class FakeEngine:
     parked: dict[str, int] = field(default_factory=dict)  # conversation -> report that names it
     lives: dict[str, float] = field(default_factory=dict)  # by conversation, as it was told
     calls_tools: bool = False  # at the end of each streamed answer
+    reasons: bool = False  # in answers that are not streamed
+    cached: int | None = None  # tokens of a prompt, as it reports them
     waiting: int = 0  # as it reports it
     begins: bool = True  # prompts at once, so that none is left to another engine
     withdrawn: list[str] = field(default_factory=list)
@@ -171,13 +173,21 @@ class FakeEngine:
             self.held[key] = prompt + count
             self.confirmed.append(key)
         usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+        if self.cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": min(self.cached, prompt)}  # type: ignore[assignment]
         responses, messages = request.path == "/v1/responses", request.path == "/v1/messages"
         if responses or messages:
             usage = {"input_tokens": prompt, "output_tokens": count, "total_tokens": prompt + count}
         answer_id = f"resp_{self.name}_{next(_IDS)}" if responses else f"cmpl-{next(_IDS)}"
         if not body.get("stream"):
             await asyncio.sleep(self.token_s * count)
-            return web.json_response(_whole(request.path, answer_id, count, usage))
+            whole = _whole(request.path, answer_id, count, usage)
+            if self.reasons:
+                whole["choices"][0]["message"]["reasoning"] = "because"
+            if self.calls_tools:
+                whole["choices"][0] |= {"finish_reason": "tool_calls"}
+                whole["choices"][0]["message"]["tool_calls"] = [{"id": "c", "type": "function"}]
+            return web.json_response(whole)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         if messages:
