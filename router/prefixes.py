@@ -7,15 +7,12 @@ be done about each cause is in docs/operate.md.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from router import metrics
 from router.chains import OTHERS, REASONED
+from router.directory.cache import Asked, Known
 from router.http import Observation
-
-if TYPE_CHECKING:
-    from router.directory.cache import Known
-    from router.turn import Turn
+from router.turn import Turn
 
 _KEPT_CAUSES = frozenset({"bound", "redisaggregated"})  # of a route: the conversation is where its KV is
 
@@ -29,19 +26,7 @@ class BrokenBy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is remembered of a conversation's newest request and its answer, to hold the next one against."""
-
-    end: bytes  # where its prompt ended
-    messages: int
-    size: int  # bytes
-    tools: bytes  # a digest
-    reasoned: bool
-    called_tool: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Reuse:
     """Of a later turn, beside its prompt."""
 
     matched_bytes: int  # in an earlier request of this conversation
@@ -51,7 +36,7 @@ class Seen:
     block: int  # tokens; less than one is never found
 
 
-def broken_by(before: Asked, turn: "Turn", seen: Seen) -> tuple[BrokenBy, int] | None:
+def broken_by(before: Asked, turn: Turn, seen: Reuse) -> tuple[BrokenBy, int] | None:
     """Why tokens were computed again, and how many; None where the prefix held, or nobody can know."""
     lost = seen.had if seen.cached is None else max(0, seen.had - seen.cached)
     if before.tools != turn.tools_digest:
@@ -77,13 +62,13 @@ def broken_by(before: Asked, turn: "Turn", seen: Seen) -> tuple[BrokenBy, int] |
 
 
 def note_prefix(
-    turn: "Turn", matched_bytes: int, known: "Known", cause: str, block: int, seen: Observation
+    turn: Turn, matched_bytes: int, known: Known, cause: str, block: int, seen: Observation
 ) -> None:
     """A turn has ended; before its counts are taken over."""
     before, usage = known.asked, seen.usage
     if before is not None and cause in _KEPT_CAUSES and known.context_tokens:
         cached = usage.cached_tokens if usage and cause == "bound" else None
-        later = Seen(matched_bytes, known.context_tokens, known.completion_tokens, cached, block)
+        later = Reuse(matched_bytes, known.context_tokens, known.completion_tokens, cached, block)
         if (broken := broken_by(before, turn, later)) is not None:
             metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
     known.asked = None

@@ -12,7 +12,6 @@ from router import metrics
 from router.chains import End
 from router.directory.messages import EngineRecord, Engines
 from router.identity import NodeTable
-from router.prefixes import Asked
 
 _KV_KINDS = {  # label of the metric: field of the state
     "live": "live_tokens",
@@ -22,6 +21,18 @@ _KV_KINDS = {  # label of the metric: field of the state
     "host_used": "host_used_tokens",
     "host_free": "host_free_tokens",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is remembered of a conversation's newest request and its answer, to hold the next one against."""
+
+    end: bytes  # where its prompt ended
+    messages: int
+    size: int  # bytes
+    tools: bytes  # a digest
+    reasoned: bool
+    called_tool: bool
 
 
 @dataclass(slots=True)
