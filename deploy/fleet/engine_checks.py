@@ -362,11 +362,11 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
             f"{WHOLE_WINDOWS}: true in engine.args (layers with windows then keep all of a conversation, as "
             "much as the others), or coserving.enabled: false",
         )
-    if model.latent_dim and one.transfers:
+    if model.latent_dim and not one.on_gpus:
         yield Problem(
             ("model", "path"),
-            "long prompts of models with latent attention (MLA) have been answered wrongly after a transfer: "
-            "set policy: collocated (docs/models.md)",
+            "vLLM's CPU build computes no prompt of this model (latent attention) behind KV that is there: "
+            "what was transferred would be answered wrongly; serve it on GPUs",
         )
     if not model.layer_hooks and one.safepoints:
         yield Problem(

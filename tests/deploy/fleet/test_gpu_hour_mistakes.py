@@ -291,12 +291,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "set coserving.safepoints: false",
         {"model_type": "deepseek_v32", "index_topk": 2048},
     ),
-    "latent attention": (
-        "  path: MODEL",
-        ">  path: MODEL",
-        "set policy: collocated",
-        {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    ),
     "NIXL that is not installed": (
         "coserving:",
         "transfer:\n>  backend: nixl\ncoserving:",
