@@ -345,6 +345,27 @@ def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path
         assert [int(problem.split(":")[1]) for problem in found] == named
 
 
+def test_latent_attention_is_refused_on_cpus_only(tmp_path: Path) -> None:
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    on_a_cpu = """\
+name: laptop
+model: {path: MODEL, dtype: float32, max_context: 4096}
+engine: {device: cpu}
+tiers:
+  - {name: decode, role: decode, replicas: 1, resources: {decode_tier: 1}}
+"""
+    said = []
+    for name, text in (("cpu", on_a_cpu), ("gpu", FLEET)):
+        (tmp_path / name).mkdir()
+        try:
+            load_fleet(write(tmp_path / name, text, latent))
+            said.append("")
+        except FleetFileError as refused:
+            said.append(str(refused))
+    assert "vLLM's CPU build computes no prompt of this model (latent attention)" in said[0]
+    assert "latent attention" not in said[1]
+
+
 def test_nothing_heavy_is_imported_for_it() -> None:
     """Two seconds are enough for all of it: vLLM alone takes longer."""
     heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
