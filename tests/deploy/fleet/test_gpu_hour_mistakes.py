@@ -349,6 +349,7 @@ def test_latent_attention_is_refused_on_cpus_only(tmp_path: Path) -> None:
     latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     on_a_cpu = """\
 name: laptop
+policy: collocated
 model: {path: MODEL, dtype: float32, max_context: 4096}
 engine: {device: cpu}
 tiers:
