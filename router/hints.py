@@ -24,6 +24,7 @@ class Hints:
     keep_s: float | None = None  # stay on the accelerator for so long after this turn
     ttl_s: float | None = None  # of silence, after which the conversation ends
     priority: int = 0  # among turns that wait; higher goes first
+    placement: bool = False  # the answer is to say where it was computed, and why there
 
     @property
     def for_engine(self) -> dict[str, float]:
@@ -76,6 +77,7 @@ _KINDS: Mapping[str, tuple[str, Reader]] = {  # by the last word of a header or 
     "keep": ("keep_s", _seconds),
     "ttl": ("ttl_s", _seconds),
     "priority": ("priority", _level),
+    "placement": ("placement", _flag),
 }
 HEADERS = {f"x-conversation-{kind}": kind for kind in _KINDS} | {"x-dynamo-session-final": "final"}
 _ACTIONS = {f"conversation.{kind}": kind for kind in _KINDS}

@@ -71,6 +71,11 @@ class Route:
     cause: str  # first_turn, rebound, redisaggregated, bound
     placed_at: float | None = None  # None: it needed no place
 
+    @property
+    def in_words(self) -> str:
+        prefiller = f"; prefiller={self.prefiller.engine}" if self.prefiller is not None else ""
+        return f"cause={self.cause}; decoder={self.decoder.engine}{prefiller}"
+
 
 @dataclass(slots=True)
 class Prefilled:
@@ -113,7 +118,13 @@ class Life:
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
         if self._tracer is not None:
-            about = {"conserve.api": turn.api.value, "conserve.body_bytes": sum(map(len, turn.raw))}
+            about: dict[str, str | int] = {
+                "conserve.api": turn.api.value,
+                "conserve.body_bytes": sum(map(len, turn.raw)),
+                "gen_ai.operation.name": turn.api.operation,
+                "gen_ai.provider.name": "conserve",
+                "gen_ai.request.model": turn.model,
+            }
             turn = replace(turn, trace=self._tracer.begin(turn.headers, turn.arrived_at, about))
         with turn.trace or nullcontext():
             await self._serve(turn, responder)
@@ -121,7 +132,7 @@ class Life:
     async def _serve(self, turn: Turn, responder: Responder) -> None:
         who = await self._identify(turn)
         if turn.trace is not None:
-            turn.trace.identified(who.key, who.how)
+            turn.trace.identified(who.key, conversation_id(who.key), who.how)
         shown = conversation_id(who.key).encode()
         responder.add_header(b"x-conversation-id", shown)
         responder.add_header(b"x-session-token", shown)  # what clients of llm-d send back
@@ -281,6 +292,8 @@ class Life:
     async def _run(self, turn: Turn, route: Route, responder: Responder) -> Ran:
         key, trace, prefilled = route.known.key, turn.trace, Prefilled()
         self.returns.came(route.known)
+        if turn.hints.placement:  # of a turn that is placed again: one header each, in order
+            responder.add_header(b"x-conversation-placement", route.in_words.encode())
         observer = StreamObserver(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None
@@ -352,11 +365,7 @@ class Life:
             )
         done = self._metrics.ended(turn, route.known, route.cause, outcome, seen)
         if turn.trace is not None:
-            tokens = {
-                "conserve.prompt_tokens": done.prompt_tokens,
-                "conserve.output_tokens": done.completion_tokens,
-            }
-            turn.trace.note(tokens)
+            turn.trace.answered(done.prompt_tokens, done.completion_tokens, seen.response_id)
         if not done.generated:
             self._directory.turn_ended(route.known, route.turn, 0, 0)
         else:

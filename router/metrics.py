@@ -206,6 +206,30 @@ PREFIX_BROKEN_TOKENS = Counter(
 )
 OUTPUT_TOKENS = Counter("conserve_output_tokens_total", "Tokens generated for clients.")
 
+# OpenTelemetry's conventions for generative AI, by the names that its exporters give them in Prometheus, with
+# its buckets: for dashboards that were made for those
+
+_OPERATION = ["gen_ai_operation_name", "gen_ai_request_model"]
+GENAI_TTFT = Histogram(
+    "gen_ai_server_time_to_first_token_seconds",
+    "`gen_ai.server.time_to_first_token` of streams, from a turn's arrival at the gateway.",
+    _OPERATION,
+    buckets=(*(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1), *(0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)),
+)
+GENAI_TPOT = Histogram(
+    "gen_ai_server_time_per_output_token_seconds",
+    "`gen_ai.server.time_per_output_token`: between a turn's tokens, after the first.",
+    _OPERATION,
+    buckets=(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5),
+)
+GENAI_DURATION = Histogram(
+    "gen_ai_server_request_duration_seconds",
+    "`gen_ai.server.request.duration` of turns that reached an engine; the error is the outcome of "
+    "`conserve_turns_total`, empty for complete ones.",
+    [*_OPERATION, "error_type"],
+    buckets=(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+
 # Relay
 
 STREAMS = Gauge("conserve_relay_streams", "Responses on their way from an engine to a client.")

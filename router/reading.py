@@ -46,6 +46,11 @@ class Api(StrEnum):
     def target(self) -> bytes:
         return _TARGETS[self.value].encode()
 
+    @property
+    def operation(self) -> str:
+        """In OpenTelemetry's words."""
+        return "text_completion" if self is Api.COMPLETIONS else "chat"
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:

@@ -4,7 +4,8 @@ A client's `traceparent` decides whether its turn is sampled; without one a shar
 turn's engines get a `traceparent` that names their leg's span; any other turn passes with its headers as they
 came. Nothing is done a token. Spans go to an OTLP receiver over HTTP from a thread of the SDK's; turns never
 wait for it: what a slow or missing receiver does not take is dropped, counted and said once for each time it
-begins. Loaded only where the fleet file asks for it (tests/router/test_tracing.py).
+begins. The turn's attributes are OpenTelemetry's for generative AI (`gen_ai.*`), and ours where it has none.
+Loaded only where the fleet file asks for it (tests/router/test_tracing.py).
 """
 
 import logging
@@ -130,8 +131,9 @@ class TurnTrace:
     def note(self, attributes: Mapping[str, Value]) -> None:
         self._turn.set_attributes(attributes)
 
-    def identified(self, conversation: str, how: str) -> None:
-        self.note({"conserve.conversation": conversation})
+    def identified(self, key: str, conversation: str, how: str) -> None:
+        """`conversation`: its id as the client knows it."""
+        self.note({"conserve.conversation": key, "gen_ai.conversation.id": conversation})
         self._stage("identify", {"conserve.how": how})
 
     def bound(self, cause: str, decoder: str, prefiller: str | None) -> None:
@@ -175,6 +177,12 @@ class TurnTrace:
         self._prefilled_at = None
         self._legs.clear()
         self._since = now  # a turn whose decoder was lost is bound again
+
+    def answered(self, prompt_tokens: int, output_tokens: int, response_id: str | None) -> None:
+        counted = {"input": prompt_tokens, "output": output_tokens}
+        self.note({f"gen_ai.usage.{side}_tokens": tokens for side, tokens in counted.items()})
+        if response_id:
+            self.note({"gen_ai.response.id": response_id})
 
     def __enter__(self) -> None:
         return None

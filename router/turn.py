@@ -55,6 +55,11 @@ class Turn:
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
 
     @property
+    def model(self) -> str:
+        """As the client names it: one of those that are served."""
+        return str(self.body.get("model"))
+
+    @property
     def prompt_bytes(self) -> int:
         return self.chain.total_bytes + self.tool_bytes
 
@@ -192,7 +197,11 @@ class TurnMetrics:
         self, turn: Turn, known: Known, cause: str, outcome: RelayOutcome, seen: Observation
     ) -> TurnOutcome:
         whole = outcome.end is RelayEnd.COMPLETE and not seen.failed
-        metrics.labelled(metrics.TURNS, _outcome(outcome, seen)).inc()
+        end = _outcome(outcome, seen)
+        metrics.labelled(metrics.TURNS, end).inc()
+        kind = turn.api.operation, turn.model
+        error = "" if whole and seen.status == 200 else end
+        metrics.labelled(metrics.GENAI_DURATION, *kind, error).observe(seen.last_at - turn.arrived_at)
         if seen.status != 200 or (seen.first_token_at is None and not whole):
             return TurnOutcome(generated=False)
         usage = seen.usage
@@ -211,9 +220,12 @@ class TurnMetrics:
             tbt = tbt_s(seen.first_token_at, seen.last_at, seen.gaps)
             if seen.streamed:
                 which = "first" if cause in ("first_turn", "rebound", "moved") else "later"
-                metrics.labelled(metrics.TTFT_SECONDS, which).observe(seen.first_token_at - turn.arrived_at)
+                ttft_s = seen.first_token_at - turn.arrived_at
+                metrics.labelled(metrics.TTFT_SECONDS, which).observe(ttft_s)
+                metrics.labelled(metrics.GENAI_TTFT, *kind).observe(ttft_s)
         if tbt is not None:
             metrics.TBT_SECONDS.observe(tbt)
+            metrics.labelled(metrics.GENAI_TPOT, *kind).observe(tbt)
         met: list[str] = []
         missed: list[str] = []
         if whole and _speaks_to_the_user(seen):

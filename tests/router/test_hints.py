@@ -93,6 +93,30 @@ async def test_engines_see_no_hints_but_what_concerns_them(tmp_path: Path) -> No
         assert (later.body["kv_hints"], later.body["nvext"]) == (None, None)
 
 
+async def test_an_answer_says_where_it_was_computed_when_asked(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        asked = {**NAMED, "x-conversation-placement": "1"}
+        first = await ask(made.urls[0], [user("a")], headers=asked, stream=True)
+        later = await ask(made.urls[0], [user("a"), assistant("b"), user("c")], headers=asked)
+        silent = await ask(made.urls[0], [user("d")])
+        (prefill,) = (one for one in made.prefills() if one.body["messages"] == [user("a")])
+        decoder = decoder_of_session(made)
+    assert prefill
+    assert first.headers["x-conversation-placement"] == f"cause=first_turn; decoder={decoder}; prefiller=p0"
+    assert later.headers["x-conversation-placement"] == f"cause=bound; decoder={decoder}"
+    assert "x-conversation-placement" not in silent.headers
+
+
+def decoder_of_session(made: Fleet) -> str:
+    """Where the prompt "a" was answered."""
+    (name,) = (
+        name
+        for name, one in made.engines.items()
+        if name.startswith("d") and any(seen.body["messages"] == [user("a")] for seen in one.seen)
+    )
+    return name
+
+
 def decoder_of(made: Fleet) -> FakeEngine:
     (decoder,) = (one for one in made.engines.values() if one.name.startswith("d") and one.seen)
     return decoder

@@ -75,7 +75,9 @@ async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, rec
         assert not span.error
         assert CANARY not in repr(span)
     assert turn.attributes["conserve.conversation"].endswith(answer.conversation)
-    assert turn.attributes["conserve.output_tokens"] > 0
+    assert turn.attributes["gen_ai.conversation.id"] == answer.conversation
+    assert turn.attributes["gen_ai.operation.name"] == "chat"
+    assert turn.attributes["gen_ai.usage.output_tokens"] > 0
 
 
 async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> None:
@@ -220,7 +222,7 @@ def serve_a_turn(tracer: TurnTracer) -> None:
     trace = tracer.begin([], 0.0, {})
     assert trace is not None
     with trace:
-        trace.identified("c", "new")
+        trace.identified("space:c", "c", "new")
 
 
 async def test_what_cannot_be_sent_does_not_end_the_sending() -> None:
