@@ -38,7 +38,7 @@ class Classes:
         if said:
             named = self._by_name.get(said) if isinstance(said, str) else None
             if named is None:
-                names = ", ".join(sorted(self._by_name))
+                names = ", ".join(sorted(name for name, one in self._by_name.items() if one.open_to(space)))
                 raise BadRequest(f"{FIELD} is none of this fleet's classes: {names}", param=FIELD)
             if not named.open_to(space):
                 raise BadRequest(f"the class {named.name} is for other keys: leave {FIELD} out", param=FIELD)

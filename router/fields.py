@@ -16,6 +16,8 @@ from router.errors import BadRequest
 MAX_TOKENS = 10_000_000  # of an answer: beyond any model's context
 MAX_CHOICES = 128
 OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
+# Beside the field of that name: engines read none in the body of Anthropic's messages.
+OFFLINE_HEADER = (b"x-vllm-priority", str(OFFLINE_PRIORITY).encode())
 MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1

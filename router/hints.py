@@ -36,7 +36,7 @@ class Hints:
 
 def _flag(source: str, value: Any) -> bool:
     """Anything else is no: clients send `0` and `false`."""
-    return value is True or str(value).strip().lower() in _TRUE
+    return value is True or value == 1 or (isinstance(value, str) and value.strip().lower() in _TRUE)
 
 
 def _seconds(source: str, value: Any) -> float:
@@ -112,12 +112,13 @@ def _of_envelope(body: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for action in actions:
         if not isinstance(action, Mapping):
             raise BadRequest("an action of kv_hints must be an object", param="kv_hints.actions")
-        kind = _ACTIONS.get(str(action.get("action_type")))
+        action_type = action.get("action_type")
+        kind = _ACTIONS.get(action_type) if isinstance(action_type, str) else None
         if kind is None:
             continue
         payload = action.get("payload")
         value = payload.get("value", True) if isinstance(payload, Mapping) else True
-        yield f"kv_hints.{action['action_type']}", kind, value
+        yield f"kv_hints.{action_type}", kind, value
 
 
 def _of_nvext(body: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -44,7 +44,7 @@ PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
 MAX_ID_BYTES = 512
 _NAME_BYTES = 64  # of a hint, in the id of a conversation that is named after it
 _PLAIN = re.compile(r"[!-~]+")
-_GIVEN = re.compile(r"c-[0-9a-f]{32}")
+_GIVEN = re.compile(r"c-[0-9a-f]{32}|[!-~]{1,64}\.[0-9a-f]{12}")  # as `Explicit.new_id` makes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,14 @@ def clean_id(raw: object, source: str) -> str | None:
     return raw if _PLAIN.fullmatch(raw) else f"hash-{xxh3_128_hexdigest(encoded)}"
 
 
+def hint_of(raw: object) -> str | None:
+    """What only hints refuses nothing: of what is no name, nothing is learned."""
+    if not isinstance(raw, str) or not raw:
+        return None
+    plain = len(raw) <= MAX_ID_BYTES and _PLAIN.fullmatch(raw)
+    return raw if plain else f"hash-{xxh3_128_hexdigest(raw.encode('utf-8', 'surrogatepass'))}"
+
+
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:
     found, source, parent = _from_headers(headers)
     previous = body.get("previous_response_id")
@@ -131,8 +139,7 @@ def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Ex
     if found is None:
         found, source = _from_body(body)
     groups = _groups(body)
-    correlation = clean_id(headers.get(CORRELATION_HEADER), CORRELATION_HEADER)
-    hint = next(iter(groups), correlation) or ""
+    hint = next(iter(groups), hint_of(headers.get(CORRELATION_HEADER))) or ""
     return Explicit(found, parent, source, previous or None, "\0".join(groups), hint)
 
 
@@ -178,12 +185,8 @@ def _groups(body: Mapping[str, Any]) -> list[str]:
     """`metadata.user_id` is Anthropic's; Claude Code's has its session inside."""
     metadata = body.get("metadata")
     fields = metadata if isinstance(metadata, Mapping) else {}
-    said = (
-        ("prompt_cache_key", body.get("prompt_cache_key")),
-        ("metadata.session_id", fields.get("session_id")),
-        ("metadata.user_id", fields.get("user_id")),
-    )
-    return [group for source, raw in said if (group := clean_id(raw, source)) is not None]
+    said = body.get("prompt_cache_key"), fields.get("session_id"), fields.get("user_id")
+    return [group for raw in said if (group := hint_of(raw)) is not None]
 
 
 @dataclass(frozen=True, slots=True)

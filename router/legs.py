@@ -59,6 +59,8 @@ def one_token_body(
         leg["store"] = False
     elif api is not Api.MESSAGES:
         leg["n"] = 1
+    elif isinstance(thinking := body.get("thinking"), Mapping) and thinking.get("type") == "enabled":
+        leg["thinking"] = {"type": "adaptive"}  # the same prompt, without a budget that one token cannot hold
     return with_fields(raw, {**leg, **more})
 
 

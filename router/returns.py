@@ -2,7 +2,7 @@
 
 A restore is the conversation's last prompt sent again as offline work for one token: the engine loads the
 blocks from its host, computes that token in a gap of running turns, and the next turn finds them. Only what
-the directory says is parked is brought back, one conversation at a time on an engine.
+the directory says is parked is brought back, one conversation of this gateway at a time on an engine.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from router import metrics
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.errors import DirectoryUnreachable, UpstreamError
-from router.fields import OFFLINE_PRIORITY
+from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
 from router.http import Endpoint, UpstreamPool, UpstreamRequest, fetch
 from router.legs import one_token_body
 from router.turn import Turn
@@ -25,6 +25,7 @@ from router.turn import Turn
 log = logging.getLogger("conserve.router.returns")
 
 MAX_BYTES = 64 << 20  # of prompts that are kept to be sent again
+_ENTRY_BYTES = 4096  # what keeping one takes beside its bytes
 _LOOK_EVERY_S = 0.25
 
 
@@ -54,8 +55,12 @@ class Returns:
         if after_s is None or turn.identity.previous_response:
             return
         self._forget(known.key)
-        task = asyncio.create_task(self._bring_back(turn, known, after_s))
-        size = sum(map(len, turn.raw))
+        # The request and not the turn is kept: what was read of a prompt takes several times its bytes.
+        body = one_token_body(turn.api, turn.raw, turn.body, {"priority": OFFLINE_PRIORITY})
+        headers = [*turn.headers, OFFLINE_HEADER]
+        request = UpstreamRequest("POST", turn.api.target, headers, body, repeatable=False)
+        task = asyncio.create_task(self._bring_back(request, known, after_s))
+        size = _ENTRY_BYTES + sum(map(len, body))
         self._away[known.key] = _Away(size, task)
         self._bytes += size
         while self._bytes > MAX_BYTES:
@@ -78,18 +83,16 @@ class Returns:
             self._bytes -= away.size
             away.task.cancel()
 
-    async def _bring_back(self, turn: Turn, known: Known, after_s: float) -> None:
+    async def _bring_back(self, request: UpstreamRequest, known: Known, after_s: float) -> None:
         engine, epoch, outcome = known.engine, known.epoch, "returned"
         try:
             await asyncio.sleep(after_s)
-            outcome = "busy"
             async with asyncio.timeout(self._rules.patience_s):
                 while not self._may(engine, known.context_tokens):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_EVERY_S)
-            outcome = "returned"
-            outcome = await self._restore(turn, known.key, engine, epoch)
+            outcome = await self._restore(request, known.key, engine, epoch)
         except TimeoutError:
-            pass
+            outcome = "busy"
         finally:
             metrics.RESTORES_AHEAD.labels(outcome).inc()
             if (away := self._away.get(known.key)) is not None and away.task is asyncio.current_task():
@@ -100,15 +103,13 @@ class Returns:
         state = self._directory.engines.state(engine)
         return state is not None and engine not in self._restoring and may_restore(state, tokens)
 
-    async def _restore(self, turn: Turn, key: str, engine: str, epoch: int) -> str:
+    async def _restore(self, request: UpstreamRequest, key: str, engine: str, epoch: int) -> str:
         self._restoring.add(engine)
         try:
             told = await self._directory.describe(key)
             info = self._directory.engines.alive(engine, epoch)
             if told is None or info is None or told["state"] != "parked":
                 return "not_parked"
-            body = one_token_body(turn.api, turn.raw, turn.body, {"priority": OFFLINE_PRIORITY})
-            request = UpstreamRequest("POST", turn.api.target, turn.headers, body, repeatable=False)
             answer = await fetch(self._pool, Endpoint.parse(info.http), request)
             return "restored" if answer.status == 200 else "failed"
         except (UpstreamError, DirectoryUnreachable) as wrong:

@@ -13,7 +13,7 @@ from placement.objectives import tbt_s, ttfet_s
 from router import metrics
 from router.chains import Chain
 from router.classes import Classes, engine_arguments
-from router.config import ServedModel, SloClass
+from router.config import DEFAULT_CLASS, ServedModel, SloClass
 from router.directory.cache import Known
 from router.fields import with_fields
 from router.hints import FIELDS as HINT_FIELDS
@@ -234,7 +234,8 @@ class TurnMetrics:
                 if (target := targets.get(objective)) is not None:
                     within = seconds <= target
                     metrics.SLO.labels(turn.slo_class.name, objective, "yes" if within else "no").inc()
-                    (met if within else missed).append(objective)
+                    if turn.slo_class.name == DEFAULT_CLASS:  # the dashboard's percentages are of its targets
+                        (met if within else missed).append(objective)
         return TurnOutcome(True, prompt, completion, tuple(met), tuple(missed))
 
     def _answered(

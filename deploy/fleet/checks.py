@@ -17,6 +17,8 @@ from kvtransfer.errors import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError
 from placement.fleet.prefillers import PrefillCurve
+from router.classes import PRIORITY_S
+from router.hints import HIGHEST_PRIORITY
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving
@@ -157,6 +159,13 @@ def _slos(fleet: FleetSpec) -> Iterator[Problem]:
                 yield Problem(("slos", name, "keys"), sentence)
             if fleet.gateway.api_keys and key not in fleet.gateway.api_keys:
                 yield Problem(("slos", name, "keys"), "a key of this class is none of gateway.api_keys")
+        longest = fleet.conversation.decoder_wait
+        if slo.ahead and slo.ahead + HIGHEST_PRIORITY * PRIORITY_S >= longest:
+            sentence = (
+                f"expected less than conversation.decoder_wait ({longest:g} s) less {HIGHEST_PRIORITY:g} s, "
+                "which priorities may add: turns of other classes would be refused before their time comes"
+            )
+            yield Problem(("slos", name, "ahead"), sentence)
     if "default" not in fleet.slos:
         yield Problem(("slos",), "a class named 'default' is missing: turns of no other class are of it")
 

@@ -1,8 +1,8 @@
 """Returns: when a parked conversation's KV goes back to the accelerator ahead of its next turn.
 
 An agent that called a tool comes back when the tool has ended: at the time that it announced, else as its
-earlier waits say. Nothing is predicted about answers. A restore waits until its engine has nothing better to
-do with the host's bandwidth, and is given up when the time has passed: the turn then restores on arrival.
+earlier waits say. Nothing is predicted about answers. A restore waits until its engine has no turn that
+waits, for a bounded time: after that the turn restores on arrival.
 """
 
 from collections.abc import Sequence

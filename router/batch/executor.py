@@ -18,7 +18,8 @@ from router.batch.records import ClaimedRequest, Result, Usage
 from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import EngineGarbled, EngineLost, UpstreamError
-from router.fields import OFFLINE_PRIORITY
+from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
+from router.hints import FIELDS as HINT_FIELDS
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity import PrefixGroups
 
@@ -26,8 +27,8 @@ log = logging.getLogger("conserve.router.batch.executor")
 
 _ANSWER_BYTES = 64 << 20
 _ENGINE_LOST = "engine lost"
-_NOT_OFFLINE = frozenset({"service_tier", "session_id"})
-_JSON: RawHeaders = [(b"content-type", b"application/json")]
+_NOT_OFFLINE = frozenset({"service_tier", "session_id"}) | HINT_FIELDS
+_HEADERS: RawHeaders = [(b"content-type", b"application/json"), OFFLINE_HEADER]
 
 
 def offline_body(body: Mapping[str, Any]) -> bytes:
@@ -111,7 +112,7 @@ class Executor:
         sent = UpstreamRequest(
             method="POST",
             target=request.endpoint.encode(),
-            headers=_JSON,
+            headers=_HEADERS,
             body=(offline_body(self._own_body(request.owner, orjson.loads(line)["body"])),),
             repeatable=True,
             first_byte_timeout_s=self._settings.request_timeout_s,

@@ -27,6 +27,7 @@ from router.batch.store import Store
 from router.directory.client import DirectoryClient
 from router.directory.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound
+from router.fields import OFFLINE_HEADER
 from router.http import (
     Endpoint,
     Headers,
@@ -138,7 +139,7 @@ class BatchService:
             request = UpstreamRequest(
                 method="POST",
                 target=api.target,
-                headers=passed,
+                headers=[*passed, OFFLINE_HEADER],
                 body=(offline_body(body),),
                 repeatable=True,
                 first_byte_timeout_s=slot.timeout_s,

@@ -3,12 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice, takewhile
+from math import inf
 from typing import Any
 
 from placement.fleet.bindings import Binding
 
 MAX_NOTES = 8
+LOOK_AGAIN_S = 1.0  # at one that is over and has a turn all the same
 MAX_OVER = 10_000
 ENDED_REMEMBERED = 4096
 
@@ -84,7 +87,9 @@ class ConversationRecords:
         self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # ended before they were heard of
         self._parked: dict[str, str] = {}  # conversation -> engine
-        self._own_ttl: set[str] = set()  # conversations whose client said how long they may be silent
+        # Conversations whose client said how long they may be silent: when to look at them next.
+        self._due: dict[str, float] = {}
+        self._dues: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._live)
@@ -109,7 +114,7 @@ class ConversationRecords:
             for gateway in conversation.running:
                 self._running[gateway].discard(key)
             self._parked.pop(key, None)
-            self._own_ttl.discard(key)
+            self._due.pop(key, None)
         return conversation
 
     def park(self, key: str, engine: str) -> bool:
@@ -178,17 +183,33 @@ class ConversationRecords:
     def let_live(self, conversation: ConversationRecord, ttl_s: float) -> None:
         """So long without a turn, in place of the fleet's time; forgotten when the directory restarts."""
         conversation.ttl_s = ttl_s
-        self._own_ttl.add(conversation.key)
+        self._look_at(conversation.key, conversation.used_at + ttl_s)
+
+    def _look_at(self, key: str, due: float) -> None:
+        if due < self._due.get(key, inf):
+            self._due[key] = due
+            heappush(self._dues, (due, key))
 
     def silent(self, now: float, ttl_s: float) -> list[ConversationRecord]:
         """Without a turn for their time, and without a running one: those move to the end."""
         unused = list(takewhile(lambda one: one.used_at <= now - ttl_s, self._live.values()))
         for conversation in unused:
-            if conversation.running:
-                self._live.move_to_end(conversation.key)
-        own = [self._live[key] for key in self._own_ttl]
+            if conversation.running or conversation.ttl_s:
+                self._live.move_to_end(conversation.key)  # or it would be looked at each time
         over = [one for one in unused if not one.ttl_s]
-        over += [one for one in own if one.used_at <= now - one.ttl_s]
+        again: list[tuple[str, float]] = []
+        while self._dues and self._dues[0][0] <= now:
+            due, key = heappop(self._dues)
+            if self._due.get(key) != due:
+                continue  # it has ended, or was to be looked at sooner
+            del self._due[key]
+            conversation = self._live[key]
+            end = conversation.used_at + conversation.ttl_s
+            again.append((key, end if end > now else now + LOOK_AGAIN_S))
+            if end <= now:
+                over.append(conversation)
+        for key, end in again:
+            self._look_at(key, end)
         return [conversation for conversation in over if not conversation.running]
 
     def remember_ended(self, key: str, description: dict[str, Any]) -> None:

@@ -32,6 +32,19 @@ def envelope(**actions: Any) -> dict[str, Any]:
     return {"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [*listed, foreign]}}
 
 
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_is_no_action_of_ours_is_passed_over() -> None:
+    deep = {"kv_hints": {"actions": [{"action_type": nested(2000)}, {"action_type": "conversation.final"}]}}
+    assert read_hints({}, deep) == Hints(final=True)
+    assert read_hints({}, envelope(final=nested(2000))) == Hints(final=False)
+
+
 def test_the_same_said_in_each_way() -> None:
     headers = {
         "x-conversation-away": "30",
@@ -71,6 +84,7 @@ def test_the_envelope_is_vllms() -> None:
         ({}, {"kv_hints": {"actions": [{}] * 17}}),
         ({}, {"kv_hints": {"actions": ["x"]}}),
         ({}, envelope(away={})),
+        ({}, envelope(away=nested(2000))),
         ({}, envelope(away=True)),
         ({}, {"nvext": {"agent_hints": {"priority": "high"}}}),
     ],
@@ -150,6 +164,20 @@ async def test_an_announced_tool_parks_at_once_and_is_back_before_its_end(tmp_pa
         assert sent.body["messages"] == [user("x" * 500)]
         assert (sent.body["max_tokens"], sent.body["stream"], sent.conversation) == (1, False, "")
         assert sent.body["cache_salt"] == decoder_of(made).seen[0].body["cache_salt"]
+
+
+async def test_a_restore_of_messages_is_offline_and_has_no_budget_of_thinking(tmp_path: Path) -> None:
+    """vLLM reads a header there and no field, and refuses a budget that `max_tokens` does not hold."""
+    async with fleet(tmp_path) as made:
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        headers = {**NAMED, "x-conversation-away": "0.4"}
+        body = {"max_tokens": 2000, "thinking": thinking}
+        await ask(made.urls[0], [user("x" * 500)], headers=headers, path="/v1/messages", **body)
+        await until(lambda: restores(made))
+        sent = decoder_of(made).seen[-1]
+        assert sent.headers["x-vllm-priority"] == "10"
+        assert (sent.body["max_tokens"], sent.body["thinking"]) == (1, {"type": "adaptive"})
+        assert decoder_of(made).seen[0].body["thinking"] == thinking
 
 
 async def test_a_turn_that_comes_first_needs_no_restore(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ class PlannedScheduling(internals.OpenScheduling):
     def planned_step(self, throttle_prefills: bool) -> tuple[Any, PendingIteration | None]:
         """vLLM's step, by the policy's plan; None: nothing was scheduled."""
         started = self.clock()
+        self.let_holders_go_first()
         plan = self.guarded(self._plan, started)
         running_before = {request.request_id for request in self.running}
         output = super().schedule(throttle_prefills)  # type: ignore[misc]

@@ -63,6 +63,15 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
     return TurnTargets(ttft, tbt)
 
 
+def ahead_of(arguments: Mapping[str, Any]) -> float:
+    """What the gateway says that the request's class and priority are worth."""
+    try:
+        ahead_s = float(arguments.get(AHEAD_ARGUMENT, 0.0))
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return ahead_s if math.isfinite(ahead_s) else 0.0
+
+
 @dataclass(slots=True)
 class TrackedRequests:
     """Requests of an engine by class, in order of arrival."""
@@ -84,7 +93,7 @@ class TrackedRequests:
         offline = request.priority > 0
         arguments = self.arguments_of(request)
         slo = slo_of(arguments, self.default_slo)
-        ahead_s = float(arguments.get(AHEAD_ARGUMENT, 0.0))
+        ahead_s = ahead_of(arguments)
         tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked

@@ -235,6 +235,17 @@ class OpenScheduling:
             if request is not None:
                 yield request, tokens
 
+    def let_holders_go_first(self) -> None:
+        """A request whose load failed has given its blocks back, and waits like those that never had any.
+
+        vLLM leaves it in front of those that hold blocks, and looks at nobody behind one that does not fit:
+        loads that have ended since would never be taken, and keep the blocks that it waits for.
+        """
+        for request in list(self.kv_holding_waiting):
+            if is_waiting(request) and not self.blocks_held(request):
+                self.kv_holding_waiting.remove_request(request)
+                self.waiting.add_request(request)
+
     def waits_or_prefills(self) -> bool:
         """Whether any request has a prompt, or a part of one, to compute or to load."""
         waits = bool(self.waiting) or bool(self.kv_holding_waiting)

@@ -185,6 +185,10 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
             "fleet.yaml:15: slos.silver.keys: a key of this class is of class 'gold' too",
         ),
         (
+            "slos:\n  default: {}\n  gold: {ahead: 20s}\n",
+            "fleet.yaml:13: slos.gold.ahead: expected less than conversation.decoder_wait (30 s) less 10 s",
+        ),
+        (
             "gateway: {api_keys: [a]}\nslos:\n  default: {}\n  gold: {keys: [b]}\n",
             "fleet.yaml:14: slos.gold.keys: a key of this class is none of gateway.api_keys",
         ),

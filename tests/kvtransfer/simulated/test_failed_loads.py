@@ -1,4 +1,4 @@
-"""A request whose load fails is computed, however little room there is."""
+"""A load that failed leaves a request without blocks before those that hold some, which must go on."""
 
 import time
 
@@ -10,33 +10,43 @@ from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine, next_token
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-def test_a_refused_transfer_of_a_prompt_that_is_also_on_the_host_does_not_wait_for_itself() -> None:
-    """vLLM reserves room for a failed load until its request runs: a second load would wait for that room."""
-    engine = SimulatedEngine(ConnectorConfig(engine="d", host_kv_gib=0.005, timeout_s=1.0), blocks=60)
-    prompt = [n % 250 for n in range(40 * BLOCK_TOKENS + 5)]  # more than half of the blocks
-    engine.add("first", prompt, 2, session="a")
-    engine.run(2000)
-    end = time.monotonic() + 10
-    while engine.side("checkpoint").copying_block_ids() and time.monotonic() < end:
-        engine.add("settle", [1, 2, 3], 2)  # copies to the host end in a step
-        engine.run(2000)
-    assert engine.scheduler.reset_prefix_cache()
+WINDOW = 3 * BLOCK_TOKENS + 7
+BIG, SMALL = 40 * BLOCK_TOKENS, 7 * BLOCK_TOKENS
+BLOCKS = 57  # both fit as loads; the small one, computed, does not fit beside the big one
+LIMIT_S = 20.0
 
-    nobody = {
-        "do_remote_prefill": True,
-        "transfer_id": "t",
-        "remote_host": "127.0.0.1",
-        "remote_port": free_port(),
-        "remote_epoch": 1,
-    }
-    engine.add("second", prompt, 2, session="a", params=nobody)
-    engine.add("behind", [4, 5, 6], 2)
-    residence = engine.residence
-    assert residence.host.stored_prefix(residence.conversations.get("a").chain, 0, 40) == 40
-    engine.run(2000)
 
-    assert engine.answers["second"][0] == next_token(prompt)
-    assert len(engine.answers["behind"]) == 2
-    assert engine.wrong == [] and engine.faults() == []
-    engine.close()
+def test_who_lost_its_load_and_does_not_fit_lets_others_have_theirs() -> None:
+    """With windows a prompt that is loaded needs fewer blocks than one that is computed: what was free for it
+    is not enough any more, and the rest is held by a load that ends later."""
+    port = free_port()
+    prefiller = SimulatedEngine(
+        ConnectorConfig(engine="p", epoch=1, port=port, lease_s=30.0, timeout_s=5.0),
+        blocks=120,
+        window=WINDOW,
+    )
+    decoder = SimulatedEngine(ConnectorConfig(engine="d", timeout_s=5.0), blocks=BLOCKS, window=WINDOW)
+    source = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port}
+    small, big = ([n % 250 for n in range(first, first + size)] for first, size in ((1, SMALL), (7, BIG)))
+    decoder.add("small", small, 1, params={**source, "transfer_id": "none", "remote_epoch": 0})  # refused
+    decoder.add("big", big, 1, params={**source, "transfer_id": "big", "remote_epoch": 1})
+    end = time.monotonic() + LIMIT_S
+    try:
+        while "WAITING 0/224 tokens, 0 blocks" not in (state := decoder.under_way()):
+            assert time.monotonic() < end, state
+            decoder.step()
+            time.sleep(0.001)
+        prefiller.add("p", big, 1, params={"do_remote_decode": True, "transfer_id": "big"})
+        while len(decoder.answers) < 2:
+            assert time.monotonic() < end, decoder.under_way()
+            for engine in (prefiller, decoder):
+                if engine.busy():
+                    engine.step()
+            time.sleep(0.0005)
+        assert decoder.answers == {"small": [next_token(small)], "big": [next_token(big)]}
+        assert decoder.wrong == []
+    finally:
+        decoder.close()
+        prefiller.close()
