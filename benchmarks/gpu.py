@@ -218,7 +218,7 @@ def page(machine: str, found: Figures) -> str:
         "|---|---|---|",
     ]
     for part, figures in found.items():
-        lines.append(f"| **{part}** | ran | |")
+        lines.append(f"| **{part}** | {figures.get('failed', 'ran')} | |")
         for name, value in figures.items():
             if isinstance(value, bool | int) or (machine != WITHOUT and isinstance(value, float)):
                 shown = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -240,6 +240,7 @@ def main() -> None:
     arguments.page.write_text(text)
     write_json(arguments.json, {"machine": machine, **found})
     print(text)
+    sys.exit(1 if any("failed" in figures for figures in found.values()) else 0)
 
 
 if __name__ == "__main__":

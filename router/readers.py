@@ -12,17 +12,20 @@ import resource
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import Counter
 from collections.abc import Sequence
 from typing import BinaryIO
 from weakref import WeakValueDictionary
 
-from router.errors import ApiError, PayloadTooLarge
+from router.errors import ApiError, InternalError, PayloadTooLarge, TooManyRequests
 from router.reading import ReadBody, Reading, is_cheap, read_body
 
 log = logging.getLogger("conserve.router.readers")
 
 PROCESSES = 2
 LONGEST_S = 30.0  # for one body
+MOST_WAITING = 8  # costly bodies of one owner, and MOST_WAITING_BYTES of all: they lie in memory meanwhile
+MOST_WAITING_BYTES = 1 << 30
 MOST_MEMORY = 4 << 30  # of a process: a body of 32 MiB of numbers takes 1 GiB as objects
 _FRAME = struct.Struct("!QQ")  # bytes of the question, and of the body behind it
 
@@ -35,28 +38,57 @@ class Readers:
         self._idle: list[Process] = []
         self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._longest_s = longest_s
+        self._waiting: Counter[str] = Counter()  # by owner
+        self._bytes = 0  # that wait, or are read
 
     async def read(self, asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
         """Raises what the client did wrong."""
         if is_cheap(pieces):
             return read_body(asked, pieces)
-        turn = self._owners.get(asked.space) or self._owners.setdefault(asked.space, asyncio.Lock())
-        async with turn, self._free:
-            process = self._idle.pop() if self._idle else await _start()
-            try:
-                async with asyncio.timeout(self._longest_s):
-                    answer = await _ask(process, asked, pieces)
-            except (TimeoutError, OSError, EOFError) as wrong:
-                _end(process)
-                log.warning("a body could not be read bytes=%d reason=%r", sum(map(len, pieces)), wrong)
-                raise PayloadTooLarge("the body takes too much time or memory to read; send less") from None
-            except BaseException:
-                _end(process)
-                raise
-            self._idle.append(process)
+        owner, size = asked.space, sum(map(len, pieces))
+        if self._waiting[owner] >= MOST_WAITING or self._bytes + size > MOST_WAITING_BYTES:
+            raise TooManyRequests(
+                "too many large requests wait to be read; send this one again",
+                code="too_many_at_once",
+                retry_after_s=1.0,
+            )
+        self._waiting[owner] += 1
+        self._bytes += size
+        try:
+            turn = self._owners.get(owner) or self._owners.setdefault(owner, asyncio.Lock())
+            async with turn, self._free:
+                answer = await self._read(asked, pieces)
+        finally:
+            self._bytes -= size
+            self._waiting[owner] -= 1
+            if not self._waiting[owner]:
+                del self._waiting[owner]
         if isinstance(answer, ApiError):
             raise answer
         return answer
+
+    async def _read(self, asked: Reading, pieces: Sequence[bytes]) -> ReadBody | ApiError:
+        process = self._living() or await _start()
+        try:
+            async with asyncio.timeout(self._longest_s):
+                answer = await _ask(process, asked, pieces)
+        except (TimeoutError, OSError, EOFError) as wrong:
+            _end(process)
+            log.warning("a body could not be read bytes=%d reason=%r", sum(map(len, pieces)), wrong)
+            raise PayloadTooLarge("the body takes too much time or memory to read; send less") from None
+        except BaseException:
+            _end(process)
+            raise
+        self._idle.append(process)
+        return answer
+
+    def _living(self) -> Process | None:
+        """One that has ended while it had nothing to do, say for want of memory, reads nothing any more."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+        return None
 
     def close(self) -> None:
         while self._idle:
@@ -95,6 +127,11 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
             answer = read_body(asked, (questions.read(body),))
         except ApiError as wrong:
             answer = wrong
+        except MemoryError:
+            raise  # this process ends, and what it holds with it
+        except Exception as fault:  # noqa: BLE001  a fault of ours costs this request, and no process
+            print(f"reading a body failed: {fault!r}", file=sys.stderr, flush=True)
+            answer = InternalError("the body could not be read")
         data = pickle.dumps(answer)
         answers.write(_FRAME.pack(len(data), 0) + data)
         answers.flush()

@@ -23,7 +23,9 @@ from router.identity import Explicit, explicit_identity
 CHEAP_BYTES = 256 * 1024
 CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
 MOST_MARKS = 1_000_000  # beyond it a body's memory is many times its bytes
-MOST_ITEMS = 10_000  # messages of a prompt, and parts of them
+MOST_ITEMS = 10_000  # messages of a prompt and parts of them, or tools
+MOST_PROMPTS = 1_024  # of one request: each is one of the engine's
+_DEEPEST_TEXT = 8  # of a prompt's lists and objects: what is deeper is no text
 MOST_BYTES_A_TOKEN = 256  # the longest tokens of the vocabularies we know are 128 spaces
 _SMALL = 16 * 1024  # of a field's value, to be of use beside the prompt
 
@@ -97,6 +99,7 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
     body = _object(asked.headers, raw)
     if asked.api is not None or "model" in body:
         check_model(body, asked.models)
+    _check_items(body)
     check_fields(asked.path, body)
     prompt = _prompt(asked, asked.api, body) if asked.api is not None else None
     if len(raw) > CHEAP_BYTES:
@@ -112,7 +115,7 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
         )
     if field not in body and not (api is Api.RESPONSES and "previous_response_id" in body):
         raise BadRequest(f"{field} is missing", param=field)
-    _check_size(field, body.get(field), asked.max_context)
+    _check_size(field, body, asked.max_context)
     user = body.get("user")
     seed = chains.seed(asked.space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(asked.headers, body)
@@ -130,12 +133,28 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _check_size(field: str, prompt: object, max_context: int) -> None:
-    items = _items(prompt) if isinstance(prompt, list) and field != "prompt" else 0
-    if items > MOST_ITEMS:
-        raise BadRequest(f"{field} has {items} items and parts; it may have {MOST_ITEMS}", param=field)
-    least = _exact_tokens(prompt) or _text_size(prompt) // MOST_BYTES_A_TOKEN
-    if max_context and least > max_context:
+def _check_items(body: Mapping[str, Any]) -> None:
+    """Of whatever endpoint."""
+    for field in ("messages", "input", "system", "tools", "prompt"):
+        value = body.get(field)
+        if not isinstance(value, list):
+            continue
+        many = field == "prompt" and _exact_tokens(value) is None
+        items, most = (len(value), MOST_PROMPTS) if many else (_items(value), MOST_ITEMS)
+        if items > most and (many or _exact_tokens(value) is None):
+            raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
+
+
+def _check_size(field: str, body: Mapping[str, Any], max_context: int) -> None:
+    """Each prompt of several is one of its own. An engine may be asked to cut a long one itself."""
+    prompt = body.get(field)
+    several = field == "prompt" and isinstance(prompt, list) and _exact_tokens(prompt) is None
+    each = prompt if several and isinstance(prompt, list) else [prompt]
+    beside = _text_size(body.get("system")) + _text_size(body.get("instructions"))
+    least = max(
+        (_exact_tokens(one) or (_text_size(one) + beside) // MOST_BYTES_A_TOKEN for one in each), default=0
+    )
+    if max_context and least > max_context and not body.get("truncate_prompt_tokens"):
         raise ContextTooLong(
             f"{field} has at least {least} tokens; the largest engine of this fleet takes {max_context}",
             param=field,
@@ -152,21 +171,26 @@ def _exact_tokens(prompt: object) -> int | None:
     return len(prompt) if ids and isinstance(prompt, list) else None
 
 
-def _text_size(prompt: object) -> int:
+def _text_size(prompt: object, depth: int = 0) -> int:
     """Characters of text: of a prompt's own, of messages and their parts. Images are no text."""
     if isinstance(prompt, str):
         return len(prompt)
+    if depth == _DEEPEST_TEXT:
+        return 0
     if isinstance(prompt, list):
-        return sum(map(_text_size, prompt))
+        return sum(_text_size(part, depth + 1) for part in prompt)
     if isinstance(prompt, dict):
-        return _text_size(prompt.get("content")) + _text_size(prompt.get("text"))
+        return _text_size(prompt.get("content"), depth + 1) + _text_size(prompt.get("text"), depth + 1)
     return 0
 
 
 def _is_small(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= _SMALL
-    return not isinstance(value, dict | list) or len(orjson.dumps(value)) <= _SMALL
+    try:
+        return not isinstance(value, dict | list) or len(orjson.dumps(value)) <= _SMALL
+    except TypeError:  # nested deeper than it writes
+        return False
 
 
 def _written(tools: object) -> bytes:

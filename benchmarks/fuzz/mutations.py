@@ -51,7 +51,7 @@ DEEP = "@deep@"  # stands for a nesting that no encoder would write
 
 
 def _nested(random: Random, text: str) -> str:
-    depth = random.choice((10, 500, 20_000))
+    depth = random.choice((10, 500, 1000, 20_000))
     return text.replace(
         f'"{DEEP}"', random.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
     )

@@ -197,6 +197,14 @@ class Exports:
             self._check(reader.export)
             return reader.export.generation == generation
 
+    def renew(self, reader: Reader) -> None:
+        """A piece has left: as long as its consumer takes more, the lease goes on. Who takes none is cut off
+        by the connection's own limit."""
+        with self._changed:
+            self._check(reader.export)
+            if reader.export.deadline is not None:
+                reader.export.deadline = self._clock() + self._lease_s
+
     def leave(self, reader: Reader) -> None:
         """The consumer has everything, or is gone; it does not come back."""
         with self._changed:

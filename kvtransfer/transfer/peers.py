@@ -7,6 +7,7 @@ one prompt's KV into blocks already allocated for it.
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ logger = logging.getLogger("conserve.kvtransfer.transfer")
 HANDSHAKE_S = 10.0
 MAX_CONNECTIONS = 256
 GRACE_S = 5.0  # the producer gives up first, and says why
+ACCEPT_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,11 @@ class TransferServer:
     def __init__(self, listener: socket.socket, producer: TransferEnd, exports: Exports) -> None:
         self._listener, self._producer, self._exports = listener, producer, exports
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._closed = False
         threading.Thread(target=self._accept, name="kv-transfer-accept", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         self._listener.close()
 
     def _accept(self) -> None:
@@ -50,8 +54,13 @@ class TransferServer:
             self._slots.acquire()
             try:
                 peer, address = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                self._slots.release()
+                if self._closed:
+                    return
+                logger.warning("a transfer could not be accepted: %s", error)  # no file descriptor left, say
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             threading.Thread(
                 target=self._serve, args=(peer, address), name="kv-transfer", daemon=True
             ).start()
@@ -123,6 +132,7 @@ class TransferServer:
                 for at, piece in pieces(blocks, memory.frame_blocks(layer)):
                     with memory.outgoing(layer, piece, wait_s) as views:
                         wire.send_blocks(peer, layer, first + at, views, ready.generation, wait_s / 2)
+                    self._exports.renew(reader)
             if ready.complete and self._exports.confirm(reader, ready.generation):
                 wire.send_control(peer, wire.Kind.END, generation=ready.generation)
                 wire.receive_control(peer, wire.Kind.RECEIVED)
@@ -244,7 +254,7 @@ def _receive(
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
             sums = wire.receive_checksums(peer, header.count)
             for first, piece in pieces(blocks[at : at + header.count], memory.frame_blocks(header.layer)):
-                with memory.incoming(header.layer, piece, wait_s) as views:
+                with memory.incoming(header.layer, piece, wait_s / 2) as views:
                     wire.receive_blocks(peer, views, sums[first:], wait_s / 2)
                     received += sum(view.nbytes for view in views)
             arrived[header.layer] += header.count

@@ -116,7 +116,8 @@ class TransferScheduler(SchedulerSide):
         return [block.block_id for blocks in self._held.values() for block in blocks]
 
     def expired_block_ids(self) -> list[int]:
-        """Of leases that are over; an idle engine hears of that from its workers in its next step."""
+        """Of leases that are over, unless somebody is still reading; an idle engine hears of that from its
+        workers in its next step."""
         over = self._clock() - self._config.lease_s
         expired = [t for t, since in list(self._held_since.items()) if since <= over]
         return [block.block_id for transfer in expired for block in self._held.get(transfer, [])]

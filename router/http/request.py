@@ -118,9 +118,18 @@ class RequestBody:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def read_pieces(self, max_bytes: int | None = None) -> tuple[bytes, ...]:
-        """The whole body in the pieces in which it came: one of 32 MiB is too long to copy at once."""
+        """The whole body in pieces: one of 32 MiB is too long to copy at once. Crumbs are put together."""
         bound = self._max_bytes if max_bytes is None else max_bytes
-        return tuple([piece async for piece in self.pieces(bound)])
+        pieces: list[bytes] = []
+        crumbs: list[bytes] = []
+        size = 0
+        async for piece in self.pieces(bound):
+            crumbs.append(piece)
+            size += len(piece)
+            if size >= _PIECE_BYTES:
+                pieces.append(b"".join(crumbs))
+                crumbs, size = [], 0
+        return (*pieces, b"".join(crumbs)) if crumbs else tuple(pieces)
 
     async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
         """The body piece by piece, whatever the server's own bound for those that are read whole."""
@@ -214,6 +223,7 @@ class Request(NamedTuple):
 
 
 # Chunk sizes, extensions and trailers: how many bytes of them a body may carry beside its content.
+_PIECE_BYTES = 64 * 1024
 FRAMING_ALLOWANCE = 16 * 1024
 FRAMING_PER_BODY_BYTE = 8
 # llhttp shows a header only when it is complete: a head is fed in slices, so that an endless one is noticed.

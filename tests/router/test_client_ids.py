@@ -124,9 +124,10 @@ async def test_routing_keys(made: Fleet, header: str) -> None:
 
 
 async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made: Fleet) -> None:
-    first = await ask(made.urls[0], [user("one")])
-    token = {"x-session-token": first.headers["x-session-token"]}
-    assert await retried_and_compacted(made, token) == {first.conversation}
+    for named_after in ({}, {"prompt_cache_key": "my-app"}):
+        first = await ask(made.urls[0], [user("one")], **named_after)
+        token = {"x-session-token": first.headers["x-session-token"]}
+        assert await retried_and_compacted(made, token) == {first.conversation}
 
 
 async def test_a_token_that_names_an_engine_is_no_conversation(made: Fleet) -> None:

@@ -83,6 +83,13 @@ def test_an_id_that_is_too_long_is_refused() -> None:
         explicit_identity({}, {"session_id": 7})
 
 
+def test_what_is_only_a_hint_refuses_nothing() -> None:
+    of_no_use = {"prompt_cache_key": 7, "metadata": {"session_id": 5, "user_id": None}}
+    assert explicit_identity({}, of_no_use) == explicit_identity({}, {})
+    long = explicit_identity({"x-correlation-id": "y" * 600}, {"metadata": {"user_id": "x" * 600}})
+    assert long.id is None and long.group.startswith("hash-")
+
+
 def test_ids_that_cannot_stand_in_a_header_are_replaced_by_their_hash() -> None:
     for wild in ("a b", "a\r\nx: y", "é", "\ud800"):
         cleaned = clean_id(wild, "f")

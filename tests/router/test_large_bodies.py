@@ -4,16 +4,20 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
+import psutil
 import pytest
 
 from router import reading
 from router.errors import ApiError
-from router.readers import Readers
+from router.readers import MOST_WAITING, Readers
 from router.reading import Api, Reading, read_body
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
+from tests.support.waiting import until
 
 MIB = 1 << 20
 BOUND_S = 0.02
@@ -146,6 +150,72 @@ async def test_a_prompt_beyond_every_context_is_refused_before_it_is_hashed(
     with pytest.raises(ApiError) as refused:
         read_body(asked, (body,))
     assert refused.value.code == "context_length_exceeded"
+
+
+CHAT = Reading(
+    "/v1/chat/completions", Api.CHAT, {"content-type": "application/json"}, "s", frozenset({MODEL}), 4096
+)
+COMPLETIONS = replace(CHAT, path="/v1/completions", api=Api.COMPLETIONS)
+MESSAGES = replace(CHAT, path="/v1/messages", api=Api.MESSAGES)
+COSTLY = orjson.dumps({"model": MODEL, "messages": [user("x" * 300_000)]})
+
+
+@pytest.mark.parametrize(
+    ("asked", "body"),
+    [
+        (CHAT, {"messages": [user("hello")], "tools": [{}] * 10_001}),
+        (COMPLETIONS, {"prompt": ["x"] * 1_025}),
+        (MESSAGES, {"messages": [user("x")], "system": [{}] * 10_001}),
+        (replace(CHAT, path="/tokenize", api=None), {"messages": [user("x")] * 10_001}),
+    ],
+)
+def test_items_are_bounded_wherever_they_are(asked: Reading, body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="it may have"):
+        read_body(asked, (orjson.dumps({"model": MODEL, **body}),))
+
+
+def test_each_of_several_prompts_has_the_context_for_itself() -> None:
+    several = {"model": MODEL, "prompt": ["x" * 10_000] * 120}
+    assert read_body(COMPLETIONS, (orjson.dumps(several),)).prompt
+    cut = {"model": MODEL, "prompt": [1] * 5_000, "truncate_prompt_tokens": 100}
+    assert read_body(COMPLETIONS, (orjson.dumps(cut),)).prompt
+
+
+@pytest.mark.parametrize("depth", [500, 1_000, 1_020])
+def test_what_is_nested_deeply_is_the_clients_fault(depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    for body in (f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": {nested}}}]}}', nested):
+        with pytest.raises(ApiError) as refused:
+            read_body(CHAT, (body.encode(),))
+        assert refused.value.status == 400
+
+
+async def test_a_reader_that_was_killed_while_idle_costs_nobody_a_request() -> None:
+    readers = Readers(processes=1)
+    asked = replace(CHAT, max_context=0)
+    try:
+        assert (await readers.read(asked, (COSTLY,))).prompt
+        (reader,) = (one for one in psutil.Process().children() if "router.readers" in one.cmdline())
+        reader.kill()
+        await until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE)
+        await asyncio.sleep(0.2)  # the loop hears of it
+        assert (await readers.read(asked, (COSTLY,))).prompt
+    finally:
+        readers.close()
+
+
+async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
+    readers, asked = Readers(), replace(CHAT, max_context=0)
+    try:
+        mine = [readers.read(asked, (COSTLY,)) for _ in range(MOST_WAITING + 3)]
+        theirs = readers.read(replace(asked, space="other"), (COSTLY,))
+        *came, other = await asyncio.gather(*mine, theirs, return_exceptions=True)
+        refused = [one for one in came if isinstance(one, ApiError)]
+        assert [one.status for one in refused] == [429] * 3
+        assert not isinstance(other, BaseException)
+        assert (await readers.read(asked, (COSTLY,))).prompt  # and later ones are read again
+    finally:
+        readers.close()
 
 
 async def test_a_large_turn_reaches_its_engine_as_it_came(made: Fleet) -> None:

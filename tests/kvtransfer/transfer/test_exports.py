@@ -157,3 +157,19 @@ def test_legs_with_different_prompts_are_refused(exports: Exports) -> None:
     exports.open("t", [[1]], total_tokens=16, prompt="p")
     with pytest.raises(TransferRefused, match="prompt"):
         exports.attach("t", "another", skip=[0], wait_s=0)
+
+
+def test_a_lease_goes_on_while_its_consumer_takes_pieces(exports: Exports, clock: Clock) -> None:
+    """A long prompt may take longer than a lease to be sent."""
+    opened = exports.open("t", [[1]], total_tokens=16, prompt="p")
+    fill(exports, 16, opened)
+    reader = exports.attach("t", "p", skip=[0], wait_s=0)
+    exports.renew(reader)  # while the prefill runs there is no lease
+    exports.finish("t")
+    for clock.now in (9, 18, 27):
+        exports.renew(reader)
+        assert exports.take_released() == []
+    clock.now = 37
+    with pytest.raises(TransferRefused, match="expired"):
+        exports.renew(reader)
+    assert exports.take_released() == ["t"]

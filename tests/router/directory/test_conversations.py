@@ -46,3 +46,45 @@ def test_an_engine_may_say_so_before_the_turn_has_ended_here() -> None:
     assert not conversations.park("a", "decode-0")
     conversations.turn_ended(a, "gateway-0", 1)
     assert a.parked and conversations.parked == 2
+
+
+def alive(conversations: ConversationRecords, *keys: str) -> None:
+    for key in keys:
+        conversations.add(ConversationRecord(key, None, 0.0, 0.0))
+
+
+def silent(conversations: ConversationRecords, now: float) -> set[str]:
+    over = conversations.silent(now, ttl_s=10.0)
+    for one in over:
+        conversations.pop(one.key)
+    return {one.key for one in over}
+
+
+def test_a_time_of_its_own_counts_from_the_last_turn_and_may_change() -> None:
+    conversations = ConversationRecords()
+    alive(conversations, "usual", "long", "short", "shorter")
+    for key, ttl_s in (("long", 100.0), ("short", 3.0), ("shorter", 50.0)):
+        conversations.let_live(conversations.get(key) or ConversationRecord(key, None, 0.0, 0.0), ttl_s)
+    shorter, long = conversations.get("shorter"), conversations.get("long")
+    assert shorter is not None and long is not None
+    conversations.let_live(shorter, 5.0)
+    assert silent(conversations, 2.9) == set()
+    assert silent(conversations, 3.0) == {"short"}
+    assert silent(conversations, 9.0) == {"shorter"}
+    assert silent(conversations, 10.0) == {"usual"}
+    conversations.touch(long, 60.0)
+    assert silent(conversations, 159.0) == set()
+    assert silent(conversations, 160.0) == {"long"}
+    assert silent(conversations, 1e6) == set()
+
+
+def test_a_turn_that_runs_keeps_it_beyond_its_time() -> None:
+    conversations = ConversationRecords()
+    alive(conversations, "a")
+    a = conversations.get("a")
+    assert a is not None
+    conversations.let_live(a, 3.0)
+    conversations.turn_began(a, "gateway-0", 1)
+    assert silent(conversations, 20.0) == set()
+    conversations.turn_ended(a, "gateway-0", 1)
+    assert silent(conversations, 30.0) == {"a"}
