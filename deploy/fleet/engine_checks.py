@@ -355,6 +355,12 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
             "this model keeps a state besides KV, which is not moved or kept between turns: use a model with "
             "attention in all layers",
         )
+    elif model.only_windows and one.fleet.coserving.enabled:
+        yield Problem(
+            ("coserving", "enabled"),
+            "all layers of this model attend to a window, and blocks that it has left cannot be given back "
+            "when a step is undone: set coserving.enabled: false",
+        )
     elif model.windows and one.fleet.coserving.enabled and one.args.get(WHOLE_WINDOWS) is not True:
         yield Problem(
             ("coserving", "enabled"),

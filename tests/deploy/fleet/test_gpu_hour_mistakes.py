@@ -291,6 +291,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         "set coserving.safepoints: false",
         {"model_type": "deepseek_v32", "index_topk": 2048},
     ),
+    "windows in all layers beside co-serving": (
+        "  enabled: true",
+        ">  enabled: true",
+        "set coserving.enabled: false",
+        {"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": True},
+    ),
     "NIXL that is not installed": (
         "coserving:",
         "transfer:\n>  backend: nixl\ncoserving:",
