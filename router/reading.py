@@ -99,7 +99,7 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
     body = _object(asked.headers, raw)
     if asked.api is not None or "model" in body:
         check_model(body, asked.models)
-    _check_items(body)
+    check_items(body)
     check_fields(asked.path, body)
     prompt = _prompt(asked, asked.api, body) if asked.api is not None else None
     if len(raw) > CHEAP_BYTES:
@@ -133,7 +133,7 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _check_items(body: Mapping[str, Any]) -> None:
+def check_items(body: Mapping[str, Any]) -> None:
     """Of whatever endpoint."""
     for field in ("messages", "input", "system", "tools", "prompt"):
         value = body.get(field)

@@ -18,6 +18,7 @@ from router.batch.store import Store
 from router.config import ServedModel
 from router.errors import BadRequest, RouterError
 from router.fields import check_fields
+from router.reading import check_items
 
 log = logging.getLogger("conserve.router.batch.validation")
 
@@ -277,6 +278,7 @@ def _check_common(endpoint: str, body: dict[str, Any]) -> None:
         text = "A line belongs to no conversation: send the messages instead."
         raise BadLine("invalid_request", text, "body.previous_response_id")
     try:
+        check_items(body)
         check_fields(endpoint, body)
     except BadRequest as wrong:
         code = "invalid_request" if wrong.code == wrong.default_code else wrong.code

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from router.batch.config import BatchLimits
+from router.batch.validation import BadLine, check_line
 from router.config import ServedModel
 from tests.router.batch.fake_engine import FakeEngine
 from tests.router.batch.gateway import Gateway, StaticFleet
@@ -257,3 +258,12 @@ async def test_refused_uploads(small: Gateway, tmp_path: Any) -> None:
             assert (await http.get(f"/v1/files?{bad}")).status_code == 400, bad
     left = [path.name for path in (tmp_path / "files").iterdir()]
     assert left == []  # no refused upload leaves bytes behind
+
+
+def test_a_line_has_as_many_messages_as_a_turn_may_have() -> None:
+    entry = line("bad")
+    entry["body"] |= {"messages": [{"role": "user", "content": "x"}] * 10_001}
+    data = jsonl([entry])
+    models = {entry["body"]["model"]: ServedModel(entry["body"]["model"])}
+    with pytest.raises(BadLine, match="10001 items"):
+        check_line(data, entry["url"], len(data), models)
