@@ -189,7 +189,7 @@ class GatewayLimitsSpec(Spec):
     owner_share: Annotated[float, Field(gt=0, le=1)] = default(GatewayConfig, "owner_share")
     """Of the connections of a gateway process, what requests under way of one owner may take; then 429."""
     request_timeout: Duration = default(ServerLimits, "body_timeout_s")
-    """Time a client has to send its request."""
+    """Longest silence of a client that sends its request; all of a body has a minute and 64 KiB/s."""
     first_token_timeout: Duration = default(UpstreamLimits, "first_byte_timeout_s")
     """Longest wait for an engine's first byte. Without streaming it comes after the last token."""
     idle_timeout: Duration = default(UpstreamLimits, "chunk_timeout_s")
