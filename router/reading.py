@@ -25,6 +25,7 @@ CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
 MOST_MARKS = 1_000_000  # beyond it a body's memory is many times its bytes
 MOST_ITEMS = 10_000  # messages of a prompt and parts of them, or tools
 MOST_PROMPTS = 1_024  # of one request: each is one of the engine's
+DEEPEST = 200  # arrays and objects in one another: an engine's parser gives up at some 900
 _DEEPEST_TEXT = 8  # of a prompt's lists and objects: what is deeper is no text
 MOST_BYTES_A_TOKEN = 256  # the longest tokens of the vocabularies we know are 128 spaces
 _SMALL = 16 * 1024  # of a field's value, to be of use beside the prompt
@@ -214,7 +215,20 @@ def _object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {wrong.msg} at byte {wrong.pos}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    if raw.count(b"{") + raw.count(b"[") > DEEPEST and is_deep(body):
+        raise BadRequest(f"the body has more than {DEEPEST} arrays and objects in one another")
     return body
+
+
+def is_deep(value: dict[str, Any]) -> bool:
+    """Level by level: what is nested deeply would exceed Python's own stack, too."""
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        below = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for parts in below for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def check_model(body: Mapping[str, Any], models: frozenset[str]) -> None:

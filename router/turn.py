@@ -93,7 +93,7 @@ async def read_turn(
         api=api,
         raw=with_fields(pieces, ours),
         body=read.fields,
-        headers=[pair for pair in request.headers if pair[0].lower() in _FORWARDED],
+        headers=_forwarded(request.headers),
         space=space,
         seed=prompt.seed,
         identity=prompt.identity,
@@ -106,6 +106,15 @@ async def read_turn(
         slo_class=slo_class,
         arrived_at=now,
     )
+
+
+def _forwarded(headers: Headers) -> RawHeaders:
+    """One of each: what a client says twice, engines would take as they like."""
+    first: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if (lower := name.lower()) in _FORWARDED:
+            first.setdefault(lower, value)
+    return list(first.items())
 
 
 def text_headers(headers: Headers) -> dict[str, str]:

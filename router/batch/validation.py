@@ -18,7 +18,7 @@ from router.batch.store import Store
 from router.config import ServedModel
 from router.errors import BadRequest, RouterError
 from router.fields import check_fields
-from router.reading import check_items
+from router.reading import check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
 
@@ -268,10 +268,8 @@ def _of_kind(value: Any, kind: str, param: str) -> Any:
 
 
 def _check_common(endpoint: str, body: dict[str, Any]) -> None:
-    try:
-        orjson.dumps(body)  # it is written anew for the engine
-    except orjson.JSONEncodeError:
-        raise BadLine("invalid_request", "'body' is nested too deeply.", "body") from None
+    if is_deep(body):
+        raise BadLine("invalid_request", "'body' is nested too deeply.", "body")
     if body.get("stream"):
         raise BadLine("invalid_request", "Streaming is not supported in a batch.", "body.stream")
     if body.get("previous_response_id") is not None:

@@ -154,6 +154,8 @@ class FakeEngine:
         self.lives.update({key: said["ttl_s"]} if "ttl_s" in said else {})
         self.parked.pop(key, None)
         try:
+            if not isinstance(body.get("stream_options") or {}, dict):  # as vLLM does
+                return web.json_response({"error": {"message": "stream_options is wrong"}}, status=400)
             answer = await self._answer(request, body, key, prompt)
             if said.get("park_after_s") == 0:
                 self.parked[key] = self.reports + 1

@@ -65,7 +65,7 @@ def _made(path: Path) -> set[str]:
 
 def test_names_help_and_labels_keep_the_rules() -> None:
     for metric in catalogue.catalogue().values():
-        assert re.fullmatch(r"conserve_[a-z0-9_]+", metric.name), metric.name
+        assert re.fullmatch(r"(?:conserve|gen_ai_server)_[a-z0-9_]+", metric.name), metric.name
         assert metric.help.endswith(".") and len(metric.help) > 15, metric.name
         assert not FORBIDDEN_LABELS & set(metric.labels), metric.name
         assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
