@@ -95,8 +95,9 @@ async def attackers(
         random = Random(f"{seed} {number}")
         while seen.sent < requests:
             seen.sent += 1
+            number_sent = seen.sent
             await one(address, attack(random, model), seen)
-            if seen.sent % 1000 == 0:
+            if number_sent % 1000 == 0:
                 print(
                     f"  {seen.sent:,} sent, {seen.honest} honest conversations, {seen.wrong} wrong",
                     flush=True,
