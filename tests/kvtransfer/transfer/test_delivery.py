@@ -6,7 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -123,6 +125,22 @@ def test_a_stale_read_is_refused(pair: Pair) -> None:
     pair.now[0] = 11
     reuse(pair.theirs)
     assert pair.refused() is Reason.EXPIRED
+
+
+def test_a_prompt_that_takes_longer_than_a_lease_to_be_sent_arrives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = pair.theirs.outgoing
+
+    def slowly(*asked: Any) -> AbstractContextManager[list[memoryview]]:
+        pair.now[0] += 6  # of a lease of 10; there are three layers
+        return at_once(*asked)
+
+    monkeypatch.setattr(pair.theirs, "outgoing", slowly)
+    pair.compute()
+    pair.exports.finish("t")
+    assert pair.mine.blocks(pair.fetch()) == pair.theirs.blocks(PROMPT)
+    assert pair.now[0] == 18
 
 
 def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
