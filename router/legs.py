@@ -122,7 +122,7 @@ async def decode(
     observer: StreamObserver,
 ) -> RelayOutcome:
     """Without `params` or hints the client's body goes as it came."""
-    said = {"conversation": hints} if (hints := turn.hints.for_engine) else {}
+    said = {"conversation": hints} if (hints := turn.prompt.hints.for_engine) else {}
     told = {**(params or {}), **said}
     body = with_fields(turn.raw, {"kv_transfer_params": told}) if told else turn.raw
     request = _request(turn, key, body, repeatable=not params)

@@ -138,10 +138,11 @@ class Life:
         responder.add_header(b"x-session-token", shown)  # what clients of llm-d send back
         with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
             try:
-                self._losses.check(turn.chain.end.digest)
+                self._losses.check(turn.prompt.chain.end.digest)
                 route = await self._bind(turn, who, responder)
                 ran = await self._run(turn, route, responder)
-                again = legs.decoder_lost(ran.outcome) and not self._losses.set_aside(turn.chain.end.digest)
+                lost = legs.decoder_lost(ran.outcome)
+                again = lost and not self._losses.set_aside(turn.prompt.chain.end.digest)
                 if again and not responder.disconnected:
                     route = await self._bind_again(turn, who, route, responder)
                     ran = await self._run(turn, route, responder)
@@ -150,24 +151,24 @@ class Life:
                 return
             self._close(turn, who, route, ran)
             if legs.decoder_lost(ran.outcome):
-                self._losses.check(turn.chain.end.digest)
+                self._losses.check(turn.prompt.chain.end.digest)
             legs.answer_what_is_left(ran.outcome, responder)
 
     # Identify
 
     async def _identify(self, turn: Turn) -> Identified:
-        said, number = turn.identity, self._directory.next_turn()
+        said, number = turn.prompt.identity, self._directory.next_turn()
         parent = conversation_key(turn.space, said.parent) if said.parent else None
         if said.id is not None:
             if said.previous_response:
                 await self._check_response(turn, said.previous_response)
             key = conversation_key(turn.space, said.id)
-            matched = self._directory.cache.nodes.find_of(turn.chain, key)
-            who = Identified(key, How.EXPLICIT, parent, turn.chain, matched, number)
+            matched = self._directory.cache.nodes.find_of(turn.prompt.chain, key)
+            who = Identified(key, How.EXPLICIT, parent, turn.prompt.chain, matched, number)
         else:
-            chain = turn.chain
+            chain = turn.prompt.chain
             if said.previous_response:
-                chain = chains.of_pointer(turn.seed, said.previous_response, chain)
+                chain = chains.of_pointer(turn.prompt.seed, said.previous_response, chain)
             found, running = await self._directory.find(chain)
             got = resolve_prefix(found, chain.end.digest, running, said.name)
             if got.how is How.NEW and said.previous_response:
@@ -180,7 +181,7 @@ class Life:
 
     async def _check_response(self, turn: Turn, name: str) -> None:
         """An engine knows responses by their ids alone, whoever asks: the caller must have had it here."""
-        found, _ = await self._directory.find(chains.of_pointer(turn.seed, name, turn.chain))
+        found, _ = await self._directory.find(chains.of_pointer(turn.prompt.seed, name, turn.prompt.chain))
         if found is None:
             raise _no_such_response()
 
@@ -201,10 +202,10 @@ class Life:
 
     def _moves(self, turn: Turn, known: Known) -> bool:
         """Off a decoder that is draining, unless only that one has what the client refers to."""
-        return self._directory.leaving(known) and not turn.identity.previous_response
+        return self._directory.leaving(known) and not turn.prompt.identity.previous_response
 
     def _through_prefiller(self, turn: Turn, uncached: int) -> bool:
-        if turn.identity.previous_response:
+        if turn.prompt.identity.previous_response:
             return False  # only the decoder has what the client refers to
         prompt = max(uncached, self._ratio.prompt_tokens(turn, 0))
         config = self._config
@@ -235,7 +236,7 @@ class Life:
             lost=lost,
             end=who.chain.end,
             turn=who.turn,
-            ahead_s=ahead_s(turn.slo_class, turn.hints),
+            ahead_s=ahead_s(turn.slo_class, turn.prompt.hints),
         )
         asking = asyncio.create_task(self._ask(ask))
 
@@ -292,7 +293,7 @@ class Life:
     async def _run(self, turn: Turn, route: Route, responder: Responder) -> Ran:
         key, trace, prefilled = route.known.key, turn.trace, Prefilled()
         self.returns.came(route.known)
-        if turn.hints.placement:  # of a turn that is placed again: one header each, in order
+        if turn.prompt.hints.placement:  # of a turn that is placed again: one header each, in order
             responder.add_header(b"x-conversation-placement", route.in_words.encode())
         observer = StreamObserver(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
@@ -308,7 +309,7 @@ class Life:
             self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running for ever
             raise
         if legs.died_under_it(outcome):
-            self._losses.note(turn.chain.end.digest)
+            self._losses.note(turn.prompt.chain.end.digest)
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
         return Ran(outcome, observer, prefilled)
@@ -349,7 +350,7 @@ class Life:
             turn.trace.prefilled(answer.prompt_tokens)
         self._ratio.learn(turn.prompt_bytes, answer.prompt_tokens)
         if answer.died:
-            self._losses.note(turn.chain.end.digest)
+            self._losses.note(turn.prompt.chain.end.digest)
         lost = prefiller if answer.unreachable else None
         prefilled.at = self._clock() if answer.prompt_tokens else None
         self._directory.prefill_done(key, answer.prompt_tokens, lost)
@@ -370,10 +371,10 @@ class Life:
             self._directory.turn_ended(route.known, route.turn, 0, 0)
         else:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
-            if done.prompt_tokens and not turn.identity.previous_response:
+            if done.prompt_tokens and not turn.prompt.identity.previous_response:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
-            by_id = turn.api is Api.RESPONSES and seen.response_id
-            answer = chains.response_end(turn.seed, seen.response_id) if by_id and seen.response_id else None
+            by_id = seen.response_id if turn.api is Api.RESPONSES else None
+            answer = chains.response_end(turn.prompt.seed, by_id) if by_id else None
             first_token_s, handover_s = _took(route, ran.prefilled, seen)
             self._directory.turn_ended(
                 route.known,
@@ -386,11 +387,11 @@ class Life:
                 missed=done.missed,
                 first_token_s=first_token_s,
                 handover_s=handover_s,
-                ttl_s=turn.hints.ttl_s or 0.0,
+                ttl_s=turn.prompt.hints.ttl_s or 0.0,
             )
-        if turn.hints.final and outcome.end is RelayEnd.COMPLETE:
+        if turn.prompt.hints.final and outcome.end is RelayEnd.COMPLETE:
             self._end_soon(who.key, "final")
-        elif done.generated and (seen.called_tool or turn.hints.away_s is not None):
+        elif done.generated and (seen.called_tool or turn.prompt.hints.away_s is not None):
             self.returns.left(turn, route.known)
         log.info(
             "turn conversation=%s request=%s how=%s engine=%s cause=%s outcome=%s prompt=%d output=%d",

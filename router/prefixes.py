@@ -39,10 +39,10 @@ class Reuse:
 def broken_by(before: Asked, turn: Turn, seen: Reuse) -> tuple[BrokenBy, int] | None:
     """Why tokens were computed again, and how many; None where the prefix held, or nobody can know."""
     lost = seen.had if seen.cached is None else max(0, seen.had - seen.cached)
-    if before.tools != turn.tools_digest:
+    if before.tools != turn.prompt.tools_digest:
         return BrokenBy.CHANGED_TOOLS, lost
-    links = turn.chain.links
-    answer = turn.marks[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
+    links = turn.prompt.chain.links
+    answer = turn.prompt.marks[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
     goes_on = len(links) > before.messages and links[before.messages - 1] == before.end
     if not (goes_on and answer):
         if len(links) == before.messages and links[-1] == before.end:
@@ -72,13 +72,13 @@ def note_prefix(
         if (broken := broken_by(before, turn, later)) is not None:
             metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
     known.asked = None
-    if turn.marks and not turn.identity.previous_response:
-        chain = turn.chain
+    if turn.prompt.marks and not turn.prompt.identity.previous_response:
+        chain = turn.prompt.chain
         known.asked = Asked(
             chain.end.link,
             len(chain.links),
             chain.total_bytes,
-            turn.tools_digest,
+            turn.prompt.tools_digest,
             seen.reasoned,
             seen.called_tool,
         )

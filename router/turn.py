@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from placement.objectives import tbt_s, ttfet_s
 from router import metrics
-from router.chains import Chain
 from router.classes import Classes, engine_arguments
 from router.config import DEFAULT_CLASS, ServedModel, SloClass
 from router.directory.cache import Known
 from router.fields import with_fields
 from router.hints import FIELDS as HINT_FIELDS
-from router.hints import Hints
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
-from router.identity import Explicit, PrefixGroups
+from router.identity import PrefixGroups
 from router.readers import Readers
-from router.reading import Api, Reading
+from router.reading import Api, Prompt, Reading
 
 if TYPE_CHECKING:
     from router.tracing import TurnTrace
@@ -42,14 +40,7 @@ class Turn:
     body: Mapping[str, Any]  # None in the place of values that are large
     headers: RawHeaders  # for the engine
     space: str  # scope of the caller's conversation ids
-    seed: bytes
-    identity: Explicit
-    chain: Chain
-    tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
-    tools_digest: bytes
-    marks: bytes  # of each message: who wrote it (`chains.marks_of`)
-    exact_tokens: int | None  # known without asking when the prompt is token ids
-    hints: Hints
+    prompt: Prompt
     slo_class: SloClass
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
@@ -61,7 +52,7 @@ class Turn:
 
     @property
     def prompt_bytes(self) -> int:
-        return self.chain.total_bytes + self.tool_bytes
+        return self.prompt.chain.total_bytes + self.prompt.tool_bytes
 
     @property
     def flex(self) -> bool:
@@ -95,14 +86,7 @@ async def read_turn(
         body=read.fields,
         headers=_forwarded(request.headers),
         space=space,
-        seed=prompt.seed,
-        identity=prompt.identity,
-        chain=prompt.chain,
-        tool_bytes=prompt.tool_bytes,
-        tools_digest=prompt.tools_digest,
-        marks=prompt.marks,
-        exact_tokens=prompt.exact_tokens,
-        hints=prompt.hints,
+        prompt=prompt,
         slo_class=slo_class,
         arrived_at=now,
     )
@@ -147,7 +131,7 @@ class TokenRatio:
 
     def prompt_tokens(self, turn: Turn, max_context: int) -> int:
         """Never above what an engine takes: images and files are far fewer tokens than bytes."""
-        exact = turn.exact_tokens
+        exact = turn.prompt.exact_tokens
         estimate = exact if exact is not None else self.tokens(turn.prompt_bytes)
         return max(1, min(estimate, max_context) if max_context else estimate)
 
@@ -158,11 +142,12 @@ class TokenRatio:
         generated since is in its KV too. Nothing matched: the prefix broke, or this gateway has not seen the
         conversation before and has only the decoder's own count.
         """
-        if turn.identity.previous_response:
-            return self.tokens(turn.chain.total_bytes)
+        sent = turn.prompt.chain.total_bytes
+        if turn.prompt.identity.previous_response:
+            return self.tokens(sent)
         if matched_bytes:
-            return max(0, self.tokens(turn.chain.total_bytes - matched_bytes) - known.completion_tokens)
-        whole = turn.exact_tokens or self.tokens(turn.prompt_bytes)
+            return max(0, self.tokens(sent - matched_bytes) - known.completion_tokens)
+        whole = turn.prompt.exact_tokens or self.tokens(turn.prompt_bytes)
         return whole if known.prompt_bytes else max(0, whole - known.context_tokens)
 
 

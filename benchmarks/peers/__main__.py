@@ -33,6 +33,7 @@ from traces.replay import replay as play
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S, PLAY_LIMIT_S, WARM_LIMIT_S = 600.0, 300.0, 120.0
 QUICK_START_S, QUICK_PLAY_S, QUICK_S = 240.0, 75.0, 465.0
+SETTLE_S = 15.0  # between the warm-up and the play, for all alike: what a start leaves to do ends in it
 LAST_TURN_S = 100.0  # of a quick run: what a contender takes, about
 
 
@@ -67,6 +68,7 @@ class PeerRun:
             took = time.monotonic() - began
             print(f"round {number}: {contender.name} serves after {took:.0f} s", flush=True)
             self._warm(url)
+            time.sleep(SETTLE_S)
             for one in self.plays:
                 salt = f"{number} {contender.name} {one.name}"
                 played = self._replayed(url, one.conversations, salt, self.play_limit_s)

@@ -10,7 +10,7 @@ from router.config import SloClass, SloTargets
 from router.directory.cache import Known
 from router.hints import Hints
 from router.identity import Explicit
-from router.reading import Api
+from router.reading import Api, Prompt
 from router.turn import TokenRatio, Turn
 
 SEED = chains.seed("s", "m")
@@ -19,8 +19,8 @@ SEED = chains.seed("s", "m")
 def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
     identity = Explicit(None, None, "", previous)
-    said = identity, chain, tools, b"", b"", None, Hints(), SloClass("default", SloTargets())
-    return Turn(Api.CHAT, (b"",), {}, [], "s", SEED, *said, 0.0)
+    prompt = Prompt(SEED, identity, chain, tools, b"", b"", None, Hints())
+    return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, SloClass("default", SloTargets()), 0.0)
 
 
 def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
@@ -64,5 +64,5 @@ def test_a_gateway_that_has_not_seen_the_conversation_goes_by_the_decoders_count
 
 def test_token_ids_are_counted_exactly() -> None:
     asked = turn(0)
-    exact = replace(asked, exact_tokens=77)
+    exact = replace(asked, prompt=replace(asked.prompt, exact_tokens=77))
     assert TokenRatio(9.0).prompt_tokens(exact, 0) == 77
