@@ -1,12 +1,25 @@
-"""docs/models.md says what test_architectures.py runs."""
+"""docs/models.md says what test_architectures.py runs, and names a test beside everything else."""
 
+import ast
 import re
 
 from tests.support.architectures import SERVED
 from tests.support.fleet import ROOT
 
+TEXT = (ROOT / "docs" / "models.md").read_text()
+
 
 def test_the_table_has_the_architectures_that_are_run() -> None:
-    text = (ROOT / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \([^|]*\) \| (\d)", text.split("Dense models")[0], re.M)
+    rows = re.findall(r"^\| `(\w+)` \([^|]*\) \| (\d)", TEXT, re.M)
     assert rows == [(one.kind, str(one.groups)) for one in SERVED.values()]
+
+
+def test_every_other_line_names_a_test_or_says_that_it_has_not_run() -> None:
+    rows = re.findall(r"^\| (?!-|architecture|what |`\w+` \()(.*) \|$", TEXT, re.M)
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", row)
+        assert named or "not run" in row, row
+        for file, name in named:
+            tree = ast.parse((ROOT / file).read_text())
+            assert name in {one.name for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}, name

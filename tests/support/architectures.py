@@ -41,6 +41,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {
         "num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32,
     },
+    "llama": {
+        "num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 1, "head_dim": 32,
+    },
 }  # fmt: skip
 
 
@@ -54,6 +57,8 @@ class Served:
 
 
 SERVED = {
+    "qwen3": Served("qwen3", 1),
+    "llama": Served("llama", 1),
     "gemma3": Served("gemma3_text", 3),
     "gpt-oss": Served("gpt_oss", 2),
 }
