@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="play this one only, as it is")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
-    parser.add_argument("--only", default="", help="contenders whose names begin so, with commas")
+    parser.add_argument("--only", default="", help="these contenders, with semicolons")
     parser.add_argument("--page", type=Path, help="write a page there, its plot in figures/ beside it")
     parser.add_argument("--provisional", default="", help="why the page's figures are not to be trusted yet")
     options = parser.parse_args()
@@ -127,8 +127,10 @@ def main() -> None:
         run = PeerRun(loads, bench.fleet.model.name, QUICK_PLAY_S if quick else PLAY_LIMIT_S, ends_at)
         with PlainEngines(bench) as plain:
             everyone = contenders(bench, plain)
-            wanted = tuple(filter(None, options.only.split(",")))
-            everyone = [one for one in everyone if not wanted or one.name.startswith(wanted)]
+            wanted = {name.strip() for name in options.only.split(";") if name.strip()}
+            if unknown := wanted - {one.name for one in everyone}:
+                parser.error(f"--only: no contender is called {', '.join(unknown)}")
+            everyone = [one for one in everyone if not wanted or one.name in wanted]
             for number in range(rounds):
                 run.round(number, everyone)
         replicas = bench.replicas

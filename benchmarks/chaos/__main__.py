@@ -1,0 +1,221 @@
+"""A week of faults in an hour: agents hold conversations while everything else is killed, stopped or full.
+
+    python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
+
+The fleet is brought up for it, with co-serving and a batch, and parks after seconds. Faults come at random:
+any process but Ray's supervisor is killed; engines, keepers, gateways and the directory are stopped for a
+while; the directory and the batch process cannot write for a while, as with a full disk. An engine is hit
+only while all engines serve, else nothing would be left to serve. Wanted: no conversation lost, no wrong
+token (float32, greedy, what cut streams showed included), no request that outlives its limit, nothing left
+behind, every line of the batch answered once. Clocks are not set and packets not delayed: that takes rights
+over the machine.
+"""
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import httpx
+
+from benchmarks.chaos.agents import Agents
+from benchmarks.chaos.faults import faults, inflict
+from benchmarks.live_policies import brought_up
+from benchmarks.output import command, write_json
+from deploy.errors import LifecycleError
+from deploy.fleet import FleetSpec, load_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.down import marked
+from deploy.lifecycle.status import FleetStatus, fleet_status, serving
+
+ROOT = Path(__file__).parents[2]
+MINUTES, QUICK_MINUTES, AGENTS = 60.0, 3.0, 6
+EVERY_S = 12.0  # between faults, on average
+PARK_AFTER_S, TTL_S = 3.0, 90.0
+WHOLE_S, SETTLES_S, BATCH_S = 400.0, 30.0, 400.0
+LINES, LINE_TOKENS = 60, 12
+
+
+@dataclass
+class Inflicted:
+    """Faults, as they came."""
+
+    home: FleetHome
+    random: Random
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def run(self, until: float) -> None:
+        coming = faults(self.random)
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, self.random.expovariate(1 / EVERY_S)))
+            fault = next(coming)
+            if fault.on_an_engine and not whole(self.home):
+                continue
+            pid = inflict(self.home, fault, self.random)
+            if pid:
+                self.counts[f"{fault.kind} {fault.victim}"] += 1
+                print(f"  {time.strftime('%H:%M:%S')} {fault} (pid {pid})", flush=True)
+
+
+def whole(home: FleetHome) -> bool:
+    state = _status(home)
+    return state is not None and state.reachable and all(one.phase == "serving" for one in state.engines)
+
+
+def _status(home: FleetHome) -> FleetStatus | None:
+    with suppress(LifecycleError, OSError):
+        return fleet_status(home)
+    return None
+
+
+def prepared(file: Path) -> FleetSpec:
+    fleet = load_fleet(file)
+    talks = fleet.conversation.model_copy(update={"park_after": PARK_AFTER_S, "ttl": TTL_S})
+    coserving = fleet.coserving.model_copy(update={"enabled": True, "ttft": 2.0, "tbt": 0.3, "ageing": 20.0})
+    engine = fleet.engine.model_copy(update={"start_together": 2})
+    changed = {"name": "chaos", "conversation": talks, "coserving": coserving, "engine": engine}
+    return fleet.model_copy(update=changed)
+
+
+class Batch:
+    """Offline work beside: each line is to be answered once, with what it is answered undisturbed."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60.0, headers={"authorization": "Bearer chaos"})
+        self._bodies = [
+            {
+                "model": model, "prompt": f"Line {number}: the agent", "temperature": 0.0, "ignore_eos": True,
+                "min_tokens": LINE_TOKENS, "max_tokens": LINE_TOKENS,
+            }
+            for number in range(LINES)
+        ]  # fmt: skip
+        self._expected: list[str] = []
+        self._batch = ""
+
+    def learn(self) -> None:
+        for body in self._bodies:
+            answer = self._http.post("/v1/completions", json=body)
+            answer.raise_for_status()
+            self._expected.append(answer.json()["choices"][0]["text"])
+
+    def submit(self) -> None:
+        lines = "\n".join(
+            json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
+            for number, body in enumerate(self._bodies)
+        )
+        file = self._http.post(
+            "/v1/files", files={"file": ("lines.jsonl", lines)}, data={"purpose": "batch"}
+        )
+        file.raise_for_status()
+        asked = {
+            "input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h",
+        }  # fmt: skip
+        batch = self._http.post("/v1/batches", json=asked)
+        batch.raise_for_status()
+        self._batch = batch.json()["id"]
+
+    def results(self) -> tuple[list[str], list[str]]:
+        """Lines that are missing or failed, and lines that are wrong or there twice."""
+        deadline, state = time.monotonic() + BATCH_S, {}
+        while time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                state = self._http.get(f"/v1/batches/{self._batch}").raise_for_status().json()
+                if state["status"] in ("completed", "failed", "expired", "cancelled"):
+                    break
+            time.sleep(1)
+        if state.get("status") != "completed":
+            return [f"the batch is {state.get('status', 'gone')}: {state}"], []
+        text = self._http.get(f"/v1/files/{state['output_file_id']}/content").raise_for_status().text
+        answers = Counter[str]()
+        wrong = []
+        for line in map(json.loads, text.splitlines()):
+            answers[line["custom_id"]] += 1
+            said = line["response"]["body"]["choices"][0]["text"]
+            if said != self._expected[int(line["custom_id"])] or answers[line["custom_id"]] > 1:
+                wrong.append(f"line {line['custom_id']}: {said!r}")
+        return [f"line {number}" for number in range(LINES) if not answers[str(number)]], wrong
+
+
+def settled(home: FleetHome) -> list[str]:
+    """What is not as it should be once the fleet is whole again: what engines hold, and hold for nobody."""
+    deadline = time.monotonic() + WHOLE_S
+    while not whole(home):
+        if time.monotonic() > deadline:
+            return [f"not whole after {WHOLE_S:.0f} s: {_status(home)}"]
+        time.sleep(1)
+    deadline = time.monotonic() + TTL_S + SETTLES_S
+    while (left := _held(home)) and time.monotonic() < deadline:
+        time.sleep(1)
+    return left
+
+
+def _held(home: FleetHome) -> list[str]:
+    state = _status(home)
+    if state is None or not state.reachable:
+        return ["the directory does not answer"]
+    held = []
+    for one in state.engines:
+        counts = {name: getattr(one, name) for name in ("running", "waiting", "conversations", "live_tokens")}
+        held += [f"{one.engine}: {name} {count}" for name, count in counts.items() if count]
+    return held
+
+
+async def play(agents: Agents, batch: Batch, minutes: float, inflicted: Inflicted) -> None:
+    await agents.learn()
+    await asyncio.to_thread(batch.learn)
+    await asyncio.to_thread(batch.submit)
+    print("answers are known; faults begin", flush=True)
+    until = time.monotonic() + 60 * minutes
+    thread = threading.Thread(target=inflicted.run, args=(until,), daemon=True)
+    thread.start()
+    await agents.run(AGENTS, until)
+    await asyncio.to_thread(thread.join)
+
+
+def main() -> None:
+    parser = command(__doc__, quick=f"{QUICK_MINUTES:.0f} minutes")
+    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
+    options = parser.parse_args()
+    fleet = prepared(options.fleet)
+    with brought_up(fleet) as home:
+        url = serving(home).endpoint
+        agents = Agents(url, fleet.model.name, options.seed)
+        batch = Batch(url, fleet.model.name)
+        inflicted = Inflicted(home, Random(options.seed))
+        before = len(marked(home))
+        asyncio.run(play(agents, batch, QUICK_MINUTES if options.quick else options.minutes, inflicted))
+        print("faults end; the fleet becomes whole", flush=True)
+        left = settled(home)
+        lost, wrong = batch.results()
+        left += [f"{more} processes more" for more in (len(marked(home)) - before,) if more > 0]
+    seen = agents.seen
+    figures = {
+        "lost": len(seen.lost) + len(lost),
+        "wrong": len(seen.wrong) + len(wrong),
+        "hung": len(seen.hung),
+        "leaked": len(left),
+        "faults": sum(inflicted.counts.values()),
+        "conversations": seen.conversations,
+        "turns": seen.turns,
+        "longest_turn_s": seen.longest_turn_s,
+    }
+    print("faults:", dict(inflicted.counts.most_common()))
+    print("tries:", dict(seen.tries.most_common()))
+    for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
+        print(f"  {line[:400]}")
+    for name, value in figures.items():
+        print(f"{name} = {value}")
+    write_json(options.json, figures | {"tries": seen.tries, "by_fault": inflicted.counts})
+    sys.exit(1 if any(figures[name] for name in ("lost", "wrong", "hung", "leaked")) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What `benchmarks.chaos` does to processes, done to one of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+from benchmarks.chaos.faults import ENGINE, FRONT, KEEPS, RAY, Fault, faults, inflict
+from deploy.home import FleetHome
+from workers.launch import FLEET_MARK
+
+WRITER = """
+import sys, time
+print("router.batch", flush=True)
+while True:
+    try:
+        open(sys.argv[1], "ab", buffering=0).write(b"x" * 100)
+    except OSError:
+        open(sys.argv[1] + ".full", "ab")
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> FleetHome:
+    return FleetHome(tmp_path)
+
+
+@pytest.fixture
+def writer(home: FleetHome, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the fleet that writes all the time."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "written"), "router.batch"]
+    process = subprocess.Popen(
+        command, env={**os.environ, FLEET_MARK: home.mark}, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def until(true: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_kill_ends_it(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
+    assert inflict(home, Fault("kill", "router.batch"), Random(0)) == writer.pid
+    assert writer.wait(10) == -signal.SIGKILL
+
+
+def test_a_stopped_process_goes_on(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
+    seen = []
+    process = psutil.Process(writer.pid)
+
+    def asleep(seconds: float) -> None:
+        until(lambda: process.status() == psutil.STATUS_STOPPED)
+        seen.append(seconds)
+
+    assert inflict(home, Fault("stop", "router.batch", 2.5), Random(0), asleep) == writer.pid
+    assert seen == [2.5]
+    until(lambda: process.status() != psutil.STATUS_STOPPED)
+
+
+def test_a_full_disk_refuses_writes_and_has_room_again(
+    home: FleetHome, writer: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    written, full = tmp_path / "written", tmp_path / "written.full"
+    until(written.exists)
+
+    def asleep(seconds: float) -> None:
+        until(full.exists)
+
+    assert inflict(home, Fault("full", "router.batch", 1.0), Random(0), asleep) == writer.pid
+    before = written.stat().st_size
+    until(lambda: written.stat().st_size > before)
+
+
+def test_processes_of_others_are_left_alone(tmp_path: Path, writer: "subprocess.Popen[bytes]") -> None:
+    assert inflict(FleetHome(tmp_path / "another"), Fault("kill", "router.batch"), Random(0)) == 0
+    assert writer.poll() is None
+
+
+def test_every_kind_of_process_is_hit_sooner_or_later() -> None:
+    coming = faults(Random(1))
+    killed = {fault.victim for fault in (next(coming) for _ in range(400)) if fault.kind == "kill"}
+    assert killed == {*ENGINE, *FRONT, *KEEPS, *RAY}
