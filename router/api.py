@@ -2,10 +2,8 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import orjson
@@ -23,10 +21,10 @@ from router.errors import (
     ANTHROPIC,
     BadRequest,
     EngineUnreachable,
+    Forbidden,
     MethodNotAllowed,
     ModelNotFound,
     NotFound,
-    Unauthorized,
     Unavailable,
     Unsupported,
 )
@@ -34,7 +32,6 @@ from router.fields import with_fields
 from router.http import (
     Endpoint,
     Handler,
-    Headers,
     RelayEnd,
     Request,
     Responder,
@@ -42,7 +39,8 @@ from router.http import (
     UpstreamRequest,
     relay,
 )
-from router.identity import PrefixGroups, clean_id, conversation_id, conversation_key, namespace
+from router.identity import PrefixGroups, clean_id, conversation_id, conversation_key
+from router.keys import Key, Keys
 from router.life import Life
 from router.metrics import HttpCounts
 from router.readers import Readers
@@ -54,49 +52,12 @@ _JSON = (b"content-type", b"application/json")
 _MODELS = "/v1/models"
 _MESSAGES = Api.MESSAGES.target.decode()
 _CONVERSATIONS = "/v1/conversations"
+_BATCHES = "/v1/batches"
 _PAGE = 50
 _MAX_PAGE = 200
-_REMEMBERED_KEYS = 1024
 _ATTEMPTS = 2
 
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls, by API key: the name space of its conversation ids, and whether it sees those of others."""
-
-    space: str
-    admin: bool
-
-
-class Callers:
-    """The API keys of a fleet."""
-
-    def __init__(self, config: GatewayConfig) -> None:
-        self._admins = _digests(config.admin_keys)
-        self._allowed = _digests(config.api_keys) | self._admins if config.api_keys else None
-        self._of_key = lru_cache(_REMEMBERED_KEYS)(self._caller)
-
-    def caller(self, headers: Headers) -> Caller:
-        """Without a list of keys any may come, and only scopes ids. Keys are compared by their digests."""
-        scheme, _, given = (headers.text(b"authorization") or "").partition(" ")
-        return self._of_key(given.strip() if scheme.lower() == "bearer" else headers.text(b"x-api-key") or "")
-
-    def _caller(self, key: str) -> Caller:
-        digest = sha256(key.encode()).digest()
-        if self._allowed is not None and digest not in self._allowed:
-            raise Unauthorized(
-                "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
-                if not key
-                else "the API key is not known to this fleet"
-            )
-        return Caller(namespace(key), digest in self._admins)
-
-    def is_admin(self, key: str) -> bool:
-        return sha256(key.encode()).digest() in self._admins
-
-
-def _digests(keys: tuple[str, ...]) -> frozenset[bytes]:
-    return frozenset(sha256(key.encode()).digest() for key in keys)
+KeyedHandler = Callable[[Key, Request, Responder], Awaitable[None]]
 
 
 class Routes:
@@ -109,6 +70,7 @@ class Routes:
         pool: UpstreamPool,
         life: Life,
         readers: Readers,
+        keys: Keys,
         batch: BatchForwarding | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -118,34 +80,32 @@ class Routes:
         self._readers = readers
         self._batch = batch
         self._clock = clock
-        self._callers = Callers(config)
+        self._keys = keys
+        self._models_of = lru_cache(None)(partial(_models_of, self._served))
         self._groups = PrefixGroups(config.shared_prefixes)
         self._shares = Shares(max(1, int(config.owner_share * config.limits.max_connections)))
         self._classes = Classes(config)
         self._conversations = ConversationRoutes(directory)
-        self._dashboard = DashboardRoutes(config, directory, self._callers.is_admin)
+        self._dashboard = DashboardRoutes(config, directory, keys)
         self._since = int(time.time())
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
-        passing = PassingRoutes(self._served, directory, pool, readers, self._callers, self._groups)
+        passing = PassingRoutes(self._models_of, directory, pool, readers, self._groups)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
             "/metrics": {"GET": self._metrics},
         }
-        self._routes: dict[str, dict[str, Handler]] = {
+        self._routes: dict[str, dict[str, KeyedHandler]] = {
             **{api.target.decode(): {"POST": partial(self._generate, api)} for api in Api},
             "/v1/embeddings": {"POST": passing.embeddings},
             "/tokenize": {"POST": passing.tokens},
             f"{_MESSAGES}/count_tokens": {"POST": passing.tokens},
             "/detokenize": {"POST": passing.tokens},
             _MODELS: {"GET": self._models},
-            _CONVERSATIONS: {"GET": self._named(self._conversations.list)},
+            _CONVERSATIONS: {"GET": self._conversations.list},
         }
-        self._below: dict[str, dict[str, Handler]] = {
-            f"{_CONVERSATIONS}/": {
-                "GET": self._named(self._conversations.get),
-                "DELETE": self._named(self._conversations.delete),
-            },
+        self._below: dict[str, dict[str, KeyedHandler]] = {
+            f"{_CONVERSATIONS}/": {"GET": self._conversations.get, "DELETE": self._conversations.delete},
             f"{_MODELS}/": {"GET": self._model},
         }
 
@@ -153,30 +113,34 @@ class Routes:
         if request.path.startswith(_MESSAGES):
             responder.error_shape = ANTHROPIC
         if request.path.startswith(DASHBOARD):
-            return await self._dashboard(request, responder)
+            await self._dashboard(request, responder)
+            return
         methods = self._open.get(request.path)
-        if methods is None:
-            caller = self._callers.caller(request.headers)
-            with self._shares.one(caller.space):
-                return await self._answer(caller, request, responder)
-        return await self._route(methods, request, responder)
+        if methods is not None:
+            await _of_method(methods, request)(request, responder)
+            return
+        key = self._keys.caller(request.headers)
+        key.check(request.method)
+        with self._shares.one(key.owner):
+            await self._answer(key, request, responder)
 
-    async def _answer(self, caller: Caller, request: Request, responder: Responder) -> None:
+    async def _answer(self, key: Key, request: Request, responder: Responder) -> None:
         if self._batch is not None and request.path.startswith(BATCH_PREFIXES):
-            return await self._batch.handle(request, responder, caller.space)
+            if request.path == _BATCHES and request.method == "POST":
+                self._check_all_models(key)
+            await self._batch.handle(request, responder, key.owner)
+            return
         methods = self._routes.get(request.path) or next(
             (found for prefix, found in self._below.items() if request.path.startswith(prefix)), None
         )
         if methods is None:
             raise NotFound(f"there is no {request.path[:200]}; see the README for the API")
-        return await self._route(methods, request, responder)
+        await _of_method(methods, request)(key, request, responder)
 
-    async def _route(self, methods: Mapping[str, Handler], request: Request, responder: Responder) -> None:
-        route = methods.get("GET" if request.method == "HEAD" else request.method)
-        if route is None:
-            allowed = ", ".join(sorted(methods))
-            raise MethodNotAllowed(f"{request.path[:200]} takes {allowed}", allow=allowed)
-        await route(request, responder)
+    def _check_all_models(self, key: Key) -> None:
+        """Lines are read later, by a process that does not know keys."""
+        if len(self._models_of(key.models)) < len(self._served):
+            raise Forbidden("batches take a key for all models of the fleet", code="model_not_allowed")
 
     async def own_page(self, request: Request, responder: Responder) -> None:
         """Health and metrics of this very process: on a port that several share, the system chooses who
@@ -186,34 +150,27 @@ class Routes:
             raise NotFound(f"there is no {request.method} {request.path[:200]} here; /metrics is")
         await route(request, responder)
 
-    async def _generate(self, api: Api, request: Request, responder: Responder) -> None:
+    async def _generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
-        space = self._callers.caller(request.headers).space
-        known = self._served, self._groups, self._classes, arrived_at, self._readers
-        turn = await read_turn(api, request, space, *known, self._directory.engines.max_context)
+        known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
+        turn = await read_turn(api, request, key.owner, *known, self._directory.engines.max_context)
         if self._batch is not None and turn.flex:
             await self._batch.flex(turn, responder)
         else:
             await self._life.serve(turn, responder)
 
-    def _named(self, route: Callable[[Caller, Request, Responder], Awaitable[None]]) -> Handler:
-        async def run(request: Request, responder: Responder) -> None:
-            await route(self._callers.caller(request.headers), request, responder)
-
-        return run
-
-    async def _models(self, request: Request, responder: Responder) -> None:
-        data = [self._shown(name) for name in self._served]
+    async def _models(self, key: Key, request: Request, responder: Responder) -> None:
+        data = [self._shown(name) for name in self._models_of(key.models)]
         responder.respond(200, orjson.dumps({"object": "list", "data": data}), [_JSON])
 
-    async def _model(self, request: Request, responder: Responder) -> None:
+    async def _model(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(f"{_MODELS}/")
-        if name not in self._served:
+        if name not in self._models_of(key.models):
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
         responder.respond(200, orjson.dumps(self._shown(name)), [_JSON])
 
     def _shown(self, name: str) -> dict[str, object]:
-                return {
+        return {
             "id": name,
             "object": "model",
             "created": self._since,
@@ -237,35 +194,52 @@ class Routes:
         responder.respond(200, generate_latest(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])
 
 
+_AnyHandler = TypeVar("_AnyHandler")
+
+
+def _of_method(methods: Mapping[str, _AnyHandler], request: Request) -> _AnyHandler:
+    route = methods.get("GET" if request.method == "HEAD" else request.method)
+    if route is None:
+        allowed = ", ".join(sorted(methods))
+        raise MethodNotAllowed(f"{request.path[:200]} takes {allowed}", allow=allowed)
+    return route
+
+
+def _models_of(served: Models, allowed: tuple[str, ...]) -> Models:
+    """Those that a key may use; it names a model by any of its names."""
+    if not allowed:
+        return served
+    return {name: one for name, one in served.items() if {name, one.name, *one.aliases} & {*allowed}}
+
+
 class ConversationRoutes:
     """GET and DELETE /v1/conversations[/{id}]: what the directory knows of a caller's conversations."""
 
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory
 
-    async def get(self, caller: Caller, request: Request, responder: Responder) -> None:
-        key = _key(caller, request)
-        found = await self._directory.describe(key)
+    async def get(self, key: Key, request: Request, responder: Responder) -> None:
+        found = await self._directory.describe(_conversation(key, request))
         if found is None:
             raise _unknown()
         responder.respond(200, orjson.dumps(_shown(found)), [_JSON])
 
-    async def delete(self, caller: Caller, request: Request, responder: Responder) -> None:
-        key = _key(caller, request)
-        known = await self._directory.end(key, "deleted")
+    async def delete(self, key: Key, request: Request, responder: Responder) -> None:
+        conversation = _conversation(key, request)
+        known = await self._directory.end(conversation, "deleted")
         if not known:
             raise _unknown()
-        gone = {"id": conversation_id(key), "object": "conversation.deleted", "deleted": True}
+        gone = {"id": conversation_id(conversation), "object": "conversation.deleted", "deleted": True}
         responder.respond(200, orjson.dumps(gone), [_JSON])
 
-    async def list(self, caller: Caller, request: Request, responder: Responder) -> None:
+    async def list(self, key: Key, request: Request, responder: Responder) -> None:
         """Least recently used first; `after` is the `last_id` of the page before. An admin sees all keys."""
         query = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
         limit = _limit(query.get("limit", str(_PAGE)))
-        prefix = "" if caller.admin else f"{caller.space}:"
+        prefix = "" if key.admin else f"{key.owner}:"
         after = query.get("after", "")
         page = await self._directory.page(prefix, f"{prefix}{after}" if after else "", limit + 1)
-        shown = [_shown(found, with_space=caller.admin) for found in page[:limit]]
+        shown = [_shown(found, with_space=key.admin) for found in page[:limit]]
         answer = {
             "object": "list",
             "data": shown,
@@ -276,11 +250,11 @@ class ConversationRoutes:
         responder.respond(200, orjson.dumps(answer), [_JSON])
 
 
-def _key(caller: Caller, request: Request) -> str:
+def _conversation(key: Key, request: Request) -> str:
     cleaned = clean_id(request.path.removeprefix(f"{_CONVERSATIONS}/"), "the conversation id")
     if cleaned is None:
         raise _unknown()
-    return conversation_key(caller.space, cleaned)
+    return conversation_key(key.owner, cleaned)
 
 
 def _limit(text: str) -> int:
@@ -311,22 +285,20 @@ class PassingRoutes:
 
     def __init__(
         self,
-        models: Models,
+        models_of: Callable[[tuple[str, ...]], Models],
         directory: DirectoryClient,
         pool: UpstreamPool,
         readers: Readers,
-        callers: Callers,
         groups: PrefixGroups,
     ) -> None:
-        self._models = models
-        self._readers = readers
-        self._callers, self._groups = callers, groups
+        self._models_of = models_of
+        self._readers, self._groups = readers, groups
         self._directory = directory
         self._pool = pool
 
-    async def embeddings(self, request: Request, responder: Responder) -> None:
-        raw, body, caller = await self._read(request)
-        model = self._models.get(str(body.get("model")))
+    async def embeddings(self, key: Key, request: Request, responder: Responder) -> None:
+        raw, body = await self._read(key, request)
+        model = self._models_of(key.models).get(str(body.get("model")))
         if model is None:
             raise BadRequest("model must be the name of a model", param="model")
         if not model.embeddings:
@@ -334,25 +306,24 @@ class PassingRoutes:
                 f"the model {model.name!r} generates text and has no embeddings; ask a model that has",
                 param="model",
             )
-        await self._pass(request, responder, with_fields(raw, self._groups.fields(caller.space, body)))
+        await self._pass(request, responder, with_fields(raw, self._groups.fields(key.owner, body)))
 
-    async def tokens(self, request: Request, responder: Responder) -> None:
-        raw, _, _ = await self._read(request)
+    async def tokens(self, key: Key, request: Request, responder: Responder) -> None:
+        raw, _ = await self._read(key, request)
         await self._pass(request, responder, raw)
 
-    async def _read(self, request: Request) -> tuple[tuple[bytes, ...], Mapping[str, Any], Caller]:
-        caller = self._callers.caller(request.headers)
+    async def _read(self, key: Key, request: Request) -> tuple[tuple[bytes, ...], Mapping[str, Any]]:
         raw = await request.body.read_pieces()
         asked = Reading(
             path=request.path,
             api=None,
             headers=text_headers(request.headers),
-            space=caller.space,
-            models=frozenset(self._models),
+            space=key.owner,
+            models=frozenset(self._models_of(key.models)),
             max_context=self._directory.engines.max_context,
         )
         read = await self._readers.read(asked, raw)
-        return raw, read.fields, caller
+        return raw, read.fields
 
     async def _pass(self, request: Request, responder: Responder, raw: tuple[bytes, ...]) -> None:
         passed = UpstreamRequest("POST", request.path.encode(), [_JSON], raw, repeatable=True)

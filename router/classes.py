@@ -1,7 +1,7 @@
 """SLO classes: which one a turn is of, and what engines are told of it.
 
 A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective, if
-one is called so; by the caller's key, where the fleet file says so; else it is `default`. Turns that wait are
+one is called so; by the caller, where the fleet file says so; else it is `default`. Turns that wait are
 served in the order in which they came, but a class, or a hint's priority, is worth so many seconds: whatever
 waits for longer than that comes first all the same.
 """
@@ -30,22 +30,22 @@ class Classes:
     def __init__(self, config: GatewayConfig) -> None:
         default = SloClass(DEFAULT_CLASS, config.slo)
         self._by_name = {default.name: default} | {one.name: one for one in config.classes}
-        self._of_key = {space: one for one in config.classes for space in one.keys}
+        self._of_owner = {owner: one for one in config.classes for owner in one.owners}
 
-    def choose(self, space: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> SloClass:
-        own = self._of_key.get(space, self._by_name[DEFAULT_CLASS])
+    def choose(self, owner: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> SloClass:
+        own = self._of_owner.get(owner, self._by_name[DEFAULT_CLASS])
         said = headers.get(HEADER) or body.get(FIELD)
         if said:
             named = self._by_name.get(said) if isinstance(said, str) else None
             if named is None:
-                names = ", ".join(sorted(name for name, one in self._by_name.items() if one.open_to(space)))
+                names = ", ".join(sorted(name for name, one in self._by_name.items() if one.open_to(owner)))
                 raise BadRequest(f"{FIELD} is none of this fleet's classes: {names}", param=FIELD)
-            if not named.open_to(space):
-                raise BadRequest(f"the class {named.name} is for other keys: leave {FIELD} out", param=FIELD)
+            if not named.open_to(owner):
+                raise BadRequest(f"the class {named.name} is for others: leave {FIELD} out", param=FIELD)
             return named
         for header in OBJECTIVES:
             objective = self._by_name.get(headers.get(header, ""))
-            if objective is not None and objective.open_to(space):
+            if objective is not None and objective.open_to(owner):
                 return objective
         return own
 

@@ -12,6 +12,7 @@ from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.returns import ReturnRules
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
+from router.keys import Key
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -53,10 +54,10 @@ class SloClass:
     name: str
     targets: SloTargets
     ahead_s: float = 0.0  # where turns wait, it goes before what came so much earlier
-    keys: tuple[str, ...] = ()  # name spaces of the keys whose turns are of it, and that alone may ask for it
+    owners: tuple[str, ...] = ()  # those whose turns are of it, and that alone may ask for it
 
-    def open_to(self, space: str) -> bool:
-        return not self.keys or space in self.keys
+    def open_to(self, owner: str) -> bool:
+        return not self.owners or owner in self.owners
 
 
 @checked(frozen=True, config=_STRICT)
@@ -102,9 +103,9 @@ class GatewayConfig:
     tokens_per_byte: float = 0.3  # until the engines have said how it really is
     slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
     classes: tuple[SloClass, ...] = ()
-    api_keys: tuple[str, ...] = ()  # none: any key may, and only scopes conversation ids
-    admin_keys: tuple[str, ...] = ()  # see every conversation
-    shared_prefixes: tuple[str, ...] = ()  # name spaces of keys that share cached prefixes; "*": all do
+    keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
+    keys_file: str | None = None  # of more keys; read again when it changes
+    shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
     owner_share: float = 0.5  # of the connections, for requests of one owner
     directory_secret: str = ""
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex

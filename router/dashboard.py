@@ -1,12 +1,13 @@
 """`/dashboard`: one static page, and the JSON it asks for once a second.
 
-It shows every caller's conversations, so where keys are asked for it wants an admin key, as the password of
-HTTP basic authentication: what a browser can send.
+It shows every caller's conversations, so where keys are asked for it wants one with the scope admin, as the
+password of HTTP basic authentication: what a browser can send.
 """
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 from urllib.parse import unquote
@@ -17,8 +18,9 @@ from placement.engines import Role
 from router.config import GatewayConfig
 from router.directory.client import DirectoryClient
 from router.directory.messages import TimelineReport
-from router.errors import DirectoryUnreachable, Forbidden, MethodNotAllowed, NotFound, PasswordWanted
+from router.errors import DirectoryUnreachable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
 from router.http import Request, Responder
+from router.keys import Keys
 
 PREFIX = "/dashboard"
 WINDOW_S = 120.0
@@ -35,12 +37,10 @@ _HTML = [
 class DashboardRoutes:
     """The page and its JSON."""
 
-    def __init__(
-        self, config: GatewayConfig, directory: DirectoryClient, is_admin: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, config: GatewayConfig, directory: DirectoryClient, keys: Keys) -> None:
         self._config = config
         self._directory = directory
-        self._is_admin = is_admin
+        self._keys = keys
         self._page = files(__package__).joinpath("dashboard.html").read_bytes()
 
     async def __call__(self, request: Request, responder: Responder) -> None:
@@ -59,11 +59,12 @@ class DashboardRoutes:
             raise NotFound(f"there is no {request.path[:200]}; the page is {PREFIX}")
 
     def _check(self, request: Request) -> None:
-        if not self._config.admin_keys:
-            if self._config.api_keys:
-                raise Forbidden("set gateway.admin_keys in the fleet file to open the dashboard")
-        elif not self._is_admin(_key(request)):
-            raise PasswordWanted("the dashboard wants an admin key as the password")
+        if not self._keys.any:
+            return
+        with suppress(Unauthorized):
+            if self._keys.of_secret(_secret(request)).admin:
+                return
+        raise PasswordWanted("the dashboard wants a key with the scope admin, as the password")
 
     async def _state(self) -> dict[str, Any]:
         engines = [self._engine(info.engine) for info in self._directory.engines.infos()]
@@ -132,7 +133,7 @@ class DashboardRoutes:
         return found
 
 
-def _key(request: Request) -> str:
+def _secret(request: Request) -> str:
     scheme, _, given = (request.headers.text(b"authorization") or "").partition(" ")
     if scheme.lower() == "bearer":
         return given.strip()

@@ -15,6 +15,7 @@ from router.config import GatewayConfig, load
 from router.directory.client import DirectoryClient
 from router.errors import GatewayConfigError
 from router.http import Server, UpstreamPool, settle_heap
+from router.keys import Keys
 from router.life import Life
 from router.logs import log_to_stderr
 from router.metrics import HttpCounts
@@ -39,7 +40,8 @@ class Gateway:
             BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
         )
         self._readers = Readers()
-        routes = Routes(config, self.directory, self.pool, life, self._readers, batch=batch)
+        self._keys = Keys(config.keys, config.keys_file)
+        routes = Routes(config, self.directory, self.pool, life, self._readers, self._keys, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
         routes.http_counts = HttpCounts(self.server, self.pool)
@@ -48,6 +50,7 @@ class Gateway:
         """Serve; returns the port. The directory may come later: until then new conversations wait."""
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
+        self._watching = asyncio.create_task(self._keys.watch())
         port = await self.server.start(self.config.host, self.config.port, reuse_port=self.config.reuse_port)
         log.info("serving gateway=%s address=%s:%d", self.config.name, self.config.host, port)
         return port
@@ -65,6 +68,7 @@ class Gateway:
     async def _close(self) -> None:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+        self._watching.cancel()
         self._life.returns.close()
         if self._batch is not None:
             await self._batch.close()

@@ -79,8 +79,8 @@ EVERYBODY = "*"
 class PrefixGroups:
     """Who shares cached prefixes with whom: by default nobody, or each could tell what others have asked.
 
-    vLLM finds a cached block only under the salt that it was made with. `shared`: the name spaces of keys
-    that share theirs, or EVERYBODY.
+    vLLM finds a cached block only under the salt that it was made with. `shared`: the owners who share
+    theirs, or EVERYBODY.
     """
 
     def __init__(self, shared: Collection[str] = ()) -> None:
@@ -93,7 +93,7 @@ class PrefixGroups:
         if EVERYBODY in self._shared:
             group = ""
         elif space in self._shared:
-            group = "shared"
+            group = "*shared"  # no owner is called so
         if own := body.get("cache_salt"):  # apart within the group
             fields["cache_salt"] = sha256(f"{group}\0{own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
         elif group:

@@ -139,6 +139,12 @@ DIRECTORY_UP = Gauge(
 )
 CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serves without asking.")
 
+KEYS_STALE = Gauge(
+    "conserve_keys_stale",
+    "1 while the file of API keys is missing or wrong: the keys read before are in use, and the log says "
+    "what is wrong.",
+)
+
 # Turns
 
 TURNS = Counter(

@@ -1,12 +1,12 @@
 """Each component's frozen configuration, from a fleet file."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, SloSpec, Spec, TierSpec
+from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, PROFILES, FleetHome, conserve_home
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
@@ -31,6 +31,7 @@ from router.config import (
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import EVERYBODY, namespace
+from router.keys import inline
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
@@ -255,6 +256,7 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
     return configured(
         GatewayConfig,
         fleet.gateway,
+        keys=inline(fleet.gateway.api_keys, fleet.gateway.admin_keys),
         directory=directory,
         directory_secret=secret,
         models=_models(fleet),
@@ -268,24 +270,25 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
         returns=ReturnRules(park_after_s=fleet.conversation.park_after),
-        shared_prefixes=_shared_prefixes(fleet),
+        shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
-        classes=tuple(_slo_class(name, slo) for name, slo in fleet.slos.items()),
+        classes=tuple(
+            SloClass(name, configured(SloTargets, slo), slo.ahead, owners(fleet, slo.keys))
+            for name, slo in fleet.slos.items()
+        ),
         limits=_server_limits(fleet, max_connections=fleet.gateway.limits.connections),
         upstream=_upstream_limits(fleet),
     )
 
 
-def _slo_class(name: str, slo: SloSpec) -> SloClass:
-    keys = tuple(namespace(key) for key in slo.keys)
-    return SloClass(name, configured(SloTargets, slo), slo.ahead, keys)
-
-
-def _shared_prefixes(fleet: FleetSpec) -> tuple[str, ...]:
-    """By name spaces: processes that compare them need not know the keys."""
-    return tuple(key if key == EVERYBODY else namespace(key) for key in fleet.gateway.shared_prefixes)
+def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
+    """A name that is a key in clear is that of its owner, so that no process but the gateway need know it."""
+    given = fleet.gateway
+    anybody = not (given.keys_file or given.api_keys)  # then each key is an owner
+    in_clear = {*given.api_keys, *given.admin_keys, *(named if anybody else ())} - {EVERYBODY}
+    return tuple(namespace(name) if name in in_clear else name for name in named)
 
 
 def _server_limits(fleet: FleetSpec, **other: int) -> ServerLimits:
@@ -339,5 +342,5 @@ def batch_config(
         server=_server_limits(fleet),  # all gateways' connections come together here: their number stays
         upstream=_upstream_limits(fleet),
         file_ttl_s=int(batch.file_ttl) if batch.file_ttl else None,
-        shared_prefixes=_shared_prefixes(fleet),
+        shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
     )

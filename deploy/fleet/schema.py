@@ -200,13 +200,15 @@ class GatewaySpec(Spec):
     host: str = default(GatewayConfig, "host")
     port: Port = default(GatewayConfig, "port")
     processes: Annotated[int, Field(gt=0, le=64)] = 1
+    keys_file: Annotated[str, Field(pattern=r"^(/|~/)")] | None = default(GatewayConfig, "keys_file")
+    """API keys, of which it holds hashes: `conserve key new` adds one. It is read again when it changes."""
     api_keys: list[str] = []
-    """Accepted bearer keys; none means that any caller may."""
+    """Accepted keys in clear, each an owner. With none, and no `keys_file`, any caller may."""
     admin_keys: list[str] = []
-    """Keys that see every conversation and open the dashboard; where no keys are set, it is open to all."""
+    """Keys in clear that see every conversation and open the dashboard; without any keys it is open."""
     shared_prefixes: list[str] = []
-    """Keys whose owners share cached prefixes, such as a common system prompt; `"*"` for all. Others have
-    their own: who shares can tell by an answer's time what another has asked."""
+    """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
+    all. Others have their own: who shares can tell by an answer's time what another has asked."""
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
 
 
@@ -246,7 +248,8 @@ class SloSpec(Spec):
     ahead: Duration = default(SloClass, "ahead_s")
     """Where turns wait, one of this class goes before others that came so much earlier."""
     keys: list[str] = []
-    """API keys whose turns are of this class; if there are any, others cannot ask for it."""
+    """Owners, or keys of `gateway.api_keys`, whose turns are of this class; if there are any, others cannot
+    ask for it."""
 
 
 class TransferSpec(Spec):

@@ -17,6 +17,7 @@ from openai.types import chat, responses
 from router.config import ServedModel
 from router.fields import FIELDS
 from router.http import ServerLimits
+from router.keys import inline
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, get, user
 from tests.support.waiting import until
 
@@ -28,7 +29,7 @@ async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
     """Whatever a test did, sockets and reservations must return to zero."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
     async with fleet(
-        tmp_path, limits=LIMITS, models=models, api_keys=("right",), admin_keys=("boss",)
+        tmp_path, limits=LIMITS, models=models, keys=inline(("right",), ("boss",))
     ) as one:
         yield one
         gateway = one.gateways[0]

@@ -15,7 +15,7 @@ from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 
 GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), ahead_s=30.0)
-PAID = SloClass("paid", SloTargets(), ahead_s=5.0, keys=(namespace("alice"),))
+PAID = SloClass("paid", SloTargets(), ahead_s=5.0, owners=(namespace("alice"),))
 CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID))
 
 

@@ -6,11 +6,13 @@ import pytest
 
 from router.config import GatewayConfig, ServedModel, SloTargets, dump, load
 from router.errors import GatewayConfigError
+from router.keys import Key, hash_of, inline
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     models = (ServedModel("m", ("n",)),)
-    config = GatewayConfig("127.0.0.1:1", models, api_keys=("k",), slo=SloTargets(ttfet_s=1.5))
+    keys = (*inline(("k",), ("a",)), Key("id", "owner", hash_of("x"), models=("m",), expires=1.5))
+    config = GatewayConfig("127.0.0.1:1", models, keys=keys, slo=SloTargets(ttfet_s=1.5))
     file = tmp_path / "gateway.json"
     file.write_bytes(dump(config))
     assert load(file) == config

@@ -14,6 +14,7 @@ from deploy.home import FleetHome
 from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
+from router.keys import load as load_keys
 
 app = typer.Typer()
 LOOK_EVERY_S = 1.0
@@ -23,6 +24,7 @@ LOOK_EVERY_S = 1.0
 def check(file: Annotated[Path, typer.Argument(help="a fleet file")]) -> None:
     """Say whether a fleet file is valid, and where it is not."""
     fleet = load_fleet(file)
+    refuse_wrong_keys(fleet)
     tiers = ", ".join(f"{tier.replicas} x {tier.name} ({tier.role})" for tier in fleet.tiers)
     print(f"{file}: valid: fleet '{fleet.name}', model {fleet.model.name}, {tiers}")
 
@@ -42,6 +44,7 @@ def up(
     fleet = load_fleet(file)
     if port is not None:
         fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
+    refuse_wrong_keys(fleet)
     home = FleetHome.of(fleet.name)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -51,6 +54,13 @@ def up(
         print(f"fleet '{fleet.name}' is not up: everything in {file} would be started")
     else:
         start(fleet, home, detach)
+
+
+def refuse_wrong_keys(fleet: FleetSpec) -> None:
+    """Where gateways run on other machines, the file may be on those only."""
+    file = Path(fleet.gateway.keys_file or "").expanduser()
+    if fleet.gateway.keys_file and (fleet.ray.address is None or file.exists()):
+        load_keys(file)
 
 
 def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
@@ -103,7 +113,8 @@ def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
 
 
 def curl_line(fleet: FleetSpec, endpoint: str) -> str:
-    key = f" -H 'Authorization: Bearer {fleet.gateway.api_keys[0]}'" if fleet.gateway.api_keys else ""
+    asked = fleet.gateway.api_keys or fleet.gateway.keys_file
+    key = ' -H "Authorization: Bearer $CONSERVE_API_KEY"' if asked else ""
     body = (
         f'{{"model": "{fleet.model.name}", "max_tokens": 32, '
         '"messages": [{"role": "user", "content": "Hello"}]}'

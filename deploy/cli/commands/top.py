@@ -141,7 +141,7 @@ def top(
     fleet: FleetName = None,
     url: Annotated[str, typer.Option(help="A gateway; else that of the fleet.")] = "",
     key: Annotated[
-        str, typer.Option(envvar="CONSERVE_ADMIN_KEY", help="An admin key; else the fleet's first.")
+        str, typer.Option(envvar="CONSERVE_ADMIN_KEY", help="Of scope admin; else the fleet's first.")
     ] = "",
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Print once and end.")] = False,
@@ -182,7 +182,7 @@ def look(url: str, key: str) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             state: dict[str, Any] = json.load(answer)
     except urllib.error.HTTPError as wrong:
-        hint = "; pass --key with one of gateway.admin_keys" if wrong.code in (401, 403) else ""
+        hint = "; pass --key with one that has the scope admin" if wrong.code in (401, 403) else ""
         raise DeployError(f"{url} answered {wrong.code}{hint}") from wrong
     except (OSError, ValueError) as wrong:
         raise DeployError(f"no gateway answers at {url}: {wrong}; is the fleet up?") from wrong

@@ -43,6 +43,7 @@ from router.config import GatewayConfig, ServedModel, SloTargets, TracingConfig
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import namespace
+from router.keys import inline
 from tests.support.fleet import ROOT
 from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings
@@ -178,13 +179,14 @@ CASES = {
     "tiers.env": case({"A_NAME": "c"}, lambda got: got.env.get("A_NAME"), "c"),
     "gateway.host": case("0.0.0.0", lambda got: got.gateway.host),
     "gateway.port": case(8001, lambda got: got.gateway.port),
-    "gateway.api_keys": case(["k"], lambda got: got.gateway.api_keys, ("k",)),
+    "gateway.keys_file": case("/keys.yaml", lambda got: got.gateway.keys_file),
+    "gateway.api_keys": case(["k"], lambda got: got.gateway.keys, inline(["k"], [])),
     "gateway.shared_prefixes": case(
         ["k", "*"],
         lambda got: [one.shared_prefixes for one in (got.gateway, got.batch)],
         [(namespace("k"), "*")] * 2,
     ),
-    "gateway.admin_keys": case(["a"], lambda got: got.gateway.admin_keys, ("a",)),
+    "gateway.admin_keys": case(["a"], lambda got: got.gateway.keys, inline([], ["a"])),
     "gateway.limits.body_mib": case(
         1.5, lambda got: [one.max_body_bytes for one in server_limits(got)], [3 << 19, 3 << 19]
     ),
@@ -225,7 +227,7 @@ CASES = {
     "slos.ttfet": case(1.5, lambda got: got.gateway.slo.ttfet_s),
     "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slo.last_turn_tbt_s, 0.05),
     "slos.ahead": case("12s", lambda got: got.gateway.classes[0].ahead_s, 12.0),
-    "slos.keys": case(["k"], lambda got: got.gateway.classes[-1].keys, (namespace("k"),)),
+    "slos.keys": case(["k"], lambda got: got.gateway.classes[-1].owners, (namespace("k"),)),
     "slos.e2e": case(60, lambda got: got.gateway.slo.e2e_s),
     "transfer.backend": case(
         "nixl", lambda got: (got.engine.connector.backend, got.gateway.handover), ("nixl", "in_turn")

@@ -8,7 +8,6 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from placement.engines import EngineInfo, EngineState, Role
-from router.api import Callers
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
@@ -16,6 +15,7 @@ from router.classes import Classes
 from router.config import BatchAddress, GatewayConfig, ServedModel
 from router.http import Request, Responder, Server, UpstreamLimits, UpstreamPool
 from router.identity import PrefixGroups
+from router.keys import Keys
 from router.readers import Readers
 from router.reading import Api
 from router.turn import read_turn
@@ -65,7 +65,7 @@ class FrontGateway:
     def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
         """`batch`: host:port of the batch process, which need not be there."""
         self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
-        self._callers = Callers(self._config)
+        self._keys = Keys((), None)
         self._pool = UpstreamPool(upstream)
         self._forwarding = BatchForwarding(BatchAddress(batch), secret, self._pool)
         self._server = Server(self._handle)
@@ -76,7 +76,7 @@ class FrontGateway:
         return self.url
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        space = self._callers.caller(request.headers).space
+        space = self._keys.caller(request.headers).owner
         if request.path == "/v1/chat/completions":
             models = self._config.models_by_name
             known = models, PrefixGroups(), Classes(self._config), 0.0, Readers()

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 
 from router.batch.config import BatchConfig, dump
 from router.config import BatchAddress, ServedModel
+from router.keys import inline
 from tests.router.batch.gateway import FAST
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
 from tests.router.batch.processes import free_port
@@ -72,8 +73,8 @@ async def test_batches_beside_conversations(tmp_path: Path, processes: list[Batc
     async with fleet(tmp_path, gateways=0) as small:
         processes.append(BatchProcess(small, tmp_path))
         batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}")
-        keys = ("sk-one", "sk-two")
-        url = await small.add_gateway(directory_secret="s3cret", batch=batch_address, api_keys=keys)
+        keys = inline(("sk-one", "sk-two"), ())
+        url = await small.add_gateway(directory_secret="s3cret", batch=batch_address, keys=keys)
         await processes[0].answers()
         async with (
             AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0) as one,

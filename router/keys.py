@@ -1,0 +1,238 @@
+"""API keys: what a key is, the file that they are in, and who calls by which.
+
+A key's secret is nowhere but with its caller; the file and the gateways have its hash. What a caller leaves
+in the fleet (conversations, files, batches) is its *owner's*, a name in the file: another key of the same
+owner finds it again. The file is read again when it changes; one that is wrong changes nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from router import metrics
+from router.errors import Forbidden, GatewayConfigError, Unauthorized
+from router.http import Headers
+from router.identity import namespace
+
+log = logging.getLogger("conserve.router.keys")
+
+LOOK_EVERY_S = 1.0
+_REMEMBERED = 1024  # secrets whose hash is known
+_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # scalars stay text: each field says what it is
+
+
+class Scope(StrEnum):
+    SERVE = "serve"  # have work done, and see and end what is its owner's
+    READ = "read"  # see what is its owner's, and the metrics
+    ADMIN = "admin"  # see what is anybody's: all conversations, the dashboard, the metrics
+
+
+def hash_of(secret: str) -> str:
+    """Secrets are 256 random bits, so that nobody finds one by trying: a slow or salted hash, which passwords
+    need, would cost every request and keep nothing that this does not."""
+    return f"sha256:{sha256(secret.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def _moment(given: object) -> object:
+    """A day or a time as in ISO 8601, of UTC where it says no zone, as seconds."""
+    if not isinstance(given, str):
+        return given
+    try:
+        when = datetime.fromisoformat(given)
+    except ValueError:
+        raise ValueError("a day as in 2027-01-31, or a time as in 2027-01-31T12:00") from None
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+
+
+@checked(frozen=True, config=ConfigDict(extra="forbid"))
+class Key:
+    """One entry of the file, and whoever calls by it."""
+
+    id: _Name
+    owner: _Name
+    hash: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]  # empty: of a fleet that asks for none
+    scopes: frozenset[Scope] = frozenset({Scope.SERVE})
+    models: tuple[str, ...] = ()  # none named: all
+    expires: Annotated[float | None, BeforeValidator(_moment)] = None
+
+    @property
+    def admin(self) -> bool:
+        return Scope.ADMIN in self.scopes
+
+    def check(self, method: str) -> None:
+        """Refuses a method that none of its scopes allows."""
+        allowed = self.scopes if method in ("GET", "HEAD") else self.scopes & {Scope.SERVE}
+        if not allowed:
+            raise Forbidden(f"this API key may not {method}: its scopes lack serve", code="scope_missing")
+
+
+def inline(api_keys: Sequence[str], admin_keys: Sequence[str]) -> tuple[Key, ...]:
+    """Keys that stand in the fleet file themselves; the owner of each is the beginning of its hash."""
+    made = [_made(secret, hash_of(secret)) for secret in api_keys if secret not in admin_keys]
+    return (*made, *(_made(secret, hash_of(secret), Scope.ADMIN) for secret in admin_keys))
+
+
+def _made(secret: str, hashed: str, *more: Scope) -> Key:
+    owner = namespace(secret)
+    return Key(owner, owner, hashed, frozenset({Scope.SERVE, *more}))
+
+
+class KeysFileError(GatewayConfigError):
+    """A keys file that cannot be used; each line of it is FILE:LINE: what is wrong."""
+
+
+def parse(text: str, name: str) -> tuple[Key, ...]:
+    try:
+        node = yaml.compose(text, Loader=_LOADER)
+    except yaml.MarkedYAMLError as wrong:
+        line = wrong.problem_mark.line + 1 if wrong.problem_mark else 1
+        raise KeysFileError(f"{name}:{line}: not valid YAML: {wrong.problem}") from wrong
+    except yaml.YAMLError as wrong:
+        raise KeysFileError(f"{name}:1: not valid YAML: {wrong}") from wrong
+    if node is None:  # perhaps one that is being written
+        raise KeysFileError(f"{name}:1: there is nothing in it; write [] for no keys")
+    try:
+        keys = _ADAPTER.validate_python(yaml.constructor.BaseConstructor().construct_document(node))
+        problems: list[tuple[Sequence[int | str], str]] = list(_twice(keys))
+    except ValidationError as wrong:
+        problems = [(one["loc"], _said(one)) for one in wrong.errors()]
+    if problems:
+        lines = dict.fromkeys(f"{name}:{line_of(node, at)}: {said}" for at, said in problems)
+        raise KeysFileError("\n".join(lines))
+    return keys
+
+
+def load(file: Path) -> tuple[Key, ...]:
+    try:
+        return parse(file.read_text(), str(file))
+    except (OSError, UnicodeDecodeError) as wrong:
+        reason = getattr(wrong, "strerror", None) or str(wrong)
+        raise KeysFileError(f"{file}:1: cannot be read: {reason}") from wrong
+
+
+def line_of(node: Any, path: Sequence[int | str]) -> int:
+    """Of the innermost node on this path that the text has."""
+    for part in path:
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part]
+        elif isinstance(node, yaml.MappingNode):
+            node = next((value for key, value in node.value if key.value == part), node)
+    return int(node.start_mark.line) + 1
+
+
+def _said(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"] if isinstance(part, str))
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        fields = ", ".join(sorted(Key.__dataclass_fields__))
+        return f"unknown field '{path}'; a key has {fields}"
+    if error["type"] in ("missing", "missing_argument"):
+        return f"'{path}' is missing"
+    if error["type"] in ("tuple_type", "dataclass_type", "dataclass_exact_type") and not path:
+        return "expected a list of keys, each with id, owner and hash"
+    return f"{path}: {str(error['msg']).removeprefix('Value error, ')}"
+
+
+def _twice(keys: Sequence[Key]) -> Iterator[tuple[Sequence[int | str], str]]:
+    for field in ("id", "hash"):
+        first: dict[str, int] = {}
+        for index, key in enumerate(keys):
+            value = getattr(key, field)
+            if not value:
+                yield (index, field), f"{field}: is empty"
+            elif first.setdefault(value, index) != index:
+                yield (index, field), f"{field}: is that of the key {keys[first[value]].id} too"
+
+
+_ADAPTER = TypeAdapter(tuple[Key, ...])
+
+
+class Keys:
+    """The keys of a fleet, as a gateway knows them now. Where only admins have any, everybody is let in."""
+
+    def __init__(
+        self, given: Sequence[Key], file: str | None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`given`: those that stand in the fleet file."""
+        self.any = bool(given) or file is not None
+        self._open = file is None and all(key.admin for key in given)
+        self._given = given
+        self._file = Path(file).expanduser() if file is not None else None
+        self._seen: object = None  # what the file was when it was last read
+        self._clock = clock
+        self._use(())
+        if self._file is not None:
+            self._read(self._file)
+
+    def caller(self, headers: Headers) -> Key:
+        scheme, _, given = (headers.text(b"authorization") or "").partition(" ")
+        bearer = scheme.lower() == "bearer"
+        return self.of_secret(given.strip() if bearer else headers.text(b"x-api-key") or "")
+
+    def of_secret(self, secret: str) -> Key:
+        """Costs a look-up by the secret, or for one that did not come lately its hash and a look-up by that:
+        how long either takes says nothing of what a hash begins with."""
+        key = self._of_secret(secret)
+        if key.expires is not None and key.expires <= self._clock():
+            raise Unauthorized("the API key has expired; ask for another", code="api_key_expired")
+        return key
+
+    def _known(self, secret: str) -> Key:
+        key = self._by_hash.get(hash_of(secret))
+        if key is None and self._open:
+            return _made(secret, "")
+        if key is None:
+            raise Unauthorized(
+                "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
+                if not secret
+                else "the API key is not known to this fleet"
+            )
+        return key
+
+    async def watch(self) -> None:
+        """Until cancelled: read the file again when it has become another one, and nobody writes to it."""
+        last = self._seen
+        while self._file is not None:
+            await asyncio.sleep(LOOK_EVERY_S)
+            before, last = last, await asyncio.to_thread(_state, self._file)
+            if last == before != self._seen:
+                await asyncio.to_thread(self._read, self._file)
+
+    def _read(self, file: Path) -> None:
+        self._seen = _state(file)
+        try:
+            keys = load(file)
+        except KeysFileError as wrong:
+            metrics.KEYS_STALE.set(1)
+            log.error("keys not read, those known before stay in use keys=%d\n%s", len(self._by_hash), wrong)
+            return
+        metrics.KEYS_STALE.set(0)
+        self._use(keys)
+        log.info("keys read file=%s keys=%d", file, len(keys))
+
+    def _use(self, keys: Sequence[Key]) -> None:
+        """Of a key that stands in both, what the keys file says."""
+        self._by_hash = {key.hash: key for key in (*self._given, *keys)}
+        self._of_secret = lru_cache(_REMEMBERED)(self._known)
+
+
+def _state(file: Path) -> object:
+    """Other for another content: a mounted secret is a link that is put elsewhere."""
+    try:
+        found = file.stat()
+    except OSError as wrong:
+        return wrong.errno
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev

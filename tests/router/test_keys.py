@@ -1,0 +1,187 @@
+"""API keys: what each may do, whose is what they leave, and a file of them that changes meanwhile."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from router import keys as api_keys
+from router.config import ServedModel
+from router.keys import Key, KeysFileError, Scope, hash_of, inline, load, parse
+from tests.support.fake_fleet import MODEL, ask, fleet, get, user
+from tests.support.waiting import until
+
+ENTRY = "- {id: one, owner: search, hash: 'HASH'}\n".replace("HASH", hash_of("first"))
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def entry(secret: str, owner: str, **more: Any) -> str:
+    fields = {"id": f"of-{secret}", "owner": owner, "hash": hash_of(secret), **more}
+    return f"- {orjson.dumps(fields).decode()}\n"
+
+
+def in_time(when: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))
+
+
+def test_a_file_says_what_a_key_may_do() -> None:
+    text = (
+        f"# for the search team\n- id: k\n  owner: search\n  hash: {hash_of('s')}\n"
+        "  scopes: [read]\n  models: [small]\n  expires: 2027-01-31\n"
+    )
+    wanted = Key("k", "search", hash_of("s"), frozenset({Scope.READ}), ("small",), 1801353600.0)
+    assert parse(text, "f") == (wanted,)
+    assert parse(text.replace("2027-01-31", "2027-01-31T01:00+01:00"), "f") == (wanted,)
+    assert parse("[]\n", "f") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "f:1: there is nothing in it"),
+        ("keys: []\n", "f:1: expected a list"),
+        ("- {id: a\n", "f:2: not valid YAML"),
+        (ENTRY + "- id: b\n  owner: o\n  hash: secret\n", "f:4: hash"),
+        (ENTRY + "- id: b\n  owner: a:b\n  hash: ''\n", "f:3: owner"),
+        (ENTRY + "- id: b\n  hash: ''\n", "f:2: 'owner' is missing"),
+        (ENTRY + "\n" + ENTRY, "f:3: id: is that of the key one too"),
+        (ENTRY + ENTRY.replace("one", "two"), "f:2: hash: is that of the key one too"),
+        ("- id: b\n  owner: o\n  hash: ''\n  scope: [x]\n", "f:4: unknown field 'scope'; a key has expires"),
+        ("- id: b\n  owner: o\n  hash: ''\n  scopes: [root]\n", "f:4: scopes"),
+        ("- id: b\n  owner: o\n  hash: ''\n  expires: 2027-02-31\n", "f:4: expires: a day as in"),
+    ],
+)
+def test_a_wrong_file_says_where_it_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(KeysFileError) as wrong:
+        parse(text, "f")
+    assert said in str(wrong.value).splitlines()[0]
+
+
+async def test_a_key_does_what_its_scopes_say(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        entry("work", "search")
+        + entry("look", "search", scopes=["read"])
+        + entry("boss", "ops", scopes=["read", "admin"])
+        + entry("late", "search", expires=in_time(time.time() - 60))
+        + entry("other", "mail", models=["none-of-ours"])
+    )
+    models = (ServedModel(MODEL, aliases=("alias",)),)
+    async with fleet(tmp_path, keys_file=str(file), models=models) as made:
+        url = made.urls[0]
+        said = {"x-session-id": "c"}
+        assert (await ask(url, [user("hi")], headers={**bearer("work"), **said})).status == 200
+        conversation = f"{url}/v1/conversations/c"
+        assert (await get(conversation, headers=bearer("look")))[0] == 200
+        refused = await ask(url, [user("hi")], headers=bearer("look"))
+        assert (refused.status, refused.error["code"]) == (403, "scope_missing")
+        assert (await get(conversation, "DELETE", headers=bearer("look")))[0] == 403
+        for secret, code in (("late", "api_key_expired"), ("unknown", "invalid_api_key")):
+            refused = await ask(url, [user("hi")], headers=bearer(secret))
+            assert (refused.status, refused.error["code"]) == (401, code)
+        refused = await ask(url, [user("hi")], headers=bearer("other"))
+        assert (refused.status, refused.error["code"]) == (404, "model_not_found")
+        assert (await get(f"{url}/v1/models", headers=bearer("other")))[1]["data"] == []
+        _, listed = await get(f"{url}/v1/conversations", headers=bearer("boss"))
+        assert [one["id"] for one in listed["data"]] == ["search:c"]
+        assert (await get(f"{url}/dashboard", headers=bearer("boss")))[0] == 200
+        assert (await get(f"{url}/dashboard", headers=bearer("work")))[0] == 401
+        assert made.decoder_requests()[0].conversation == "search:c"
+
+
+async def test_a_new_key_of_an_owner_finds_what_the_old_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_keys, "LOOK_EVERY_S", 0.05)
+    file = tmp_path / "keys"
+    file.write_text(entry("old", "search"))
+    async with fleet(tmp_path, keys_file=str(file)) as made:
+        url = made.urls[0]
+        said = {"x-session-id": "c"}
+        await ask(url, [user("hi")], headers={**bearer("old"), **said})
+
+        async def taken(secret: str, status: int) -> bool:
+            return (await get(f"{url}/v1/conversations/c", headers=bearer(secret)))[0] == status
+
+        file.write_text(entry("old", "search") + entry("new", "search"))
+        await until_async(lambda: taken("new", 200))
+        assert await taken("old", 200)
+        link = tmp_path / "next"  # as Kubernetes changes a mounted secret
+        link.write_text(entry("new", "search"))
+        link.replace(file)
+        await until_async(lambda: taken("old", 401))
+        with caplog.at_level(logging.ERROR, logger="conserve.router.keys"):
+            file.write_text(entry("other", "search") + "- {id: broken}\n")
+            await until(lambda: f"{file}:2: 'owner' is missing" in caplog.text)
+        assert await taken("new", 200) and await taken("other", 401)
+        _, page = await get(f"{url}/metrics")
+        assert "conserve_keys_stale 1.0" in page
+        file.write_text(entry("other", "search"))
+        await until_async(lambda: taken("other", 200))
+        assert "conserve_keys_stale 0.0" in (await get(f"{url}/metrics"))[1]
+
+
+async def until_async(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_without_its_file_nobody_is_let_in(tmp_path: Path) -> None:
+    async with fleet(tmp_path, keys_file=str(tmp_path / "none")) as made:
+        assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 401
+
+
+async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
+    """Each is an owner as before; an entry of the same hash says more of it."""
+    file = tmp_path / "keys"
+    given = inline(("first", "second"), ())
+    file.write_text(entry("second", given[1].owner, scopes=["read"]))
+    async with fleet(tmp_path, keys=given, keys_file=str(file)) as made:
+        assert (await ask(made.urls[0], [user("hi")], headers=bearer("first"))).status == 200
+        assert (await ask(made.urls[0], [user("hi")], headers=bearer("second"))).status == 403
+
+
+async def test_where_only_admins_have_keys_everybody_may_call(tmp_path: Path) -> None:
+    async with fleet(tmp_path, keys=inline((), ("boss",))) as made:
+        assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 200
+        assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("any")))[0] == 401
+        assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("boss")))[0] == 200
+
+
+def conserve_key(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "deploy.cli", "key", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    more = ("--scope", "read", "--model", MODEL, "--expires", "90d", "--id", "k1")
+    made = conserve_key("new", "--owner", "search", "--file", str(file), *more)
+    assert made.returncode == 0, made.stderr
+    secret = made.stdout.strip()
+    (key,) = load(file)
+    assert (key.id, key.owner, key.hash) == ("k1", "search", hash_of(secret))
+    assert key.scopes == {Scope.READ} and key.models == (MODEL,)
+    assert key.expires == pytest.approx(time.time() + 90 * 86_400, abs=120)
+    assert secret not in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    file.write_text(f"# ours\n{file.read_text()}# the end\n")
+    assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2").returncode == 0
+    again = conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2")
+    assert again.returncode == 1 and "is that of the key k2 too" in again.stderr
+    assert [one.id for one in load(file)] == ["k1", "k2"]
+    assert "k2" in conserve_key("list", "--file", str(file)).stdout
+    assert conserve_key("revoke", "k1", "--file", str(file)).returncode == 0
+    assert [one.id for one in load(file)] == ["k2"] and file.read_text().startswith("# ours\n")
+    assert conserve_key("revoke", "k2", "--file", str(file)).returncode == 0
+    assert load(file) == ()
+    assert "there is no key k2" in conserve_key("revoke", "k2", "--file", str(file)).stderr
