@@ -90,7 +90,7 @@ def quantile(values: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
 
 
-class Agents:
+class ChatAgents:
     def __init__(self, chat: ChatClient, sizes: Calibration, load: BatchLoad, seed: int) -> None:
         self._chat = chat
         self._sizes = sizes
@@ -201,7 +201,7 @@ async def measure(url: str, key: str, load: BatchLoad, seed: int) -> dict[str, P
         model = await first_model(session, url)
         chat = ChatClient(session, ReplayOptions(url), model)
         sizes = await calibrate(session, url, chat, ToolStyle.TEXT)
-        agents, offline = Agents(chat, sizes, load, seed), Offline(api, model, sizes, load, seed)
+        agents, offline = ChatAgents(chat, sizes, load, seed), Offline(api, model, sizes, load, seed)
         await chat.ask([agents.says("warm up", load.first_prompt)], load.output, f"bench-warm-{seed}")
         order = list(phases)
         for number in range(load.rounds):
@@ -211,7 +211,7 @@ async def measure(url: str, key: str, load: BatchLoad, seed: int) -> dict[str, P
     return phases
 
 
-async def _one(kind: str, phase: Phase, agents: Agents, offline: Offline, load: BatchLoad) -> None:
+async def _one(kind: str, phase: Phase, agents: ChatAgents, offline: Offline, load: BatchLoad) -> None:
     over = asyncio.Event()
     files = offline.files() if kind != "agents" else {}
     if kind == "batch":
