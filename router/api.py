@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
@@ -43,6 +44,7 @@ from router.identity import PrefixGroups, clean_id, conversation_id, conversatio
 from router.keys import Key, Keys
 from router.life import Life
 from router.metrics import HttpCounts
+from router.rates import Meters
 from router.readers import Readers
 from router.reading import Api, Reading
 from router.shares import Shares
@@ -71,6 +73,7 @@ class Routes:
         life: Life,
         readers: Readers,
         keys: Keys,
+        meters: Meters,
         batch: BatchForwarding | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +83,7 @@ class Routes:
         self._readers = readers
         self._batch = batch
         self._clock = clock
-        self._keys = keys
+        self._keys, self._meters = keys, meters
         self._models_of = lru_cache(None)(partial(_models_of, self._served))
         self._groups = PrefixGroups(config.shared_prefixes)
         self._shares = Shares(max(1, int(config.owner_share * config.limits.max_connections)))
@@ -121,6 +124,8 @@ class Routes:
             return
         key = self._keys.caller(request.headers)
         key.check(request.method)
+        if request.method not in ("GET", "HEAD"):
+            self._meters.request(key, responder)
         with self._shares.one(key.owner):
             await self._answer(key, request, responder)
 
@@ -128,7 +133,7 @@ class Routes:
         if self._batch is not None and request.path.startswith(BATCH_PREFIXES):
             if request.path == _BATCHES and request.method == "POST":
                 self._check_all_models(key)
-            await self._batch.handle(request, responder, key.owner)
+            await self._batch.handle(request, responder, key)
             return
         methods = self._routes.get(request.path) or next(
             (found for prefix, found in self._below.items() if request.path.startswith(prefix)), None
@@ -153,11 +158,13 @@ class Routes:
     async def _generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
-        turn = await read_turn(api, request, key.owner, *known, self._directory.engines.max_context)
-        if self._batch is not None and turn.flex:
-            await self._batch.flex(turn, responder)
-        else:
-            await self._life.serve(turn, responder)
+        with self._meters.turn(key, responder) as charge:
+            turn = await read_turn(api, request, key.owner, *known, self._directory.engines.max_context)
+            if self._batch is not None and turn.flex:
+                charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
+                await self._batch.flex(turn, responder)
+            else:
+                await self._life.serve(replace(turn, charge=charge), responder)
 
     async def _models(self, key: Key, request: Request, responder: Responder) -> None:
         data = [self._shown(name) for name in self._models_of(key.models)]

@@ -12,7 +12,7 @@ from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.returns import ReturnRules
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
-from router.keys import Key
+from router.keys import COMMON, Key, Limits
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -105,6 +105,7 @@ class GatewayConfig:
     classes: tuple[SloClass, ...] = ()
     keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
     keys_file: str | None = None  # of more keys; read again when it changes
+    key_limits: Limits = COMMON  # of keys that say nothing else
     shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
     owner_share: float = 0.5  # of the connections, for requests of one owner
     directory_secret: str = ""

@@ -19,6 +19,7 @@ from router.keys import Keys
 from router.life import Life
 from router.logs import log_to_stderr
 from router.metrics import HttpCounts
+from router.rates import Meters
 from router.readers import Readers
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ class Gateway:
             BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
         )
         self._readers = Readers()
-        self._keys = Keys(config.keys, config.keys_file)
-        routes = Routes(config, self.directory, self.pool, life, self._readers, self._keys, batch=batch)
+        self._keys = Keys(config.keys, config.keys_file, config.key_limits)
+        self._meters = Meters(self._keys.limits_of)
+        self.directory.on_spent = self._meters.heard
+        guards = self._keys, self._meters
+        routes = Routes(config, self.directory, self.pool, life, self._readers, *guards, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
         routes.http_counts = HttpCounts(self.server, self.pool)
@@ -50,7 +54,10 @@ class Gateway:
         """Serve; returns the port. The directory may come later: until then new conversations wait."""
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
-        self._watching = asyncio.create_task(self._keys.watch())
+        self._watching = [
+            asyncio.create_task(self._keys.watch()),
+            asyncio.create_task(self._meters.share(self.directory.tell_spent)),
+        ]
         port = await self.server.start(self.config.host, self.config.port, reuse_port=self.config.reuse_port)
         log.info("serving gateway=%s address=%s:%d", self.config.name, self.config.host, port)
         return port
@@ -68,7 +75,8 @@ class Gateway:
     async def _close(self) -> None:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
-        self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         self._life.returns.close()
         if self._batch is not None:
             await self._batch.close()

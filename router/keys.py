@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
@@ -58,7 +59,29 @@ def _moment(given: object) -> object:
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
 
 
-@checked(frozen=True, config=ConfigDict(extra="forbid"))
+_Count = Annotated[int, Field(gt=0)]
+_STRICT = ConfigDict(extra="forbid")
+
+
+@checked(frozen=True, config=_STRICT)
+class Limits:
+    """What a key may take; None: as the fleet file says for all keys, or there without a bound."""
+
+    requests_per_minute: _Count | None = None
+    tokens_per_minute: _Count | None = None  # computed ones: of prompts what no cache held, and answers
+    turns: _Count | None = None  # at once
+    stored_gib: Annotated[float, Field(ge=0)] | None = None  # of its owner's files
+    batches: Annotated[int, Field(ge=0)] | None = None  # of its owner's that have not ended
+
+    def over(self, others: "Limits") -> "Limits":
+        mine = {name: most for name, most in vars(self).items() if most is not None}
+        return Limits(**{**vars(others), **mine})
+
+
+COMMON = Limits(stored_gib=100.0, batches=100)  # where a fleet file says nothing
+
+
+@checked(frozen=True, config=_STRICT)
 class Key:
     """One entry of the file, and whoever calls by it."""
 
@@ -68,6 +91,7 @@ class Key:
     scopes: frozenset[Scope] = frozenset({Scope.SERVE})
     models: tuple[str, ...] = ()  # none named: all
     expires: Annotated[float | None, BeforeValidator(_moment)] = None
+    limits: Limits = Limits()
 
     @property
     def admin(self) -> bool:
@@ -137,8 +161,8 @@ def line_of(node: Any, path: Sequence[int | str]) -> int:
 def _said(error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"] if isinstance(part, str))
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        fields = ", ".join(sorted(Key.__dataclass_fields__))
-        return f"unknown field '{path}'; a key has {fields}"
+        kind = Limits if path.startswith("limits.") else Key
+        return f"unknown field '{path}'; it is one of {', '.join(sorted(kind.__dataclass_fields__))}"
     if error["type"] in ("missing", "missing_argument"):
         return f"'{path}' is missing"
     if error["type"] in ("tuple_type", "dataclass_type", "dataclass_exact_type") and not path:
@@ -164,9 +188,14 @@ class Keys:
     """The keys of a fleet, as a gateway knows them now. Where only admins have any, everybody is let in."""
 
     def __init__(
-        self, given: Sequence[Key], file: str | None, clock: Callable[[], float] = time.time
+        self,
+        given: Sequence[Key],
+        file: str | None,
+        limits: Limits = COMMON,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`given`: those that stand in the fleet file."""
+        """`given`: those that stand in the fleet file; `limits`: where a key has none of its own."""
+        self._limits = limits
         self.any = bool(given) or file is not None
         self._open = file is None and all(key.admin for key in given)
         self._given = given
@@ -193,7 +222,7 @@ class Keys:
     def _known(self, secret: str) -> Key:
         key = self._by_hash.get(hash_of(secret))
         if key is None and self._open:
-            return _made(secret, "")
+            return self._limited(_made(secret, ""))
         if key is None:
             raise Unauthorized(
                 "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
@@ -201,6 +230,13 @@ class Keys:
                 else "the API key is not known to this fleet"
             )
         return key
+
+    def limits_of(self, id: str) -> Limits | None:
+        key = self._by_id.get(id)
+        return key.limits if key is not None else None
+
+    def _limited(self, key: Key) -> Key:
+        return replace(key, limits=key.limits.over(self._limits))
 
     async def watch(self) -> None:
         """Until cancelled: read the file again when it has become another one, and nobody writes to it."""
@@ -225,7 +261,8 @@ class Keys:
 
     def _use(self, keys: Sequence[Key]) -> None:
         """Of a key that stands in both, what the keys file says."""
-        self._by_hash = {key.hash: key for key in (*self._given, *keys)}
+        self._by_hash = {key.hash: self._limited(key) for key in (*self._given, *keys)}
+        self._by_id = {key.id: key for key in self._by_hash.values()}
         self._of_secret = lru_cache(_REMEMBERED)(self._known)
 
 

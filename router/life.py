@@ -131,6 +131,7 @@ class Life:
 
     async def _serve(self, turn: Turn, responder: Responder) -> None:
         who = await self._identify(turn)
+        turn.charge.reserve(self._uncached(turn, who))
         if turn.trace is not None:
             turn.trace.identified(who.key, conversation_id(who.key), who.how)
         shown = conversation_id(who.key).encode()
@@ -153,6 +154,16 @@ class Life:
             if legs.decoder_lost(ran.outcome):
                 self._losses.check(turn.prompt.chain.end.digest)
             legs.answer_what_is_left(ran.outcome, responder)
+
+    def _uncached(self, turn: Turn, who: Identified) -> int:
+        """Tokens of the prompt that are to be computed, as far as anybody can tell now."""
+        known = self._directory.bound(who.key)
+        if known is not None:
+            return self._ratio.uncached_tokens(turn, known, who.matched_bytes)
+        return self.prompt_tokens(turn)
+
+    def prompt_tokens(self, turn: Turn) -> int:
+        return self._ratio.prompt_tokens(turn, self._directory.engines.max_context)
 
     # Identify
 
@@ -229,7 +240,7 @@ class Life:
         ask = Ask(
             key=who.key,
             gateway=self._directory.gateway,
-            prompt_tokens=self._ratio.prompt_tokens(turn, self._directory.engines.max_context),
+            prompt_tokens=self.prompt_tokens(turn),
             wait_s=self._config.place_wait_s,
             parent=who.parent,
             uncached_tokens=uncached,
@@ -373,6 +384,8 @@ class Life:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
             if done.prompt_tokens and not turn.prompt.identity.previous_response:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
+            computed = done.prompt_tokens - ((seen.usage and seen.usage.cached_tokens) or 0)
+            turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
             by_id = seen.response_id if turn.api is Api.RESPONSES else None
             answer = chains.response_end(turn.prompt.seed, by_id) if by_id else None
             first_token_s, handover_s = _took(route, ran.prefilled, seen)

@@ -139,6 +139,11 @@ DIRECTORY_UP = Gauge(
 )
 CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serves without asking.")
 
+LIMITED = Counter(
+    "conserve_key_limits_total",
+    "Requests refused for a limit of their key: requests_per_minute, tokens_per_minute, turns.",
+    ["limit"],
+)
 KEYS_STALE = Gauge(
     "conserve_keys_stale",
     "1 while the file of API keys is missing or wrong: the keys read before are in use, and the log says "
@@ -267,6 +272,7 @@ from_zero(PROMPTS_PLACED, "finishes_first", "sooner_on_decoder", "prefillers_sat
 from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
+from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "turns")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
 from_zero(
     PREFIX_BROKEN_TOKENS,

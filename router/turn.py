@@ -18,6 +18,7 @@ from router.fields import with_fields
 from router.hints import FIELDS as HINT_FIELDS
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
 from router.identity import PrefixGroups
+from router.rates import FREE, Charge
 from router.readers import Readers
 from router.reading import Api, Prompt, Reading
 
@@ -44,6 +45,7 @@ class Turn:
     slo_class: SloClass
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
+    charge: Charge = FREE
 
     @property
     def model(self) -> str:

@@ -31,7 +31,7 @@ from router.config import (
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import EVERYBODY, namespace
-from router.keys import inline
+from router.keys import Limits, inline
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
@@ -256,6 +256,7 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
     return configured(
         GatewayConfig,
         fleet.gateway,
+        key_limits=configured(Limits, fleet.gateway.key_limits),
         keys=inline(fleet.gateway.api_keys, fleet.gateway.admin_keys),
         directory=directory,
         directory_secret=secret,

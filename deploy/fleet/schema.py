@@ -19,6 +19,7 @@ from placement.iteration.interface import ServingSettings
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
+from router.keys import COMMON
 from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import LaunchSpec as Engine
@@ -196,6 +197,20 @@ class GatewayLimitsSpec(Spec):
     """Longest silence of an engine within a stream, or of a client that does not read."""
 
 
+class KeyLimitsSpec(Spec):
+    """What an API key may take where the keys file says nothing else; without a number there is no bound."""
+
+    requests_per_minute: Annotated[int, Field(gt=0)] | None = COMMON.requests_per_minute
+    tokens_per_minute: Annotated[int, Field(gt=0)] | None = COMMON.tokens_per_minute
+    """Computed ones: of prompts what no cache held, and answers."""
+    turns: Annotated[int, Field(gt=0)] | None = COMMON.turns
+    """At once."""
+    stored_gib: Gib | None = COMMON.stored_gib
+    """Of files of its owner."""
+    batches: Annotated[int, Field(ge=0)] | None = COMMON.batches
+    """Of its owner that have not ended."""
+
+
 class GatewaySpec(Spec):
     host: str = default(GatewayConfig, "host")
     port: Port = default(GatewayConfig, "port")
@@ -209,6 +224,7 @@ class GatewaySpec(Spec):
     shared_prefixes: list[str] = []
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
     all. Others have their own: who shares can tell by an answer's time what another has asked."""
+    key_limits: KeyLimitsSpec = KeyLimitsSpec()
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
 
 

@@ -16,9 +16,10 @@ from starlette.routing import Route
 
 from router.batch.blobs import Blobs, UploadForm, receive_form
 from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S, BatchConfig
+from router.batch.forwarding import MOST_BATCHES, MOST_BYTES
 from router.batch.records import ENDPOINTS, BatchStatus, FileRecord, NewBatch
 from router.batch.store import Store
-from router.errors import BadRequest, Conflict, NotFound, PayloadTooLarge
+from router.errors import BadRequest, Conflict, Forbidden, NotFound, PayloadTooLarge, TooManyRequests
 from router.http.asgi import OPENAI_ERRORS
 
 _MOST_FILES = 10_000
@@ -79,6 +80,9 @@ class BatchApi:
         owner = self._owner_of(request)
         file_id = f"file-{secrets.token_hex(16)}"
         content_type = request.headers.get("content-type", "")
+        most = _most(request, MOST_BYTES)
+        if await asyncio.to_thread(self._files.full, owner, most, self._clock()):
+            raise _too_much()
         writer = await asyncio.to_thread(self._blobs.create, file_id)
         try:
             form = await receive_form(content_type, request.stream(), writer, self._config.limits.file_bytes)
@@ -90,7 +94,9 @@ class BatchApi:
         now = int(self._clock())
         expires_at = now + keep_s if keep_s is not None else None
         file = FileRecord(file_id, owner, filename, purpose, writer.written, now, expires_at)
-        await asyncio.to_thread(self._files.add, file)
+        if not await asyncio.to_thread(self._files.add, file, most):
+            await asyncio.to_thread(self._blobs.delete, file_id)
+            raise _too_much()
         return JSONResponse(_file_object(file))
 
     def _checked(self, form: UploadForm) -> tuple[str, str, int | None]:
@@ -155,7 +161,11 @@ class BatchApi:
             text = f"The file's purpose is '{file.purpose}'; a batch needs one uploaded for 'batch'."
             raise _invalid("input_file_id", text, "invalid_file_purpose")
         batch_id = f"batch_{secrets.token_hex(16)}"
-        batch = await asyncio.to_thread(self._batches.create, batch_id, owner, wanted, now)
+        most = _most(request, MOST_BATCHES)
+        batch = await asyncio.to_thread(self._batches.create, batch_id, owner, wanted, now, most)
+        if batch is None:
+            text = f"{most} batches of this key's owner have not ended; wait for one, or cancel it."
+            raise TooManyRequests(text, code="too_many_batches", retry_after_s=60.0)
         self._changed()
         return JSONResponse(_batch_object(batch))
 
@@ -309,6 +319,17 @@ def _metadata(given: object) -> dict[str, str] | None:
             f"values up to {_MAX_VALUE}.",
         )
     return given
+
+
+def _most(request: Request, limit: str) -> int | None:
+    """As a gateway says; without, there is none."""
+    said = request.headers.get(limit)
+    return int(said) if said else None
+
+
+def _too_much() -> Forbidden:
+    text = "The files of this key's owner are at their limit; delete some."
+    return Forbidden(text, code="stored_bytes_exceeded")
 
 
 # OpenAI's objects, rendered from records.

@@ -19,11 +19,14 @@ from router.http import (
     UpstreamRequest,
     forward,
 )
+from router.keys import Key
 from router.turn import Turn
 
 PREFIXES = ("/v1/files", "/v1/batches")
 
 _CALLER = b"x-conserve-caller"
+MOST_BYTES, MOST_BATCHES = "x-conserve-most-bytes", "x-conserve-most-batches"  # that its owner may have
+GIB = 1 << 30
 _PASSED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-request-id"})
 _FORM_BYTES = 1 << 20  # of an upload, beside the file
 _ABSENT = "Batches and flex requests are not served at this moment; try again. Other requests are."
@@ -39,12 +42,12 @@ class BatchForwarding:
         self._pool = pool
         self._short = UpstreamPool(pool.limits)
 
-    async def handle(self, request: Request, responder: Responder, space: str) -> None:
+    async def handle(self, request: Request, responder: Responder, key: Key) -> None:
         """A request below `PREFIXES`, both bodies streamed."""
         passed = UpstreamRequest(
             method=request.method,
             target=request.raw_path + (b"?" + request.query if request.query else b""),
-            headers=self._headers(request.headers.raw, space),
+            headers=[*self._headers(request.headers.raw, key.owner), *_limits(key)],
             stream=request.body if request.body.length != 0 else None,
             max_bytes=self._address.max_file_bytes + _FORM_BYTES,
         )
@@ -67,6 +70,13 @@ class BatchForwarding:
     def _headers(self, client: RawHeaders, space: str) -> RawHeaders:
         passed = [pair for pair in client if pair[0].lower() in _PASSED]
         return [*passed, (b"authorization", b"Bearer " + self._secret), (_CALLER, space.encode())]
+
+
+def _limits(key: Key) -> RawHeaders:
+    stored, batches = key.limits.stored_gib, key.limits.batches
+    found = [(MOST_BYTES, int(stored * GIB))] if stored is not None else []
+    found += [(MOST_BATCHES, batches)] if batches is not None else []
+    return [(name.encode(), b"%d" % most) for name, most in found]
 
 
 def caller_of(headers: Headers, secret: str) -> str:

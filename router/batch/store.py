@@ -17,6 +17,8 @@ ENDS = or_(
     and_(batches.c.status == BatchStatus.CANCELLING, batches.c.outcome.is_not(None)),
 )
 
+_READ = exists().where(batches.c.input_file_id == files.c.id, batches.c.status.in_(LIVE))
+
 
 class FileTable:
     """Rows of files. The bytes are in `router.batch.blobs`; a row appears only once they are durable."""
@@ -24,9 +26,18 @@ class FileTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, file: FileRecord) -> None:
+    def add(self, file: FileRecord, most_bytes: int | None = None) -> bool:
+        """False where its owner's files would be more than that."""
         with self._database.write() as connection:
+            stored = _bytes_of(connection, file.owner, file.created_at) + file.bytes
+            if most_bytes is not None and stored > most_bytes:
+                return False
             _add_file(connection, file)
+            return True
+
+    def full(self, owner: str, most_bytes: int | None, now: float) -> bool:
+        with self._database.read() as connection:
+            return most_bytes is not None and _bytes_of(connection, owner, now) >= most_bytes
 
     def get(self, owner: str, file_id: str, now: float) -> Row[Any] | None:
         query = select(files).where(files.c.id == file_id, _visible(owner, now))
@@ -59,10 +70,9 @@ class FileTable:
 
     def unreferenced(self, now: float, limit: int = 100) -> list[str]:
         """Deleted or expired files whose bytes no live batch needs."""
-        in_use = exists().where(batches.c.input_file_id == files.c.id, batches.c.status.in_(LIVE))
         gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
         with self._database.read() as connection:
-            return list(connection.execute(select(files.c.id).where(gone, ~in_use).limit(limit)).scalars())
+            return list(connection.execute(select(files.c.id).where(gone, ~_READ).limit(limit)).scalars())
 
     def forget(self, file_ids: list[str]) -> None:
         with self._database.write() as connection:
@@ -73,11 +83,17 @@ class BatchTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, batch_id: str, owner: str, wanted: NewBatch, now: float) -> Row[Any]:
+    def create(
+        self, batch_id: str, owner: str, wanted: NewBatch, now: float, most: int | None = None
+    ) -> Row[Any] | None:
+        """None where so many of its owner have not ended."""
         state = {"status": BatchStatus.VALIDATING, "created_at": int(now), "errors": []}
         values = {"id": batch_id, "owner": owner, **asdict(wanted), **state}
         values["expires_at"] = int(now) + values.pop("window_s")
+        unended = select(func.count()).where(batches.c.owner == owner, batches.c.status.in_(LIVE))
         with self._database.write() as connection:
+            if most is not None and connection.execute(unended).scalar_one() >= most:
+                return None
             return connection.execute(insert(batches).values(values).returning(*batches.c)).one()
 
     def get(self, owner: str, batch_id: str) -> Row[Any] | None:
@@ -185,6 +201,13 @@ class BatchTable:
 def _visible(owner: str, now: float) -> ColumnElement[bool]:
     unexpired = or_(files.c.expires_at.is_(None), files.c.expires_at > now)
     return and_(files.c.owner == owner, files.c.deleted_at.is_(None), unexpired)
+
+
+def _bytes_of(connection: Connection, owner: str, now: float) -> int:
+    """Of deleted files those that a batch still reads."""
+    stays = or_(_visible(owner, now), and_(files.c.owner == owner, _READ))
+    query = select(func.coalesce(func.sum(files.c.bytes), 0)).where(stays)
+    return int(connection.execute(query).scalar_one())
 
 
 def _add_file(connection: Connection, file: FileRecord) -> None:

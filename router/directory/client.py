@@ -66,6 +66,7 @@ class DirectoryClient:
         self.engines = EngineList()
         self.cache = Cache(_MAX_CONVERSATIONS, _MAX_NODES)
         self.connected = False
+        self.on_spent: Callable[[Sequence[tuple[str, m.Spent]]], None] = lambda _: None
         self._clock = clock
         self._turns = itertools.count(1)
         self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
@@ -202,6 +203,14 @@ class DirectoryClient:
         self.cache.drop(key)
         return known
 
+    async def tell_spent(self, spent: tuple[m.Spent, ...]) -> bool:
+        """Whether the directory has it, for the other gateways."""
+        try:
+            await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), _REPORT_TIMEOUT_S)
+        except (grpc.aio.AioRpcError, BadReply):
+            return False
+        return True
+
     async def describe(self, key: str) -> dict[str, Any] | None:
         return await self._ask(m.DESCRIBE, key)
 
@@ -287,6 +296,8 @@ class DirectoryClient:
                 taken_back()
         for key in push.foreign:
             self.cache.drop(key)  # its prompts and sizes as known here are old: ask when it comes back
+        if push.spent:
+            self.on_spent(push.spent)
         metrics.CACHED_BINDINGS.set(len(self.cache))
 
 

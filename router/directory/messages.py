@@ -111,6 +111,22 @@ class ReportRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """What a gateway has granted a key since it last said so, and the key's turns there now."""
+
+    key: str
+    requests: int
+    tokens: int
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpentRequest:
+    gateway: str
+    spent: tuple[Spent, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WatchRequest:
     """A gateway is present while this stream is open: turns of one whose stream broke run no longer."""
 
@@ -141,6 +157,7 @@ class Push:
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
     foreign: tuple[str, ...] = ()  # another gateway serves these now
     taken_back: tuple[str, ...] = ()  # their prefillers have not begun: the decoders compute the prompts
+    spent: tuple[tuple[str, Spent], ...] = ()  # at other gateways
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +208,7 @@ PLACE = Method[Asks, PlaceAnswers](f"{_SERVICE}/Place", Asks, PlaceAnswers)
 IDENTIFY = Method[IdentifyRequest, IdentifyReply](f"{_SERVICE}/Identify", IdentifyRequest, IdentifyReply)
 # What happened to turns, in order; answered with conversations that are to be placed again.
 REPORT = Method[ReportRequest, tuple[str, ...]](f"{_SERVICE}/Report", ReportRequest, tuple[str, ...])
+SPEND = Method[SpentRequest, None](f"{_SERVICE}/Spend", SpentRequest, None)  # passed on to the other gateways
 END = Method[EndRequest, bool](f"{_SERVICE}/End", EndRequest, bool)  # whether it was known
 WATCH = Method[WatchRequest, Push](f"{_SERVICE}/Watch", WatchRequest, Push)
 DESCRIBE = Method[str, Described | None](f"{_SERVICE}/Describe", str, Described | None)

@@ -8,6 +8,8 @@ import asyncio
 import time
 from collections.abc import Iterable
 
+from router.directory.messages import Spent
+
 MAX_PENDING = 100_000
 BATCH = "batch"  # what the batch process calls itself
 
@@ -31,6 +33,7 @@ class GatewayStream:
         self.ended: list[tuple[str, str]] = []
         self.foreign: list[str] = []
         self.taken_back: list[str] = []
+        self.spent: list[tuple[str, Spent]] = []
         self.engines = True  # the first message has them
         self.overrun = False
         self._wake = asyncio.Event()
@@ -41,13 +44,15 @@ class GatewayStream:
         self._wake.clear()
 
     def wake(self) -> None:
-        if len(self.ended) + len(self.foreign) + len(self.taken_back) > MAX_PENDING:
+        if len(self.ended) + len(self.foreign) + len(self.taken_back) + len(self.spent) > MAX_PENDING:
             self.overrun = True
         self._wake.set()
 
-    def take(self) -> tuple[list[tuple[str, str]], list[str], list[str], bool]:
-        taken = self.ended, self.foreign, self.taken_back, self.engines
-        self.ended, self.foreign, self.taken_back, self.engines = [], [], [], False
+    def take(
+        self,
+    ) -> tuple[list[tuple[str, str]], list[str], list[str], bool, list[tuple[str, Spent]]]:
+        taken = self.ended, self.foreign, self.taken_back, self.engines, self.spent
+        self.ended, self.foreign, self.taken_back, self.engines, self.spent = [], [], [], False, []
         return taken
 
 
@@ -105,6 +110,13 @@ class GatewayStreams:
             if one is not None:
                 one.taken_back.append(key)
                 one.wake()
+
+    def tell_spent(self, by: str, spent: Iterable[Spent]) -> None:
+        news = [(by, one) for one in spent]
+        for gateway, stream in self._by_gateway.items():
+            if gateway != by and not gateway.startswith(f"{BATCH}."):
+                stream.spent += news
+                stream.wake()
 
     def tell_engines(self) -> None:
         for stream in self._by_gateway.values():

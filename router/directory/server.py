@@ -48,6 +48,7 @@ class DirectoryServer(Directory):
         service.stream(m.WATCH, self._watch)
         service.once(m.IDENTIFY, self._identify)
         service.once(m.REPORT, self._report)
+        service.once(m.SPEND, self._spend)
         service.once(m.END, self._end)
         service.once(m.DESCRIBE, self._describe)
         service.once(m.LIST, self._list)
@@ -101,6 +102,9 @@ class DirectoryServer(Directory):
         self.changed()
         return tuple(sorted(unknown))
 
+    async def _spend(self, request: m.SpentRequest) -> None:
+        self.gateways.tell_spent(request.gateway, request.spent)
+
     async def _end(self, request: m.EndRequest) -> bool:
         known = self.table.end(request.key, request.cause, self.clock())
         self.changed()
@@ -116,9 +120,9 @@ class DirectoryServer(Directory):
                 await stream.wait()
                 if stream.overrun:
                     return
-                ended, foreign, taken_back, engines = stream.take()
+                ended, foreign, taken_back, engines, spent = stream.take()
                 told = m.Engines(self.engines(), self.settled) if engines else None
-                yield m.Push(told, tuple(ended), tuple(foreign), tuple(taken_back))
+                yield m.Push(told, tuple(ended), tuple(foreign), tuple(taken_back), tuple(spent))
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)

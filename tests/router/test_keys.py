@@ -2,18 +2,19 @@
 
 import asyncio
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from deploy.cli.commands.key import app as key_commands
 from router import keys as api_keys
 from router.config import ServedModel
-from router.keys import Key, KeysFileError, Scope, hash_of, inline, load, parse
+from router.keys import Key, KeysFileError, Limits, Scope, hash_of, inline, load, parse
 from tests.support.fake_fleet import MODEL, ask, fleet, get, user
 from tests.support.waiting import until
 
@@ -55,7 +56,9 @@ def test_a_file_says_what_a_key_may_do() -> None:
         (ENTRY + "- id: b\n  hash: ''\n", "f:2: 'owner' is missing"),
         (ENTRY + "\n" + ENTRY, "f:3: id: is that of the key one too"),
         (ENTRY + ENTRY.replace("one", "two"), "f:2: hash: is that of the key one too"),
-        ("- id: b\n  owner: o\n  hash: ''\n  scope: [x]\n", "f:4: unknown field 'scope'; a key has expires"),
+        ("- id: b\n  owner: o\n  hash: ''\n  scope: [x]\n", "f:4: unknown field 'scope'; it is one of"),
+        ("- id: b\n  owner: o\n  hash: ''\n  limits:\n    turns: 0\n", "f:5: limits.turns"),
+        ("- id: b\n  owner: o\n  hash: ''\n  limits:\n    turn: 1\n", "f:5: unknown field 'limits.turn'"),
         ("- id: b\n  owner: o\n  hash: ''\n  scopes: [root]\n", "f:4: scopes"),
         ("- id: b\n  owner: o\n  hash: ''\n  expires: 2027-02-31\n", "f:4: expires: a day as in"),
     ],
@@ -158,30 +161,29 @@ async def test_where_only_admins_have_keys_everybody_may_call(tmp_path: Path) ->
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("boss")))[0] == 200
 
 
-def conserve_key(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "deploy.cli", "key", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def conserve_key(*arguments: str) -> Result:
+    return CliRunner().invoke(key_commands, list(arguments))
 
 
 def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
-    more = ("--scope", "read", "--model", MODEL, "--expires", "90d", "--id", "k1")
+    more = ("--scope", "read", "--model", MODEL, "--expires", "90d", "--id", "k1", "--turns", "7")
     made = conserve_key("new", "--owner", "search", "--file", str(file), *more)
-    assert made.returncode == 0, made.stderr
+    assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
     (key,) = load(file)
     assert (key.id, key.owner, key.hash) == ("k1", "search", hash_of(secret))
-    assert key.scopes == {Scope.READ} and key.models == (MODEL,)
+    assert key.scopes == {Scope.READ} and key.models == (MODEL,) and key.limits == Limits(turns=7)
     assert key.expires == pytest.approx(time.time() + 90 * 86_400, abs=120)
     assert secret not in file.read_text() and file.stat().st_mode & 0o777 == 0o600
     file.write_text(f"# ours\n{file.read_text()}# the end\n")
-    assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2").returncode == 0
+    assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2").exit_code == 0
     again = conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2")
-    assert again.returncode == 1 and "is that of the key k2 too" in again.stderr
+    assert "is that of the key k2 too" in str(again.exception)
     assert [one.id for one in load(file)] == ["k1", "k2"]
     assert "k2" in conserve_key("list", "--file", str(file)).stdout
-    assert conserve_key("revoke", "k1", "--file", str(file)).returncode == 0
+    assert conserve_key("revoke", "k1", "--file", str(file)).exit_code == 0
     assert [one.id for one in load(file)] == ["k2"] and file.read_text().startswith("# ours\n")
-    assert conserve_key("revoke", "k2", "--file", str(file)).returncode == 0
+    assert conserve_key("revoke", "k2", "--file", str(file)).exit_code == 0
     assert load(file) == ()
-    assert "there is no key k2" in conserve_key("revoke", "k2", "--file", str(file)).stderr
+    assert "there is no key k2" in str(conserve_key("revoke", "k2", "--file", str(file)).exception)

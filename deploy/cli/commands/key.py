@@ -19,7 +19,7 @@ from deploy.cli.common import FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.schema import seconds
-from router.keys import Key, Scope, hash_of, load, parse
+from router.keys import Key, Limits, Scope, hash_of, load, parse
 from workers.processes import write_atomically
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
@@ -37,6 +37,9 @@ def new(
         list[str] | None, typer.Option(help="the only model it may use; may be repeated")
     ] = None,
     scope: Annotated[list[Scope] | None, typer.Option(help="may be repeated; else serve")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
+    turns: Annotated[int | None, typer.Option(help="at once", min=1)] = None,
     id: Annotated[str | None, typer.Option(help="its name in logs; else a new one")] = None,
     file: File = None,
     fleet: FleetOption = None,
@@ -54,6 +57,9 @@ def new(
         entry["models"] = model
     if expires:
         entry["expires"] = _moment(expires)
+    limits = Limits(requests_per_minute, tokens_per_minute, turns)
+    if limits != Limits():
+        entry["limits"] = _set(limits)
     path = _path(file, fleet)
     _edit(path, lambda text: _with(text, entry))
     print(secret)
@@ -66,12 +72,12 @@ def new(
 def list_keys(file: File = None, fleet: FleetOption = None) -> None:
     """The keys in the file."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("id", "owner", "scopes", "models", "expires"):
+    for heading in ("id", "owner", "scopes", "models", "expires", "limits"):
         table.add_column(heading)
     for key in load(_path(file, fleet)):
-        table.add_row(
-            key.id, key.owner, " ".join(sorted(key.scopes)), " ".join(key.models) or "all", _until(key)
-        )
+        scopes, models = " ".join(sorted(key.scopes)), " ".join(key.models) or "all"
+        limits = " ".join(f"{name}={most}" for name, most in _set(key.limits).items())
+        table.add_row(key.id, key.owner, scopes, models, _until(key), limits)
     Console().print(table)
 
 
@@ -85,6 +91,10 @@ def revoke(
     path = _path(file, fleet)
     _edit(path, lambda text: _without(text, id, path))
     print(f"{id} is no key any more")
+
+
+def _set(limits: Limits) -> dict[str, Any]:
+    return {name: most for name, most in vars(limits).items() if most is not None}
 
 
 def _path(file: Path | None, fleet: str | None) -> Path:

@@ -43,7 +43,7 @@ from router.config import GatewayConfig, ServedModel, SloTargets, TracingConfig
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import namespace
-from router.keys import inline
+from router.keys import Limits, inline
 from tests.support.fleet import ROOT
 from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings
@@ -52,7 +52,7 @@ from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
 CONFIGURATIONS = {
-    *(GatewayConfig, ServedModel, SloTargets, TracingConfig, ServerLimits, UpstreamLimits),
+    *(GatewayConfig, Limits, ServedModel, SloTargets, TracingConfig, ServerLimits, UpstreamLimits),
     *(BatchConfig, BatchLimits, DispatchSettings),
     *(DirectorySettings, Thresholds),
     *(PlacerSettings, Redisaggregation, PrefillCurve, ScaleLimits),
@@ -135,6 +135,10 @@ def server_limits(got: Everything) -> tuple[ServerLimits, ServerLimits]:
     return got.gateway.limits, got.batch.server
 
 
+def key_limits(got: Everything) -> Limits:
+    return got.gateway.key_limits
+
+
 LMCACHE = {"kv__kv_tiers": ["host", "lmcache"], "coserving__enabled": False}
 COLLOCATED = {"coserving__enabled": False, "policy": "collocated"}
 CASES = {
@@ -187,6 +191,11 @@ CASES = {
         [(namespace("k"), "*")] * 2,
     ),
     "gateway.admin_keys": case(["a"], lambda got: got.gateway.keys, inline([], ["a"])),
+    "gateway.key_limits.requests_per_minute": case(60, lambda got: key_limits(got).requests_per_minute),
+    "gateway.key_limits.tokens_per_minute": case(61, lambda got: key_limits(got).tokens_per_minute),
+    "gateway.key_limits.turns": case(62, lambda got: key_limits(got).turns),
+    "gateway.key_limits.stored_gib": case(63, lambda got: key_limits(got).stored_gib),
+    "gateway.key_limits.batches": case(64, lambda got: key_limits(got).batches),
     "gateway.limits.body_mib": case(
         1.5, lambda got: [one.max_body_bytes for one in server_limits(got)], [3 << 19, 3 << 19]
     ),

@@ -65,7 +65,7 @@ class FrontGateway:
     def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
         """`batch`: host:port of the batch process, which need not be there."""
         self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
-        self._keys = Keys((), None)
+        self.keys = Keys((), None)
         self._pool = UpstreamPool(upstream)
         self._forwarding = BatchForwarding(BatchAddress(batch), secret, self._pool)
         self._server = Server(self._handle)
@@ -76,14 +76,14 @@ class FrontGateway:
         return self.url
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        space = self._keys.caller(request.headers).owner
+        key = self.keys.caller(request.headers)
         if request.path == "/v1/chat/completions":
             models = self._config.models_by_name
             known = models, PrefixGroups(), Classes(self._config), 0.0, Readers()
-            turn = await read_turn(Api.CHAT, request, space, *known)
+            turn = await read_turn(Api.CHAT, request, key.owner, *known)
             await self._forwarding.flex(turn, responder)
         else:
-            await self._forwarding.handle(request, responder, space)
+            await self._forwarding.handle(request, responder, key)
 
     async def stop(self) -> None:
         await self._server.drain(1.0)

@@ -1,0 +1,208 @@
+"""Limits by the minute and at once: token buckets of each key, and headers that say what is left.
+
+They hold for the fleet. Each gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others
+have granted: in between, several can grant the same, which all pay back before they grant again. Without the
+directory each is by itself.
+
+Tokens are those that are computed: of the prompt what no cache held, and the answer's. A turn reserves what
+its prompt is estimated at, and its end sets that right.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from router import metrics
+from router.directory.messages import Spent
+from router.errors import ApiError, TooManyRequests
+from router.http import Responder
+from router.keys import Key, Limits
+
+SHARE_EVERY_S = 0.25
+_HEARD_S = 3.0  # a gateway that says nothing for so long has no turns
+_MOST_METERS = 10_000  # where any key may come
+_MINUTE = 60.0
+
+
+class Bucket:
+    """Holds a minute's worth at most, and refills evenly. It can be overdrawn: what is over is paid back."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.most = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        self._level = min(self.most, self._level + (now - self._at) * self.most / _MINUTE)
+        self._at = now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        """A negative amount gives back."""
+        self._level = min(self.most, self.level(now) - amount)
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Until there is so much; what is more than it ever holds waits until it is full."""
+        return max(0.0, min(amount, self.most) - self.level(now)) * _MINUTE / self.most
+
+    def headers(self, of: bytes, now: float) -> list[tuple[bytes, bytes]]:
+        left, full_s = max(0, int(self.level(now))), self.wait_s(self.most, now)
+        values = b"%d" % self.most, b"%d" % left, b"%.3fs" % full_s
+        names = (b"x-ratelimit-%b-%b" % (what, of) for what in (b"limit", b"remaining", b"reset"))
+        return list(zip(names, values, strict=True))
+
+
+class Meter:
+    """What a key has used."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self.requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
+        self.tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+        self.turns = 0  # here
+        self.elsewhere: dict[str, tuple[int, float]] = {}  # gateway: turns, heard at
+        self.untold = [0, 0.0]  # requests and tokens that other gateways do not know of
+
+    def turns_at_once(self, now: float) -> int:
+        return self.turns + sum(turns for turns, at in self.elsewhere.values() if now - at < _HEARD_S)
+
+    def idle(self, now: float) -> bool:
+        buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
+        full = all(bucket.wait_s(bucket.most, now) <= 0 for bucket in buckets)
+        return full and not self.turns_at_once(now) and not any(self.untold)
+
+
+class Charge:
+    """The tokens of one turn, reserved and then set right."""
+
+    def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
+        self._meter, self._responder, self._clock = meter, responder, clock
+        self._reserved = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Refuses what there is nothing left for."""
+        meter, now = self._meter, self._clock()
+        if meter is None or meter.tokens is None or self._responder is None:
+            return
+        wait_s = meter.tokens.wait_s(tokens, now)
+        if not wait_s:
+            self._take(tokens)
+        for header in meter.tokens.headers(b"tokens", now):
+            self._responder.add_header(*header)
+        if wait_s:
+            raise _over(f"{meter.tokens.most} tokens a minute", wait_s, "tokens_per_minute")
+
+    def settle(self, prompt: int | None, answer: int) -> None:
+        """`prompt`: its tokens that were computed; None where nobody said, which leaves the estimate."""
+        if prompt is not None:
+            self._take(prompt - self._reserved)
+        self._take(answer)
+        self._reserved = 0
+
+    def refund(self) -> None:
+        self._take(-self._reserved)
+
+    def _take(self, tokens: int) -> None:
+        meter = self._meter
+        if meter is not None and meter.tokens is not None and tokens:
+            self._reserved += tokens
+            meter.tokens.take(tokens, self._clock())
+            meter.untold[1] += tokens
+
+
+FREE = Charge(None, None, time.monotonic)
+
+
+class Meters:
+    """Of all keys that have limits."""
+
+    def __init__(
+        self, limits_of: Callable[[str], Limits | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`limits_of`: a key by its id, where it is one of a list."""
+        self._limits_of, self._clock = limits_of, clock
+        self._meters: dict[str, Meter] = {}
+
+    def request(self, key: Key, responder: Responder) -> None:
+        """One more request that has work done; refused where that is one too many."""
+        meter = self._of(key.id, key.limits)
+        if meter is None or meter.requests is None:
+            return
+        now = self._clock()
+        wait_s = meter.requests.wait_s(1, now)
+        if not wait_s:
+            meter.requests.take(1, now)
+            meter.untold[0] += 1
+        for header in meter.requests.headers(b"requests", now):
+            responder.add_header(*header)
+        if wait_s:
+            raise _over(f"{meter.requests.most} requests a minute", wait_s, "requests_per_minute")
+
+    @contextmanager
+    def turn(self, key: Key, responder: Responder) -> Iterator[Charge]:
+        meter = self._of(key.id, key.limits)
+        if meter is None:
+            yield FREE
+            return
+        most = meter.limits.turns
+        if most is not None and meter.turns_at_once(self._clock()) >= most:
+            raise _over(f"{most} turns at once", 1.0, "turns")
+        charge = Charge(meter, responder, self._clock)
+        meter.turns += 1
+        try:
+            yield charge
+        except ApiError:  # refused: it cost nothing
+            charge.refund()
+            raise
+        finally:
+            meter.turns -= 1
+
+    def _of(self, key: str, limits: Limits | None) -> Meter | None:
+        if limits is None or not (limits.requests_per_minute or limits.tokens_per_minute or limits.turns):
+            return None
+        meter = self._meters.get(key)
+        if meter is None or meter.limits != limits:
+            now = self._clock()
+            if len(self._meters) >= _MOST_METERS:
+                self._meters = {name: one for name, one in self._meters.items() if not one.idle(now)}
+            meter = self._meters[key] = Meter(limits, now)
+        return meter
+
+    # Among gateways
+
+    async def share(self, tell: Callable[[tuple[Spent, ...]], Awaitable[bool]]) -> None:
+        """Until cancelled: what was granted here since others were last told, and the turns there are."""
+        told: set[str] = set()  # of them others think that turns run here
+        while True:
+            await asyncio.sleep(SHARE_EVERY_S)
+            news = {
+                name: Spent(name, int(one.untold[0]), int(one.untold[1]), one.turns)
+                for name, one in self._meters.items()
+                if any(one.untold) or one.turns or name in told
+            }
+            if news and await tell(tuple(news.values())):
+                for name, spent in news.items():
+                    if (meter := self._meters.get(name)) is not None:
+                        meter.untold[0] -= spent.requests
+                        meter.untold[1] -= spent.tokens
+                told = {name for name, spent in news.items() if spent.turns}
+
+    def heard(self, spent: Sequence[tuple[str, Spent]]) -> None:
+        now = self._clock()
+        for gateway, one in spent:
+            meter = self._of(one.key, self._limits_of(one.key))
+            if meter is None:
+                continue
+            if meter.requests is not None:
+                meter.requests.take(one.requests, now)
+            if meter.tokens is not None:
+                meter.tokens.take(one.tokens, now)
+            meter.elsewhere = {name: was for name, was in meter.elsewhere.items() if now - was[1] < _HEARD_S}
+            meter.elsewhere[gateway] = one.turns, now
+
+
+def _over(limit: str, wait_s: float, which: str) -> TooManyRequests:
+    metrics.LIMITED.labels(which).inc()
+    text = f"this key's limit is {limit}; try again in {wait_s:.3f}s"
+    return TooManyRequests(text, code="rate_limit_exceeded", retry_after_s=wait_s)

@@ -1,0 +1,140 @@
+"""Limits of keys: requests and tokens a minute, turns at once, over all gateways; what batches keep."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.keys import Limits, hash_of
+from router.rates import Bucket
+from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, user
+from tests.support.waiting import until
+
+BOB = {"authorization": "Bearer bob"}
+
+
+@asynccontextmanager
+async def limited(tmp_path: Path, limits: dict[str, Any], **more: Any) -> AsyncIterator[Fleet]:
+    file = tmp_path / "keys"
+    entries = [
+        {"id": "of-alice", "owner": "a", "hash": hash_of("alice"), "limits": limits},
+        {"id": "of-bob", "owner": "b", "hash": hash_of("bob")},
+    ]
+    file.write_text(orjson.dumps(entries).decode())
+    async with fleet(tmp_path, keys_file=str(file), **more) as made:
+        yield made
+
+
+async def alice(url: str, text: str, **more: Any) -> Answer:
+    return await ask(
+        url, [user(text)], headers={"authorization": "Bearer alice", **more.pop("said", {})}, **more
+    )
+
+
+def left(answer: Answer, of: str) -> int:
+    return int(answer.headers[f"x-ratelimit-remaining-{of}"])
+
+
+@given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30), st.floats(0, 150)), max_size=40))
+def test_a_bucket_grants_a_minutes_worth_and_what_the_time_adds(
+    most: int, asked: list[tuple[float, float]]
+) -> None:
+    bucket, now, granted, last = Bucket(most, 0.0), 0.0, 0.0, 0.0
+    for pause, amount in asked:
+        now += pause
+        wait = bucket.wait_s(amount, now)
+        assert bucket.wait_s(amount, now + wait + 1e-6) <= 1e-6
+        if not wait:
+            bucket.take(amount, now)
+            granted, last = granted + amount, amount
+        # One request may be larger than a bucket; what it overdraws is paid back before the next.
+        assert granted <= most + now * most / 60 + max(0, last - most) + 1e-6
+
+
+async def test_requests_a_minute(tmp_path: Path) -> None:
+    async with limited(tmp_path, {"requests_per_minute": 3}) as made:
+        url = made.urls[0]
+        got = [await alice(url, "hi") for _ in range(4)]
+        assert [one.status for one in got] == [200, 200, 200, 429]
+        assert [left(one, "requests") for one in got] == [2, 1, 0, 0]
+        refused = got[-1]
+        assert refused.error["type"] == "rate_limit_error" and refused.error["code"] == "rate_limit_exceeded"
+        assert 15 <= int(refused.headers["retry-after"]) <= 20
+        assert refused.headers["x-ratelimit-limit-requests"] == "3"
+        assert 50 < float(refused.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+        other = await ask(url, [user("hi")], headers=BOB)
+        assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
+
+
+async def test_tokens_a_minute_are_those_that_were_computed(tmp_path: Path) -> None:
+    """The fake engine has a token a byte of the JSON and says how many of them it had."""
+    async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 300}, prefillers=0) as made:
+        url, said = made.urls[0], {"x-session-id": "c"}
+        first = await alice(url, "x" * 500, max_tokens=10, said=said)
+        usage = orjson.loads(first.body)["usage"]
+        assert first.headers["x-ratelimit-limit-tokens"] == "2000" and left(first, "tokens") < 1550
+        messages = [user("x" * 500), assistant("w"), user("y")]
+        key = {"authorization": "Bearer alice", **said}
+        second = await ask(url, messages, headers=key, max_tokens=10)
+        used = usage["prompt_tokens"] - 300 + 10
+        reserved = 2000 - used - left(second, "tokens")
+        assert 0 <= reserved < 150  # what is new of the prompt, and not all of it
+        refused = await alice(url, "z" * 5000)
+        assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
+        before = len(made.decoder_requests())
+        assert len(made.decoder_requests()) == before == 2
+        assert (await ask(url, [user("z" * 5000)], headers=BOB)).status == 200
+
+
+async def test_a_stream_that_its_client_cuts_off_keeps_what_it_reserved(tmp_path: Path) -> None:
+    async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"token_s": 0.2}) as made:
+        going = asyncio.create_task(alice(made.urls[0], "x" * 1000, max_tokens=50, stream=True))
+        await until(lambda: len(made.decoder_requests()))
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+        await until(lambda: not any(engine.running for engine in made.engines.values()))
+        assert (await alice(made.urls[0], "x" * 1000)).status == 429
+
+
+async def test_what_is_refused_costs_no_tokens(tmp_path: Path) -> None:
+    async with limited(
+        tmp_path, {"tokens_per_minute": 9000}, place_wait_s=0.05, engine={"kv_tokens": 500}
+    ) as made:
+        for _ in range(3):
+            refused = await alice(made.urls[0], "x" * 4000)
+            assert refused.status in (400, 429) and refused.error["code"] != "rate_limit_exceeded"
+
+
+async def test_turns_at_once(tmp_path: Path) -> None:
+    async with limited(tmp_path, {"turns": 2}, engine={"token_s": 0.05}, gateways=2) as made:
+        going = [asyncio.create_task(alice(made.urls[0], f"{n}", max_tokens=20)) for n in range(2)]
+        await until(lambda: len(made.decoder_requests()) == 2)
+        refused = await alice(made.urls[0], "third")
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        await asyncio.sleep(0.6)
+        assert (await alice(made.urls[1], "elsewhere")).status == 429  # the other gateway knows of them
+        assert {one.status for one in await asyncio.gather(*going)} == {200}
+        assert (await alice(made.urls[0], "third")).status == 200
+
+
+async def test_a_limit_is_the_fleets(tmp_path: Path) -> None:
+    """Turn by turn at two gateways, with time to hear of each other between."""
+    async with limited(tmp_path, {"requests_per_minute": 6}, gateways=2) as made:
+        began, granted = time.monotonic(), 0
+        for number in range(12):
+            granted += (await alice(made.urls[number % 2], "hi")).status == 200
+            await asyncio.sleep(0.35)
+        assert 6 <= granted <= 6 + (time.monotonic() - began) / 10 + 1
+
+
+async def test_where_a_key_says_nothing_the_fleet_file_does(tmp_path: Path) -> None:
+    async with limited(tmp_path, {"turns": 5}, key_limits=Limits(requests_per_minute=1)) as made:
+        url = made.urls[0]
+        assert [(await alice(url, "hi")).status for _ in range(2)] == [200, 429]
+        assert [(await ask(url, [user("hi")], headers=BOB)).status for _ in range(2)] == [200, 429]
