@@ -1,0 +1,1 @@
+"""Overload: more KV asked for than there is, and parameters that could give way."""

@@ -1,0 +1,77 @@
+"""Overload is declared once, when turns lack KV that nothing gives up, and over when little is asked for."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.overload.signal import KvDemand, OverloadReason, OverloadSettings, OverloadWatch
+
+CALM = KvDemand(capacity=1_000, held=300, yields=0, waiting=0)
+FULL = KvDemand(capacity=1_000, held=950, yields=0, waiting=500)
+demands = st.builds(
+    KvDemand,
+    st.just(1_000.0),
+    *(st.floats(0, 1_000) for _ in range(2)),
+    *(st.floats(0, 3_000) for _ in range(2)),
+)
+
+
+def after(*phases: tuple[KvDemand, float], every: float = 0.25) -> OverloadWatch:
+    watch, now = OverloadWatch(), 0.0
+    for demand, seconds in phases:
+        for _ in range(int(seconds / every)):
+            watch.observe(demand, now)
+            now += every
+    return watch
+
+
+@given(demands, demands, st.floats(0.05, 5))
+def test_under_constant_demand_it_changes_at_most_once(
+    before: KvDemand, constant: KvDemand, every: float
+) -> None:
+    watch, changes = after((before, 20)), 0
+    for look in range(200):
+        was = watch.state.overloaded
+        changes += watch.observe(constant, 20 + look * every).overloaded != was
+    assert changes <= 1
+
+
+@given(demands, st.floats(0, 1e6))
+def test_what_gives_way_at_once_never_makes_an_overload(demand: KvDemand, yields: float) -> None:
+    without, much = after((demand, 10)).state, after((replace(demand, yields=yields), 10)).state
+    assert without.overloaded == much.overloaded and without.asked == much.asked
+
+
+def test_a_demand_that_nothing_can_give_way_to_is_declared_with_a_reason_and_what_is_lacking() -> None:
+    state = after((CALM, 10), (FULL, 20)).state
+    assert (state.overloaded, state.reason, state.lacking_tokens) == (True, OverloadReason.KV_SHORT, 450)
+    assert 10 < state.since < 20 and 1.4 < state.asked < 1.46
+
+
+def test_one_long_prompt_is_no_overload() -> None:
+    state = after((CALM, 10), (FULL, 0.25)).state
+    assert (state.overloaded, state.reason) == (False, OverloadReason.BRIEF)
+
+
+def test_what_waits_beside_free_kv_waits_for_computing() -> None:
+    busy = KvDemand(capacity=1_000, held=400, yields=0, waiting=2_000)
+    assert after((busy, 20)).state.reason is OverloadReason.COMPUTE
+    assert after((replace(busy, waiting=1_900, refused=100), 20)).state.reason is OverloadReason.KV_SHORT
+
+
+def test_parking_and_offline_work_come_first() -> None:
+    state = after((KvDemand(capacity=1_000, held=600, yields=400, waiting=300), 20)).state
+    assert (state.overloaded, state.reason) == (False, OverloadReason.YIELDS)
+
+
+def test_it_is_over_when_half_of_the_kv_is_asked_for_and_not_before() -> None:
+    less = KvDemand(capacity=1_000, held=700, yields=0, waiting=0)
+    watch = after((FULL, 20), (less, 20))
+    assert (watch.state.overloaded, watch.state.reason) == (True, OverloadReason.NOT_OVER)
+    watch = after((FULL, 20), (less, 20), (CALM, 20))
+    assert not watch.state.overloaded and watch.state.since > 40
+
+
+def test_without_decoders_nothing_is_said() -> None:
+    assert OverloadWatch(OverloadSettings()).observe(replace(FULL, capacity=0), 1.0).asked == 0
