@@ -39,7 +39,7 @@ IDLE_W = 75.0  # assumed: a quarter of the limit, clocks up and weights loaded; 
 DECODE_SHARE_OF_LIMIT = 0.96
 SPEED_EXPONENT = 1 / 3  # dynamic power ~ clock³ (CMOS: voltage² x clock)
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 28, 16, 8, 128  # Qwen3-0.6B's configuration
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 28, 16, 8, 128, 1_024  # Qwen3-0.6B's configuration
 NON_EMBEDDING_PARAMETERS = 0.44e9  # Qwen3-0.6B's model card
 KV_BYTES_PER_TOKEN = 2.0 * LAYERS * KV_HEADS * HEAD_DIM * 2  # K and V, bf16: 114,688
 FLOPS_PER_TOKEN = 2 * NON_EMBEDDING_PARAMETERS
@@ -104,6 +104,9 @@ class A40:
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
             network_bytes_per_s=self.pcie_bytes_per_s,
             host_bytes_per_s=self.pcie_bytes_per_s,
+            layers=LAYERS,
+            layer_bytes=2 * NON_EMBEDDING_PARAMETERS / LAYERS,
+            activation_bytes=2.0 * HIDDEN,
         )
 
 

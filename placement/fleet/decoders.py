@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from placement.engines import EngineState
 from placement.fleet.answers import DecoderChoice, DecoderOption, Why
 from placement.fleet.table import OPTIONS, EngineTable
+from placement.overload.signal import KvDemand
 
 CLOSED = -1.0
 
@@ -22,7 +23,17 @@ class Decoders:
     def __init__(self) -> None:
         # `limit` is the KV an engine may hold. `open_limit` is the same, or below zero where nothing may be
         # placed, which takes the row out of a choice.
-        self._table = EngineTable(live=0.0, idle=0.0, reserved=0.0, limit=0.0, open_limit=CLOSED)
+        # `whole` is the limit with a whole model: what it may hold while its parameters give way is more.
+        self._table = EngineTable(
+            live=0.0,
+            idle=0.0,
+            offline=0.0,
+            waiting=0.0,
+            reserved=0.0,
+            limit=0.0,
+            open_limit=CLOSED,
+            whole=0.0,
+        )
         self._reservations: dict[str, tuple[str, int]] = {}  # conversation -> decoder, tokens
         self._holders: dict[str, set[str]] = {}
 
@@ -33,8 +44,15 @@ class Decoders:
         return engine in self._holders
 
     def add(self, engine: str, limit: int) -> None:
-        self._table.add(engine, limit=limit, open_limit=limit)
+        self._table.add(engine, limit=limit, open_limit=limit, whole=limit)
         self._holders[engine] = set()
+
+    def resize(self, engine: str, limit: int) -> None:
+        """Parameters gave way to KV there, or came back."""
+        row = self._table.row(engine)
+        if self._table["open_limit"][row] != CLOSED:
+            self._table["open_limit"][row] = limit
+        self._table["limit"][row] = limit
 
     def remove(self, engine: str) -> tuple[str, ...]:
         """Forget an engine; returns the conversations that had a reservation there."""
@@ -49,6 +67,8 @@ class Decoders:
         engine, row = state.engine, self._table.row(state.engine)
         self._table["live"][row] = state.live_tokens
         self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
+        self._table["offline"][row] = state.offline_tokens
+        self._table["waiting"][row] = state.waiting_prompt_tokens
         self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]
         if 0 < before < state.named_after:  # what was confirmed meanwhile is not named any more
             for key in tuple(self._holders[engine]):
@@ -91,7 +111,7 @@ class Decoders:
             self._table["reserved"][self._table.row(engine)] -= tokens
 
     def could_ever_hold(self, tokens: int) -> bool:
-        return bool((self._table["limit"] >= tokens).any())
+        return bool((self._table["whole"] >= tokens).any())
 
     def option(self, engine: str) -> DecoderOption:
         row = self._table.row(engine)
@@ -110,6 +130,18 @@ class Decoders:
         limit = self.limit()
         in_use = float((table["live"][rows] - table["idle"][rows] + table["reserved"][rows]).sum())
         return in_use / limit if limit else float(in_use > 0)
+
+    def demand(self, refused_tokens: float) -> KvDemand:
+        """Of those that take conversations. What is placed and not yet visible waits or is on its way."""
+        table, rows = self._table, self._open()
+        idle, waiting = table["idle"][rows], np.maximum(table["reserved"][rows], table["waiting"][rows])
+        return KvDemand(
+            capacity=float(table["whole"][rows].sum()),
+            held=float((table["live"][rows] - idle).sum()),
+            yields=float((idle + table["offline"][rows]).sum()),
+            waiting=float(waiting.sum()),
+            refused=refused_tokens,
+        )
 
     def limit(self) -> float:
         """Tokens that the decoders may hold which take conversations."""

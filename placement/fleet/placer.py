@@ -25,6 +25,7 @@ from placement.fleet.decoders import Decoders
 from placement.fleet.elastic import Elastic, FirstTurns
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve, Prefillers
+from placement.overload.signal import OverloadState, OverloadWatch
 
 
 class MissingCurve(PlacementError, LookupError):
@@ -93,6 +94,7 @@ class Placer:
         elastic = settings.first_turns is FirstTurns.ELASTIC and settings.policy is PlacingPolicy.CONSERVE
         self._elastic = Elastic() if elastic else None
         self._watch = CapacityWatch(settings.capacity_window_s)
+        self._overload = OverloadWatch()
 
     def engine_up(self, info: EngineInfo) -> tuple[str, ...]:
         """An engine, or a new epoch of one; returns the conversations whose reservations on it are void."""
@@ -257,9 +259,14 @@ class Placer:
             seconds = curve.seconds(prompt_tokens) if curve else 0.0
         self._watch.arrived(seconds, now)
 
-    def look(self, now: float) -> None:
-        """Time for the averages of `signals` to take in how full the decoders are."""
+    def look(self, now: float, refused_tokens: float = 0.0) -> OverloadState:
+        """Time for the averages to take in how full the decoders are; `refused_tokens` wait for one."""
         self._watch.observed(self._decoders.pressure(), now)
+        return self._overload.observe(self._decoders.demand(refused_tokens), now)
+
+    def resized(self, engine: str, kv_tokens: int) -> None:
+        """Parameters of a decoder gave way to KV, or came back."""
+        self._decoders.resize(engine, int(kv_tokens * self.settings.fill))
 
     def signals(self, running_tokens: int, now: float) -> Signals:
         """`running_tokens`: of conversations with a turn under way."""

@@ -73,13 +73,16 @@ class DropLimits:
     tbt_s: float  # SLO target
     most_engines: int = 4  # of a group
     exchange_s: float = 5.0  # that running turns may stand still
+    # Share of the KV that a plan gives beyond what is lacking: demand that is declared goes on growing, and
+    # where few engines have room, all new turns go there and wait for each other's prompts.
+    reserve: float = 0.3
     link_share: float = 0.1  # of an iteration that may be spent between engines
 
 
 class NotDropped(StrEnum):
     """Why groups stay as they are."""
 
-    ENOUGH = "enough"  # what is lacking fits
+    ENOUGH = "enough"  # what is lacking fits, and the reserve
     ALONE = "alone"  # no other engine of this kind is left to share the layers with
     LARGEST = "largest"  # the group would have more engines than it may
     NO_GAIN = "no_gain"  # an engine would have no more KV than now
@@ -121,7 +124,10 @@ def plan_drop(
     heapify(queue)
     merged: dict[str, SplitGroup] = {}
     gained, why = 0, NotDropped.ALONE
-    while gained < lacking_tokens and len(queue) > 1:
+    wanted = lacking_tokens
+    if wanted > 0:
+        wanted += limits.reserve * shape.kv_tokens * sum(len(group) for group in groups)
+    while gained < wanted and len(queue) > 1:
         first, second = heappop(queue), heappop(queue)
         members = (*first[3], *second[3])
         made = _merge(first[3], second[3], shape, limits)
@@ -136,7 +142,7 @@ def plan_drop(
         name = min(first[2], second[2])
         merged[name] = made
         heappush(queue, (len(members), first[1] + second[1], name, members))
-    if gained >= lacking_tokens:
+    if gained >= wanted:
         why = NotDropped.ENOUGH
     return DropPlan(tuple(merged.values()), gained, why)
 

@@ -38,7 +38,7 @@ class OverloadReason(StrEnum):
 class OverloadSettings:
     declare: float = 1.0  # share of the KV asked for, from which on it is overload
     over: float = 0.5  # share below which it is over: the paper's threshold of restoring
-    full: float = 0.7  # share that is held, below which turns that wait do not wait for KV
+    full: float = 0.7  # share held, below which turns wait for KV only if more are refused than wait
     window_s: float = 2.0
 
 
@@ -72,7 +72,8 @@ class OverloadWatch:
         self._observed_at = now
         asked = kept * before.asked + (1 - kept) * demand.asked / demand.capacity
         held = kept * before.held + (1 - kept) * demand.held / demand.capacity
-        short = asked >= settings.declare and (held >= settings.full or demand.refused > 0)
+        kv_waited_for = held >= settings.full or demand.refused > demand.waiting
+        short = asked >= settings.declare and kv_waited_for
         overloaded = short or (before.overloaded and asked >= settings.over)
         self.state = OverloadState(
             overloaded,

@@ -35,6 +35,16 @@ def test_simulate_compares_systems_on_one_fleet(trace: Path, tmp_path: Path) -> 
     assert found == {"prefiller": 20, "full_disaggregation": 40, "sticky": 0}
 
 
+def test_simulate_compares_what_gives_way(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    simulate(FLEET, trace, policy="elastic", overload="off,preempt,park,drop", json_file=out)
+    found = json.loads(out.read_text())
+    assert [one["system"] for one in found] == [
+        f"elastic, {way}" for way in ("off", "preempt", "park", "drop")
+    ]
+    assert all(one["conversations"] == 20 and one["drops"] == 0 for one in found)
+
+
 def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:
     plan(rate=1.4)
     assert "R* = 1.667/s" in capsys.readouterr().out
@@ -47,6 +57,8 @@ def test_what_cannot_be_done_is_said_in_a_sentence(trace: Path) -> None:
         plan(trace, profile="nothing")
     with pytest.raises(DeployError, match=r"wrong.*elastic"):
         simulate(FLEET, trace, policy="wrong")
+    with pytest.raises(DeployError, match=r"--overload: 'never'.*preempt"):
+        simulate(FLEET, trace, overload="never")
 
 
 def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:

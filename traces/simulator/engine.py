@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from math import ceil, sqrt
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.latency import BatchWork
 from placement.iteration.prompts import PromptRate, PromptSharing
+from traces.simulator.batch import Gaps, Iteration
 from traces.simulator.kv import KvStore, Link, LiveConversation, Pressure
 from traces.simulator.tiers import EngineProfile
 
@@ -30,6 +27,11 @@ class EventQueue:
         self._scheduled += 1
         heappush(self._heap, (time, self._scheduled, action, argument))
 
+    @property
+    def more(self) -> bool:
+        """Something is still to happen."""
+        return bool(self._heap)
+
     def run(self, until: float = float("inf")) -> None:
         heap = self._heap
         while heap and heap[0][0] <= until:
@@ -38,137 +40,23 @@ class EventQueue:
             action(argument)
 
 
-class Gaps:
-    """Times between single tokens. A turn's mean TBT hides an iteration that stalled; this does not."""
-
-    def __init__(self) -> None:
-        self._seconds = array("f")
-        self._tokens = array("l")
-
-    def add(self, seconds: float, tokens: int) -> None:
-        """So many tokens came after so long each: the mean of a phase in which the batch did not change."""
-        self._seconds.append(seconds)
-        self._tokens.append(tokens)
-
-    def percentile(self, p: float) -> float:
-        if not self._tokens:
-            return float("nan")
-        order = np.argsort(np.asarray(self._seconds), kind="stable")
-        counted = np.cumsum(np.asarray(self._tokens)[order])
-        at = int(np.searchsorted(counted, counted[-1] * p / 100.0))
-        return float(np.asarray(self._seconds)[order[min(at, len(order) - 1)]])
-
-    def share_above(self, seconds: float) -> float:
-        tokens = np.asarray(self._tokens)
-        return float(tokens[np.asarray(self._seconds) > seconds].sum() / tokens.sum())
-
-
-class Iteration:
-    """Batch of an engine, advanced many iterations at a time.
-
-    While nobody joins or leaves, iteration i of n decoding turns costs `first + i * growth`: every context is
-    one token longer than before. So any number of iterations has a closed sum, any time has a closed inverse,
-    and an event is needed only when the batch changes.
-    """
-
-    def __init__(self, model: LatencyModel) -> None:
-        self._constant = model.constant
-        self._per_token = model.per_token
-        self._per_attended = model.per_attended
-        self._per_context = model.per_context
-        self._per_before = model.per_before
-        self._per_request = model.per_request
-        # A decoding turn computes one token on top of its context and reads both.
-        self._per_read = model.per_attended + model.per_context + model.per_before
-        self._per_decoding = model.per_token + model.per_request - model.per_before
-        self.turns = 0
-        self.context = 0  # of all turns, at the boundary before the next iteration
-        self.iteration = 0
-        self._joins = 0
-        self._ends: list[tuple[int, int, int, LiveConversation]] = []  # iteration, order of joining, visit
-
-    def join(self, live: LiveConversation) -> None:
-        live.joined = self.iteration
-        live.visit += 1
-        self.turns += 1
-        self.context += live.context
-        self._joins += 1
-        heappush(self._ends, (self.iteration + live.left, self._joins, live.visit, live))
-
-    def leave(self, live: LiveConversation) -> None:
-        """Out of the batch before its end; what it has decoded stays in its context."""
-        decoded = self.iteration - live.joined
-        live.context += decoded
-        live.left -= decoded
-        live.visit += 1
-        self.turns -= 1
-        self.context -= live.context
-
-    def youngest(self) -> LiveConversation:
-        """The turn that joined last: it has the least to lose."""
-        return max((e for e in self._ends if e[2] == e[3].visit), key=lambda e: e[1])[3]
-
-    def until_an_end(self) -> int:
-        """Iterations until some turn has decoded its last token."""
-        ends = self._ends
-        while ends[0][2] != ends[0][3].visit:
-            heappop(ends)
-        return ends[0][0] - self.iteration
-
-    def advance(self, iterations: int) -> list[LiveConversation]:
-        """Let every turn decode that many tokens; returns those that are done, out of the batch."""
-        self.iteration += iterations
-        self.context += self.turns * iterations
-        done: list[LiveConversation] = []
-        ends = self._ends
-        while ends and (ends[0][0] <= self.iteration or ends[0][2] != ends[0][3].visit):
-            _, _, visit, live = heappop(ends)
-            if visit == live.visit:
-                self.leave(live)
-                done.append(live)
-        return done
-
-    def seconds(self, iterations: int) -> float:
-        """Of the next iterations, when only decoding."""
-        first = (
-            self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
-        )
-        growth = self._per_read * self.turns
-        return iterations * (first + growth * (iterations - 1) / 2)
-
-    def iterations_in(self, seconds: float) -> int:
-        """The fewest iterations that take at least that long: the boundary that comes next."""
-        first = (
-            self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
-        )
-        half = self._per_read * self.turns / 2
-        linear = first - half
-        guess = max(1, ceil(2 * seconds / (linear + sqrt(linear * linear + 4 * half * seconds))))
-        # The root is rounded; the sum itself decides on which side of it the boundary lies.
-        while guess > 1 and self.seconds(guess - 1) >= seconds:
-            guess -= 1
-        while self.seconds(guess) < seconds:
-            guess += 1
-        return guess
-
-    @property
-    def work(self) -> BatchWork:
-        """Of the next iteration, when only decoding."""
-        read = self.context + self.turns
-        return BatchWork(self.turns, read, read, self.context, self.turns)
-
-    def prefill_seconds(self, chunks: list[tuple[LiveConversation, int]]) -> float:
-        """What computing these chunks adds to one iteration."""
-        seconds = 0.0
-        for live, tokens in chunks:
-            end = live.context + tokens
-            seconds += tokens * (self._per_token + self._per_attended * end + self._per_before * live.context)
-            seconds += self._per_context * end + self._per_request
-        return seconds
-
-
-MAX_TURNS = 256  # vLLM's max_num_seqs
 OnLive = Callable[["SimulatedEngine", LiveConversation], None]
+
+
+class Pipeline(Protocol):
+    """Group of engines that share the layers of one model and step together."""
+
+    def ready(self, engine: SimulatedEngine) -> None:
+        """It is at a boundary between iterations; `form` and `step` follow when all are."""
+
+
+class Regrouping(NamedTuple):
+    """What changes at the next boundary of an engine that drops parameters, or has them again."""
+
+    pipeline: Pipeline | None
+    kv_tokens: int
+    exchange_s: float  # that turns which run stand still, because their KV is on its way
+    all_stand: bool  # the exchange leaves the link to nothing else: new turns wait for it as well
 
 
 class SimulatedEngine:
@@ -211,6 +99,10 @@ class SimulatedEngine:
         self._chunks: list[tuple[LiveConversation, int]] = []
         self._phase = 0  # an event of an earlier phase is void
         self._between = False
+        self.pipeline: Pipeline | None = None  # while parameters give way
+        self._regrouping: Regrouping | None = None
+        self._back: list[LiveConversation] = []  # turns that stood still and go on at the next boundary
+        self._paused = False
 
     @property
     def running(self) -> int:
@@ -223,12 +115,21 @@ class SimulatedEngine:
     def submit(self, live: LiveConversation) -> None:
         """A turn to compute (`todo` tokens behind `context`) and then to decode (`left` tokens)."""
         self.waiting.append(live)
+        self._soon()
+
+    def _soon(self) -> None:
+        """Something is to happen at the next boundary."""
         if self._between:
             return
         if self.idle:
             self._begin()
-        elif not self._chunks:
+        elif not self._chunks and self.pipeline is None:
             self._join_at_next_boundary()
+
+    def regroup(self, change: Regrouping) -> None:
+        """At the next boundary this engine is of another pipeline, or of none, and its KV of another size."""
+        self._regrouping = change
+        self._soon()
 
     def withdraw(self, live: LiveConversation) -> bool:
         """Take a waiting turn back; False when it has begun, or is not here yet."""
@@ -274,8 +175,18 @@ class SimulatedEngine:
         if self.idle:
             self.idle_s += now - self._began
         self._began = now
-        self._make_place_for_one_token_each()
-        self._chunks = self._next_chunks()
+        self._iterations = 0
+        if self._regrouping is not None:
+            self._change(self._regrouping)
+        for live in () if self._paused else self._back:
+            batch.join(live)
+            self._back = []
+        if self._paused or self.pipeline is not None:
+            self._chunks = []
+            if self.pipeline is not None and not self._paused:
+                self.pipeline.ready(self)
+            return
+        self._plan()
         if self._chunks:
             adds = batch.prefill_seconds(self._chunks)
             base = batch.seconds(1)
@@ -288,8 +199,42 @@ class SimulatedEngine:
             fits = max(1, self.kv.free // batch.turns)
             iterations = min(batch.until_an_end(), fits)
             self._schedule(iterations, batch.seconds(iterations))
-        else:
-            self._iterations = 0
+
+    def form(self) -> tuple[BatchWork, list[tuple[int, int]]]:
+        """The next iteration: what decodes, and prompts as (new tokens, context)."""
+        self._plan()
+        return self.batch.work, [(tokens, live.context) for live, tokens in self._chunks]
+
+    def _plan(self) -> None:
+        self._make_place_for_one_token_each()
+        self._chunks = self._next_chunks()
+
+    def step(self, seconds: float) -> None:
+        """Compute what was formed, in a pipeline that takes so long for it."""
+        if self._chunks:
+            adds, base = self.batch.prefill_seconds(self._chunks), self.batch.seconds(1)
+            prompts = adds / (adds + base) if self.batch.turns else 1.0
+            self.prefill_s += prompts * seconds
+            self.decode_s += (1 - prompts) * seconds
+        if self._chunks or self.batch.turns:
+            self.idle_s += self._events.now - self._began
+            self._began = self._events.now
+            self._schedule(1, seconds)
+
+    def _change(self, change: Regrouping) -> None:
+        self._regrouping = None
+        self.pipeline = change.pipeline
+        self.kv.resize(change.kv_tokens)
+        standing = self.batch.all()
+        for live in standing:
+            self.batch.leave(live)
+        self._paused = change.all_stand
+        self._events.at(self._events.now + change.exchange_s, self._exchanged, standing)
+
+    def _exchanged(self, standing: Any) -> None:
+        self._back += standing
+        self._paused = False
+        self._soon()
 
     def _next_chunks(self) -> list[tuple[LiveConversation, int]]:
         """Prompts for one iteration, as many tokens as the budget and the KV allow: in the policy's order,
@@ -302,7 +247,7 @@ class SimulatedEngine:
             self.waiting = deque(sorted(self.waiting, key=self._due))
         chunks: list[tuple[LiveConversation, int]] = []
         for live in tuple(self.waiting):
-            if budget <= 0 or self.batch.turns + len(chunks) >= MAX_TURNS:
+            if budget <= 0 or self.batch.turns + len(chunks) >= self.profile.max_turns:
                 break
             if live not in self.waiting:
                 continue  # it gave way to one before it

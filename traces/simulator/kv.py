@@ -114,6 +114,11 @@ class KvStore:
         while tokens > self.free and (self._retained_tokens if even_pinned else self.yielding):
             self.evict(next(iter(self._retained.values())))
 
+    def resize(self, capacity: int) -> None:
+        """Parameters gave way to KV, or came back: then retained KV gives way first."""
+        self.capacity = capacity
+        self.make_place(0, even_pinned=True)
+
     def lose(self, live: LiveConversation) -> None:
         """What a running or waiting turn holds is dropped and has to be computed again."""
         self.resident -= live.held

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from placement.objectives import tbt_s, ttfet_s
 from traces.errors import TraceError
-from traces.simulator.engine import Gaps, SimulatedEngine
+from traces.simulator.batch import Gaps
+from traces.simulator.engine import SimulatedEngine
 from traces.simulator.kv import LiveConversation
 
 
@@ -122,6 +123,8 @@ class Totals:
     gate_wait_s: float
     joules: float
     events: int
+    drops: int  # groups of engines that were made of smaller ones
+    split_s: float  # while there were some
 
     @property
     def tokens_per_joule(self) -> float:
@@ -179,6 +182,8 @@ class SimulationSummary:
     tokens_per_joule: float
     joules_per_conversation: float
     events: int
+    drops: int
+    split_s: float
 
 
 def summarise(system: str, result: SimulationResult) -> SimulationSummary:
@@ -194,6 +199,7 @@ def summarise(system: str, result: SimulationResult) -> SimulationSummary:
         totals.through_prefiller_again, totals.taken_back, totals.last_resorts,
         totals.gate_wait_s / max(1, totals.conversations),
         totals.tokens_per_joule, totals.joules / max(1, totals.conversations), totals.events,
+        totals.drops, totals.split_s,
     )  # fmt: skip
 
 

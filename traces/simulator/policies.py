@@ -12,7 +12,7 @@ from placement.fleet.answers import Refusal
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import FirstTurn, LaterTurn, Placer, PlacerSettings
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
-from traces.simulator.kv import LiveConversation
+from traces.simulator.kv import LiveConversation, Pressure
 from traces.simulator.sticky import StickyRouting, StickySettings
 
 
@@ -33,6 +33,21 @@ class System(StrEnum):
         """What a fleet with these settings does."""
         disaggregates = placer.policy is PlacingPolicy.CONSERVE
         return cls((placer.first_turns if disaggregates else placer.policy).value)
+
+
+class OverloadPolicy(StrEnum):
+    """What gives way when the KV does not suffice."""
+
+    OFF = "off"  # idle KV stays where it is; running turns give way to one another when nothing else can
+    PREEMPT = "preempt"  # plain vLLM: idle KV is lost, and running turns are computed again
+    PARK = "park"  # both go to the host, and come back
+    DROP = "drop"  # and when that does not suffice, parameters
+
+    @property
+    def pressure(self) -> Pressure:
+        return {OverloadPolicy.OFF: Pressure.PIN, OverloadPolicy.PREEMPT: Pressure.DROP}.get(
+            self, Pressure.PARK
+        )
 
 
 @dataclass(frozen=True, slots=True)

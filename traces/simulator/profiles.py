@@ -32,6 +32,9 @@ NAMED = {
         kv_bytes_per_token=114_688.0,
         network_bytes_per_s=25e9,
         host_bytes_per_s=25e9,
+        layers=28,
+        layer_bytes=2 * 0.44e9 / 28,  # parameters without embeddings, bf16
+        activation_bytes=2.0 * 1_024,
     ),
     # The small model on one core of a desktop processor, as `conserve profile configs/laptop.yaml decode`
     # measured it.
@@ -43,6 +46,9 @@ NAMED = {
         kv_bytes_per_token=8 * 2 * 2 * 32 * 4,  # 8 layers, 2 KV heads of 32, K and V, float32
         network_bytes_per_s=1e9,
         host_bytes_per_s=5e9,
+        layers=8,
+        layer_bytes=4.0 * 256 * (2 * 256 + 2 * 128 + 3 * 768),  # deploy/small_model.py, float32
+        activation_bytes=4.0 * 256,
     ),
 }
 

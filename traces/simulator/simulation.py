@@ -14,6 +14,7 @@ from placement.fleet.prefillers import curve_of
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.prompts import PromptSharing
 from traces.format import TraceConversation
+from traces.simulator.dropping import Dropping, DroppingSettings, tier_that_holds
 from traces.simulator.engine import EventQueue, OnLive, SimulatedEngine
 from traces.simulator.kv import LiveConversation, Prefixes, Pressure, Where
 from traces.simulator.metrics import Recorder, SimulationResult, SimulationTally, Totals, check
@@ -30,6 +31,7 @@ class SimulatedEngines:
         settings: PlacerSettings,
         pressure: Pressure,
         idle_reported: bool,
+        reserved_until_held: bool,
         events: EventQueue,
         on_prefilled: OnLive,
         on_finished: OnLive,
@@ -43,9 +45,11 @@ class SimulatedEngines:
             chunk, model = tier.profile.chunk_tokens, tier.profile.latency
             curves[tier.name] = curve_of(model, PromptSharing.chunk(model, chunk) if self.elastic else chunk)
         self.placer = Placer(settings, curves)
-        self._confirmed: dict[str, list[str]] = {}  # changed engines, with what became visible on them
+        # Changed engines, with conversations whose KV is visible there, or is to be.
+        self._confirmed: dict[str, list[LiveConversation]] = {}
         self._seq = 0
         self._idle_reported = idle_reported
+        self._reserved_until_held = reserved_until_held
         for tier in fleet.tiers:
             for number in range(tier.replicas):
                 name = f"{tier.name}-{number}"
@@ -59,7 +63,7 @@ class SimulatedEngines:
                 self.infos[name] = info
                 self.placer.engine_up(info)
 
-    def changed(self, engine: str, confirmed: str | None = None) -> None:
+    def changed(self, engine: str, confirmed: LiveConversation | None = None) -> None:
         visible = self._confirmed.setdefault(engine, [])
         if confirmed is not None:
             visible.append(confirmed)
@@ -68,9 +72,13 @@ class SimulatedEngines:
         """What changed since the last look."""
         for name in self.engines if self.elastic else ():
             self.changed(name)  # prompts are computed all the time
-        for name, confirmed in self._confirmed.items():
+        changed, self._confirmed = self._confirmed, {}
+        for name, confirmed in changed.items():
             engine = self.engines[name]
             kv = engine.kv
+            if self._reserved_until_held and (unseen := [live for live in confirmed if not live.held]):
+                self._confirmed[name] = unseen
+                confirmed = [live for live in confirmed if live.held]
             self._seq += 1
             state = EngineState(
                 engine=name,
@@ -82,14 +90,13 @@ class SimulatedEngines:
                 free_tokens=max(0, kv.free),
                 running=engine.running,
                 waiting=len(engine.waiting) + engine.restoring,
-                confirmed=dict.fromkeys(confirmed, self._seq),
+                confirmed=dict.fromkeys((live.key for live in confirmed), self._seq),
                 idle_tokens=kv.idle if self._idle_reported else 0,
                 waiting_prompt_tokens=engine.waiting_prompt_tokens(),
                 prompt_tokens_per_s=engine.prompt_tokens_per_s(),
                 prompt_share=engine.prompt_share(),
             )
             self.placer.observe(state, now)
-        self._confirmed.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,11 @@ class SimulationSettings:
     idle_reported: bool = (
         True  # engines say which of their KV gives way; else all of it counts against what fits
     )
+    # Prompts that wait on an engine stay reserved until it holds their KV; the tables of docs/measurements/
+    # simulation.md are without.
+    reserved_until_held: bool = False
     tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns keep it
+    dropping: DroppingSettings | None = None  # parameters give way under overload; None: they never do
     seed: int = 0
 
 
@@ -128,6 +139,7 @@ class Simulation:
             # A router that places without asking cannot have anything pinned: engines would fill up for good.
             Pressure.DROP if self._sticky and settings.pressure is Pressure.PIN else settings.pressure,
             settings.idle_reported,
+            settings.reserved_until_held,
             self.events,
             self._prefilled,
             self._finished,
@@ -152,6 +164,15 @@ class Simulation:
         self._arrivals: Iterator[TraceConversation] = iter(())
         self._arrived = 0
         self._served_at = 0.0  # the last turn's end: what lingers after it is nobody's work
+        self.dropping: Dropping | None = None
+        if settings.dropping is not None:
+            tier = tier_that_holds(fleet.tiers)
+            engines = [self.fleet.engines[f"{tier.name}-{number}"] for number in range(tier.replicas)]
+            self.dropping = Dropping(
+                *(settings.dropping, tier, engines, self.fleet.placer, self.events),
+                self._report_gate,
+                self._place_was_made,
+            )
 
     def run(self, conversations: Iterable[TraceConversation]) -> SimulationResult:
         """Play a whole trace, in order of arrival; conversations are read as their time comes."""
@@ -192,7 +213,7 @@ class Simulation:
         self.bindings.bind(live.key, answer.decoder, 1, now)
         self.bound.append((live.key, answer.decoder, answer.prefiller))
         self._start_turn(live, answer, cached=0, ready=now)
-        self.fleet.changed(answer.decoder, confirmed=live.key)
+        self.fleet.changed(answer.decoder, confirmed=live)
         return True
 
     def _start_turn(self, live: LiveConversation, route: TurnRoute, cached: int, ready: float) -> None:
@@ -252,7 +273,7 @@ class Simulation:
         live.todo, live.context, live.left = live.turn.prompt_tokens - cached, cached, live.output_tokens
         self.tally.to_prefill += live.todo
         self.fleet.placer.taken_back(live.key, decoder.name, live.todo, self.events.now)
-        self.fleet.changed(decoder.name, confirmed=live.key)
+        self.fleet.changed(decoder.name, confirmed=live)
         decoder.submit(live)
 
     def _pull(self, live: LiveConversation, decoder: SimulatedEngine, cached: int, ready: float) -> float:
@@ -311,7 +332,7 @@ class Simulation:
         binding = self.bindings.look_up(live.key)
         assert binding is not None and binding.engine == live.engine
         engine, turn = self.fleet.engines[live.engine], live.turn
-        if turn.prompt_tokens + live.output_tokens > engine.kv.capacity:
+        if turn.prompt_tokens + live.output_tokens > engine.profile.kv_tokens:
             self.tally.abandoned += 1
             self._end(live)
             return
@@ -331,7 +352,7 @@ class Simulation:
         engine.kv.trim(live, cached)
         self.tally.through_prefiller_again += route.prefiller is not None
         self._start_turn(live, route, cached, ready)
-        self.fleet.changed(live.engine, confirmed=live.key)
+        self.fleet.changed(live.engine, confirmed=live)
 
     def _prefix(self, live: LiveConversation) -> tuple[str, int]:
         """The prefiller that still has most of a turn's prompt."""
@@ -350,6 +371,10 @@ class Simulation:
         self.fleet.changed(engine.name)
         engine.place_was_made()
         self._retry_gate()
+
+    def _report_gate(self) -> float:
+        self.fleet.report(self.events.now)
+        return sum(live.turn.prompt_tokens for live in self._gate)
 
     def _retry_gate(self) -> None:
         while self._gate and self._place(self._gate[0]):
@@ -382,4 +407,6 @@ class Simulation:
             gate_wait_s=tally.gate_wait_s,
             joules=sum(engine.joules(horizon) for engine in engines),
             events=self.events.handled,
+            drops=self.dropping.tally.drops if self.dropping else 0,
+            split_s=self.dropping.tally.split_s if self.dropping else 0.0,
         )

@@ -6,6 +6,7 @@ from placement.engines import Role
 from placement.fleet.prefillers import PrefillCurve, curve_of, prompt_seconds
 from placement.fleet.provisioning import PowerCurve
 from placement.iteration.latency import LatencyModel
+from placement.overload.dropping import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,20 @@ class EngineProfile:
     kv_bytes_per_token: float
     network_bytes_per_s: float
     host_bytes_per_s: float  # accelerator to host memory and back
+    max_turns: int = 256  # vLLM's max_num_seqs
+    # What a drop of parameters depends on; 0: not known, and none is dropped.
+    layers: int = 0
+    layer_bytes: float = 0.0  # parameters of a layer
+    activation_bytes: float = 0.0  # of a token between two layers
+
+    @property
+    def shape(self) -> EngineShape | None:
+        if not self.layers:
+            return None
+        return EngineShape(
+            *(self.layers, self.layer_bytes, self.kv_tokens, self.kv_bytes_per_token, self.activation_bytes),
+            *(self.network_bytes_per_s, self.latency),
+        )
 
     def capped(self, watts: float) -> "EngineProfile":
         """Under a power cap the terms that compute slow down; reading KV and weights stays as fast."""

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import asdict, replace
+from enum import StrEnum
+from itertools import product
 from math import isnan
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,12 +24,13 @@ from placement.fleet.provisioning import (
     prefillers_for,
     provision,
 )
+from placement.overload.dropping import DropLimits
 from traces.describe import LARGE_APPEND_TOKENS
 from traces.planner import Candidate, FleetPlan, PlanRequest
 from traces.planner import plan_fleet as make
-from traces.simulator.kv import Pressure
+from traces.simulator.dropping import DroppingSettings
 from traces.simulator.metrics import SimulationSummary, summarise
-from traces.simulator.policies import System, SystemSettings
+from traces.simulator.policies import OverloadPolicy, System, SystemSettings
 from traces.simulator.profiles import NAMED, find
 from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
@@ -50,7 +53,11 @@ def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
 
 
 def simulation_settings(
-    file: FleetSpec, system: System | None, error_rate: float, seed: int
+    file: FleetSpec,
+    system: System | None,
+    error_rate: float,
+    seed: int,
+    overload: OverloadPolicy | None = None,
 ) -> SimulationSettings:
     """The file's own policy, unless another system is to be tried on the same fleet."""
     placer = placer_settings(file)
@@ -58,12 +65,18 @@ def simulation_settings(
     return SimulationSettings(
         SystemSettings(system or System.of(placer), error_rate=error_rate),
         placer,
-        pressure=Pressure.PARK,
+        pressure=(overload or OverloadPolicy.PARK).pressure,
         park_after_s=file.conversation.park_after,
         linger_s=file.conversation.ttl,
         prefillers_cache=all(cached is not False for cached in prefixes),  # vLLM's default
+        reserved_until_held=overload is not None,
+        dropping=_dropping(file) if overload is OverloadPolicy.DROP else None,
         seed=seed,
     )
+
+
+def _dropping(file: FleetSpec) -> DroppingSettings:
+    return DroppingSettings(DropLimits(file.coserving.tbt))
 
 
 def _with_arguments(profile: EngineProfile, args: dict[str, object]) -> EngineProfile:
@@ -103,6 +116,8 @@ SHOWN = {
     "tokens_per_joule": "tokens per joule",
     "joules_per_conversation": "joules a conversation",
     "horizon_s": "seconds until all was served",
+    "drops": "groups of engines that share a model's layers",
+    "split_s": "  seconds while there were some",
     "events": "events simulated",
 }
 
@@ -114,6 +129,13 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(help=f"One or several, with commas: {', '.join(System)}; by default the file's own"),
+    ] = "",
+    overload: Annotated[
+        str,
+        typer.Option(
+            help=f"What gives way when the KV does not suffice, one or several: {', '.join(OverloadPolicy)}; "
+            "by default park. drop exists in the simulator only"
+        ),
     ] = "",
     profile: Annotated[
         str,
@@ -130,14 +152,15 @@ def simulate(
 ) -> None:
     """Play a trace on a fleet that is computed, and say what came of it."""
     file = load_fleet(fleet)
-    chosen = [_system(one.strip()) for one in policy.split(",")] if policy else [None]
+    systems = _chosen("--policy", policy, System)
+    gives_way = _chosen("--overload", overload, OverloadPolicy)
     name = profile or PROFILE_OF_DEVICE[file.engine.device]
     engine, found = find(name), any_trace(trace)
     summaries = []
     with console.status("") as status:
-        for wanted in chosen:
-            settings = simulation_settings(file, wanted, error_rate, seed)
-            system = settings.system.system.value
+        for wanted, way in product(systems, gives_way):
+            settings = simulation_settings(file, wanted, error_rate, seed, way)
+            system = settings.system.system.value + (f", {way}" if way else "")
             status.update(f"{system}: {len(found.conversations):,} conversations on profile {name}")
             result = Simulation(simulated_fleet(file, engine), settings).run(found.conversations)
             summaries.append(summarise(system, result))
@@ -146,11 +169,15 @@ def simulate(
         json_file.write_text(json.dumps([asdict(summary) for summary in summaries], indent=2) + "\n")
 
 
-def _system(name: str) -> System:
+Chosen = TypeVar("Chosen", bound=StrEnum)
+
+
+def _chosen(option: str, names: str, of: type[Chosen]) -> list[Chosen | None]:
+    """None alone: nothing was chosen."""
     try:
-        return System(name)
+        return [of(name.strip()) for name in names.split(",")] if names else [None]
     except ValueError as wrong:
-        raise DeployError(f"--policy: no {name!r}; give some of {', '.join(System)}") from wrong
+        raise DeployError(f"{option}: {wrong}; give some of {', '.join(of)}") from wrong
 
 
 def _show(summaries: list[SimulationSummary], profile: str) -> None:

@@ -15,7 +15,7 @@ SHAPE = EngineShape(
     layers=48, layer_bytes=0.55e9, kv_tokens=220_000, kv_bytes_per_token=196_608,
     activation_bytes=10_240, link_bytes_per_s=20e9, latency=MODEL,
 )  # fmt: skip
-LIMITS = DropLimits(tbt_s=0.5)
+LIMITS = DropLimits(tbt_s=0.5, reserve=0.0)
 shapes = st.builds(
     EngineShape,
     layers=st.integers(1, 80),
@@ -55,7 +55,7 @@ def test_the_pools_of_a_group_fit_where_the_layers_are(shape: EngineShape, engin
 def test_a_plan_merges_whole_groups_and_gives_each_engine_more(
     shape: EngineShape, count: int, lacking: float, most: int
 ) -> None:
-    made = plan_drop(alone(count), shape, lacking, DropLimits(10.0, most, exchange_s=1e9))
+    made = plan_drop(alone(count), shape, lacking, DropLimits(10.0, most, exchange_s=1e9, reserve=0.0))
     merged = [engine for group in made.merged for engine in group.engines]
     assert len(merged) == len(set(merged))
     for group in made.merged:
@@ -99,6 +99,12 @@ def test_where_pairs_do_not_suffice_groups_grow_by_the_two_smallest() -> None:
     assert (
         plan_drop(alone(4), SHAPE, 300_000, replace(LIMITS, most_engines=2)).why_no_more is NotDropped.LARGEST
     )
+
+
+def test_a_reserve_is_for_demand_that_goes_on_growing() -> None:
+    made = plan_drop(alone(4), SHAPE, 10_000, replace(LIMITS, reserve=0.2))
+    assert len(made.merged) == 2 and made.gained_tokens > 0.2 * 4 * 220_000
+    assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).drops
 
 
 def test_groups_that_are_split_already_are_where_a_plan_goes_on() -> None:

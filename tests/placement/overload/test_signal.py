@@ -57,7 +57,12 @@ def test_one_long_prompt_is_no_overload() -> None:
 def test_what_waits_beside_free_kv_waits_for_computing() -> None:
     busy = KvDemand(capacity=1_000, held=400, yields=0, waiting=2_000)
     assert after((busy, 20)).state.reason is OverloadReason.COMPUTE
-    assert after((replace(busy, waiting=1_900, refused=100), 20)).state.reason is OverloadReason.KV_SHORT
+    assert after((replace(busy, waiting=1_500, refused=500), 20)).state.reason is OverloadReason.COMPUTE
+
+
+def test_large_conversations_that_fit_on_no_decoder_wait_for_kv_although_some_is_free() -> None:
+    large = KvDemand(capacity=1_000, held=600, yields=0, waiting=0, refused=900)
+    assert after((large, 20)).state.reason is OverloadReason.KV_SHORT
 
 
 def test_parking_and_offline_work_come_first() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from placement.engines import Role
 from placement.iteration.latency import BatchWork, LatencyModel
 from traces.format import TraceConversation, TraceTurn
-from traces.simulator.engine import EventQueue, Iteration, SimulatedEngine
+from traces.simulator.batch import Iteration
+from traces.simulator.engine import EventQueue, SimulatedEngine
 from traces.simulator.kv import LiveConversation, Pressure
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings

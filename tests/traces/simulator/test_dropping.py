@@ -1,0 +1,134 @@
+"""Parameters give way in a simulated fleet: when the KV is short, to everybody's gain, and are restored."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.engines import Role
+from placement.fleet.placer import PlacerSettings
+from placement.overload.dropping import DropLimits
+from traces.errors import TraceError
+from traces.format import TraceConversation, TraceTurn
+from traces.simulator.dropping import DroppingSettings
+from traces.simulator.kv import Pressure
+from traces.simulator.metrics import percentile
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
+from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
+
+from .conftest import profile
+from .test_conservation import fleet_for, settings_for, trace
+
+KV = 40_000
+DROP = DroppingSettings(DropLimits(tbt_s=1.0), look_s=0.25)
+
+
+def layered(kv_tokens: int = KV, **more: int) -> EngineProfile:
+    """Parameters take as much memory as KV; the link moves the KV in a fifth of a second."""
+    kv_bytes = kv_tokens * profile().kv_bytes_per_token
+    return replace(
+        profile(kv_tokens=kv_tokens, **more), layers=20, layer_bytes=kv_bytes / 20, activation_bytes=2e3
+    )  # type: ignore[arg-type]
+
+
+def burst(count: int = 600, every_s: float = 0.02) -> list[TraceConversation]:
+    """Short prompts and long answers: twice what four engines hold, and hardly any computing."""
+    return [
+        TraceConversation(f"c{i}", every_s * i, (TraceTurn(300, 0, 600 + i % 7 * 50),)) for i in range(count)
+    ]
+
+
+def play(
+    found: list[TraceConversation], dropping: DroppingSettings | None, engine: EngineProfile | None = None
+) -> Simulation:
+    placer = PlacerSettings(max_prefill_wait_s=1e9, fill=0.9, headroom_tokens=300)
+    fleet = SimulatedFleet((SimulatedTier("mixed", Role.MIXED, 4, engine or layered()),))
+    simulation = Simulation(
+        fleet,
+        SimulationSettings(
+            SystemSettings(System.COLLOCATED), placer, reserved_until_held=True, dropping=dropping
+        ),
+    )
+    simulation.run(found)
+    return simulation
+
+
+def ttft(simulation: Simulation, p: float) -> float:
+    return percentile(np.asarray(simulation.recorder.turn_ttft), p)
+
+
+def test_where_answers_fill_the_kv_dropping_serves_sooner_and_restores() -> None:
+    without, dropped = play(burst(), None), play(burst(), DROP)
+    assert dropped.dropping is not None
+    tally = dropped.dropping.tally
+    assert tally.drops > 0 and tally.restores > 0 and 0 < tally.most_gained < 1
+    assert ttft(dropped, 99) < 0.5 * ttft(without, 99)
+    for engine in dropped.fleet.engines.values():
+        assert engine.kv.capacity == KV and engine.pipeline is None
+
+
+def test_a_fleet_whose_kv_suffices_runs_as_without() -> None:
+    found = burst(40, every_s=0.5)
+    without, dropped = play(found, None), play(found, DROP)
+    assert dropped.dropping is not None and not dropped.dropping.tally.drops
+    assert list(without.recorder.turn_ttft) == list(dropped.recorder.turn_ttft)
+
+
+def test_where_computing_is_the_bottleneck_nothing_is_dropped() -> None:
+    prompts = [TraceConversation(f"c{i}", 0.05 * i, (TraceTurn(9_000, 0, 2),)) for i in range(200)]
+    slow = replace(layered(400_000), latency=replace(profile().latency, per_token=1e-3))
+    simulation = play(prompts, DROP, slow)
+    assert simulation.dropping is not None and not simulation.dropping.tally.drops
+    assert ttft(simulation, 99) > 10
+
+
+def test_rounds_that_look_ahead_wait_less_than_those_of_token_counts() -> None:
+    mixed = [
+        replace(one, turns=(replace(one.turns[0], appended_tokens=50 + i % 5 * 400),))
+        for i, one in enumerate(burst())
+    ]
+    ahead, counted = play(mixed, DROP), play(mixed, replace(DROP, looks_ahead=False))
+    assert ahead.dropping is not None and counted.dropping is not None
+    assert ahead.dropping.tally.bubble < 0.7 * counted.dropping.tally.bubble
+
+
+def test_an_exchange_that_is_not_coordinated_holds_new_turns_up() -> None:
+    slow = replace(layered(), network_bytes_per_s=2e9)
+    smooth, held = play(burst(), DROP, slow), play(burst(), replace(DROP, coordinated=False), slow)
+    assert ttft(held, 99) > ttft(smooth, 99)
+
+
+def test_a_pipeline_by_configuration_is_split_all_the_time() -> None:
+    simulation = play(burst(40), replace(DROP, from_start=True))
+    assert all(
+        engine.pipeline is not None and engine.kv.capacity > KV
+        for engine in simulation.fleet.engines.values()
+    )
+
+
+def test_a_profile_that_does_not_know_its_layers_is_refused_with_a_sentence() -> None:
+    with pytest.raises(TraceError, match="says nothing of layers"):
+        play(burst(4), DROP, profile())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([System.COLLOCATED, System.PREFILLER, System.ELASTIC, System.STICKY]),
+    st.sampled_from(list(Pressure)),
+    st.sampled_from([20_000, 40_000]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_nothing_leaks_while_engines_regroup(
+    seed: int, system: System, pressure: Pressure, kv: int, ahead: bool, coordinated: bool, held: bool
+) -> None:
+    dropping = replace(DROP, looks_ahead=ahead, coordinated=coordinated)
+    base = fleet_for(system, kv_tokens=kv)
+    tiers = tuple(replace(tier, profile=layered(kv)) for tier in base.tiers)
+    run = replace(settings_for(system, pressure, linger_s=3.0), dropping=dropping, reserved_until_held=held)
+    Simulation(SimulatedFleet(tiers), run).run(trace(seed, 25, rate=10.0))

@@ -1,0 +1,207 @@
+"""Parameters that give way in a simulated fleet: the product's signal and plan decide, engines regroup.
+
+While engines share a model they step together: each forms its own batch, and a round takes as long as the
+longest of the micro-batches, plus the hops between engines.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from placement.engines import Role
+from placement.fleet.placer import Placer
+from placement.overload.dropping import DropLimits, DropPlan, EngineShape, Member, plan_drop
+from placement.overload.lookahead import by_tokens, lookahead
+from traces.errors import TraceError
+from traces.simulator.engine import EventQueue, Regrouping, SimulatedEngine
+from traces.simulator.tiers import SimulatedTier
+
+
+@dataclass(frozen=True, slots=True)
+class DroppingSettings:
+    limits: DropLimits
+    look_s: float = 1.0  # between two looks at the fleet, as the directory's
+    looks_ahead: bool = True  # micro-batches of equal time; false: each engine's own, cut by its token budget
+    coordinated: bool = True  # activations go before KV; false: nothing is computed during an exchange
+    restores: bool = True
+    from_start: bool = False  # pairs before anything is served: a pipeline by configuration
+
+
+class RoundsTogether:
+    """Pipeline of a group: its members' iterations begin and end together."""
+
+    def __init__(
+        self, members: Sequence[SimulatedEngine], shape: EngineShape, looks_ahead: bool, events: EventQueue
+    ) -> None:
+        self.members = tuple(members)
+        self.busy_s = self.stage_s = 0.0  # of all stages: computing, and in all
+        self._shape, self._looks_ahead, self._events = shape, looks_ahead, events
+        self._due = False
+        self._ends = 0.0
+
+    def ready(self, engine: SimulatedEngine) -> None:
+        if not self._due:
+            self._due = True
+            self._events.at(max(self._ends, self._events.now), self._round, None)
+
+    def _round(self, _: Any) -> None:
+        self._due = False
+        model, formed = self._shape.latency, [member.form() for member in self._here()]
+        assert model is not None
+        decoding = [work for work, _ in formed]
+        prompts = [own for _, own in formed]
+        tokens = sum(work.new_tokens for work in decoding) + sum(new for own in prompts for new, _ in own)
+        if not tokens:
+            return
+        if self._looks_ahead:
+            made = lookahead(model, decoding, [prompt for own in prompts for prompt in own])
+        else:
+            made = by_tokens(model, decoding, prompts)
+        size = len(self.members)
+        seconds = made.longest_s + self._shape.hops_s(size, tokens / size)
+        self.busy_s += sum(made.seconds)
+        self.stage_s += size * seconds
+        self._ends = self._events.now + seconds
+        for member in self._here():
+            member.step(seconds)
+
+    def _here(self) -> list[SimulatedEngine]:
+        """At a boundary; who has not come yet, or has left already, is somewhere else."""
+        return [member for member in self.members if member.pipeline is self and member.idle]
+
+
+@dataclass
+class OverloadTally:
+    """What was seen and done, in the order of looks: time, share asked for, share there is of whole KV."""
+
+    looks: list[tuple[float, float, float]] = field(default_factory=list)
+    drops: int = 0
+    restores: int = 0
+    most_gained: float = 0.0  # share of the KV of whole models
+    split_s: float = 0.0
+    overloaded_s: float = 0.0
+    exchange_s: list[float] = field(default_factory=list)
+    why_no_more: list[str] = field(default_factory=list)
+    pipelines: list[RoundsTogether] = field(default_factory=list)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they waited."""
+        spent = sum(pipeline.stage_s for pipeline in self.pipelines)
+        return 1 - sum(pipeline.busy_s for pipeline in self.pipelines) / spent if spent else 0.0
+
+
+class Dropping:
+    """Looks at the fleet, drops and restores. One tier's engines form groups; tiers do not mix."""
+
+    def __init__(
+        self,
+        settings: DroppingSettings,
+        tier: SimulatedTier,
+        engines: Sequence[SimulatedEngine],
+        placer: Placer,
+        events: EventQueue,
+        report: Callable[[], float],
+        changed: Callable[[SimulatedEngine], None],
+    ) -> None:
+        """`report` brings the placer's view up to date and says which tokens wait for a decoder; `changed`
+        is told of an engine whose KV has another size."""
+        if tier.profile.shape is None:
+            raise TraceError(
+                f"tier {tier.name!r}: its profile says nothing of layers; to drop some it needs "
+                "`layers`, `layer_bytes` and `activation_bytes`"
+            )
+        self.tally = OverloadTally()
+        self._settings, self._shape = settings, tier.profile.shape
+        self._engines = {engine.name: engine for engine in engines}
+        self._groups: dict[str, RoundsTogether] = {}
+        self._placer, self._events = placer, events
+        self._report, self._changed = report, changed
+        self._looked_at = 0.0
+        self._restoring = False
+        if settings.from_start:
+            names = list(self._engines)
+            for pair in zip(names[::2], names[1::2], strict=False):
+                self._split(pair, self._shape.kv_each(2), exchange=False)
+        events.at(settings.look_s, self._look, None)
+
+    def _look(self, _: Any) -> None:
+        now = self._events.now
+        state = self._placer.look(now, self._report())
+        tally, whole = self.tally, self._shape.kv_tokens * len(self._engines)
+        gained = sum(engine.kv.capacity for engine in self._engines.values()) - whole
+        tally.looks.append((now, state.asked, 1 + gained / whole))
+        tally.split_s += (now - self._looked_at) * bool(self._groups)
+        tally.overloaded_s += (now - self._looked_at) * state.overloaded
+        self._looked_at = now
+        if self._settings.from_start or self._restoring:
+            pass
+        elif state.overloaded and state.lacking_tokens > gained:
+            self._drop(
+                plan_drop(self._members(), self._shape, state.lacking_tokens - gained, self._settings.limits)
+            )
+        elif self._groups and not state.overloaded and self._settings.restores and self._fits():
+            self._restore()
+        if self._events.more:
+            self._events.at(now + self._settings.look_s, self._look, None)
+
+    def _members(self) -> list[list[Member]]:
+        apart = [[engine] for name, engine in self._engines.items() if name not in self._groups]
+        together = [list(group.members) for group in dict.fromkeys(self._groups.values())]
+        return [
+            [Member(one.name, one.kv.live - one.kv.idle, one.running) for one in group]
+            for group in (*apart, *together)
+        ]
+
+    def _drop(self, plan: DropPlan) -> None:
+        self.tally.why_no_more.append(plan.why_no_more)
+        for group in plan.merged:
+            self._split(group.engines, group.kv_tokens, exchange=True)
+            self.tally.drops += 1
+        whole = self._shape.kv_tokens
+        gained = sum(
+            self._shape.kv_each(len(self._groups[name].members)) / whole - 1
+            for name in self._engines
+            if name in self._groups
+        )
+        self.tally.most_gained = max(self.tally.most_gained, gained / len(self._engines))
+
+    def _split(self, names: Sequence[str], kv_tokens: int, exchange: bool) -> None:
+        members, settings = [self._engines[name] for name in names], self._settings
+        group = RoundsTogether(members, self._shape, settings.looks_ahead, self._events)
+        self.tally.pipelines.append(group)
+        for member in members:
+            before = len(self._groups[member.name].members) if member.name in self._groups else 1
+            self._regroup(member, group, kv_tokens, before, len(names) if exchange else before)
+            self._groups[member.name] = group
+
+    def _regroup(
+        self, engine: SimulatedEngine, group: RoundsTogether | None, kv_tokens: int, before: int, after: int
+    ) -> None:
+        seconds = self._shape.exchange_s(before, after, engine.kv.resident)
+        self.tally.exchange_s.append(seconds)
+        engine.regroup(Regrouping(group, kv_tokens, seconds, not self._settings.coordinated))
+        self._placer.resized(engine.name, kv_tokens)
+        self._changed(engine)
+
+    def _fits(self) -> bool:
+        return all(
+            engine.kv.live - engine.kv.idle <= self._shape.kv_tokens for engine in self._engines.values()
+        )
+
+    def _restore(self) -> None:
+        """Parameters come from the peers beside serving; then KV goes home."""
+        self.tally.restores += 1
+        self._restoring = True
+        largest = max(len(group.members) for group in self._groups.values())
+        self._events.at(self._events.now + self._shape.restore_s(largest), self._restored, None)
+
+    def _restored(self, _: Any) -> None:
+        groups, self._groups, self._restoring = self._groups, {}, False
+        for name, group in groups.items():
+            self._regroup(self._engines[name], None, self._shape.kv_tokens, len(group.members), 1)
+
+
+def tier_that_holds(tiers: Sequence[SimulatedTier]) -> SimulatedTier:
+    """The largest of those that hold conversations."""
+    return max((tier for tier in tiers if tier.role is not Role.PREFILL), key=lambda tier: tier.replicas)
