@@ -22,6 +22,8 @@ _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _ITEM_UNSTABLE = frozenset({"id", "status"})
 
 BLOCK_BYTES = 256  # of plain prompts, a link
+MOST_HEADS = 3  # messages that conversations may have in common: a system's, a developer's, an example
+MOST_MESSAGES = 6  # of a request that begins a conversation
 OTHERS, WRITTEN, REASONED = range(3)  # messages by who wrote them: an assistant, with its reasoning
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _ANSWERS = ("function_call", "reasoning", "custom_tool_call")  # items of the responses API
@@ -230,6 +232,22 @@ def _is_billing(part: object) -> bool:
 def _tail_digest(link: bytes, tail: bytes) -> bytes:
     """Over the link, which is over all before it: what it costs does not grow with the prompt."""
     return xxh3_128_digest(b"tail\0" + link + tail)
+
+
+def heads_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], ...]:
+    """Digest and bytes of a new conversation's first messages, each with all before it and the tools.
+
+    Apart from the chain: prompts of different keys, groups or persons may begin with the same blocks.
+    """
+    messages = messages_of(body) or ()
+    if len(messages) > MOST_MESSAGES:
+        return ()
+    found, link, size = [], tools, 0
+    for message in messages[:MOST_HEADS]:
+        data = canonical(message)
+        link, size = xxh3_128_digest(link + data), size + len(data)
+        found.append((link, size))
+    return tuple(found)
 
 
 def marks_of(body: Mapping[str, Any]) -> bytes:

@@ -87,6 +87,7 @@ def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
 class PrefillAnswer:
     prompt_tokens: int  # exact; 0 when the prefill failed
     params: dict[str, Any] | None
+    cached_tokens: int = 0  # of the prompt, as far as the engine says so
     unreachable: bool = False
     died: bool = False  # while it had the request
 
@@ -109,7 +110,12 @@ async def prefill(
     if response.status != 200:
         return _failed(key, prefiller, f"status {response.status}")
     usage = usage_of(answer.get("usage") or {})
-    return PrefillAnswer(usage.prompt_tokens if usage else 0, answer.get("kv_transfer_params"))
+    if usage is None:
+        return PrefillAnswer(0, answer.get("kv_transfer_params"))
+    cached = usage.cached_tokens or 0
+    metrics.PREFILL_TOKENS.labels("cached").inc(cached)
+    metrics.PREFILL_TOKENS.labels("computed").inc(max(0, usage.prompt_tokens - cached))
+    return PrefillAnswer(usage.prompt_tokens, answer.get("kv_transfer_params"), cached)
 
 
 async def decode(

@@ -248,6 +248,7 @@ class Life:
             end=who.chain.end,
             turn=who.turn,
             ahead_s=ahead_s(turn.slo_class, turn.prompt.hints),
+            heads=self._ratio.heads(turn) if uncached is None else (),
         )
         asking = asyncio.create_task(self._ask(ask))
 
@@ -364,7 +365,7 @@ class Life:
             self._losses.note(turn.prompt.chain.end.digest)
         lost = prefiller if answer.unreachable else None
         prefilled.at = self._clock() if answer.prompt_tokens else None
-        self._directory.prefill_done(key, answer.prompt_tokens, lost)
+        self._directory.prefill_done(key, answer.prompt_tokens, lost, answer.cached_tokens)
         return answer.params
 
     # Report

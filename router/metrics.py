@@ -109,6 +109,12 @@ TRANSFERS = Counter(
     "Turns whose prompt a prefiller computes and hands to the decoder, by cause (see placements).",
     ["cause"],
 )
+PREFILL_TOKENS = Counter(
+    "conserve_prefill_tokens_total",
+    "Tokens of prompts that prefillers were given, by whether they were computed or cached there (of engines "
+    "that say what was cached).",
+    ["source"],
+)
 REDISAGGREGATIONS = Counter(
     "conserve_redisaggregations_total",
     "Later turns with a large uncached part, by outcome: transferred, or local when no prefiller was free.",

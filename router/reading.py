@@ -85,6 +85,7 @@ class Prompt:
     marks: bytes  # of each message: who wrote it (`chains.marks_of`)
     exact_tokens: int | None  # known without asking when the prompt is token ids
     hints: Hints
+    heads: tuple[tuple[bytes, int], ...] = ()  # digest and bytes of its first messages (`chains.heads_of`)
 
 
 def is_cheap(pieces: Sequence[bytes]) -> bool:
@@ -122,15 +123,17 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
     identity = explicit_identity(asked.headers, body)
     tools = body.get("tools")
     definitions = _written(tools) if tools else b""
+    tools_digest = xxh3_128_digest(definitions)
     return Prompt(
         seed=seed,
         identity=identity,
         chain=chains.of_body(chains.of_group(seed, identity.group), body),
         tool_bytes=len(definitions),
-        tools_digest=xxh3_128_digest(definitions),
+        tools_digest=tools_digest,
         marks=chains.marks_of(body),
         exact_tokens=_exact_tokens(body.get("prompt")),
         hints=read_hints(asked.headers, body),
+        heads=chains.heads_of(tools_digest, body),
     )
 
 

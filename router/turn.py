@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from xxhash import xxh3_128_digest
+
+from placement.fleet.prefixes import Head
 from placement.objectives import tbt_s, ttfet_s
 from router import metrics
 from router.classes import Classes, engine_arguments
@@ -42,6 +45,7 @@ class Turn:
     headers: RawHeaders  # for the engine
     space: str  # scope of the caller's conversation ids
     prompt: Prompt
+    salt: str  # requests of others find nothing of this one's prompt in an engine's cache
     slo_class: SloClass
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
@@ -89,6 +93,7 @@ async def read_turn(
         headers=_forwarded(request.headers),
         space=space,
         prompt=prompt,
+        salt=str(ours.get("cache_salt", "")),
         slo_class=slo_class,
         arrived_at=now,
     )
@@ -136,6 +141,14 @@ class TokenRatio:
         exact = turn.prompt.exact_tokens
         estimate = exact if exact is not None else self.tokens(turn.prompt_bytes)
         return max(1, min(estimate, max_context) if max_context else estimate)
+
+    def heads(self, turn: Turn) -> tuple[Head, ...]:
+        """Beginnings of its prompt that other conversations may share."""
+        salt = f"{turn.model}\0{turn.salt}".encode("utf-8", "surrogatepass")
+        return tuple(
+            Head(xxh3_128_digest(digest + salt), self.tokens(size + turn.prompt.tool_bytes))
+            for digest, size in turn.prompt.heads
+        )
 
     def uncached_tokens(self, turn: Turn, known: Known, matched_bytes: int) -> int:
         """What the decoder would have to compute, from observed sizes only.

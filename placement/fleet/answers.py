@@ -28,6 +28,7 @@ class PrefillerOption(NamedTuple):
     engine: str
     wait_s: float
     prefill_s: float
+    cached_tokens: int = 0  # of the prompt, that it has already
 
 
 class PrefillerChoice(NamedTuple):

@@ -4,7 +4,7 @@ It owns the prefillers' queues and the decoders' KV in use, does no I/O and has 
 it in production, the simulator in simulation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from placement.fleet.answers import (
     DecoderChoice,
     Estimates,
     PrefillerChoice,
+    PrefillerOption,
     Receipt,
     Refusal,
     RefusalReason,
@@ -25,7 +26,10 @@ from placement.fleet.decoders import Decoders
 from placement.fleet.elastic import Elastic, FirstTurns
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve, Prefillers
+from placement.fleet.prefixes import Head, SharedPrefixes
 from placement.overload.signal import OverloadState, OverloadWatch
+
+RECOMPUTE_COST = 0.5  # of the prefiller's time that tokens take which another has cached
 
 
 class MissingCurve(PlacementError, LookupError):
@@ -55,6 +59,7 @@ class FirstTurn:
     prompt_tokens: int
     preferred_decoder: str | None = None  # of the parent or of the fork's origin
     had_decoder: bool = False  # it has been served; where it was, it cannot stay
+    heads: Sequence[Head] = ()  # beginnings that other prompts may share, by length
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Placer:
         self._prefillers = Prefillers()
         self._decoders = Decoders()
         self._last_resort = Decoders()  # prefillers, for what fits on no decoder
+        self._shared = SharedPrefixes()
         elastic = settings.first_turns is FirstTurns.ELASTIC and settings.policy is PlacingPolicy.CONSERVE
         self._elastic = Elastic() if elastic else None
         self._watch = CapacityWatch(settings.capacity_window_s)
@@ -119,6 +125,7 @@ class Placer:
         if self._infos.pop(engine, None) is None:
             return ()
         lost: dict[str, None] = {}
+        self._shared.forget(engine)
         if engine in self._prefillers:
             lost |= dict.fromkeys(self._prefillers.remove(engine))
         if engine in self._decoders:
@@ -153,7 +160,8 @@ class Placer:
         decoder = self._decoders.choose(need, turn.preferred_decoder)
         if decoder is None:
             return self._on_a_prefiller(turn, need, now) or self._no_decoder_for(need)
-        estimates = None
+        estimates, cached = None, self._shared.on(turn.heads, now)
+        uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         if not settings.policy.disaggregates:
             prefiller = _no_prefiller(Why.PREFILLED_LOCALLY)
         elif turn.had_decoder and settings.shared_tier:
@@ -163,7 +171,8 @@ class Placer:
             if found is None and not settings.local_prefill_without_prefiller:
                 return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
-            prefiller, estimates = self._sooner(prefiller, decoder, turn.prompt_tokens)
+            prefiller = self._with_cached(prefiller, turn.prompt_tokens, cached, now)
+            prefiller, estimates = self._sooner(prefiller, decoder, uncached)
             wait_s = prefiller.chosen.wait_s if prefiller.chosen else 0.0
             if wait_s > (limit_s := settings.max_prefill_wait_s):
                 with_time = self._decoder_with_time(decoder, turn.prompt_tokens)
@@ -171,8 +180,12 @@ class Placer:
                     # The queue is a known number of seconds long: when it is short enough again is known.
                     return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
                 decoder, prefiller = with_time, _without(prefiller, Why.PREFILLERS_SATURATED)
-        sizes = Sizes(turn.prompt_tokens, turn.prompt_tokens, need)
-        return self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
+                uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
+        sizes = Sizes(turn.prompt_tokens, uncached, need)
+        placement = self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
+        for engine in filter(None, (placement.prefiller, placement.decoder)):
+            self._shared.given(turn.heads, engine, now)
+        return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
         """A later turn never moves and is never refused; it may go through a prefiller again."""
@@ -186,7 +199,8 @@ class Placer:
             found = self._prefillers.choose(turn.prompt_tokens, now)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
             if self._elastic:
-                prefiller = self._with_prefix(prefiller, turn, now)
+                has = {turn.prefix_on: turn.prefix_tokens}
+                prefiller = self._with_cached(prefiller, turn.prompt_tokens, has, now)
                 prefiller, estimates = self._sooner(prefiller, decoder, turn.uncached_tokens)
             elif (first := prefiller.chosen) is not None:
                 longest = settings.policy.later_turn_waits(first.prefill_s, settings.max_prefill_wait_s)
@@ -203,9 +217,10 @@ class Placer:
             settings.redisaggregation, uncached_tokens, prompt_tokens
         )
 
-    def prefill_done(self, key: str, now: float, tokens: int = 0) -> None:
-        """`tokens`: what the prefiller computed, from which its curve learns; 0: it did not, or who knows."""
-        self._prefillers.computed(key, tokens, now)
+    def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int = 0) -> None:
+        """`tokens`: of the prompt that the prefiller computed, from which its curve learns; 0: it did not, or
+        who knows. It had `cached` of them."""
+        self._prefillers.computed(key, tokens, now, cached)
         if self._elastic:
             self._elastic.done(key)
 
@@ -306,14 +321,22 @@ class Placer:
                 return decoder._replace(chosen=one, runners_up=others)
         return None
 
-    def _with_prefix(self, prefiller: PrefillerChoice, turn: LaterTurn, now: float) -> PrefillerChoice:
-        """What a prefiller still has of a turn it does not compute."""
+    def _with_cached(
+        self, prefiller: PrefillerChoice, tokens: int, cached: Mapping[str, int], now: float
+    ) -> PrefillerChoice:
+        """What a prefiller has of a prompt it does not compute, and its queue is as much shorter."""
         best = prefiller.chosen
-        has = self._prefillers.option(turn.prefix_on, turn.prompt_tokens - turn.prefix_tokens, now)
-        if best is None or has is None or has.wait_s + has.prefill_s >= best.wait_s + best.prefill_s:
+        if best is None:
             return prefiller
-        others = tuple(one for one in (best, *prefiller.runners_up) if one.engine != has.engine)
-        return PrefillerChoice(Why.FINISHES_FIRST, has, others, prefiller.considered)
+        for engine, had in cached.items():
+            has = self._prefillers.option(engine, tokens, now, min(had, tokens - 1))
+            if has is not None and _cost(has) < _cost(best):
+                best = has
+        if best is prefiller.chosen:
+            return prefiller
+        seen = filter(None, (prefiller.chosen, *prefiller.runners_up))
+        others = tuple(one for one in seen if one.engine != best.engine)
+        return PrefillerChoice(Why.FINISHES_FIRST, best, others, prefiller.considered)
 
     def _on_a_prefiller(self, turn: FirstTurn, need: int, now: float) -> Placement | None:
         """The last resort, before anything is refused: a prefiller computes the conversation and holds it."""
@@ -354,6 +377,12 @@ class Placer:
             return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
         retry_s, decoders = self.settings.retry_no_capacity_s, len(self._decoders)
         return refuse(RefusalReason.NO_CAPACITY, retry_s, tokens=need, decoders=decoders)
+
+
+def _cost(option: PrefillerOption) -> float:
+    """Seconds to its end, and some of the prefiller's time: computing again what another has, to end somewhat
+    sooner, makes those wait that come next."""
+    return option.wait_s + (1 + RECOMPUTE_COST) * option.prefill_s
 
 
 def _without(prefiller: PrefillerChoice, why: Why) -> PrefillerChoice:

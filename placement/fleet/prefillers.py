@@ -184,13 +184,14 @@ class Prefillers:
             return None
         return PrefillerChoice(Why.FINISHES_FIRST, options[0], tuple(options[1:]), len(self._queues))
 
-    def option(self, engine: str, tokens: int, now: float) -> PrefillerOption | None:
-        """This prefiller; None when it takes no work."""
+    def option(self, engine: str, tokens: int, now: float, cached: int = 0) -> PrefillerOption | None:
+        """This prefiller, which has `cached` of the tokens already; None when it takes no work."""
         if engine not in self._queues or self._table["closed"][self._table.row(engine)]:
             return None
         row, table = self._table.row(engine), self._table
         seconds = table["a"][row] + tokens * (table["b"][row] + tokens * table["c"][row])
-        return PrefillerOption(engine, self.wait_s(engine, now), float(seconds))
+        seconds -= cached * (table["b"][row] + cached * table["c"][row])
+        return PrefillerOption(engine, self.wait_s(engine, now), float(seconds), cached)
 
     def enqueue(self, engine: str, key: str, seconds: float, now: float) -> None:
         self.done(key, now)  # a conversation placed again leaves its old queue
@@ -204,11 +205,13 @@ class Prefillers:
         queue[key] = Queued(seconds, now)
         self._where[key] = engine
 
-    def computed(self, key: str, tokens: int, now: float) -> None:
-        """A prefill ended; `tokens` is what the engine counted, 0 where it said nothing."""
+    def computed(self, key: str, tokens: int, now: float, cached: int = 0) -> None:
+        """A prefill ended; `tokens` is what the engine counted, 0 where it said nothing; it had `cached`."""
         engine = self._where.get(key)
         if engine is not None and tokens:
-            self._learned[engine].prompt(self._curves[engine].seconds(tokens), now)
+            curve = self._curves[engine]
+            seconds = curve.seconds(tokens) - (curve.seconds(cached) - curve.a if cached else 0.0)
+            self._learned[engine].prompt(seconds, now)
             self._draw(engine)
         self.done(key, now)
 

@@ -149,10 +149,13 @@ class DirectoryClient:
         self.cache.touch(known)
         self._reports.add(Activity(known.key, turn, began=end))
 
-    def prefill_done(self, key: str, tokens: int = 0, lost: EngineInfo | None = None) -> None:
-        """`tokens`: that the prefiller counted, if it computed them; `lost`: it could not be reached."""
+    def prefill_done(
+        self, key: str, tokens: int = 0, lost: EngineInfo | None = None, cached: int = 0
+    ) -> None:
+        """`tokens`: that the prefiller counted, if it computed them, and had `cached` of; `lost`: it could
+        not be reached."""
         epoch = (lost.engine, lost.epoch) if lost else None
-        self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens)))
+        self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
 
     @contextmanager
     def prefilling(self, key: str, taken_back: Callable[[], object]) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import Any
 from placement.engines import EngineInfo, EngineState
 from placement.fleet.answers import Refusal
 from placement.fleet.capacity import Recommendation, Signals
+from placement.fleet.prefixes import Head
 from router.chains import End
 from router.directory.rpc import Method
 
@@ -27,6 +28,7 @@ class Ask:
     again: bool = False  # an earlier call with this very ask got no answer: what it placed did not run
     ahead_s: float = 0.0  # if it waits, it does as if it had come so much earlier
     alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
+    heads: tuple[Head, ...] = ()  # beginnings that other prompts may share, by length
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class IdentifyReply:
 class PrefillDone:
     lost: tuple[str, int] | None = None  # the prefiller and its epoch, when it could not be reached
     tokens: int = 0  # of the prompt, as the prefiller counted them; 0: it did not compute it
+    cached: int = 0  # of these, what it had
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class DirectoryServer(Directory):
                 self.timeline.turn_started(key, binding.engine, transferred=False, now=now)
             return known
         elif activity.prefilled is not None:
-            self.table.prefill_done(key, now, activity.prefilled.tokens)
+            self.table.prefill_done(key, now, activity.prefilled.tokens, activity.prefilled.cached)
             if activity.prefilled.lost is not None:
                 self.table.fleet.suspect(*activity.prefilled.lost)
             if self.table.waiting:

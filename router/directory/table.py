@@ -115,9 +115,9 @@ class BindingTable:
         self._began(conversation, gateway, turn, node, now)
         return True
 
-    def prefill_done(self, key: str, now: float, tokens: int = 0) -> None:
-        """`tokens`: of the prompt; 0 when its prefiller did not compute it."""
-        self._placer.prefill_done(key, now, tokens)
+    def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int = 0) -> None:
+        """`tokens`: of the prompt; 0 when its prefiller did not compute it. It had `cached` of them."""
+        self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if tokens and conversation is not None and conversation.notes:
             prefiller = self.fleet.info(conversation.notes[-1]["prefiller"] or "")
@@ -310,7 +310,8 @@ class BindingTable:
         preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
         before = self.conversations.get(ask.key)
         had = before is not None and before.turns > 0
-        outcome = self._placer.place(FirstTurn(ask.key, ask.prompt_tokens, preferred, had), now)
+        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads)
+        outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
             return outcome if binding is None else self._place_later(ask, binding, now)
         info = self.fleet.info(outcome.decoder)

@@ -20,7 +20,7 @@ def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
     identity = Explicit(None, None, "", previous)
     prompt = Prompt(SEED, identity, chain, tools, b"", b"", None, Hints())
-    return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, SloClass("default", SloTargets()), 0.0)
+    return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 
 
 def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:

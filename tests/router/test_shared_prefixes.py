@@ -1,0 +1,43 @@
+"""Conversations that begin alike go to the prefiller that has the beginning, as far as they may share it."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_fleet import Fleet, ask, fleet, get, user
+
+SYSTEM = {"role": "system", "content": "You are an agent of this framework. " * 300}
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
+
+
+async def cached(made: Fleet, question: str, key: str = "k", **body: Any) -> int:
+    """Of a new conversation's prompt, what its prefiller was thought to have."""
+    headers = {"authorization": f"Bearer {key}"}
+    answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers, **body)
+    assert answer.status == 200
+    await made.settle()
+    _, told = await get(f"{made.urls[0]}/v1/conversations/{answer.conversation}", headers=headers)
+    return int(told["placements"][0]["receipt"]["prefiller"]["chosen"]["cached_tokens"])
+
+
+async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Path) -> None:
+    async with fleet(tmp_path, prefillers=2) as made:
+        assert await cached(made, "one") == 0
+        assert await cached(made, "two") > 1_000
+        (first, second) = (engine for engine in made.engines.values() if engine.name.startswith("p"))
+        assert sorted((len(first.seen), len(second.seen))) == [0, 2]
+
+
+async def test_a_cache_key_of_its_own_takes_nothing_away(tmp_path: Path) -> None:
+    """Codex names each conversation by its `prompt_cache_key`, and all begin alike."""
+    async with fleet(tmp_path) as made:
+        assert await cached(made, "one", prompt_cache_key="a") == 0
+        assert await cached(made, "two", prompt_cache_key="b") > 1_000
+
+
+async def test_what_an_engine_would_not_find_is_not_counted(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        await cached(made, "one")
+        assert await cached(made, "of another owner", key="other") == 0
+        assert await cached(made, "with tools, which stand before all", tools=[TOOL]) == 0
+        assert await cached(made, "with a salt", cache_salt="mine") == 0
+        assert await cached(made, "with the same tools", tools=[TOOL]) > 1_000
