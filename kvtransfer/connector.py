@@ -18,7 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtransfer.config import (
@@ -30,7 +35,7 @@ from kvtransfer.config import (
     host_slots,
 )
 from kvtransfer.errors import ConnectorConfigError
-from kvtransfer.groups import CacheGroup, block_bytes
+from kvtransfer.groups import STATE_WINDOW, CacheGroup, block_bytes
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
     EngineContext,
@@ -71,8 +76,13 @@ class StepReports(KVConnectorWorkerMetadata):
 
 
 def groups_of(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Raises a sentence about what cannot be cut into blocks of tokens."""
+    """Raises a sentence about what is not kept in blocks of tokens."""
     groups = tuple(_group(one.layer_names, one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups)
+    if all(group.state for group in groups):
+        raise ConnectorConfigError(
+            "no layer of this model has attention, and vLLM's prefix cache is not made for that: use a model "
+            "with some, or serve it without the connector"
+        )
     lengths = {group.block_tokens for group in groups}
     if len(lengths) != 1:
         raise ConnectorConfigError(
@@ -88,7 +98,8 @@ def _group(layers: Sequence[str], spec: Any) -> CacheGroup:
     if len(windows) != 1:
         raise ConnectorConfigError(f"layers with windows of {sorted(windows)} tokens are in one group")
     pages = int(spec.page_size_bytes) * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers))
-    return CacheGroup(tuple(layers), int(spec.block_size), pages, windows.pop())
+    state = isinstance(within[0], MambaSpec)
+    return CacheGroup(tuple(layers), int(spec.block_size), pages, windows.pop(), state)
 
 
 def _window(spec: Any) -> int:
@@ -96,6 +107,13 @@ def _window(spec: Any) -> int:
         return 0
     if isinstance(spec, SlidingWindowSpec):
         return int(spec.sliding_window)
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode == "align":
+            return STATE_WINDOW
+        raise ConnectorConfigError(
+            "vLLM keeps no states of this model at the ends of blocks: start the engine with "
+            "--enable-prefix-caching and --mamba-cache-mode align, or serve it without the connector"
+        )
     raise ConnectorConfigError(
         f"layers of this model keep something else than blocks of a prompt ({type(spec).__name__}), which is "
         "not moved or kept between turns: use a model with attention in all layers, or serve it without the "
@@ -122,7 +140,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         residence = Residence(config, slots, time.monotonic, [group.first_kept for group in groups])
         context = EngineContext(config, vllm_config, kv_cache_config, residence, groups)
         plugins = selected_plugins(config)
-        self.residence = residence
+        self.residence, self.groups = residence, groups
         self._schedulers: dict[str, SchedulerSide] = {}
         self._workers: dict[str, WorkerSide] = {}
         if role == KVConnectorRole.SCHEDULER:

@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.conversations import RetentionPhase, block_key
 from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
+from kvtransfer.groups import transferred_tokens
 from kvtransfer.host_index import block_faults, host_faults
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
 from placement.engines import EngineState
@@ -27,6 +28,7 @@ class ReportScheduler(SchedulerSide):
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         # A block holds its tokens of one group only. What windows hold of a long prompt is small beside what
         # layers with full attention do: these are what a token takes.
+        self._groups = context.groups
         full = sum(1 for group in context.groups if not group.window)
         self._full = next((n for n, group in enumerate(context.groups) if not group.window), 0)
         self._tokens_a_block = self._block_tokens // max(1, full)
@@ -155,14 +157,19 @@ class ReportScheduler(SchedulerSide):
     def _known_of(self, request: Any) -> int:
         """Of what comes from a prefiller nothing is computed here, and of what is on the host."""
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            return int(request.num_prompt_tokens)
-        host, blocks = self._residence.host, 0
-        for block in request.block_hashes:
-            here = self._pool.get_cached_block(block, [self._full])
-            if here is None and not host.stored(block_key(block, self._full)):
-                break
+            return transferred_tokens(self._groups, int(request.num_prompt_tokens))
+        chain, blocks = request.block_hashes, 0
+        while blocks < len(chain) and self._is_here(chain[blocks], self._full):
             blocks += 1
+        states = [number for number, group in enumerate(self._groups) if group.state]
+        while blocks and not all(self._is_here(chain[blocks - 1], number) for number in states):
+            blocks -= 1
         return blocks * self._block_tokens
+
+    def _is_here(self, block: bytes, group: int) -> bool:
+        """On the accelerator, or on the host."""
+        cached = self._pool.get_cached_block(block, [group]) is not None
+        return cached or self._residence.host.stored(block_key(block, group))
 
     def _ending_blocks(self) -> set[int]:
         """Blocks that nobody but a copy or a lease that is over holds."""

@@ -21,6 +21,7 @@ class Architecture:
     """None or 0: the file does not say."""
 
     layers: int
+    attention_layers: int  # of these, the ones that keep keys and values
     heads: int
     kv_heads: int
     head_dim: int
@@ -37,9 +38,9 @@ class Architecture:
     def kv_bytes(self, tokens: int, tensor: int, width: int) -> int:
         """Of one GPU, `tensor` of them having each layer, `width` bytes a number."""
         if self.latent_dim:
-            return tokens * self.layers * self.latent_dim * width
+            return tokens * self.attention_layers * self.latent_dim * width
         heads = max(1, self.kv_heads // tensor)
-        return 2 * tokens * self.layers * heads * self.head_dim * width
+        return 2 * tokens * self.attention_layers * heads * self.head_dim * width
 
 
 def find_architecture(model: str) -> Architecture | None:
@@ -63,8 +64,11 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
     heads = number("num_attention_heads", "n_head", "n_heads")
     hidden = number("hidden_size", "n_embd", "d_model")
     kinds = set(text.get("layer_types") or ())
+    layers = number("num_hidden_layers", "n_layer", "n_layers")
+    states = bool(kinds.intersection(STATES)) or any(text.get(key) for key in STATE_KEYS)
     return Architecture(
-        layers=number("num_hidden_layers", "n_layer", "n_layers"),
+        layers=layers,
+        attention_layers=_attention_layers(text, layers) if states else layers,
         heads=heads,
         kv_heads=number("num_key_value_heads", "num_kv_heads") or heads,
         head_dim=number("head_dim") or (hidden // heads if heads else 0),
@@ -72,12 +76,20 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
         latent_dim=number("kv_lora_rank") and number("kv_lora_rank") + number("qk_rope_head_dim"),
         windows=_windows(text, kinds),
         only_windows=_windows(text, kinds) and not _full_layers(text, kinds),
-        states=bool(kinds.intersection(STATES)) or any(text.get(key) for key in STATE_KEYS),
+        states=states,
         layer_hooks=text.get("model_type") != "deepseek_v32" and "index_topk" not in text,
         multimodal=any(key in content for key in ("vision_config", "audio_config")),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype") or ""),
         weight_bytes=weight_bytes,
     )
+
+
+def _attention_layers(text: Mapping[str, Any], layers: int) -> int:
+    """Of a model some of whose layers keep a state."""
+    if types := text.get("layer_types"):
+        return sum(1 for one in types if one not in STATES)
+    every = text.get("full_attention_interval") or text.get("attn_layer_period")
+    return layers // every if every else len(text.get("attn_layer_indices") or ())
 
 
 def _windows(text: Mapping[str, Any], kinds: set[str]) -> bool:

@@ -35,6 +35,7 @@ SAME_KV = (
     "revision",
     "hf-overrides",
     "load-format",
+    *("mamba-cache-dtype", "mamba-ssm-cache-dtype"),
 )
 
 
@@ -350,11 +351,7 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
     if model is None:
         return
     if model.states:
-        yield Problem(
-            ("model", "path"),
-            "this model keeps a state besides KV, which is not moved or kept between turns: use a model with "
-            "attention in all layers",
-        )
+        yield from _states(one, model)
     elif model.only_windows and one.fleet.coserving.enabled:
         yield Problem(
             ("coserving", "enabled"),
@@ -380,6 +377,22 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
             "vLLM does not call connectors between this model's layers, so that no arrival would abort "
             "anything: set coserving.safepoints: false",
         )
+
+
+def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
+    """Layers that keep a state instead of keys and values."""
+    path = ("model", "path")
+    if not model.heads:
+        yield Problem(path, "no layer of this model has attention, which vLLM's prefix cache asks for")
+    if one.fleet.coserving.enabled:
+        said = "a step overwrites this model's states, and cannot be undone: set coserving.enabled: false"
+        yield Problem(("coserving", "enabled"), said)
+    if one.transfers and one.fleet.transfer.backend == "nixl":
+        yield Problem(path, "states of this model are moved by us, not by NIXL: set transfer.backend: tcp")
+    if "lmcache" in one.fleet.kv.kv_tiers:
+        yield Problem(path, "states of this model are not stored in LMCache: remove it from kv.kv_tiers")
+    if one.args.get(WHOLE_WINDOWS) is True:
+        yield Problem(one.at(WHOLE_WINDOWS), "states have blocks of their own: remove it", at_key=True)
 
 
 def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:

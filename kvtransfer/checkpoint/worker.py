@@ -224,8 +224,10 @@ def come_after_the_model() -> None:
 
 
 def pages(layers: Iterable[Any]) -> list[Any]:
-    """Layers of different KV cache groups share memory: a block is one group's at a time. Each place once."""
-    return list({layer.data_ptr(): layer for layer in layers}.values())
+    """Layers of different KV cache groups share memory: a block is one group's at a time. Each place once, as
+    the layer with most in it sees it."""
+    by_size = sorted(layers, key=lambda layer: int(layer[0].nbytes))
+    return list({layer.data_ptr(): layer for layer in by_size}.values())
 
 
 class CheckpointWorker(WorkerSide):

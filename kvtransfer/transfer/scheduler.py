@@ -14,6 +14,7 @@ import xxhash
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.errors import Reason
+from kvtransfer.groups import transferred_tokens
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.transfer.peers import TransferSource
 
@@ -27,7 +28,7 @@ class Opened:
 
     transfer_id: str
     blocks: BlocksByGroup
-    total_tokens: int
+    total_tokens: int  # that are sent
     prompt: str  # digest
 
 
@@ -169,22 +170,18 @@ class TransferScheduler(SchedulerSide):
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         if request.request_id not in self._sources:
             return None
-        return Match(self._fetched(request.num_prompt_tokens) - computed_tokens, background=True)
-
-    def _fetched(self, prompt: int) -> int:
-        """Tokens that are fetched of a prompt. vLLM computes the last again, having made room for what the
-        token after it attends to: where that leaves out a block, room is made for one token less."""
-        shorter = any(group.first_block(prompt - 1) < group.first_block(prompt) for group in self._groups)
-        return prompt - 1 if shorter else prompt
+        tokens = transferred_tokens(self._groups, request.num_prompt_tokens)
+        return Match(tokens - computed_tokens, background=True)
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         source = self._sources.pop(request.request_id, None)
         if source is None:
             return
-        if match is None:  # the whole prompt is here already
+        if match is None:  # all of it is here already, or nothing is sent of a prompt so short
             self._next.dismissed.append(source)
             return
-        there = (request.num_prompt_tokens - match.tokens) // self._block_tokens
+        tokens = transferred_tokens(self._groups, request.num_prompt_tokens)
+        there = (tokens - match.tokens) // self._block_tokens
         ids = blocks.get_block_ids()
         skip = [max(there, group.count(NULL)) for group in ids]
         rest = [group[first:] for group, first in zip(ids, skip, strict=True)]
@@ -221,26 +218,33 @@ class TransferScheduler(SchedulerSide):
     def _open(self, request_id: str, blocks: BlocksByGroup) -> None:
         transfer_id, request = self._exporting[request_id]
         self._void.discard(request_id)
-        opened = Opened(transfer_id, blocks, request.num_prompt_tokens, prompt_digest(request))
+        tokens = transferred_tokens(self._groups, request.num_prompt_tokens)
+        opened = Opened(transfer_id, blocks, tokens, prompt_digest(request))
         self._next.opened.append(opened)
 
     def _advance(self, request_id: str, computed: int, output: Any) -> None:
         tokens = computed + output.num_scheduled_tokens[request_id]
         transfer_id, request = self._exporting[request_id]
+        last = tokens >= request.num_prompt_tokens and transfer_id not in self._held
+        if last and not self._hold(transfer_id, request):
+            return
         self._next.progress.append((transfer_id, tokens))
-        if tokens >= request.num_prompt_tokens and transfer_id not in self._held:
-            self._hold(transfer_id, request)
 
-    def _hold(self, transfer_id: str, request: Any) -> None:
+    def _hold(self, transfer_id: str, request: Any) -> bool:
         """With the prompt's last step: before vLLM hears of the request's end, it gives back the block that a
         window leaves with that step, and decoders need it."""
         prompt = request.num_prompt_tokens
-        end = -(-prompt // self._block_tokens)
+        tokens = transferred_tokens(self._groups, prompt)
+        first, end = min(tokens, prompt - 1), -(-tokens // self._block_tokens)
         by_group = zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True)
-        needed = [ids[group.first_block(prompt - 1) : end] for group, ids in by_group]
+        needed = [ids[group.first_block(first) : end] for group, ids in by_group]
         held = [self._pool.blocks[block] for ids in needed for block in ids]
+        if any(block.is_null for block in held):
+            logger.error("transfer %s: vLLM gave back a block that decoders need", transfer_id)
+            return False
         self._pool.touch(held)
         self._held[transfer_id] = held
+        return True
 
     def on_outcome(self, outcome: StepOutcome) -> None:
         for request_id in outcome.loaded & self._fetching.keys():

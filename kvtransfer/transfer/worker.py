@@ -38,6 +38,7 @@ class TransferWorker(WorkerSide):
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._num_blocks = int(context.kv_cache_config.num_blocks)
         self._group_of = {layer: n for n, group in enumerate(context.groups) for layer in group.layers}
+        self._states = {layer for group in context.groups if group.state for layer in group.layers}
         ranks = int(context.vllm_config.parallel_config.world_size)
         self._me = TransferEnd(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
@@ -48,7 +49,9 @@ class TransferWorker(WorkerSide):
         self._memory: BlockMemory
         self._layers: dict[str, int] = {}
         self._exports: Exports
-        self._layer_by_layer = False  # vLLM calls connectors between the layers of most models
+        self._called: set[str] = (
+            set()
+        )  # layers before whose attention vLLM calls connectors: most models' all
         self._said = False
         self._server: TransferServer | None = None
 
@@ -103,19 +106,20 @@ class TransferWorker(WorkerSide):
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
     def before_layer(self, layer: str) -> None:
-        self._layer_by_layer = True
+        self._called.add(layer)
 
     def after_layer(self, layer: str) -> None:
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        if self._config.layer_hooks and not self._layer_by_layer and self._exports.written:
+        """Layers that compute a state have no call, nor has any layer of some models."""
+        if self._config.layer_hooks and self._exports.written:
             self._say_so()
-            for layer in self._layers.values():
-                self._exports.after_layer(layer)
+            for layer in self._states if self._called else self._layers:
+                self._exports.after_layer(self._layers[layer])
 
     def _say_so(self) -> None:
-        if not self._said:
+        if not (self._said or self._called):
             logger.warning(
                 "vLLM does not call connectors between this model's layers: KV is sent after steps"
             )

@@ -38,6 +38,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid", "kv_lora_rank": 512, "q_lora_rank": 48, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128,
     },
+    "qwen3_next": {
+        "num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 128,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
+        "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
     "qwen3": {
         "num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32,
     },
@@ -61,6 +69,7 @@ SERVED = {
     "llama": Served("llama", 1),
     "gemma3": Served("gemma3_text", 3),
     "gpt-oss": Served("gpt_oss", 2),
+    "qwen3-next": Served("qwen3_next", 4, {"dtype": "bfloat16"}),  # all that its kernels for CPUs take
 }
 STD = 0.15
 
@@ -86,8 +95,10 @@ def _make(directory: Path, kind: str) -> None:
     config = AutoConfig.for_model(kind, **COMMON, **SHAPES[kind])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, STD)
+            elif name.endswith("A_log"):  # else a state forgets within a few tokens, and any would do
+                parameter.fill_(-8)
     model.save_pretrained(directory)
     write_tokenizer(directory, CONTEXT)

@@ -284,7 +284,30 @@ CASES: dict[str, tuple[Any, ...]] = {
         "set disable-hybrid-kv-cache-manager: true in engine.args",
         GEMMA,
     ),
-    "layers with states": ("  path: MODEL", ">  path: MODEL", "keeps a state besides KV", QWEN3_NEXT),
+    "states beside co-serving": (
+        "  enabled: true",
+        ">  enabled: true",
+        "cannot be undone: set coserving.enabled: false",
+        QWEN3_NEXT,
+    ),
+    "states without groups of their own": (
+        TP,
+        f"{TP}\n>    disable-hybrid-kv-cache-manager: true",
+        "blocks of their own: remove it",
+        QWEN3_NEXT,
+    ),
+    "states whose type differs": (
+        SEQS,
+        a("mamba-ssm-cache-dtype: float32"),
+        "exchange KV and differ in 'mamba-ssm-cache-dtype'",
+        QWEN3_NEXT,
+    ),
+    "states only": (
+        "  path: MODEL",
+        ">  path: MODEL",
+        "no layer of this model has attention",
+        {"model_type": "mamba2", "layer_types": ["mamba2"], "num_attention_heads": None},
+    ),
     "layers without hooks": (
         "  path: MODEL",
         ">  path: MODEL",
@@ -349,6 +372,37 @@ def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path
     assert found, str(caught.value)
     if named:
         assert [int(problem.split(":")[1]) for problem in found] == named
+
+
+def test_layers_with_states_are_served_and_take_no_kv(tmp_path: Path) -> None:
+    """A context whose KV would not fit, if all layers had some."""
+    alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")
+    long = {"max_position_embeddings": 1_000_000}
+    (tmp_path / "dense").mkdir()
+    with pytest.raises(FleetFileError, match="KV of a conversation"):
+        load_fleet(write(tmp_path / "dense", alone, long))
+    for name, some in (
+        (
+            "listed",
+            {
+                "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+                * 16
+            },
+        ),
+        ("by interval", {"linear_num_key_heads": 16, "full_attention_interval": 4}),
+    ):
+        (tmp_path / name).mkdir()
+        load_fleet(write(tmp_path / name, alone, {**long, **some}))
+
+
+def test_states_are_moved_and_stored_by_us_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: True)
+    wrong = ("transfer: {backend: nixl}", "not by NIXL"), ("kv: {kv_tiers: [lmcache]}", "stored in LMCache")
+    for number, (line, said) in enumerate(wrong):
+        (tmp_path / str(number)).mkdir()
+        text = FLEET.replace("  enabled: true", "  enabled: false") + line + "\n"
+        with pytest.raises(FleetFileError, match=said):
+            load_fleet(write(tmp_path / str(number), text, QWEN3_NEXT))
 
 
 def test_latent_attention_is_refused_on_cpus_only(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The KV this model writes for a token is a number made of all tokens before it and the layer. Before it
 samples, it reads the KV of its whole context, as attention would, and notes every number that is not what it
-must be. No weights, no processes, but blocks, preemptions and transfers as in an engine.
+must be. Layers with a state read the one of the token before, and write that of the last. No weights, no
+processes, but blocks, preemptions and transfers as in an engine.
 """
 
 import os
@@ -14,6 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -21,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -36,6 +39,7 @@ from workers.coserving.planned import prompt_scheduler
 BLOCK_TOKENS = 32
 LAYERS = ("layer0", "layer1")
 WINDOWED = ("windowed0", "windowed1")
+STATES = ("state0", "state1")
 WORD = (1 << 62) - 1
 VOCABULARY = 250
 
@@ -63,6 +67,8 @@ class SimulatedEngine:
     blocks: int = 60
     batched_tokens: int = 256
     window: int = 0  # tokens that a second group of layers attends to; 0: there is none
+    states: bool = False  # whether a second group of layers keeps a state
+    inner_states: bool = False  # also within a step, at the end of a block, as vLLM's Mamba 2 does
     wrong: list[str] = field(default_factory=list)
     computed_prompt_tokens: int = 0
     answers: dict[str, list[int]] = field(default_factory=dict)  # finished requests
@@ -89,6 +95,9 @@ class SimulatedEngine:
             shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
             windowed = SlidingWindowSpec(**shape, sliding_window=self.window)
             groups.insert(0, KVCacheGroupSpec(list(WINDOWED), windowed))
+        if self.states:
+            self.vllm_config.cache_config.mamba_cache_mode = "align"
+            groups.insert(0, KVCacheGroupSpec(list(STATES), self._state_spec()))
         self.groups = [group.layer_names for group in groups]
         kv_config = KVCacheConfig(self.blocks, [], groups)
         init_none_hash(sha256)
@@ -102,6 +111,16 @@ class SimulatedEngine:
         pages = [torch.zeros(self.blocks, BLOCK_TOKENS, dtype=torch.int64) for _ in LAYERS]
         self.kv = {layer: page for layers in self.groups for layer, page in zip(layers, pages, strict=True)}
         self.worker.register_kv_caches(self.kv)
+
+    def _state_spec(self) -> MambaSpec:
+        return MambaSpec(
+            block_size=BLOCK_TOKENS,
+            shapes=((BLOCK_TOKENS,),),
+            dtypes=(torch.int64,),
+            mamba_cache_mode="align",
+            num_prefill_checkpoint_blocks=int(self.inner_states),
+            prefill_checkpoint_alignment=1 if self.inner_states else None,
+        )
 
     def _kv_transfer_config(self) -> dict[str, Any]:
         ours = self.connector.to_kv_transfer_config()
@@ -198,7 +217,8 @@ class SimulatedEngine:
             self.computed_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - (end - count))
         for group, layers in enumerate(self.groups):
             for number, layer in enumerate(layers):
-                self._layer(rows, group, 7 * group + number, layer)
+                compute = self._state_layer if layer in STATES else self._layer
+                compute(rows, group, 7 * group + number, layer)
         return {request_id: self._sample(request_id) for request_id in rows}
 
     def _layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
@@ -212,6 +232,31 @@ class SimulatedEngine:
             if len(bad):
                 self.wrong.append(f"{request_id}: {layer}, {len(bad)} tokens from {first + int(bad[0])}")
         self.worker.save_kv_layer(layer, None, None)
+
+    def _state_layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
+        """vLLM calls no connector around these. As of its states, the one that goes on is copied to the block
+        that the step ends in, and changes there."""
+        pages = self.kv[layer]
+        for request_id, (slots, right, start) in rows.items():
+            before = slots[group][start - 1] // BLOCK_TOKENS
+            if start and pages[before, 0] != right[start - 1] ^ number:
+                self.wrong.append(f"{request_id}: {layer}, the state after {start} tokens")
+            pages[slots[group][-1] // BLOCK_TOKENS] = right[-1] ^ number
+            if inner := self._inner_end(start, len(right)):
+                pages[slots[group][inner - 1] // BLOCK_TOKENS] = right[inner - 1] ^ number
+
+    def _inner_end(self, start: int, end: int) -> int:
+        """Where a step saves a state besides its last, by vLLM's own rule; 0: nowhere."""
+        offsets, _ = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=BLOCK_TOKENS,
+            mamba_block_size=BLOCK_TOKENS,
+            checkpoint_alignment=1 if self.inner_states else None,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=BLOCK_TOKENS,
+        )
+        return start + offsets[0] if offsets[0] else 0
 
     def _sample(self, request_id: str) -> list[int]:
         request = self.scheduler.requests[request_id]

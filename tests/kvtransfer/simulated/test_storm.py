@@ -9,7 +9,8 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -27,21 +28,28 @@ STEPS = int(os.environ.get("CONSERVE_STORM_STEPS", "400"))
 LEASE_S = 0.3
 HANG_S = 60
 CONVERSATIONS = "abcdefgh"
+# A second group of layers.
+BESIDE: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "windows beside": {"window": 3 * BLOCK_TOKENS + 7},
+    "states beside": {"states": True},
+    "states of the inner ends of blocks beside": {"states": True, "inner_states": True},
+}
 
 
 class Storm:
-    def __init__(self, seed: int, window: int = 0) -> None:
+    def __init__(self, seed: int, beside: Mapping[str, Any]) -> None:
         self.rng = random.Random(seed)
         self.port = free_port()
         self.prefiller = SimulatedEngine(
             ConnectorConfig(engine="p", epoch=1, port=self.port, lease_s=LEASE_S, timeout_s=1.0),
-            blocks=100 if window else 50,
-            window=window,
+            blocks=100 if beside else 50,
+            **beside,
         )
         self.decoder = SimulatedEngine(
             ConnectorConfig(engine="d", timeout_s=1.0, host_kv_gib=0.0012, park_after_s=0.05),
-            blocks=100 if window else 60,
-            window=window,
+            blocks=100 if beside else 60,
+            **beside,
         )
         self.contexts = {key: self.said(150) for key in CONVERSATIONS}
         self.asked: dict[str, tuple[list[int], int, str]] = {}  # decoder's requests under way
@@ -178,9 +186,9 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
     yield int(given) if given else random.randrange(10**6)
 
 
-@pytest.mark.parametrize("window", [0, 3 * BLOCK_TOKENS + 7], ids=["one group", "windows beside"])
-def test_nothing_leaks_and_nothing_is_wrong(seed: int, window: int) -> None:
-    storm = Storm(seed, window)
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_nothing_leaks_and_nothing_is_wrong(seed: int, beside: Mapping[str, Any]) -> None:
+    storm = Storm(seed, beside)
     replay = f"CONSERVE_STORM_SEED={seed}"
     storm.blow()
     storm.settle()
