@@ -164,7 +164,8 @@ class Routes:
                 charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)
             else:
-                await self._life.serve(replace(turn, charge=charge), responder)
+                share = key.limits.waiting_share or 1.0
+                await self._life.serve(replace(turn, charge=charge, waiting_share=share), responder)
 
     async def _models(self, key: Key, request: Request, responder: Responder) -> None:
         data = [self._shown(name) for name in self._models_of(key.models)]

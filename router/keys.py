@@ -70,6 +70,7 @@ class Limits:
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None  # computed ones: of prompts what no cache held, and answers
     turns: _Count | None = None  # at once
+    waiting_share: Annotated[float, Field(gt=0, le=1)] | None = None  # of places where its owner's turns wait
     stored_gib: Annotated[float, Field(ge=0)] | None = None  # of its owner's files
     batches: Annotated[int, Field(ge=0)] | None = None  # of its owner's that have not ended
 
@@ -78,7 +79,7 @@ class Limits:
         return Limits(**{**vars(others), **mine})
 
 
-COMMON = Limits(stored_gib=100.0, batches=100)  # where a fleet file says nothing
+COMMON = Limits(waiting_share=0.5, stored_gib=100.0, batches=100)  # where a fleet file says nothing
 
 
 @checked(frozen=True, config=_STRICT)

@@ -249,6 +249,8 @@ class Life:
             turn=who.turn,
             ahead_s=ahead_s(turn.slo_class, turn.prompt.hints),
             heads=self._ratio.heads(turn) if uncached is None else (),
+            flow=turn.flow,
+            waiting_share=turn.waiting_share,
         )
         asking = asyncio.create_task(self._ask(ask))
 

@@ -20,7 +20,7 @@ from router.directory.cache import Known
 from router.fields import with_fields
 from router.hints import FIELDS as HINT_FIELDS
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
-from router.identity import PrefixGroups
+from router.identity import PrefixGroups, hint_of
 from router.rates import FREE, Charge
 from router.readers import Readers
 from router.reading import Api, Prompt, Reading
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # What an engine may see of a client's headers: tracing and content negotiation. No keys, no cookies, no ids.
 _FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-request-id"})
 
+
+FLOW_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")  # llm-d's
 
 Models: TypeAlias = Mapping[str, ServedModel]  # by every name they answer to
 
@@ -50,6 +52,8 @@ class Turn:
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
     charge: Charge = FREE
+    flow: str = ""  # of its owner's, which are served fairly among each other
+    waiting_share: float = 1.0  # of the places where turns wait, for its owner's
 
     @property
     def model(self) -> str:
@@ -96,6 +100,7 @@ async def read_turn(
         salt=str(ours.get("cache_salt", "")),
         slo_class=slo_class,
         arrived_at=now,
+        flow=next((found for name in FLOW_HEADERS if (found := hint_of(headers.get(name)))), ""),
     )
 
 

@@ -205,6 +205,8 @@ class KeyLimitsSpec(Spec):
     """Computed ones: of prompts what no cache held, and answers."""
     turns: Annotated[int, Field(gt=0)] | None = COMMON.turns
     """At once."""
+    waiting_share: Annotated[float, Field(gt=0, le=1)] | None = COMMON.waiting_share
+    """Of the places where first turns wait for capacity, what turns of its owner may take."""
     stored_gib: Gib | None = COMMON.stored_gib
     """Of files of its owner."""
     batches: Annotated[int, Field(ge=0)] | None = COMMON.batches

@@ -29,6 +29,17 @@ class Ask:
     ahead_s: float = 0.0  # if it waits, it does as if it had come so much earlier
     alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
     heads: tuple[Head, ...] = ()  # beginnings that other prompts may share, by length
+    flow: str = ""  # of its owner's, which are served fairly among each other
+    waiting_share: float = 1.0  # of the waiting places, that its owner's turns may take
+
+    @property
+    def owner(self) -> str:
+        owner, colon, _ = self.key.partition(":")
+        return owner if colon else ""
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens if self.uncached_tokens is None else self.uncached_tokens
 
 
 @dataclass(frozen=True, slots=True)

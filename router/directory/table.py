@@ -22,7 +22,7 @@ from router.directory.waiting import Waiter, Waiting
 from router.identity import NodeTable
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
-BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that came earlier still wait for capacity", 1.0)
+BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
 MAX_NODES = 500_000  # ends of prompts remembered for identity
@@ -78,11 +78,14 @@ class BindingTable:
         if not ask.again and (ask.uncached_tokens is not None or self._bindings.look_up(ask.key) is None):
             self._placer.arrived(ask.prompt_tokens, now)
         due = now - ask.ahead_s
-        queued = self._waiting.any_before(due) and self._bindings.look_up(ask.key) is None
-        outcome: Placed | Refusal = BEHIND if queued else self._attempt(ask, now)
-        if isinstance(outcome, Placed) or outcome.retry_after_s <= 0 or ask.wait_s <= 0:
+        bound = self._bindings.look_up(ask.key) is not None
+        goes = bound or self._waiting.may_pass(ask, due)
+        outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
+        if isinstance(outcome, Placed):
+            if not bound:
+                self._waiting.passed(ask)
             return outcome
-        if self._waiting.full:
+        if outcome.retry_after_s <= 0 or ask.wait_s <= 0 or self._waiting.full_for(ask):
             return outcome
         waiter = Waiter(ask, due, now + ask.wait_s, outcome, settle)
         self._waiting.add(waiter)

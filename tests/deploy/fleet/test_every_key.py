@@ -194,6 +194,7 @@ CASES = {
     "gateway.key_limits.requests_per_minute": case(60, lambda got: key_limits(got).requests_per_minute),
     "gateway.key_limits.tokens_per_minute": case(61, lambda got: key_limits(got).tokens_per_minute),
     "gateway.key_limits.turns": case(62, lambda got: key_limits(got).turns),
+    "gateway.key_limits.waiting_share": case(0.25, lambda got: key_limits(got).waiting_share),
     "gateway.key_limits.stored_gib": case(63, lambda got: key_limits(got).stored_gib),
     "gateway.key_limits.batches": case(64, lambda got: key_limits(got).batches),
     "gateway.limits.body_mib": case(

@@ -12,21 +12,24 @@ from hypothesis import strategies as st
 from placement.engines import Role
 from placement.fleet.answers import Refusal, RefusalReason
 from placement.fleet.elastic import FirstTurns
+from placement.fleet.fairness import QUANTUM
 from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed
 from router.directory.table import BindingTable
-from router.directory.waiting import Waiter
+from router.directory.waiting import MAX_WAITING, Waiter
 from tests.support.engines import info, placer, state
 
 SEED = chains.seed("s", "m")
 
 
-def table(ttl_s: float = 100.0, decoders: int = 2, **placing: object) -> BindingTable:
+def table(
+    ttl_s: float = 100.0, decoders: int = 2, kv_tokens: int = 10_000, **placing: object
+) -> BindingTable:
     made = BindingTable(ttl_s, placer(**placing))
     made.engine_up(info("p0", Role.PREFILL))
     for number in range(decoders):
-        made.engine_up(info(f"d{number}"))
+        made.engine_up(info(f"d{number}", kv_tokens=kv_tokens))
     return made
 
 
@@ -116,6 +119,59 @@ def test_who_waits_goes_ahead_by_its_class_but_nobody_waits_for_ever() -> None:
     assert isinstance(made.place(ask("last", 2000, wait_s=9.0), 40.0, lambda outcome: None), Waiter)
     made.serve_waiting(40.0)
     assert got == ["old", "gold", "plain"][: len(got)] and len(got) == 3
+
+
+def waits(made: BindingTable, key: str, tokens: int, got: list[str], at: float = 1.0, **more: Any) -> None:
+    asked = ask(key, tokens, wait_s=90.0, turn=made.waiting + 1000, **more)
+    assert isinstance(made.place(asked, at, lambda outcome: got.append(key)), Waiter)
+
+
+def test_who_waits_is_served_fairly_among_owners() -> None:
+    """One owner's twenty turns came first; the other's two have their share at once."""
+    made, got = table(decoders=1, kv_tokens=30_000), list[str]()
+    place(made, ask("big", 28_000))
+    for number in range(20):
+        waits(made, f"flood:{number}", 1000, got)
+    for number in range(2):
+        waits(made, f"other:{number}", 1000, got)
+    made.end("big", "deleted", 2.0)
+    made.serve_waiting(2.0)
+    assert len(got) == 22
+    assert max(got.index("other:0"), got.index("other:1")) <= QUANTUM // 1000 + 1
+
+
+def test_flows_of_one_owner_are_served_fairly_too() -> None:
+    made, got = table(decoders=1, kv_tokens=30_000), list[str]()
+    place(made, ask("big", 28_000))
+    for number in range(20):
+        waits(made, f"a:x{number}", 1000, got, flow="x")
+    waits(made, "a:y", 1000, got, flow="y")
+    made.end("big", "deleted", 2.0)
+    made.serve_waiting(2.0)
+    assert got.index("a:y") <= QUANTUM // 1000
+
+
+def test_what_does_not_fit_holds_up_others_for_a_bounded_time() -> None:
+    """One owner's turn needs more than is free: others pass it for a quantum, and then wait."""
+    made, got = table(decoders=1, kv_tokens=60_000), list[str]()
+    place(made, ask("a:big", 30_000))
+    waits(made, "a:large", 28_000, got)
+    passing = [made.place(ask(f"b:{n}", 1000, wait_s=9.0, turn=n), 2.0, lambda _: None) for n in range(1, 20)]
+    assert sum(isinstance(outcome, Placed) for outcome in passing) == QUANTUM // 1000
+    made.end("a:big", "deleted", 3.0)
+    made.serve_waiting(3.0)
+    assert got == ["a:large"]  # when there is room, whoever passed it
+
+
+def test_one_owner_fills_its_share_of_the_places_where_turns_wait() -> None:
+    made, got = table(decoders=1), list[str]()
+    place(made, ask("big", 9000))
+    share = 10 / MAX_WAITING
+    for number in range(10):
+        waits(made, f"flood:{number}", 5000, got, waiting_share=share)
+    refused = made.place(ask("flood:more", 5000, wait_s=9.0, waiting_share=share, turn=1), 1.0, nobody)
+    assert isinstance(refused, Refusal) and refused.reason is RefusalReason.NO_CAPACITY
+    waits(made, "other:1", 5000, got, waiting_share=share)
 
 
 def test_waiting_is_bounded_and_its_refusal_says_why() -> None:
