@@ -47,7 +47,7 @@ def counted(home: FleetHome) -> tuple[float, float]:
     """Prompt tokens computed and bytes fetched, of all engines since their start."""
     computed = moved = 0.0
     for engine in fleet_status(home).engines:
-        page = httpx.get(f"{engine.http}/metrics", timeout=30).text
+        page = httpx.get(f"http://{engine.http}/metrics", timeout=30).text
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == "vllm:prompt_tokens_by_source_total":
