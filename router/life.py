@@ -380,7 +380,8 @@ class Life:
             )
         done = self._metrics.ended(turn, route.known, route.cause, outcome, seen)
         if turn.trace is not None:
-            turn.trace.answered(done.prompt_tokens, done.completion_tokens, seen.response_id)
+            counts = done.prompt_tokens, done.completion_tokens
+            turn.trace.answered(*counts, seen.response_id, seen.finish_reason)
         if not done.generated:
             self._directory.turn_ended(route.known, route.turn, 0, 0)
         else:

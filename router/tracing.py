@@ -48,7 +48,7 @@ _LAST_S = 2.0  # for what waits when the gateway stops
 _CONTEXT_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _PROPAGATOR = TraceContextTextMapPropagator()
 
-Value: TypeAlias = str | int
+Value: TypeAlias = str | int | tuple[str, ...]
 
 
 class TurnTracer:
@@ -178,11 +178,15 @@ class TurnTrace:
         self._legs.clear()
         self._since = now  # a turn whose decoder was lost is bound again
 
-    def answered(self, prompt_tokens: int, output_tokens: int, response_id: str | None) -> None:
+    def answered(
+        self, prompt_tokens: int, output_tokens: int, response_id: str | None, finish: str | None
+    ) -> None:
         counted = {"input": prompt_tokens, "output": output_tokens}
         self.note({f"gen_ai.usage.{side}_tokens": tokens for side, tokens in counted.items()})
         if response_id:
             self.note({"gen_ai.response.id": response_id})
+        if finish:
+            self.note({"gen_ai.response.finish_reasons": (finish,)})
 
     def __enter__(self) -> None:
         return None

@@ -7,9 +7,10 @@ from traces.format import Trace, TraceConversation, TraceError, TraceHeader, che
 from traces.importers.agents import CONDENSED, RECORDING, TRAJECTORY
 from traces.importers.requests import AZURE, MOONCAKE
 from traces.importers.source import Importer, fields_of
+from traces.importers.spans import SPANS
 
 IMPORTERS: dict[str, Importer] = {
-    importer.name: importer for importer in (CONDENSED, RECORDING, MOONCAKE, AZURE, TRAJECTORY)
+    importer.name: importer for importer in (CONDENSED, RECORDING, MOONCAKE, AZURE, TRAJECTORY, SPANS)
 }
 
 

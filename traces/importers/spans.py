@@ -1,0 +1,208 @@
+"""Agents' traces as OpenTelemetry spans with the GenAI conventions' attributes: what collectors write, our
+own gateways' spans, and data sets with one session's spans a line (Exgentic's).
+
+Calls of a model are grouped by `gen_ai.conversation.id`, else by trace. Where a span has its messages, they
+say what a call shares with those before it, and a call that goes on from none is a conversation of its own;
+where it has none, a prompt that is not shorter than the one before is taken to begin with all that was left.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import takewhile
+from pathlib import Path
+from statistics import mode
+from typing import Any
+
+import orjson
+
+from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
+from traces.importers.source import Importer, document, plain_name, rows
+
+HEADER = TraceHeader(
+    source="OpenTelemetry GenAI spans",
+    notes="Cached tokens are estimated from messages in common, else from the call before.",
+)
+CALLS = ("chat", "text_completion", "generate_content", "")
+INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+SESSION = ("gen_ai.conversation.id", "session.id")
+MODEL = ("gen_ai.request.model", "gen_ai.response.model")
+ENDINGS = {
+    "tool_calls": TurnEnding.TOOL_USE, "tool_call": TurnEnding.TOOL_USE, "tool_use": TurnEnding.TOOL_USE,
+    "stop": TurnEnding.END_OF_TURN, "end_turn": TurnEnding.END_OF_TURN, "completed": TurnEnding.END_OF_TURN,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of a model."""
+
+    session: str
+    began_s: float
+    ended_s: float
+    prompt_tokens: int
+    output_tokens: int
+    model: str
+    ending: TurnEnding
+    messages: tuple[bytes, ...]  # of its prompt; none where the span has none
+
+
+def read_spans(path: Path) -> Iterator[TraceConversation]:
+    calls: dict[str, list[ModelCall]] = defaultdict(list)
+    for number, row in _documents(path):
+        try:
+            for call in filter(None, map(_call, _spans(row))):
+                calls[call.session].append(call)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{path}:{number}: not spans of a model's calls: {error!r}") from error
+    if not calls:
+        raise TraceError(f"{path}: no span says how many tokens a model was given ({INPUT[0]})")
+    start_s = min(call.began_s for session in calls.values() for call in session)
+    for session, found in calls.items():
+        name = session or plain_name(path)
+        for index, chain in enumerate(_chains(sorted(found, key=lambda call: call.began_s))):
+            yield _conversation(f"{name}/{index}" if index else name, chain, start_s)
+
+
+def _documents(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """With the number of their line: a file is one document, or one a line."""
+    try:
+        return list(rows(path))
+    except TraceError:
+        return [(1, document(path))]
+
+
+def _spans(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for resource in row.get("resourceSpans") or ():
+        for scope in resource.get("scopeSpans") or ():
+            yield from scope.get("spans") or ()
+    spans = row.get("spans") or ()
+    for span in orjson.loads(spans) if isinstance(spans, str) else spans:
+        yield {"trace_id": row.get("trace_id") or row.get("session_id"), **span}
+
+
+def _call(span: Mapping[str, Any]) -> ModelCall | None:
+    """None: it is no call of a model, or none that came to an end."""
+    said = _attributes(span.get("attributes") or {})
+    prompt = _first(said, INPUT)
+    if prompt is None or said.get("gen_ai.operation.name", "") not in CALLS or int(prompt) < 1:
+        return None
+    messages = said.get("gen_ai.input.messages")
+    if isinstance(messages, str):
+        messages = orjson.loads(messages)
+    began = _seconds(_first(span, ("startTimeUnixNano", "start_time", "start_time_unix_nano")))
+    ended = _seconds(_first(span, ("endTimeUnixNano", "end_time", "end_time_unix_nano")))
+    return ModelCall(
+        session=str(_first(said, SESSION) or _first(span, ("traceId", "trace_id")) or ""),
+        began_s=began,
+        ended_s=max(began, ended),
+        prompt_tokens=int(prompt),
+        output_tokens=int(_first(said, OUTPUT) or 0),
+        model=str(_first(said, MODEL) or ""),
+        ending=_ending(said),
+        messages=tuple(orjson.dumps(one, option=orjson.OPT_SORT_KEYS) for one in messages or ()),
+    )
+
+
+def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def _attributes(found: Any) -> dict[str, Any]:
+    """OTLP's list of keys and typed values, or plain data."""
+    if isinstance(found, Mapping):
+        return dict(found)
+    return {one["key"]: _value(one.get("value") or {}) for one in found}
+
+
+def _value(typed: Mapping[str, Any]) -> Any:
+    found: tuple[str, Any] = next(iter(typed.items()), ("", None))
+    kind, value = found
+    if kind == "arrayValue":
+        return [_value(one) for one in value.get("values") or ()]
+    if kind == "kvlistValue":
+        return _attributes(value.get("values") or ())
+    return int(value) if kind == "intValue" else value
+
+
+def _seconds(time: Any) -> float:
+    if isinstance(time, str) and not time.isdigit():
+        moment = datetime.fromisoformat(time)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return float(time) / 1e9 if float(time) > 1e12 else float(time)  # nanoseconds; or seconds
+
+
+def _ending(said: Mapping[str, Any]) -> TurnEnding:
+    reasons = said.get("gen_ai.response.finish_reasons") or ()
+    reasons = [reasons] if isinstance(reasons, str) else list(reasons)
+    return ENDINGS.get(str(reasons[0]), TurnEnding.CUT) if reasons else TurnEnding.CUT
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Calls that go on from one another, and what of each was known."""
+
+    calls: list[ModelCall]
+    cached: list[int]
+
+
+def _chains(calls: Sequence[ModelCall]) -> list[_Chain]:
+    chains: list[_Chain] = []
+    for call in calls:
+        shares = [_share(chain, call) for chain in chains]
+        if not any(shares):
+            chains.append(_Chain([call], [0]))
+            continue
+        share = max(shares)
+        chain = chains[shares.index(share)]
+        chain.calls.append(call)
+        chain.cached.append(int(share * call.prompt_tokens))
+    return chains
+
+
+def _share(chain: _Chain, call: ModelCall) -> float:
+    """Of the call's prompt, what the chain's last call began with, and its answer; 0: it is another
+    conversation. A system prompt in common makes none."""
+    last = chain.calls[-1]
+    if not call.messages:
+        left = last.prompt_tokens + last.output_tokens
+        goes_on = call.prompt_tokens >= last.prompt_tokens
+        return min(left, call.prompt_tokens) / call.prompt_tokens if goes_on else 0.0
+    pairs = zip(last.messages, call.messages, strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if common < 2 or common < len(last.messages) / 2:
+        return 0.0
+    answered = common == len(last.messages) and len(call.messages) > common
+    known = sum(map(len, call.messages[: common + answered]))
+    return known / sum(map(len, call.messages))
+
+
+def _conversation(name: str, chain: _Chain, start_s: float) -> TraceConversation:
+    turns: list[TraceTurn] = []
+    largest = 0
+    before: ModelCall | None = None
+    for call, known in zip(chain.calls, chain.cached, strict=True):
+        cached = min(known, largest, call.prompt_tokens - 1)
+        turn = TraceTurn(
+            appended_tokens=call.prompt_tokens - cached,
+            cached_tokens=cached,
+            output_tokens=call.output_tokens,
+            wait_s=max(0.0, call.began_s - before.ended_s) if before else 0.0,
+            ending=call.ending,
+            served_s=call.ended_s - call.began_s,
+        )
+        largest, before = max(largest, turn.context_tokens), call
+        turns.append(turn)
+    models = [call.model for call in chain.calls]
+    return TraceConversation(name, chain.calls[0].began_s - start_s, tuple(turns), None, mode(models))
+
+
+SPANS = Importer(
+    "otel",
+    "OpenTelemetry GenAI spans (OTLP JSON, or one session's spans a line)",
+    HEADER,
+    ({"resourceSpans"}, {"spans"}),
+    read_spans,
+)
