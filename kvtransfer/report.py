@@ -43,7 +43,7 @@ class ReportScheduler(SchedulerSide):
         self._manager: Any = None
         self._pool: Any = None
         self._seq = 0
-        self._confirmed, self._parked = RecentlyNamed(), RecentlyNamed()
+        self._confirmed, self._parked, self._unparked = (RecentlyNamed() for _ in range(3))
         self._feed: FeedServer | None = None
 
     def bind(self, manager: Any) -> None:
@@ -117,7 +117,10 @@ class ReportScheduler(SchedulerSide):
             self._residence.confirmed.clear()
             self._parked.add(self._residence.parked, self._seq)
             self._residence.parked.clear()
+            self._unparked.add(self._residence.unparked, self._seq)
+            self._residence.unparked.clear()
             parked = {key: seq for key, seq in self._parked.all().items() if self._is_parked(key)}
+            unparked = {key: seq for key, seq in self._unparked.all().items() if not self._is_parked(key)}
             draining = self._residence.draining
         running = [r for r in requests if r.status == RequestStatus.RUNNING]
         offline_running = sum(1 for r in running if r.priority > 0)
@@ -140,6 +143,7 @@ class ReportScheduler(SchedulerSide):
             host_used_tokens=host_used * self._tokens_a_block,
             host_free_tokens=host.free * self._tokens_a_block,
             parked=parked,
+            unparked=unparked,
             named_after=self._confirmed.after,
             idle_tokens=idle * self._tokens_a_block,
             waiting_prompt_tokens=sum(map(self._to_compute, requests)),

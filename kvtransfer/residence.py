@@ -4,6 +4,7 @@ The lock is for the feed's thread, which releases and lets time pass while the e
 scheduler sleeps. Everything here is bookkeeping; what it means for blocks happens in the next step.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from kvtransfer.conversations import (
     all_kept,
 )
 from kvtransfer.host_index import HostIndex, Slot
+
+logger = logging.getLogger("conserve.kvtransfer.residence")
 
 
 class Residence:
@@ -38,6 +41,7 @@ class Residence:
         self.held_by_others: set[str] = set()  # ended requests whose blocks another connector holds
         self.confirmed: list[str] = []  # conversations that got blocks since the last report
         self.parked: list[str] = []  # conversations parked since the last report
+        self.unparked: list[str] = []  # parked conversations that left the host since
         self.draining = False
         # Who holds references on blocks, for the integrity check: block ids, one a reference.
         self.references: dict[str, Callable[[], Iterable[int]]] = {}
@@ -130,6 +134,9 @@ class Residence:
             return slot
         idle = [c for c in self.conversations if not c.turns and c.on_host and c.chain and c is not owner]
         for conversation in sorted(idle, key=lambda c: c.last_used):
+            if conversation.phase is RetentionPhase.PARKED:
+                self.unparked.append(conversation.key)
+                logger.info("conversation %s leaves a full host: its next turn computes", conversation.key)
             self.conversations.leave_host(conversation)
             self.counts["left_host"] += 1
             slot = self.host.begin_store(block)

@@ -53,6 +53,7 @@ class EngineState:
     host_used_tokens: int = 0  # in host memory, of conversations and offline work
     host_free_tokens: int = 0
     parked: Mapping[str, int] = field(default_factory=dict)  # conversations parked lately, and still so
+    unparked: Mapping[str, int] = field(default_factory=dict)  # that left a full host lately, parked no more
     named_after: int = 0  # `confirmed` is complete for later reports
     idle_tokens: int = 0  # of the live: between turns and on the host as well, so it gives way at no cost
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one

@@ -64,9 +64,16 @@ class Exports:
     """Shared by the worker's thread, which writes, and the server's threads, which read."""
 
     def __init__(
-        self, memory: BlockMemory, block_tokens: int, lease_s: float, clock: Callable[[], float]
+        self,
+        memory: BlockMemory,
+        block_tokens: int,
+        lease_s: float,
+        clock: Callable[[], float],
+        renewed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`renewed` is called whenever a lease is."""
         self.memory = memory
+        self._renewed = renewed
         self._block_tokens = block_tokens
         self._lease_s = lease_s
         self._clock = clock
@@ -204,6 +211,7 @@ class Exports:
             self._check(reader.export)
             if reader.export.deadline is not None:
                 reader.export.deadline = self._clock() + self._lease_s
+                self._renewed()
 
     def leave(self, reader: Reader) -> None:
         """The consumer has everything, or is gone; it does not come back."""

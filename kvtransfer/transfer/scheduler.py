@@ -3,7 +3,10 @@
 At the top, what the two sides tell each other once a step.
 """
 
+import contextlib
 import logging
+import os
+import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -68,6 +71,21 @@ class TransferReport:
         return TransferReport(self.released + other.released)
 
 
+def note_renewal(feed: str) -> None:
+    """A worker renews a lease as pieces leave. An idle engine takes no step in which it could say so to the
+    scheduler, in another process: it touches the feed's socket."""
+    with contextlib.suppress(OSError):  # there is none
+        os.utime(feed)
+
+
+def renewed_within(feed: str, seconds: float) -> bool:
+    """Whether any lease of the engine was: which, is not told."""
+    try:
+        return time.time() - os.stat(feed).st_mtime < seconds
+    except OSError:
+        return False
+
+
 def prompt_digest(request: Any) -> str:
     """What a prompt's KV depends on, as a digest that two engines can compare.
 
@@ -117,8 +135,9 @@ class TransferScheduler(SchedulerSide):
         return [block.block_id for blocks in self._held.values() for block in blocks]
 
     def expired_block_ids(self) -> list[int]:
-        """Of leases that are over, unless somebody is still reading; an idle engine hears of that from its
-        workers in its next step."""
+        """Of leases that are over; an idle engine hears of that from its workers in its next step."""
+        if self._held_since and renewed_within(self._config.feed, self._config.lease_s):
+            return []
         over = self._clock() - self._config.lease_s
         expired = [t for t, since in list(self._held_since.items()) if since <= over]
         return [block.block_id for transfer in expired for block in self._held.get(transfer, [])]

@@ -24,7 +24,13 @@ from kvtransfer.transfer.peers import (
     dismiss,
     fetch,
 )
-from kvtransfer.transfer.scheduler import Fetch, TransferOrder, TransferReport, TransferScheduler
+from kvtransfer.transfer.scheduler import (
+    Fetch,
+    TransferOrder,
+    TransferReport,
+    TransferScheduler,
+    note_renewal,
+)
 from kvtransfer.transfer.staging import StagedBlockMemory
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
@@ -58,7 +64,8 @@ class TransferWorker(WorkerSide):
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         self._memory = self._memory_of(kv_caches)
         self._layers = {layer: index for index, layer in enumerate(self._memory.layers)}
-        self._exports = Exports(self._memory, self._block_tokens, self._config.lease_s, time.monotonic)
+        lease_s, renewed = self._config.lease_s, partial(note_renewal, self._config.feed)
+        self._exports = Exports(self._memory, self._block_tokens, lease_s, time.monotonic, renewed)
         if self._config.port:
             self._server = self._serve()
 

@@ -130,6 +130,16 @@ class ConversationRecords:
         conversation.parked = True
         return True
 
+    def unpark(self, key: str, engine: str) -> bool:
+        """It left the full host of the engine that parked it: what the accelerator has not, is gone."""
+        if (conversation := self._live.get(key)) is not None and conversation.parks_on == engine:
+            conversation.parks_on = ""
+        if self._parked.get(key) != engine:
+            return False
+        del self._parked[key]
+        self._live[key].parked = False
+        return True
+
     def engine_gone(self, engine: str) -> None:
         for key in [key for key, where in self._parked.items() if where == engine]:
             del self._parked[key]

@@ -108,13 +108,16 @@ class Directory:
         self.changed()
 
     def engine_state(self, state: EngineState) -> bool:
-        parked = self.table.fleet.newly_parked(state)
+        parked, unparked = self.table.fleet.newly_parked(state)
         taken = self.table.engine_state(state, self.clock())
         self._states_changed |= taken
         if taken:
             for key in parked:
                 if self.table.conversations.park(key, state.engine):
                     self.timeline.parked(key, self.clock())
+            for key in unparked:
+                if self.table.conversations.unpark(key, state.engine):
+                    self.timeline.unparked(key, self.clock())
         if taken and self.table.waiting:
             self.serve_soon()
         if taken and self._withdraw is not None and state.engine not in self._reconsidering:
@@ -183,7 +186,7 @@ class Directory:
         return tuple(
             replace(
                 record,
-                state=replace(record.state, confirmed={}, parked={}),
+                state=replace(record.state, confirmed={}, parked={}, unparked={}),
                 conversations=table.bound_to(record.info.engine),
                 kv_in_use=table.kv_in_use(record.info.engine),
             )

@@ -89,11 +89,13 @@ class FleetView:
             self.version += 1
         return not goes_on
 
-    def newly_parked(self, state: EngineState) -> list[str]:
-        """What a report names that the one taken in before it did not."""
+    def newly_parked(self, state: EngineState) -> tuple[list[str], list[str]]:
+        """Conversations parked, and parked no more, that the report taken in before this one did not name."""
         before = self._states.get(state.engine)
         since = before.seq if before is not None else 0
-        return [key for key, named in state.parked.items() if named > since]
+        named = state.parked, state.unparked
+        parked, unparked = ([key for key, seq in one.items() if seq > since] for one in named)
+        return parked, unparked
 
     def observe(self, state: EngineState, now: float) -> bool:
         """Take in a report; False when it is of another epoch, out of order, or of an unknown engine."""

@@ -63,6 +63,11 @@ class Timeline:
         if one is not None and one.spans and one.spans[-1][0] in (SpanKind.TOOL, SpanKind.IDLE):
             self._begin(one, SpanKind.PARKED, now)
 
+    def unparked(self, key: str, now: float) -> None:
+        one = self._conversations.get(key)
+        if one is not None and one.spans and one.spans[-1][0] is SpanKind.PARKED:
+            self._begin(one, SpanKind.IDLE, now)
+
     def conversation_ended(self, key: str, cause: str, now: float) -> None:
         if one := self._conversations.get(key):
             one.ended = cause

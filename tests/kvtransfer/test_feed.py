@@ -70,7 +70,7 @@ async def test_changes_are_told_soon_but_not_one_by_one(engine: Engine, tmp_path
 
 async def test_a_report_of_the_longest_ids_arrives(engine: Engine, tmp_path: Path) -> None:
     longest = {f"{number:04}".ljust(512, "\x01"): 1 for number in range(NAMED_AT_MOST)}
-    state = replace(engine.snapshot(), confirmed=longest, parked=longest)
+    state = replace(engine.snapshot(), confirmed=longest, parked=longest, unparked=longest)
     server = FeedServer(tmp_path / "long.sock", lambda: state, {})
     try:
         feed = EngineFeed(tmp_path / "long.sock")

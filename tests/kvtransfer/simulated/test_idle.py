@@ -1,14 +1,17 @@
-"""An engine reports which of its live KV gives way at no cost: idle, and on the host as well."""
+"""What an engine reports of KV between turns: which gives way at no cost, and what leaves a full host."""
 
 import time
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.transfer.memory import HostBlockMemory
 from placement.engines import EngineState
-from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.engine.engines import eventually, feed_path, free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
 
 
@@ -57,3 +60,56 @@ def test_what_waits_on_the_host_too_is_idle_and_what_runs_is_not() -> None:
 
 def test_without_a_host_store_nothing_gives_way_at_no_cost() -> None:
     assert idle_and_live_blocks(host_kv_gib=0.0)[:2] == (0, 0)
+
+
+def test_a_parked_conversation_that_leaves_a_full_host_is_named() -> None:
+    config = ConnectorConfig(engine="d", epoch=1, transfer=False, host_kv_gib=0.0003)
+    engine = SimulatedEngine(config, blocks=80)
+    try:
+        assert 10 < engine.residence.host.capacity < 22
+        for name in ("first", "second"):
+            prompt = [(n + len(name)) % 250 for n in range(10 * BLOCK_TOKENS + 5)]
+            engine.add(f"{name}-turn", prompt, 2, session=name)
+            engine.run(2000)
+            if name == "first":
+                copied(engine, 0.0003)
+                assert engine.residence.park("first")
+                assert set(engine.side("report").snapshot().parked) == {"first"}
+        state = engine.side("report").snapshot()
+        assert set(state.unparked) == {"first"} and not state.parked
+    finally:
+        engine.close()
+
+
+def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that takes several leases to be sent, from an engine that has nothing else to do."""
+    at_once = HostBlockMemory.outgoing
+
+    def slowly(*asked: Any) -> AbstractContextManager[list[memoryview]]:
+        time.sleep(0.05)
+        return at_once(*asked)
+
+    monkeypatch.setattr(HostBlockMemory, "outgoing", slowly)
+    monkeypatch.setattr(HostBlockMemory, "frame_blocks", lambda memory, layer: 1)
+    lease_s, port = 0.4, free_port()
+    prefiller = SimulatedEngine(
+        ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s, feed=feed_path())
+    )
+    decoder = SimulatedEngine(ConnectorConfig(engine="d"))
+    try:
+        prompt = [n % 250 for n in range(20 * BLOCK_TOKENS)]
+        prefiller.add("prefill", prompt, 1, params={"do_remote_decode": True, "transfer_id": "t"})
+        prefiller.run()
+        source = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "127.0.0.1"}
+        decoder.add("turn", prompt, 2, params={**source, "remote_port": port, "remote_epoch": 1})
+        begun, least = time.monotonic(), prefiller.side("report").snapshot().live_tokens
+        while "turn" not in decoder.answers:
+            decoder.step()
+            least = min(least, prefiller.side("report").snapshot().live_tokens)
+            time.sleep(0.01)
+        assert time.monotonic() - begun > 3 * lease_s
+        assert decoder.computed_prompt_tokens <= 1 and least == 20 * BLOCK_TOKENS
+        assert eventually(lambda: prefiller.side("report").snapshot().live_tokens == 0, 10 * lease_s)
+    finally:
+        prefiller.close()
+        decoder.close()

@@ -111,3 +111,21 @@ async def test_a_parked_conversation_that_is_named_again_is_not_parked_again(dir
     assert directory.table.conversations.parked == 0
     directory.engine_state(replace(report(3), parked={"c": 3}))
     assert directory.table.conversations.parked == 1
+
+
+async def test_a_conversation_that_left_a_full_host_is_not_parked_any_more(directory: Directory) -> None:
+    place(directory.table, ask("c", turn=1))
+    directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
+    directory.engine_state(replace(report(1), parked={"c": 1}))
+    directory.engine_state(replace(report(2), unparked={"c": 2}))
+    assert directory.table.conversations.parked == 0
+    directory.engine_state(replace(report(3), parked={"c": 3}, unparked={"c": 2}))
+    assert directory.table.conversations.parked == 1
+
+
+async def test_one_that_left_it_before_its_turn_ended_here_is_not_parked_then(directory: Directory) -> None:
+    place(directory.table, ask("c", turn=1))
+    directory.engine_state(replace(report(1), parked={"c": 1}))
+    directory.engine_state(replace(report(2), unparked={"c": 2}))
+    directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
+    assert directory.table.conversations.parked == 0
