@@ -6,15 +6,18 @@ product's syntax trees). What either relies on is a table; an engine on another 
 that says what changed, instead of misbehaving.
 """
 
+import copy
 import dis
 import functools
 import inspect
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import vllm
 
@@ -251,3 +254,191 @@ def nap_instead_of_spinning() -> None:
 def lmcache_is_gone(adapter: Any) -> None:
     """LMCache's worker adapter goes on without its server, as after a heartbeat that missed it."""
     adapter._health_event.clear()
+
+
+_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+_OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
+_GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
+
+CONTINUING = ReliedOn(
+    signatures={
+        _LLM: {"_add_request": ("self", "request", "prompt", "parent_req", "index", "queue")},
+        _OUTPUTS: {
+            "add_request": ("self", "request", "prompt", "parent_req", "request_index", "queue"),
+            "process_outputs": (
+                "self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version",
+            ),
+        },
+        "vllm.v1.request:Request": {
+            "from_engine_core_request": ("request", "block_hasher"),
+            "append_output_token_ids": ("self", "token_ids"),
+            "get_finished_reason": ("self",),
+        },
+        "vllm.v1.core.sched.utils": {"check_stop": ("request", "max_model_len")},
+        "vllm.utils": {"random_uuid": ()},
+    },
+    attributes={
+        _LLM: ("output_processor", "engine_core", "model_config"),
+        _OUTPUTS: ("request_states",),
+        "vllm.v1.engine.output_processor:RequestState": ("is_prefilling",),
+        "vllm.v1.engine:EngineCoreRequest": ("prompt_token_ids", "sampling_params", "request_id"),
+    },
+    # One output at a time is taken from the queue: what is put there between two is not merged.
+    uses={_LLM: {"generate": ("get_nowait", "add_request"), "_add_request": ("add_request_async",)}},
+)  # fmt: skip
+
+GRAMMARS = ReliedOn(
+    signatures={
+        _GRAMMARS: {
+            "_create_grammar": ("self", "request"),
+            "_get_constraint_bounds": ("self", "request", "spec_tokens", "spec_tokens_committed"),
+            "_get_reasoner": ("self", "request"),
+        }
+    },
+    attributes={"vllm.v1.structured_output.request:StructuredOutputRequest": ("reasoning_ended",)},
+)
+
+BEHIND = "conserve_behind"  # in `extra_args`: so many tokens at a prompt's end another engine generated
+
+
+class GenerationObserver(Protocol):
+    """Of one HTTP request: sees its generation's outputs, and begins it behind those of another engine."""
+
+    replay: "ReplayedOutputs | None"
+
+    def follow(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]: ...
+
+    def next_id(self) -> str:
+        """Instead of a random one: the same in the same place, on every engine."""
+
+
+class ReplayedOutputs:
+    """Outputs of a generation that ended with its engine. They pass through vLLM's own output processing, in
+    the pieces in which they came, so that detokenizer, parsers and usage stand where they stood; then the
+    engine goes on behind their tokens."""
+
+    def __init__(self, llm: Any, request: Any, outputs: Sequence[list[int]]) -> None:
+        self._llm, self._request, self._outputs = llm, request, deque(outputs)
+        self._tokens = [token for output in outputs for token in output]
+
+    async def go_on(self) -> None:
+        """The next output of before; after the last of them the engine computes."""
+        if self._outputs:
+            self._put(self._outputs.popleft())
+        elif self._request is not None:
+            request, self._request = self._request, None
+            await self._llm.engine_core.add_request_async(behind(request, self._tokens))
+
+    def _put(self, tokens: list[int]) -> None:
+        from vllm.v1.core.sched.utils import check_stop
+        from vllm.v1.engine import EngineCoreOutput
+        from vllm.v1.request import Request
+
+        request_id = self._request.request_id
+        output = EngineCoreOutput(request_id, list(tokens))
+        if not self._outputs and self._tokens:
+            whole = Request.from_engine_core_request(self._request, None)
+            whole.append_output_token_ids(self._tokens)
+            if check_stop(whole, self._llm.model_config.max_model_len):  # only its last events are missing
+                output.finish_reason, output.stop_reason = whole.get_finished_reason(), whole.stop_reason
+        processor = self._llm.output_processor
+        processor.process_outputs([output])
+        state = processor.request_states.get(request_id)
+        if state is None:
+            self._request = None
+        else:
+            state.is_prefilling = True  # its statistics begin with the engine's first output
+
+
+def behind(request: Any, tokens: Sequence[int]) -> Any:
+    """The request with a prompt that ends in the tokens that were generated already."""
+    longer, params = copy.copy(request), copy.copy(request.sampling_params)
+    longer.prompt_token_ids = [*request.prompt_token_ids, *tokens]
+    if params.max_tokens is not None:
+        params.max_tokens = max(1, params.max_tokens - len(tokens))
+    params.min_tokens = max(0, params.min_tokens - len(tokens))
+    params.extra_args = {**(params.extra_args or {}), BEHIND: len(tokens)}
+    longer.sampling_params = params
+    return longer
+
+
+def _taken(request: Any) -> list[list[int]] | None:
+    """What is to be gone on from, which is nobody else's business."""
+    params = request.sampling_params
+    transfer = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params") or {}
+    said = transfer.pop("resume", None)
+    return None if said is None else [list(map(int, output)) for output in said["outputs"]]
+
+
+def continue_generations(observer: Callable[[], GenerationObserver | None]) -> None:
+    """A patch of this process: requests are observed, and may begin behind what another engine generated.
+
+    `observer`: of the HTTP request that is being served.
+    """
+    import vllm.utils
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    adding, generating, random = AsyncLLM._add_request, AsyncLLM.generate, vllm.utils.random_uuid
+    if hasattr(adding, "__wrapped__"):
+        return
+
+    @functools.wraps(adding)
+    async def _add_request(
+        self: AsyncLLM, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        outputs = _taken(request)
+        if not outputs:
+            await adding(self, request, prompt, parent_req, index, queue)
+            return
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        current = observer()
+        if current is None:  # a prefiller's leg: its answer is of no interest
+            tokens = [token for output in outputs for token in output]
+            await self.engine_core.add_request_async(behind(request, tokens))
+            return
+        current.replay = ReplayedOutputs(self, request, outputs)
+        await current.replay.go_on()
+
+    @functools.wraps(generating)
+    def generate(self: AsyncLLM, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        outputs = generating(self, *args, **options)
+        current = observer()
+        return outputs if current is None else current.follow(outputs)
+
+    @functools.wraps(random)
+    def random_uuid() -> str:
+        current = observer()
+        return random() if current is None else current.next_id()
+
+    AsyncLLM._add_request, AsyncLLM.generate = _add_request, generate
+    for name, module in list(sys.modules.items()):
+        names = vars(module) if name.startswith("vllm") else {}  # to ask a lazy module would be to load it
+        if names.get("random_uuid") is random:
+            names["random_uuid"] = random_uuid
+
+
+def advance_grammars() -> None:
+    """A patch of this process: a grammar begins behind the tokens that another engine generated by it."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    creating = StructuredOutputManager._create_grammar
+    if hasattr(creating, "__wrapped__"):
+        return
+
+    @functools.wraps(creating)
+    def _create_grammar(self: StructuredOutputManager, request: Any) -> Any:
+        grammar = creating(self, request)
+        count = (request.sampling_params.extra_args or {}).get(BEHIND, 0)
+        if count:
+            tokens = list(request.prompt_token_ids[-count:])
+            asked = request.structured_output_request
+            reasoner = self._get_reasoner(request)
+            if asked.reasoning_ended is None and reasoner is not None:
+                asked.reasoning_ended = reasoner.is_reasoning_end(request.prompt_token_ids[:-count])
+            start = self._get_constraint_bounds(request, tokens, True).grammar_start
+            if start <= count:
+                asked.reasoning_ended = True
+                grammar.accept_tokens(request.request_id, tokens[start:])
+        return grammar
+
+    StructuredOutputManager._create_grammar = _create_grammar

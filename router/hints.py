@@ -25,6 +25,7 @@ class Hints:
     ttl_s: float | None = None  # of silence, after which the conversation ends
     priority: int = 0  # among turns that wait; higher goes first
     placement: bool = False  # the answer is to say where it was computed, and why there
+    resume: bool = True  # a stream whose engine ends goes on elsewhere
 
     @property
     def for_engine(self) -> dict[str, float]:
@@ -78,6 +79,7 @@ _KINDS: Mapping[str, tuple[str, Reader]] = {  # by the last word of a header or 
     "ttl": ("ttl_s", _seconds),
     "priority": ("priority", _level),
     "placement": ("placement", _flag),
+    "resume": ("resume", _flag),
 }
 HEADERS = {f"x-conversation-{kind}": kind for kind in _KINDS} | {"x-dynamo-session-final": "final"}
 _ACTIONS = {f"conversation.{kind}": kind for kind in _KINDS}

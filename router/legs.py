@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -16,6 +16,7 @@ from router.http import (
     RelayEnd,
     RelayOutcome,
     Responder,
+    SentPieces,
     StreamObserver,
     UpstreamPool,
     UpstreamRequest,
@@ -65,10 +66,25 @@ def one_token_body(
 
 
 def prefill_body(
-    api: Api, raw: tuple[bytes, ...], body: Mapping[str, Any], transfer_id: str
+    api: Api,
+    raw: tuple[bytes, ...],
+    body: Mapping[str, Any],
+    transfer_id: str,
+    resume: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, ...]:
-    params = {"do_remote_decode": True, "transfer_id": transfer_id}
+    params = {"do_remote_decode": True, "transfer_id": transfer_id, **_resumed(resume)}
     return one_token_body(api, raw, body, {"kv_transfer_params": params})
+
+
+def _resumed(resume: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"resume": resume} if resume is not None else {}
+
+
+def for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
+    """The turn as an engine gets it: in a trace that names this leg, if it is traced."""
+    if turn.trace is None:
+        return turn
+    return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
 
 
 def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
@@ -99,7 +115,8 @@ async def prefill(
 
     `key`: the conversation's, which goes along, so that engines know whose KV it is.
     """
-    request = _request(turn, key, prefill_body(turn.api, turn.raw, turn.body, transfer_id), repeatable=False)
+    body = prefill_body(turn.api, turn.raw, turn.body, transfer_id, turn.resume)
+    request = _request(turn, key, body, repeatable=False)
     try:
         response = await fetch(pool, Endpoint.parse(prefiller.http), request)
         answer = orjson.loads(response.body) if response.status == 200 else {}
@@ -126,18 +143,23 @@ async def decode(
     params: Mapping[str, Any] | None,
     responder: Responder,
     observer: StreamObserver,
+    sent: SentPieces | None,
 ) -> RelayOutcome:
-    """Without `params` or hints the client's body goes as it came."""
+    """Without `params` or hints the client's body goes as it came. `sent`: of a stream that may go on
+    elsewhere, or does."""
     said = {"conversation": hints} if (hints := turn.prompt.hints.for_engine) else {}
-    told = {**(params or {}), **said}
+    told = {**(params or {}), **said, **_resumed(turn.resume)}
     body = with_fields(turn.raw, {"kv_transfer_params": told}) if told else turn.raw
-    request = _request(turn, key, body, repeatable=not params)
+    more = sent.headers if sent is not None else []
+    request = _request(turn, key, body, *more, repeatable=not params)
     endpoint = Endpoint.parse(decoder.http)
-    return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING)
+    return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING, sent=sent)
 
 
-def _request(turn: Turn, key: str, body: tuple[bytes, ...], *, repeatable: bool) -> UpstreamRequest:
-    headers = [*turn.headers, (b"x-session-id", key.encode())]
+def _request(
+    turn: Turn, key: str, body: tuple[bytes, ...], *more: tuple[bytes, bytes], repeatable: bool
+) -> UpstreamRequest:
+    headers = [*turn.headers, (b"x-session-id", key.encode()), *more]
     return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
 
 

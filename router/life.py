@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from placement.engines import EngineInfo
-from placement.fleet.answers import Refusal, RefusalReason
+from placement.fleet.answers import Refusal
 from placement.objectives import tbt_s
 from router import chains, legs, metrics
 from router.chains import Chain
 from router.classes import ahead_s
 from router.config import DEFAULT_CLASS, GatewayConfig, Handover, SloClass
+from router.continuation import Continuation
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
 from router.errors import (
     ApiError,
     ClientLeft,
-    ContextTooLong,
     DirectoryUnreachable,
-    NotFound,
-    TooManyRequests,
     Unavailable,
 )
 from router.http import Observation, RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
@@ -39,6 +37,7 @@ from router.identity import How, conversation_id, conversation_key, resolve_pref
 from router.losses import Losses
 from router.prefixes import note_prefix
 from router.reading import Api
+from router.refusals import no_such_response, refused, unreachable
 from router.returns import Returns
 from router.turn import TokenRatio, Turn, TurnMetrics
 
@@ -138,15 +137,18 @@ class Life:
         responder.add_header(b"x-conversation-id", shown)
         responder.add_header(b"x-session-token", shown)  # what clients of llm-d send back
         with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
+            stream = Continuation(turn, self._clock)
             try:
                 self._losses.check(turn.prompt.chain.end.digest)
                 route = await self._bind(turn, who, responder)
-                ran = await self._run(turn, route, responder)
+                ran = await self._run(turn, route, responder, stream)
                 lost = legs.decoder_lost(ran.outcome)
                 again = lost and not self._losses.set_aside(turn.prompt.chain.end.digest)
                 if again and not responder.disconnected:
                     route = await self._bind_again(turn, who, route, responder)
-                    ran = await self._run(turn, route, responder)
+                    ran = await self._run(turn, route, responder, stream)
+                while ran.outcome.end is RelayEnd.CUT:
+                    route, ran = await self._go_on(turn, who, route, ran, responder, stream)
             except ClientLeft:
                 metrics.TURNS.labels("client_gone").inc()
                 return
@@ -183,7 +185,7 @@ class Life:
             found, running = await self._directory.find(chain)
             got = resolve_prefix(found, chain.end.digest, running, said.name)
             if got.how is How.NEW and said.previous_response:
-                raise _no_such_response()
+                raise no_such_response()
             key = got.conversation or conversation_key(turn.space, said.new_id())
             matched = got.known_bytes if got.conversation else 0
             who = Identified(key, got.how, got.parent or parent, chain, matched, number)
@@ -194,7 +196,7 @@ class Life:
         """An engine knows responses by their ids alone, whoever asks: the caller must have had it here."""
         found, _ = await self._directory.find(chains.of_pointer(turn.prompt.seed, name, turn.prompt.chain))
         if found is None:
-            raise _no_such_response()
+            raise no_such_response()
 
     # Bind
 
@@ -263,7 +265,7 @@ class Life:
             outcome, known = await asking
         except DirectoryUnreachable as wrong:
             metrics.REFUSALS.labels("no_directory").inc()
-            raise _unreachable(wrong) from wrong
+            raise unreachable(wrong) from wrong
         except asyncio.CancelledError:
             self._directory.abandon(who.key, who.turn)
             if responder.disconnected:
@@ -275,7 +277,7 @@ class Life:
         if isinstance(outcome, Refusal):
             metrics.REFUSALS.labels(outcome.reason).inc()
             metrics.TURNS.labels("refused").inc()
-            raise _refused(outcome)
+            raise refused(outcome)
         assert known is not None
         known.prompt_bytes = turn.prompt_bytes
         decoder = await self._directory.engine(outcome.engine, outcome.epoch)
@@ -304,26 +306,50 @@ class Life:
 
     # Relay
 
-    async def _run(self, turn: Turn, route: Route, responder: Responder) -> Ran:
+    async def _go_on(
+        self, turn: Turn, who: Identified, route: Route, ran: Ran, responder: Responder, stream: Continuation
+    ) -> tuple[Route, Ran]:
+        """The stream's engine ended under it: to another one, from where the client is."""
+        try:
+            self._losses.check(turn.prompt.chain.end.digest)
+            turn = stream.next_try(turn, ran.outcome)
+            route = await self._bind_again(turn, who, route, responder)
+            ran = await self._run(turn, route, responder, stream, ran.observer)
+            return route, replace(ran, outcome=stream.judged(ran.outcome))
+        except ApiError as wrong:
+            return route, replace(ran, outcome=stream.broken_off(responder, wrong))
+
+    async def _run(
+        self,
+        turn: Turn,
+        route: Route,
+        responder: Responder,
+        stream: Continuation,
+        observer: StreamObserver | None = None,
+    ) -> Ran:
         key, trace, prefilled = route.known.key, turn.trace, Prefilled()
         self.returns.came(route.known)
         if turn.prompt.hints.placement:  # of a turn that is placed again: one header each, in order
             responder.add_header(b"x-conversation-placement", route.in_words.encode())
-        observer = StreamObserver(self._clock, lambda _: self._directory.first_token(key))
+        observer = observer or StreamObserver(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None
             trace.bound(route.cause, route.decoder.engine, prefiller)
         try:
             if route.prefiller is None:
-                sent = _for_leg("decode leg", turn, route.decoder)
-                outcome = await legs.decode(self._pool, sent, key, route.decoder, None, responder, observer)
+                sent = legs.for_leg("decode leg", turn, route.decoder)
+                said = None, responder, observer, stream.sent
+                outcome = await legs.decode(self._pool, sent, key, route.decoder, *said)
             else:
-                outcome = await self._run_both(turn, route, route.prefiller, responder, observer, prefilled)
+                outcome = await self._run_both(
+                    turn, route, route.prefiller, responder, observer, prefilled, stream
+                )
         except BaseException:
             self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running for ever
             raise
         if legs.died_under_it(outcome):
             self._losses.note(turn.prompt.chain.end.digest)
+            stream.noted(outcome)
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
         return Ran(outcome, observer, prefilled)
@@ -336,6 +362,7 @@ class Life:
         responder: Responder,
         observer: StreamObserver,
         prefilled: Prefilled,
+        stream: Continuation,
     ) -> RelayOutcome:
         key, transfer_id = route.known.key, uuid4().hex
         prefill = asyncio.create_task(self._prefill(turn, key, prefiller, transfer_id, prefilled))
@@ -348,8 +375,9 @@ class Life:
                 else:
                     await asyncio.wait([prefill])
                     params = None if prefill.cancelled() else prefill.result()
-                sent = _for_leg("decode leg", turn, route.decoder)
-                return await legs.decode(self._pool, sent, key, route.decoder, params, responder, observer)
+                sent = legs.for_leg("decode leg", turn, route.decoder)
+                said = params, responder, observer, stream.sent
+                return await legs.decode(self._pool, sent, key, route.decoder, *said)
         finally:
             if not prefill.done():
                 self._directory.prefill_done(key)
@@ -358,7 +386,7 @@ class Life:
     async def _prefill(
         self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, prefilled: Prefilled
     ) -> dict[str, Any] | None:
-        sent = _for_leg("prefill leg", turn, prefiller)
+        sent = legs.for_leg("prefill leg", turn, prefiller)
         answer = await legs.prefill(self._pool, sent, key, prefiller, transfer_id)
         if turn.trace is not None:
             turn.trace.prefilled(answer.prompt_tokens)
@@ -432,41 +460,9 @@ def _took(route: Route, prefilled: Prefilled, seen: Observation) -> tuple[float,
     """Seconds from the placement to the first token, and of those from the end of the prefill, less what one
     more token takes; 0 where nobody could see that."""
     first = seen.first_token_at if seen.streamed else None
-    if first is None or route.placed_at is None:
+    if first is None or route.placed_at is None or first < route.placed_at:
         return 0.0, 0.0
     if prefilled.at is None:
         return first - route.placed_at, 0.0
     step_s = tbt_s(first, seen.last_at, seen.gaps) or 0.0
     return first - route.placed_at, max(1e-6, first - prefilled.at - step_s)
-
-
-def _for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
-    """The turn as an engine gets it: in a trace that names this leg, if it is traced."""
-    if turn.trace is None:
-        return turn
-    return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
-
-
-def _no_such_response() -> NotFound:
-    return NotFound(
-        "no conversation has that response; it has ended, or never was: send its messages again",
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
-
-
-def _refused(refusal: Refusal) -> ApiError:
-    retry = refusal.retry_after_s or None
-    if refusal.reason is RefusalReason.TOO_LARGE:
-        return ContextTooLong(refusal.message)
-    if refusal.reason in (RefusalReason.NO_CAPACITY, RefusalReason.SATURATED):
-        return TooManyRequests(refusal.message, code=refusal.reason, retry_after_s=retry)
-    return Unavailable(refusal.message, code=refusal.reason, retry_after_s=retry)
-
-
-def _unreachable(wrong: DirectoryUnreachable) -> ApiError:
-    return Unavailable(
-        f"new conversations cannot be placed now: {wrong}; those that run go on, try again",
-        code="no_directory",
-        retry_after_s=wrong.retry_after_s,
-    )

@@ -167,6 +167,14 @@ SET_ASIDE = Counter(
     "conserve_turns_set_aside_total",
     "Turns not tried (again): two engines ended while they computed the request. 0 is right.",
 )
+STREAMS_CUT = Counter(
+    "conserve_streams_cut_total",
+    "Streams whose engine ended under them: resumed (they went on, on another one); or why they ended in an "
+    "error: opted_out, previous_response, several_answers, logprobs, counted_output (penalties and budgets "
+    "that count an answer's tokens), not_lined (the engine did not say its tokens), no_place, set_aside, "
+    "cut_again (too often, or for too long), refused (by the next engine).",
+    ["outcome"],
+)
 TTFT_SECONDS = Histogram(
     "conserve_ttft_seconds",
     "From a turn's arrival to its first token, of first and of later turns.",
@@ -287,6 +295,7 @@ from_zero(
 from_zero(RESTORES_AHEAD, "restored", "not_parked", "returned", "busy", "failed")
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
+from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 

@@ -54,6 +54,7 @@ class Turn:
     charge: Charge = FREE
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the places where turns wait, for its owner's
+    resume: Mapping[str, Any] | None = None  # for the engine: what of a stream the client has already
 
     @property
     def model(self) -> str:
@@ -176,6 +177,7 @@ _OUTCOMES = {
     RelayEnd.COMPLETE: "complete",
     RelayEnd.CLIENT_GONE: "client_gone",
     RelayEnd.BROKEN: "broken",
+    RelayEnd.CUT: "broken",
     RelayEnd.NOT_STARTED: "failed",
     RelayEnd.HELD: "failed",
 }

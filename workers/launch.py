@@ -101,6 +101,7 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
     ("enable-prompt-tokens-details", True),  # an answer says how much of its prompt was cached
     ("disable-uvicorn-access-log", True),
     ("scheduling-policy", "priority"),  # offline requests are told from a conversation's turns by it
+    ("middleware", "workers.token_lines.TokenLinesMiddleware"),  # streams that another engine can go on with
 )
 
 

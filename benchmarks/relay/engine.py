@@ -2,7 +2,8 @@
 
 What it is to do stands in the first message, so that every router passes it on untouched:
 ``tokens=40 rate=40 step=1``. With ``step`` all streams of one rate advance together, as in a decode batch.
-Each token carries the time it was sent at (CLOCK_MONOTONIC, nanoseconds).
+Each token carries the time it was sent at (CLOCK_MONOTONIC, nanoseconds). To a gateway that asks for them it
+says its tokens, as a fleet's engines do (workers/token_lines.py).
 """
 
 from __future__ import annotations
@@ -43,8 +44,15 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-EVENT_CHUNK = b"%x\r\n" % len(EVENT % 0) + EVENT + b"\r\n"
-LAST_CHUNKS = chunk(LAST) + b"0\r\n\r\n"
+def chunks(line: bytes) -> tuple[bytes, bytes]:
+    """A token's, with its time to fill in, and the last ones."""
+    token = b"%x\r\n" % len(line + EVENT % 0) + line + EVENT + b"\r\n"
+    return token, chunk((line and b":\n") + LAST) + b"0\r\n\r\n"
+
+
+ASKED = b"x-stream-pieces"
+BARE, LINED = chunks(b""), chunks(b":123456;\n")
+LINED_HEAD = STREAM_HEAD.replace(b"server: fake", ASKED + b": 0")
 
 
 class Steps:
@@ -72,8 +80,9 @@ class Steps:
 
 
 class Stream:
-    def __init__(self, transport: asyncio.Transport, tokens: int) -> None:
+    def __init__(self, transport: asyncio.Transport, tokens: int, *, lined: bool) -> None:
         self._transport = transport
+        self._token, self._end = LINED if lined else BARE
         self._left = tokens
 
     def step(self) -> bool:
@@ -81,11 +90,11 @@ class Stream:
         if self._transport.is_closing():
             return False
         self._left -= 1
-        event = EVENT_CHUNK % time.monotonic_ns()
+        event = self._token % time.monotonic_ns()
         if self._left:
             self._transport.write(event)
             return True
-        self._transport.write(event + LAST_CHUNKS)
+        self._transport.write(event + self._end)
         return False
 
     def run_alone(self, period: float) -> None:
@@ -109,6 +118,10 @@ class Engine(asyncio.Protocol):
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
         self._parser = httptools.HttpRequestParser(self)
         self._body = b""
+        self._lined = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._lined = self._lined or name.lower() == ASKED
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -118,6 +131,7 @@ class Engine(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         body, self._body = self._body, b""
+        lined, self._lined = self._lined, False
         plan = PLAN.search(body)
         if plan is None or int(plan[1]) == 0:
             answer = WHOLE if body else ABOUT
@@ -127,8 +141,8 @@ class Engine(asyncio.Protocol):
             )
             return
         tokens, rate, in_step = (int(group) for group in plan.groups())
-        self._transport.write(STREAM_HEAD)
-        stream = Stream(self._transport, tokens)
+        self._transport.write(LINED_HEAD if lined else STREAM_HEAD)
+        stream = Stream(self._transport, tokens, lined=lined)
         if in_step:
             self._steps(rate).join(stream)
         else:

@@ -2,16 +2,25 @@
 
 from router.http.limits import ServerLimits, UpstreamLimits, settle_heap
 from router.http.pool import UpstreamPool
-from router.http.relay import RelayEnd, RelayOutcome, UpstreamResponse, fetch, forward, relay
+from router.http.relay import (
+    RelayEnd,
+    RelayOutcome,
+    UpstreamResponse,
+    break_off,
+    fetch,
+    forward,
+    relay,
+)
 from router.http.request import Headers, RawHeaders, Request, end_to_end
 from router.http.responder import Handler, Responder
+from router.http.sent import SentPieces
 from router.http.server import Server
 from router.http.stream import Observation, StreamObserver, TokenUsage, usage_of
 from router.http.upstream import Endpoint, UpstreamRequest
 
 __all__ = [
     "Endpoint", "Handler", "Headers", "Observation", "RawHeaders", "RelayEnd", "RelayOutcome", "Request",
-    "Responder", "Server", "ServerLimits", "StreamObserver", "TokenUsage", "UpstreamLimits",
-    "UpstreamPool", "UpstreamRequest", "UpstreamResponse", "end_to_end", "fetch", "forward", "relay",
-    "settle_heap", "usage_of",
+    "Responder", "SentPieces", "Server", "ServerLimits", "StreamObserver", "TokenUsage", "UpstreamLimits",
+    "UpstreamPool", "UpstreamRequest", "UpstreamResponse", "break_off", "end_to_end", "fetch", "forward",
+    "relay", "settle_heap", "usage_of",
 ]

@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 from router.errors import ApiError, EngineGarbled, EngineLost, Unavailable, UpstreamError
 from router.http.pool import UpstreamPool
-from router.http.request import Headers, RawHeaders, end_to_end
+from router.http.request import HOP_BY_HOP, Headers, RawHeaders, end_to_end
 from router.http.responder import Responder
+from router.http.sent import PIECES, SentPieces
 from router.http.stream import StreamObserver
 from router.http.upstream import Endpoint, ResponseSink, UpstreamConnection, UpstreamRequest
 
 log = logging.getLogger("conserve.router.http.relay")
 
+NOT_FOR_CLIENTS = HOP_BY_HOP | {PIECES}
 HELD_BODY_BYTES = 1024 * 1024
 FORWARD_RETRY_S = 2.0
 
@@ -34,6 +36,8 @@ class RelayEnd(enum.StrEnum):
     """The engine's status was in ``hold``. Nothing was written; ``outcome.response`` has the answer."""
     BROKEN = "broken"
     """The engine failed after its response began. The client has an error event, or a cut connection."""
+    CUT = "cut"
+    """So it did, in a stream that another engine can go on with: `sent` says where. The client waits."""
     CLIENT_GONE = "client_gone"
     """The client left; the engine's request was aborted."""
 
@@ -60,13 +64,16 @@ async def relay(
     observer: StreamObserver | None = None,
     *,
     hold: frozenset[int] = frozenset(),
+    sent: SentPieces | None = None,
 ) -> RelayOutcome:
     """Send ``request`` to ``endpoint`` and pass the response to ``responder``; never raises for the engine.
 
     ``hold``: statuses that are given back instead of passed on (503 of an engine that is going down, say).
     ``observer`` sees the response's bytes in passing and is finished when this returns.
+    ``sent``: of a stream that may go on elsewhere. With a ``responder`` that has started, this is where it
+    goes on: what is not the rest of that stream is held.
     """
-    passing = Passing(pool.loop, responder, observer, hold)
+    passing = Passing(pool.loop, responder, observer, hold, sent)
     remove = responder.on_disconnect(passing.client_left)
     try:
         return await _exchange(pool, endpoint, request, passing)
@@ -194,8 +201,11 @@ class Passing(Exchange):
         responder: Responder,
         observer: StreamObserver | None,
         hold: frozenset[int],
+        sent: SentPieces | None = None,
     ) -> None:
         super().__init__(loop)
+        self._sent = sent
+        self._continues = responder.started
         self._responder = responder
         self._observer = observer
         self._hold = hold
@@ -209,17 +219,23 @@ class Passing(Exchange):
             connection.abort()
 
     def on_head(self, status: int, headers: RawHeaders) -> None:
-        if status in self._hold:
+        sent = self._sent
+        if sent is not None:
+            sent.lined = status == 200 and any(name.lower() == PIECES for name, _ in headers)
+        if status in self._hold or (self._continues and not (sent is not None and sent.lined)):
             self._held = Collecting(self.loop, HELD_BODY_BYTES)
             self._held.on_head(status, headers)
             return
         content_type = _content_type(headers)
-        if self._observer is not None:
-            self._observer.start(status, content_type)
         if content_type.startswith(b"text/event-stream"):
             self._events = EventBoundary()
         responder, connection = self._responder, self.connection
-        responder.start(status, end_to_end(headers))
+        if not self._continues:
+            if self._observer is not None:
+                self._observer.start(status, content_type)
+            responder.start(status, end_to_end(headers, NOT_FOR_CLIENTS))
+        elif sent is not None:
+            responder.write(sent.comment)
         if connection is not None:
             responder.on_pause, responder.on_resume = connection.pause, connection.resume
             if responder.paused:
@@ -233,6 +249,9 @@ class Passing(Exchange):
             data = self._events.whole(data)
             if not data:
                 return
+            if self._sent is not None:
+                self._sent.torn = not data.endswith(ENDS)
+                data = self._sent.cut(data)
         if self._observer is not None:
             self._observer.feed(data)
         self._responder.write(data)
@@ -242,14 +261,21 @@ class Passing(Exchange):
         if events is None or events.holding:
             self.on_body(framed[start:-2])
             return
+        size = len(framed)
+        if self._sent is not None and self._sent.lined:
+            without = self._sent.cut_chunk(framed, start)
+            if without is None:
+                self.on_body(framed[start:-2])
+                return
+            framed, start = without, without.find(b"\n") + 1
         if self._observer is not None:
             self._observer.feed_chunk(framed)
         self._responder.write_chunk(framed, start)
         if self._observer is not None and self._observer.settled and self.connection is not None:
-            self.connection.pump_to(self._responder, self._observer, len(framed))
+            self.connection.pump_to(self._responder, self._observer, size, self._sent)
 
     def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
-        if status in self._hold:
+        if status in self._hold or self._sent is not None:
             super().on_whole(status, headers, body)
             return
         if self._observer is not None:
@@ -267,6 +293,8 @@ class Passing(Exchange):
             return
         if self._events is not None:
             tail = self._events.rest(tail)
+            if self._sent is not None:
+                tail = self._sent.cut(tail)
         if self._observer is not None and tail:
             self._observer.feed(tail)
         self.end(RelayOutcome(RelayEnd.COMPLETE, self._responder.status))
@@ -274,15 +302,28 @@ class Passing(Exchange):
 
     def on_failure(self, error: UpstreamError) -> None:
         responder = self._responder
-        if not responder.started:
+        if not responder.started or (self._continues and self._events is None):
             super().on_failure(error)
             return
-        if self._events is not None and responder.open_ended:
-            responder.close_after()
-            responder.finish(responder.error_shape.event(error))
+        goes_on = self._events is not None and self._sent is not None and self._sent.can_go_on
+        if goes_on and isinstance(error, EngineLost):  # one that is silent may come back
+            responder.on_pause = responder.on_resume = None
+            self.end(RelayOutcome(RelayEnd.CUT, responder.status, error))
+            return
+        if self._events is not None:
+            break_off(responder, error)
         else:
             responder.abort()
         self.end(RelayOutcome(RelayEnd.BROKEN, responder.status, error))
+
+
+def break_off(responder: Responder, error: ApiError) -> None:
+    """The end of a stream that has begun: an error event, where its framing lets one be added."""
+    if responder.open_ended:
+        responder.close_after()
+        responder.finish(responder.error_shape.event(error))
+    else:
+        responder.abort()
 
 
 class Collecting(Exchange):

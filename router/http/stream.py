@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.http.responder import Responder
+from router.http.sent import SentPieces
 
 log = logging.getLogger("conserve.router.http.stream")
 
@@ -285,13 +286,15 @@ def _object_at(text: bytes, start: int) -> dict[str, Any] | None:
 
 LARGEST_EVENT = 4096
 LARGEST_READ = 65536
+LETTER_D = ord("d")
 SPARE_BYTES = 64
 AT_ONCE = 256
 NEWLINE = 10
 # The size line of a read that is exactly one chunk, by the length of that read; else "-".
 SIZE_LINES = [b"-"] * (LARGEST_EVENT + 1)
+CONTENT_LINES = [b"%x\r\n" % _size for _size in range(LARGEST_EVENT)]  # the size line of so much content
 for _size in range(1, LARGEST_EVENT - 6):
-    _line = b"%x\r\n" % _size
+    _line = CONTENT_LINES[_size]
     SIZE_LINES[len(_line) + _size + 2] = _line
 
 
@@ -302,7 +305,9 @@ class Passage:
     error. ``write_aside`` gets what the client's socket did not take.
     """
 
-    __slots__ = ("client", "keep", "observer", "read_aside", "read_bytes", "responder", "write_aside")
+    __slots__ = (
+        "client", "keep", "lines", "observer", "read_aside", "read_bytes", "responder", "write_aside",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -312,8 +317,10 @@ class Passage:
         read_aside: Callable[[bytes], None],
         write_aside: Callable[[bytes], None],
         event_bytes: int,
+        sent: SentPieces | None,
     ) -> None:
         self.client = client
+        self.lines = sent.lines if sent is not None and sent.lined else None
         self.responder = responder
         self.observer = observer
         self.keep = observer.last_pieces.append
@@ -376,15 +383,23 @@ class Pump:
             except OSError:
                 data = b""
             size = len(data)
+            lines, line_end = passage.lines, 0
+            if lines is not None:  # one line, and one event of one line behind it
+                line_end = data.find(b"\n", BEHIND_SIZE_LINE) + 1
             if (
                 size == most
-                or data.find(b"\n", BEHIND_SIZE_LINE) != size - 4
+                or data.find(b"\n", line_end or BEHIND_SIZE_LINE) != size - 4
                 or not data.startswith(size_lines[size])
                 or data[-3] != NEWLINE
                 or data[-1] != NEWLINE
+                or (lines is not None and data[line_end] != LETTER_D)
             ):
                 passage.aside(engine, data)
                 continue
+            if lines is not None:
+                lines += data[len(size_lines[size]) : line_end]
+                data = CONTENT_LINES[size - line_end - 2] + data[line_end:]
+                size = len(data)
             observer = passage.observer
             observer.last_at = now
             observer.events += 1

@@ -17,6 +17,7 @@ from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
 from router.http.limits import UpstreamLimits
 from router.http.request import HOP_BY_HOP, RawHeaders, RequestBody, end_to_end
 from router.http.responder import BODILESS, Responder
+from router.http.sent import SentPieces
 from router.http.stream import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump, StreamObserver
 
 log = logging.getLogger("conserve.router.http.upstream")
@@ -288,7 +289,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     # The pump: it reads for us while each read is one whole event
 
-    def pump_to(self, responder: Responder, observer: StreamObserver, event_bytes: int) -> None:
+    def pump_to(
+        self, responder: Responder, observer: StreamObserver, event_bytes: int, sent: SentPieces | None
+    ) -> None:
         """Between two chunks: what comes next may go straight to the client."""
         pump = self._pump
         if pump is None or self._passage is not None or self._paused:
@@ -297,7 +300,7 @@ class UpstreamConnection(asyncio.Protocol):
         if client is not None:
             self._transport.pause_reading()
             self._passage = Passage(
-                client, responder, observer, self.read_aside, self.write_aside, event_bytes
+                client, responder, observer, self.read_aside, self.write_aside, event_bytes, sent
             )
             pump.take(self.socket.fileno(), self._passage)
 

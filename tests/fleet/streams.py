@@ -16,9 +16,17 @@ class Stream:
     """One chat completion, streamed. `text` grows; `error` is the error event, if one came."""
 
     def __init__(
-        self, url: str, model: str, messages: list[dict[str, Any]], key: str, max_tokens: int
+        self,
+        url: str,
+        model: str,
+        messages: list[dict[str, Any]],
+        key: str,
+        max_tokens: int,
+        **more: Any,
     ) -> None:
         self.text = ""
+        self.arguments = ""  # of the tools that it calls
+        self.said: list[Any] = []  # finish reasons and usage
         self.error: dict[str, Any] | None = None
         self.finished = False  # ended as the protocol says: [DONE] after a finish reason, or an error event
         self.broken: Exception | None = None
@@ -36,6 +44,7 @@ class Stream:
             "temperature": 0,
             "stream": True,
             "ignore_eos": True,
+            **more,
         }
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         self._request = json.dumps(body).encode(), headers
@@ -69,6 +78,12 @@ class Stream:
             return
         for choice in event["choices"]:
             self.text += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls") or ():
+                self.arguments += call["function"].get("arguments") or ""
+            if choice["finish_reason"]:
+                self.said.append(choice["finish_reason"])
+        if usage := event.get("usage"):
+            self.said.append((usage["prompt_tokens"], usage["completion_tokens"]))
 
     def until_text(self, characters: int, limit_s: float = 120) -> None:
         deadline = time.monotonic() + limit_s

@@ -50,7 +50,7 @@ def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
     return found
 
 
-def test_a_killed_decoder_ends_its_streams_properly_and_the_others_go_on(fleet: RunningFleet) -> None:
+def test_a_killed_decoder_ends_streams_that_are_not_to_go_on_and_the_others_do(fleet: RunningFleet) -> None:
     messages = opening(51, 60)
     text_turn(client(fleet.url, "victim"), fleet.model, messages)
     where = conversation(fleet, "victim", 1)["decoder"]
@@ -63,7 +63,8 @@ def test_a_killed_decoder_ends_its_streams_properly_and_the_others_go_on(fleet: 
     messages.append({"role": "user", "content": "Go on at length."})
     others.append({"role": "user", "content": "Go on at length."})
     engine_core = vllm_process(fleet, where, "EngineCore")
-    stream = Stream(fleet.url, fleet.model, messages, "victim", 3000)
+    opted_out = {"actions": [{"action_type": "conversation.resume", "payload": {"value": False}}]}
+    stream = Stream(fleet.url, fleet.model, messages, "victim", 3000, kv_hints=opted_out)
     other = Stream(fleet.url, fleet.model, others, f"bystander-{bystander}", 200)
     stream.until_text(20)
     fleet.kill(engine_core)

@@ -73,6 +73,8 @@ class FakeEngine:
     fail_body: str = ""
     dies_of: bytes = b""  # a request with this in it: the connection breaks, as when the process ends
     fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
+    cut_after: int = 0  # tokens of a stream, whose connection then breaks
+    lines: bool = True  # it says a stream's tokens when it is asked to, as workers/token_lines.py does
     port: int = 0
     reports: int = 0  # of its state
     _runner: web.AppRunner | None = None
@@ -191,28 +193,29 @@ class FakeEngine:
                 whole["choices"][0]["message"]["tool_calls"] = [{"id": "c", "type": "function"}]
             return web.json_response(whole)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        pieces = _Pieces(response, request, body, self)
         await response.prepare(request)
         if messages:
-            await self._stream_message(response, answer_id, count, usage)
+            await self._stream_message(pieces, answer_id, count, usage)
             return response
         for number in range(count):
-            await asyncio.sleep(self.token_s)
+            await pieces.token(number)
             if self.fail_after and number == self.fail_after:
                 error = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
-                await response.write(_event({"error": error}))
+                await pieces.write(_event({"error": error}))
                 break
             last = number == count - 1
-            await response.write(_chunk(request.path, answer_id, number, last, last and self.calls_tools))
+            await pieces.write(_chunk(request.path, answer_id, number, last, last and self.calls_tools))
         if responses:
             done = {
                 "type": "response.completed",
                 "response": {"id": answer_id, "status": "completed", "usage": usage},
             }
-            await response.write(_event(done))
+            await pieces.write(_event(done))
         else:
             if (body.get("stream_options") or {}).get("include_usage"):
-                await response.write(_event({"id": answer_id, "choices": [], "usage": usage}))
-            await response.write(b"data: [DONE]\n\n")
+                await pieces.write(_event({"id": answer_id, "choices": [], "usage": usage}))
+            await pieces.write(b"data: [DONE]\n\n")
         return response
 
     async def _prefill(self, params: dict[str, Any], tokens: int) -> None:
@@ -233,23 +236,23 @@ class FakeEngine:
             transfer.set()
 
     async def _stream_message(
-        self, response: web.StreamResponse, answer_id: str, count: int, usage: dict[str, int]
+        self, pieces: "_Pieces", answer_id: str, count: int, usage: dict[str, int]
     ) -> None:
         start = {
             **_whole("/v1/messages", answer_id, 0, {"input_tokens": 0, "output_tokens": 0}),
             "content": [],
         }
-        await response.write(_named("message_start", message=start))
+        await pieces.write(_named("message_start", message=start))
         block = {"type": "text", "text": ""}
-        await response.write(_named("content_block_start", index=0, content_block=block))
+        await pieces.write(_named("content_block_start", index=0, content_block=block))
         for number in range(count):
-            await asyncio.sleep(self.token_s)
+            await pieces.token(number)
             delta = {"type": "text_delta", "text": f"w{number} "}
-            await response.write(_named("content_block_delta", index=0, delta=delta))
-        await response.write(_named("content_block_stop", index=0))
+            await pieces.write(_named("content_block_delta", index=0, delta=delta))
+        await pieces.write(_named("content_block_stop", index=0))
         stop = {"stop_reason": "end_turn", "stop_sequence": None}
-        await response.write(_named("message_delta", delta=stop, usage=usage))
-        await response.write(_named("message_stop"))
+        await pieces.write(_named("message_delta", delta=stop, usage=usage))
+        await pieces.write(_named("message_stop"))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -266,6 +269,41 @@ class FakeEngine:
     async def _release(self, request: web.Request) -> web.Response:
         self.release((await request.json())["key"])
         return web.json_response({})
+
+
+class _Pieces:
+    """A stream's pieces, with their tokens in front where a gateway asked for that, from where it asked."""
+
+    def __init__(
+        self, response: web.StreamResponse, request: web.Request, body: dict[str, Any], engine: FakeEngine
+    ) -> None:
+        asked = request.headers.get("x-stream-pieces")
+        self._response, self._request, self._engine = response, request, engine
+        self._lined = asked is not None and engine.lines
+        self._had = int(asked or 0)
+        self._tokens: list[int] = []
+        resume = (body.get("kv_transfer_params") or {}).get("resume") or {"outputs": []}
+        self._given = [token for output in resume["outputs"] for token in output]
+        if self._lined:
+            response.headers["x-stream-pieces"] = asked or ""
+
+    async def token(self, number: int) -> None:
+        """The next one: computed, or known from the engine before."""
+        self._tokens.append(1000 + number)
+        if number < len(self._given):
+            assert self._given[number] == 1000 + number
+            return
+        if self._engine.cut_after and number >= self._engine.cut_after and self._request.transport:
+            self._request.transport.abort()
+        await asyncio.sleep(self._engine.token_s)
+
+    async def write(self, data: bytes) -> None:
+        line = b":" + b"".join(b"%d;" % token for token in self._tokens) + b"\n" if self._lined else b""
+        self._tokens = []
+        if self._had:
+            self._had -= 1
+        else:
+            await self._response.write(line + data)
 
 
 def prompt_size(body: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
 
-from kvtransfer.vllm_internals import verify
+from kvtransfer.vllm_internals import GRAMMARS, advance_grammars, verify
 from placement.iteration.interface import (
     BatchBuilder,
     EngineView,
@@ -42,6 +42,8 @@ class PlannedScheduling(internals.OpenScheduling):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         verify(internals.SCHEDULING)
+        verify(GRAMMARS)
+        advance_grammars()
         super().__init__(*args, **kwargs)
         config = self.adapted(CoServingConfig.from_additional_config(self.vllm_config.additional_config))
         self.policy = make_policy(config.serving)

@@ -1,0 +1,109 @@
+"""A stream that goes on when its decoder ends: whether it can, and what the next engine is told.
+
+The next engine gets the client's request with the tokens that were sent, puts them through its parsers and
+goes on behind them, so that tool calls, structured output, stop strings and usage stand where they stood
+(`router/http/sent.py`). Greedy answers go on as they would have; sampled ones are drawn anew from there,
+which a comment in the stream says. What cannot go on exactly ends in an error event, and is counted.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from router import metrics
+from router.errors import ApiError, EngineLost
+from router.http import RelayEnd, RelayOutcome, Responder, SentPieces, break_off
+from router.legs import decoder_lost
+from router.reading import Api
+from router.turn import Turn
+
+log = logging.getLogger("conserve.router.continuation")
+
+MOST_TRIES = 2  # engines that a stream may end under, after the first
+LONGEST_S = 120.0  # from the first cut to the last try
+_SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
+# Of what an engine does with tokens that it takes for a prompt's, and not for its own.
+_COUNTED_OUTPUT = ("frequency_penalty", "presence_penalty", "bad_words", "thinking_token_budget")
+_PROBABILITIES = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
+
+
+def why_not(turn: Turn) -> str | None:
+    """Why a stream could not go on elsewhere, as far as its request says."""
+    body = turn.body
+    if not turn.prompt.hints.resume:
+        return "opted_out"
+    if turn.prompt.identity.previous_response:
+        return "previous_response"  # which only its decoder has
+    several = any(_number(body.get(name)) > 1 for name in ("n", "best_of"))
+    if several or body.get("use_beam_search") or _several_prompts(turn):
+        return "several_answers"
+    said = [body.get(name) for name in _PROBABILITIES]
+    if any(one is not None and one is not False for one in said) or "logprobs" in str(body.get("include")):
+        return "logprobs"
+    thinking = body.get("thinking")
+    budget = isinstance(thinking, Mapping) and thinking.get("type") == "enabled"
+    if budget or any(body.get(name) for name in _COUNTED_OUTPUT):
+        return "counted_output"
+    return None
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _several_prompts(turn: Turn) -> bool:
+    prompt = turn.body.get("prompt")
+    return turn.api is Api.COMPLETIONS and isinstance(prompt, list) and turn.prompt.exact_tokens is None
+
+
+class Continuation:
+    """Of one turn: what its client has of the stream, and how often it was cut."""
+
+    def __init__(self, turn: Turn, clock: Callable[[], float]) -> None:
+        self._why_not = why_not(turn)
+        can = turn.body.get("stream") is True and self._why_not is None
+        self.sent = SentPieces() if can else None
+        self._sampled = turn.body.get("temperature") != 0
+        self._clock = clock
+        self._tries = 0
+        self._first_cut: float | None = None
+        self._fails_as = "set_aside"  # what it is counted as if it ends now
+
+    def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
+        """What another engine is asked. Raises what ended the stream when it was cut too often."""
+        assert self.sent is not None
+        now = self._clock()
+        self._first_cut = self._first_cut or now
+        self._fails_as = "cut_again"
+        if self._tries >= MOST_TRIES or now - self._first_cut > LONGEST_S:
+            raise outcome.error or EngineLost("The engine was lost in the middle of its answer; try again.")
+        self._tries += 1
+        self._fails_as = "no_place"
+        self.sent.comment = _SAMPLED if self._sampled and self.sent.pieces else b""
+        outputs = self.sent.outputs
+        return replace(turn, resume={"outputs": outputs} if outputs else None)
+
+    def judged(self, outcome: RelayOutcome) -> RelayOutcome:
+        """What became of a try: gone on, to be tried again, or an error."""
+        if outcome.end in (RelayEnd.NOT_STARTED, RelayEnd.HELD):
+            if decoder_lost(outcome):
+                return outcome._replace(end=RelayEnd.CUT)
+            self._fails_as = "refused"
+            status = outcome.response.status if outcome.response is not None else 0
+            raise outcome.error or EngineLost(f"No other engine goes on with this answer (status {status}).")
+        if outcome.end is not RelayEnd.CLIENT_GONE:
+            metrics.STREAMS_CUT.labels("resumed").inc()
+        self._fails_as = "set_aside"
+        return outcome
+
+    def broken_off(self, responder: Responder, error: ApiError) -> RelayOutcome:
+        break_off(responder, error)
+        metrics.STREAMS_CUT.labels(self._fails_as).inc()
+        log.warning("stream not resumed why=%s reason=%r", self._fails_as, str(error))
+        return RelayOutcome(RelayEnd.BROKEN, responder.status, error)
+
+    def noted(self, outcome: RelayOutcome) -> None:
+        """An engine ended under it, and that was its end."""
+        if outcome.end is RelayEnd.BROKEN:
+            metrics.STREAMS_CUT.labels(self._why_not or "not_lined").inc()

@@ -1,0 +1,75 @@
+"""What of a stream its client has, in the engine's words: enough for another engine to go on with it.
+
+Asked to, an engine writes a line in front of each piece of a stream: the tokens of its outputs since the last
+one, as in `:12,13;14;` (workers/token_lines.py). The line is kept and not passed on. Most pieces are one
+event in one chunk, which loses its line in one cut; all else takes the long way.
+"""
+
+from __future__ import annotations
+
+import re
+from uuid import uuid4
+
+from router.http.request import RawHeaders
+
+# What engines are asked and say.
+PIECES = b"x-stream-pieces"
+SEED = b"x-stream-seed"
+CREATED = b"x-stream-created"
+
+LINE = re.compile(rb"^:[0-9,;-]*\n", re.MULTILINE)
+CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
+NOT_TO_BE_CONTINUED = b"-"
+
+
+class SentPieces:
+    """Of one stream: the lines of the pieces that the client has."""
+
+    __slots__ = ("_created", "_seed", "comment", "lined", "lines", "torn")
+
+    def __init__(self) -> None:
+        self.lines = bytearray()
+        self.lined = False
+        """The engine writes lines."""
+        self.torn = False
+        """The client has a part of an event."""
+        self.comment = b""
+        """For the client, in front of what the next engine says."""
+        self._seed = uuid4().hex.encode()
+        self._created = b""
+
+    @property
+    def headers(self) -> RawHeaders:
+        """For the engine that begins, and for one that goes on."""
+        said = [(PIECES, b"%d" % self.pieces), (SEED, self._seed)]
+        return [*said, (CREATED, self._created)] if self._created else said
+
+    @property
+    def pieces(self) -> int:
+        return self.lines.count(b"\n")
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Token ids of each of the engine's outputs."""
+        each = bytes(self.lines).replace(b":", b"").replace(b"\n", b"").split(b";")[:-1]
+        return [[int(token) for token in one.split(b",")] if one else [] for one in each]
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.lined and not self.torn and NOT_TO_BE_CONTINUED not in self.lines
+
+    def cut(self, data: bytes) -> bytes:
+        """Whole events without their lines."""
+        if not self._created and (found := CREATED_AT.search(data)):
+            self._created = found[1]
+        for line in LINE.findall(data):
+            self.lines += line
+        return LINE.sub(b"", data)
+
+    def cut_chunk(self, framed: bytes, start: int) -> bytes | None:
+        """One piece, in its framing; None: it is not simply that."""
+        end = framed.find(b"\n", start) + 1
+        if framed[start : start + 1] != b":" or framed[start + 1 : start + 2] == b" ":
+            return None
+        self.lines += framed[start:end]
+        return b"%x\r\n" % (len(framed) - end - 2) + framed[end:]

@@ -1,0 +1,78 @@
+"""`kill -9` under thirty streams of a decoder: each of them ends as an undisturbed one does."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fleet.streams import Stream
+from tests.fleet.talk import CITY_TOOL, FORCED, get, metric, opening
+from tests.fleet.test_faults import serving, vllm_process
+from tests.support.fleet import RunningFleet
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+STREAMS = 30
+STREAM_S = 300
+LONG_SCHEMA = {
+    "type": "object",
+    "properties": {"notes": {"type": "string", "minLength": 400, "maxLength": 450}},
+    "required": ["notes"],
+    "additionalProperties": False,
+}
+LONG_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather.", "parameters": LONG_SCHEMA},
+}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"tools": [LONG_TOOL], "tool_choice": FORCED, "ignore_eos": False},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": LONG_SCHEMA}}},
+]
+
+
+@pytest.fixture
+def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
+    serving(laptop_fleet)
+    yield laptop_fleet
+    serving(laptop_fleet)
+
+
+def start(fleet: RunningFleet, number: int, key: str) -> Stream:
+    more = {"tools": [CITY_TOOL], **KINDS[number % 3], "stream_options": {"include_usage": True}}
+    return Stream(fleet.url, fleet.model, opening(7000 + number, 30), f"{key}-{number}", 500, **more)
+
+
+def said(stream: Stream) -> tuple[Any, ...]:
+    assert stream.broken is None and stream.error is None and stream.finished, (stream.error, stream.broken)
+    return stream.text, stream.arguments, stream.said
+
+
+def resumed(fleet: RunningFleet) -> float:
+    return metric(fleet.url, "conserve_streams_cut_total", outcome="resumed")
+
+
+@pytest.mark.parametrize("process", ["EngineCore", "api_server"])
+def test_thirty_streams_go_on_equal_to_undisturbed_ones(fleet: RunningFleet, process: str) -> None:
+    undisturbed = [start(fleet, number, f"calm-{process}") for number in range(STREAMS)]
+    expected = [said(stream.end(STREAM_S)) for stream in undisturbed]
+    before = resumed(fleet)
+    streams = [start(fleet, number, f"hit-{process}") for number in range(STREAMS)]
+    fleet.until(lambda: all(s.text or s.arguments for s in streams), STREAM_S, "all to have begun")
+    fleet.kill(vllm_process(fleet, "decode-0", process))
+    for stream in streams:
+        stream.end(STREAM_S)
+    assert [said(stream) for stream in streams] == expected
+    placements = [
+        [
+            one["cause"]
+            for one in get(fleet.url, "/v1/conversations", f"hit-{process}-{n}")["data"][0]["placements"]
+        ]
+        for n in range(STREAMS)
+    ]
+    went_on = [number for number, causes in enumerate(placements) if causes == ["first_turn", "rebound"]]
+    assert len(went_on) == resumed(fleet) - before
+    assert {number % 3 for number in went_on} == {0, 1, 2}, "of each kind"
+    for arguments in (stream.arguments for stream in streams[1::3]):
+        json.loads(arguments)

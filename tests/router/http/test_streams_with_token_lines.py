@@ -1,0 +1,140 @@
+"""Lines in front of a stream's pieces say its tokens: they are kept, and never reach a client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from router.http import RelayEnd, Request, Responder, SentPieces
+from router.http.stream import Passage
+from tests.router.http.client import Client, eventually
+from tests.router.http.engine import EngineConnection
+from tests.router.http.gateway import Gateway
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-stream-pieces: 0\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+
+
+def token(text: str) -> bytes:
+    return b'data: {"delta":{"content":"%b"},"finish_reason":null}\n\n' % text.encode()
+
+
+def chunked(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def lined(number: int) -> bytes:
+    return b":%d;\n%b" % (1000 + number, token(f"t{number}"))
+
+
+async def test_they_are_taken_out_by_the_pump(
+    serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside: list[bytes] = []
+    monkeypatch.setattr(
+        Passage, "aside", lambda self, engine, data: (aside.append(data), self.read_aside(data))
+    )
+    taken = asyncio.Semaphore(0)
+
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(HEAD)
+        for number in range(30):
+            await engine.chunk(lined(number))
+            await taken.acquire()
+        engine.reset()
+
+    _, endpoint = await engine_of(script)
+    sent = SentPieces()
+    gateway = Gateway(pool_of(), endpoint, sent=sent)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        _, headers = await client.head()
+        assert "x-stream-pieces" not in headers
+        for number in range(30):
+            assert await client.chunk() == token(f"t{number}")
+            taken.release()
+        await eventually(lambda: gateway.outcomes)
+        assert gateway.outcomes[0].end is RelayEnd.CUT
+        assert sent.outputs == [[1000 + number] for number in range(30)]
+        assert (sent.pieces, sent.can_go_on) == (30, True)
+        assert [data for data in aside if data] == [], "no token took the long way"
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_they_are_taken_out_however_the_bytes_come(
+    serve: Any, pool_of: Any, engine_of: Any, seed: int
+) -> None:
+    """Pieces of several tokens and of none, of two lines, comments, and an engine that ends anywhere."""
+    rng = random.Random(seed)
+    pieces, tokens, bare = [], [], []
+    for number in range(40):
+        ids = [rng.randrange(200_000) for _ in range(rng.choice([0, 1, 1, 1, 3]))]
+        events = rng.choice([token(f"t{number}"), b"event: x\n" + token("\\n: no line")])
+        tokens.append(ids)
+        bare.append(events)
+        pieces.append(b":" + b"".join(b"%d;" % one for one in ids) + b"\n" + events)
+        if rng.random() < 0.1:
+            pieces.append(b": keep-alive\n\n")
+            bare.append(b": keep-alive\n\n")
+            tokens.append([])
+    raw = b"".join(map(chunked, pieces))
+    end = rng.randrange(len(raw) // 2, len(raw))
+
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(HEAD)
+        at = 0
+        while at < end:
+            size = rng.choice([1, 7, 100, 1000])
+            await engine.write(raw[at : min(end, at + size)])
+            at += size
+            await asyncio.sleep(0.001)
+        engine.writer.close()
+
+    _, endpoint = await engine_of(script)
+    sent = SentPieces()
+    gateway = Gateway(pool_of(), endpoint, sent=sent)
+
+    async def handle(request: Request, responder: Responder) -> None:
+        await gateway(request, responder)
+        responder.finish()
+
+    _, port = await serve(handle)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        await eventually(lambda: gateway.outcomes)
+        got = b"".join(await client.chunks())
+        assert gateway.outcomes[0].end is RelayEnd.CUT
+        whole = [b"".join(bare[:n]) for n in range(len(bare) + 1)]
+        upto = whole.index(got)
+        assert sent.can_go_on
+        assert sent.pieces == upto - got.count(b": keep-alive\n\n")
+        assert [t for one in sent.outputs for t in one] == [t for ids in tokens[:upto] for t in ids]
+
+
+async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(HEAD + chunked(lined(0)))
+        await engine.write(b"%x\r\n:7;\ndata: " % 200_000 + b"x" * 100_000)
+        await asyncio.sleep(0.2)
+        engine.reset()
+
+    _, endpoint = await engine_of(script)
+    gateway = Gateway(pool_of(), endpoint, sent=SentPieces())
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        answer = await client.answer()
+        assert b"engine_lost" in answer.body
+        assert gateway.outcomes[0].end is RelayEnd.BROKEN

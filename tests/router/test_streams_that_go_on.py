@@ -1,0 +1,218 @@
+"""A stream whose decoder ends goes on from where its client is, on another one, or says why not."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from tests.router.test_failures import engine_process
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, fleet, get, user
+from tests.support.waiting import until
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
+
+
+def events(body: bytes) -> list[Any]:
+    """What a client reads, without what differs from one answer of fake engines to the next."""
+    lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
+    assert all(line == b"" or line.startswith((b"data: ", b"event: ", b": ")) for line in body.split(b"\n"))
+    read = [orjson.loads(line) if line != b"[DONE]" else "[DONE]" for line in lines]
+    for event in read:
+        for one in (event, event.get("response"), event.get("message")) if isinstance(event, dict) else ():
+            if isinstance(one, dict):
+                one.pop("id", None)
+    return read
+
+
+def contents(read: list[Any]) -> list[str]:
+    return [event["choices"][0]["delta"]["content"] for event in read[:-1]]
+
+
+async def cuts(made: Fleet) -> dict[str, float]:
+    _, text = await get(f"{made.urls[0]}/metrics")
+    lines = [line for line in text.splitlines() if line.startswith("conserve_streams_cut_total{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+async def counted(made: Fleet, before: dict[str, float]) -> dict[str, float]:
+    after = await cuts(made)
+    return {what: n - before.get(what, 0) for what, n in after.items() if n != before.get(what, 0)}
+
+
+def cut_first(made: Fleet, after: int) -> None:
+    """The decoder that gets the next stream breaks it off; the others do not."""
+    for engine in made.engines.values():
+        engine.cut_after = after
+
+
+async def first_cut(made: Fleet, asking: Callable[[], Any]) -> tuple[Answer, FakeEngine]:
+    """An answer whose first decoder broke off, and that decoder."""
+    task = asyncio.create_task(asking())
+    await until(made.decoder_requests)
+    (broke,) = (one for name, one in made.engines.items() if name.startswith("d") and one.seen)
+    for engine in made.engines.values():
+        engine.cut_after = engine.cut_after if engine is broke else 0
+    return await task, broke
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("after", [1, 5, 29])
+@pytest.mark.parametrize("prefillers", [0, 1])
+async def test_it_goes_on_without_a_gap_or_a_repeat(
+    tmp_path: Path, path: str, after: int, prefillers: int
+) -> None:
+    async with fleet(tmp_path, prefillers=prefillers, engine={"token_s": 0.005}) as made:
+        told: dict[str, Any] = {"temperature": 0, "stream": True, "path": path}
+        told["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 30
+        prompt: Any = "q" if path == "/v1/completions" else [user("q")]
+        undisturbed = await ask(made.urls[0], prompt, headers={"x-session-id": "before"}, **told)
+        for engine in made.engines.values():
+            engine.seen.clear()
+        before = await cuts(made)
+        cut_first(made, after)
+        answer, broke = await first_cut(
+            made, lambda: ask(made.urls[0], prompt, headers={"x-session-id": "s"}, **told)
+        )
+        assert events(answer.body) == events(undisturbed.body)
+        assert b"\n:" not in answer.body and not answer.body.startswith(b":")
+        assert "x-stream-pieces" not in answer.headers
+        assert await counted(made, before) == {"resumed": 1}
+        first, second = (
+            made.decoder_requests() if made.engines["d0"] is broke else made.decoder_requests()[::-1]
+        )
+        assert (first.headers["x-stream-seed"], "resume" in first.params) == (
+            second.headers["x-stream-seed"],
+            False,
+        )
+        tokens = [token for output in second.params["resume"]["outputs"] for token in output]
+        assert tokens == [1000 + n for n in range(after)]
+        legs = [leg.params.get("resume") for leg in made.prefills()]
+        assert legs == ([None, second.params["resume"]] if prefillers else [])
+        await made.settle()
+        _, conversation = await get(f"{made.urls[0]}/v1/conversations/s")
+        assert conversation["decoder"] != broke.name
+        assert [note["cause"] for note in conversation["placements"]] == ["first_turn", "rebound"]
+        assert not [one for one in made.directory.table.conversations if one.running]
+
+
+async def test_sampled_ones_go_on_and_say_so(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"token_s": 0.005}) as made:
+        cut_first(made, 5)
+        answer, _ = await first_cut(made, lambda: ask(made.urls[0], [user("q")], stream=True, max_tokens=20))
+        head, comment, _ = answer.body.partition(SAMPLED)
+        assert comment and head.count(b"data: ") == 5
+        assert contents(events(answer.body)) == [f"w{n} " for n in range(20)]
+
+
+async def test_many_streams_of_a_decoder_that_is_killed_go_on(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.02) as (info, pid):
+        made.directory.engine_up(info)
+        await made.settle()
+
+        async def stream(number: int) -> bytes:
+            got = b""
+            body = {"model": MODEL, "messages": [user(f"{number}")], "stream": True, "max_tokens": 50}
+            body["temperature"] = 0
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(
+                    f"{made.urls[0]}/v1/chat/completions", json={**body, "temperature": 0}
+                ) as response,
+            ):
+                async for piece in response.content.iter_any():
+                    got += piece
+                    begun.add(number)
+            return got
+
+        begun: set[int] = set()
+        streams = [asyncio.create_task(stream(number)) for number in range(30)]
+        await until(lambda: len(begun) == 30)
+        other = FakeEngine("d1")
+        await other.start()
+        made.engines["d1"] = other
+        made.directory.engine_up(other.info)
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        for one in streams:
+            seen = events(await asyncio.wait_for(one, 60.0))
+            assert [event["choices"][0]["delta"]["content"] for event in seen[:-1]] == [
+                f"w{n} " for n in range(50)
+            ]
+            assert seen[-1] == "[DONE]"
+        assert all(request.params["resume"]["outputs"] for request in other.seen)
+
+
+@pytest.mark.parametrize(
+    ("more", "headers", "why"),
+    [
+        ({}, {"x-conversation-resume": "0"}, "opted_out"),
+        ({"n": 2}, {}, "several_answers"),
+        ({"logprobs": True}, {}, "logprobs"),
+        ({"top_logprobs": 0}, {}, "logprobs"),
+        ({"presence_penalty": 0.5}, {}, "counted_output"),
+        ({"thinking_token_budget": 5}, {}, "counted_output"),
+    ],
+)
+async def test_what_cannot_go_on_exactly_ends_in_an_error_and_is_counted(
+    tmp_path: Path, more: dict[str, Any], headers: dict[str, str], why: str
+) -> None:
+    async with fleet(tmp_path) as made:
+        before = await cuts(made)
+        cut_first(made, 3)
+        answer = await ask(made.urls[0], [user("q")], stream=True, max_tokens=20, headers=headers, **more)
+        assert events(answer.body)[-1]["error"]["code"] == "engine_lost"
+        assert await counted(made, before) == {why: 1}
+        assert len(made.decoder_requests()) == 1
+
+
+async def test_an_engine_that_does_not_say_its_tokens_is_as_before(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"lines": False}) as made:
+        before = await cuts(made)
+        cut_first(made, 3)
+        answer = await ask(made.urls[0], [user("q")], stream=True, max_tokens=20)
+        assert events(answer.body)[-1]["error"]["code"] == "engine_lost"
+        assert await counted(made, before) == {"not_lined": 1}
+
+
+async def test_a_stream_that_ends_engines_is_set_aside_after_two(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=5) as made:
+        cut_first(made, 3)
+        for engine in made.engines.values():
+            engine.cut_after = 3 if engine.name == "d0" else 5
+        before = await cuts(made)
+        answer = await ask(made.urls[0], [user("q")], stream=True, max_tokens=20, temperature=0)
+        assert events(answer.body)[-1]["error"]["code"] == "request_set_aside"
+        assert len(made.decoder_requests()) == 2
+        assert (await counted(made, before))["set_aside"] == 1
+        await made.settle()
+        assert not [one for one in made.directory.table.conversations if one.running]
+
+
+async def test_without_another_decoder_it_ends_in_an_error_that_says_so(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, place_wait_s=0.2) as made:
+        before = await cuts(made)
+        cut_first(made, 3)
+        feeding = made.engines.pop("d0")  # it reports no more
+        answer = await ask(made.urls[0], [user("q")], stream=True, max_tokens=20, temperature=0)
+        assert events(answer.body)[-1]["error"]["type"] in ("rate_limit_error", "server_error")
+        assert await counted(made, before) == {"no_place": 1}
+        await feeding.stop()
+
+
+async def test_a_client_that_leaves_in_between_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, place_wait_s=30.0) as made:
+        cut_first(made, 3)
+        gone = made.engines.pop("d0")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(ask(made.urls[0], [user("q")], stream=True, max_tokens=20), 1.0)
+        await until(lambda: made.directory.table.waiting == 0)
+        await until(lambda: not [one for one in made.directory.table.conversations if one.running])
+        await gone.stop()

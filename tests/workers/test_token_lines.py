@@ -1,0 +1,179 @@
+"""Streams of a real engine that begin where another one ended: every cut, each API, parsers and grammars."""
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from kvtransfer.config import ConnectorConfig
+from tests.fleet.talk import CITY_TOOL, FORCED
+from tests.kvtransfer.engine.engines import Engine, running
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+MIDDLEWARE = "workers.token_lines.TokenLinesMiddleware"
+ARGUMENTS = (*("--middleware", MIDDLEWARE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),)
+QUESTION = [{"role": "user", "content": "Compare the weather of the two cities."}]
+CITY = CITY_TOOL["function"]["parameters"]
+RESPONSES_TOOL = {"type": "function", **CITY_TOOL["function"]}
+MESSAGES_TOOL = {"name": "weather", "description": "Weather.", "input_schema": CITY}
+GREEDY = {"model": "m", "temperature": 0, "stream": True, "ignore_eos": True}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with running(Engine(ConnectorConfig(), arguments=ARGUMENTS)) as (one,):
+        yield one
+
+
+def stream(
+    engine: Engine, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
+) -> list[tuple[bytes, bytes]]:
+    """Pieces with the lines in front of them; behind those that the client has."""
+    outputs = [[int(t) for t in one.split(b",") if t] for one in b"".join(had).split(b";")[:-1]]
+    if outputs:
+        body = {**body, "kv_transfer_params": {"resume": {"outputs": outputs}}}
+    headers = {"Content-Type": "application/json", "X-Stream-Pieces": str(len(had)), "X-Stream-Seed": "5eed"}
+    headers |= {"X-Stream-Created": created} if created else {}
+    connection = http.client.HTTPConnection("127.0.0.1", engine.http, timeout=240)
+    connection.request("POST", path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    read = answer.read()
+    assert answer.status == 200, read
+    assert answer.getheader("X-Stream-Pieces") == str(len(had))
+    lines = re.split(rb"^:(.*)\n", read, flags=re.MULTILINE)
+    assert lines[0] == b""
+    return list(zip(lines[1::2], lines[2::2], strict=True))
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": (CHAT, {"messages": QUESTION, "max_tokens": 24, "stream_options": {"include_usage": True}}),
+    "forced_tool": (
+        CHAT,
+        {"messages": QUESTION, "tools": [CITY_TOOL], "tool_choice": FORCED, "max_tokens": 64},
+    ),
+    "required_tool": (
+        CHAT,
+        {"messages": QUESTION, "tools": [CITY_TOOL], "tool_choice": "required", "max_tokens": 64},
+    ),
+    "schema": (CHAT, {"messages": QUESTION, "response_format": SCHEMA, "max_tokens": 64}),
+    "regex": (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "[abc]{20}"}, "max_tokens": 64}),
+    "completion": (COMPLETIONS, {"prompt": "Once upon", "max_tokens": 24, "echo": True}),
+    "usage": (
+        COMPLETIONS,
+        {
+            "prompt": "A",
+            "max_tokens": 9,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "responses": ("/v1/responses", {"input": QUESTION, "max_output_tokens": 24}),
+    "responses_tool": (
+        "/v1/responses",
+        {"input": QUESTION, "tools": [RESPONSES_TOOL], "tool_choice": "required", "max_output_tokens": 64},
+    ),
+    "messages": ("/v1/messages", {"messages": QUESTION, "max_tokens": 24}),
+    "messages_tool": (
+        "/v1/messages",
+        {"messages": QUESTION, "tools": [MESSAGES_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_goes_on_at_every_cut_with_what_would_have_followed(engine: Engine, case: str) -> None:
+    path, asked = CASES[case]
+    body = {**GREEDY, **asked}
+    whole = stream(engine, path, body, [])
+    last = len(whole) - 1
+    assert last > 5
+    for cut in sorted({1, 2, *range(3, last, 5), last - 1, last}):
+        rest = stream(engine, path, body, [line for line, _ in whole[:cut]], date_of(whole))
+        assert folded(whole[:cut] + rest) == folded(whole), cut
+        assert tokens([*whole[:cut], *rest]) == tokens(whole), cut
+
+
+def date_of(pieces: list[tuple[bytes, bytes]]) -> str:
+    found = re.search(rb'"created(?:_at)?":([0-9.]+)', b"".join(piece for _, piece in pieces))
+    return found[1].decode() if found else ""
+
+
+def tokens(pieces: list[tuple[bytes, bytes]]) -> list[bytes]:
+    return [one for one in re.split(b"[;,]", b"".join(line for line, _ in pieces)) if one]
+
+
+VOLATILE = {
+    "sequence_number", "completed_at", "cached_tokens", "cache_read_input_tokens",
+    "cache_creation_input_tokens", "signature",
+}  # fmt: skip
+TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"}
+
+
+def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
+    """Events; consecutive ones that only add text are one: vLLM may give one token at a time, or two."""
+    found: list[list[Any]] = []
+    for _, piece in pieces:
+        for data in re.findall(rb"^data: (.*)$", piece, re.MULTILINE):
+            event = json.loads(data) if data != b"[DONE]" else {}
+            if event.get("choices"):
+                event.pop("usage", None)  # so far
+            added: list[str] = []
+            shape = without_text(event, added, event.get("type", "").endswith("delta"))
+            if found and found[-1][0] == shape:
+                found[-1][1] += "".join(added)
+            else:
+                found.append([shape, "".join(added)])
+    return found
+
+
+def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
+    if isinstance(value, list):
+        return [without_text(one, added, adds) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, one in value.items():
+        if name in VOLATILE:
+            continue
+        if isinstance(one, str) and (name in TEXTS or (adds and name == "delta")):
+            added.append(one)
+        else:
+            kept[name] = without_text(one, added)
+    return kept
+
+
+def test_a_stop_string_may_span_the_cut(engine: Engine) -> None:
+    body = {**GREEDY, "prompt": "Stop here", "max_tokens": 40}
+    free = stream(engine, COMPLETIONS, body, [])
+    text = "".join(json.loads(piece[6:])["choices"][0]["text"] for _, piece in free[:-1])
+    stop = text[12:18]
+    body["stop"] = stop
+    whole = stream(engine, COMPLETIONS, body, [])
+    assert len(whole) < len(free)
+    for cut in range(1, len(whole)):
+        rest = stream(engine, COMPLETIONS, body, [line for line, _ in whole[:cut]], date_of(whole))
+        assert tokens([*whole[:cut], *rest]) == tokens(whole), cut
+        assert folded(whole[:cut] + rest) == folded(whole), cut
+
+
+def test_sampled_ones_keep_what_was_sent_and_go_on(engine: Engine) -> None:
+    body = {**GREEDY, "temperature": 1.0, "messages": QUESTION, "max_tokens": 30}
+    body["stream_options"] = {"include_usage": True}
+    whole = stream(engine, CHAT, body, [])
+    had = [line for line, _ in whole[:12]]
+    rest = stream(engine, CHAT, body, had)
+    assert len(tokens([*whole[:12], *rest])) == 30
+    usage = next(json.loads(p[6:])["usage"] for _, p in rest if b'"usage"' in p)
+    assert usage["completion_tokens"] == 30
+
+
+def test_several_prompts_are_not_to_be_continued(engine: Engine) -> None:
+    body = {**GREEDY, "prompt": ["A", "B"], "max_tokens": 4}
+    assert b"-" in b"".join(line for line, _ in stream(engine, COMPLETIONS, body, []))

@@ -1,0 +1,132 @@
+"""Token lines: an engine's streams say which tokens they are made of, and can begin where another one ended.
+
+Middleware of vLLM's server, asked for by gateways with a header. In front of each piece of such a stream goes
+a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. When
+the engine ends, the gateway sends the request to another one with these outputs: they are put through the
+same parsers in the same steps, the pieces that the client has are left out, and what follows is what would
+have followed. All ids are drawn from a seed, and are the same again.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kvtransfer.vllm_internals import CONTINUING, ReplayedOutputs, continue_generations, verify
+
+logger = logging.getLogger("conserve.workers.token_lines")
+
+# What gateways say and are told (router/http/sent.py).
+PIECES = b"x-stream-pieces"  # asks for lines; so many pieces has the client already
+SEED = b"x-stream-seed"
+CREATED = b"x-stream-created"  # when the answer began, as the client was told
+REQUEST_ID = b"x-request-id"  # vLLM names the answer after it
+NOT_TO_BE_CONTINUED = b"-"
+
+_CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
+
+AsgiMessage = MutableMapping[str, Any]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiApp = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
+
+
+class TokenLines:
+    """One answer on its way out."""
+
+    def __init__(self, send: AsgiSend, pieces: int, seed: str, created: bytes) -> None:
+        self.replay: ReplayedOutputs | None = None
+        self._send = send
+        self._had = pieces
+        self._seed, self._drawn = seed, 0
+        self._created, self._created_here = created, b""
+        self._outputs = b""  # since the last piece
+        self._generations = 0
+        self._streams = self._engine_died = False
+
+    def next_id(self) -> str:
+        self._drawn += 1
+        return hashlib.blake2b(f"{self._seed}/{self._drawn}".encode(), digest_size=8).hexdigest()
+
+    async def follow(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        self._generations += 1
+        if self._generations > 1:  # several prompts, or a tool that the engine called by itself
+            self._outputs += NOT_TO_BE_CONTINUED
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    self._outputs += ",".join(map(str, output.outputs[0].token_ids)).encode() + b";"
+                    yield output
+                    if self.replay is not None:
+                        await self.replay.go_on()
+            except EngineDeadError:
+                self._engine_died = True
+                raise
+
+    async def send(self, message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            self._streams = any(
+                name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in headers
+            )
+            if self._streams:
+                message["headers"] = [*headers, (PIECES, b"%d" % self._had)]
+        elif self._streams:
+            if self._engine_died:
+                return  # nor an end: the server cuts the connection, and the gateway goes on elsewhere
+            body = message.get("body", b"")
+            if body and not body.startswith(b": "):  # a comment, which keeps the connection alive
+                if body.find(b"\n\n") != len(body) - 2:  # the client may get one of several events
+                    self._outputs += NOT_TO_BE_CONTINUED
+                line, self._outputs = b":%b\n" % self._outputs, b""
+                body = self._dated(body)
+                if self._had:
+                    self._had -= 1
+                    return
+                message["body"] = line + body
+            elif self._had and not message.get("more_body", False):
+                logger.error("an answer ended before the place where it was to go on")
+                return
+        await self._send(message)
+
+    def _dated(self, piece: bytes) -> bytes:
+        if not self._created:
+            return piece
+        if not self._created_here and (found := _CREATED_AT.search(piece)):
+            self._created_here = found[1]
+        if not self._created_here:
+            return piece
+        here, there = b":" + self._created_here, b":" + self._created
+        return piece.replace(b'"created"' + here, b'"created"' + there, 1).replace(
+            b'"created_at"' + here, b'"created_at"' + there, 1
+        )
+
+
+_CURRENT: ContextVar[TokenLines | None] = ContextVar("token_lines", default=None)
+
+
+class TokenLinesMiddleware:
+    def __init__(self, app: AsgiApp) -> None:
+        verify(CONTINUING)
+        continue_generations(_CURRENT.get)
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: AsgiReceive, send: AsgiSend) -> None:
+        said = dict(scope.get("headers", ())) if scope["type"] == "http" else {}
+        if PIECES not in said:
+            await self._app(scope, receive, send)
+            return
+        lines = TokenLines(send, int(said[PIECES]), said[SEED].decode(), said.get(CREATED, b""))
+        if REQUEST_ID not in said:
+            scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID, lines.next_id().encode())]}
+        token = _CURRENT.set(lines)
+        try:
+            await self._app(scope, receive, lines.send)
+        finally:
+            _CURRENT.reset(token)
