@@ -50,6 +50,32 @@ def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[st
     assert "R* = 1.667/s" in capsys.readouterr().out
 
 
+def test_plan_overload_says_who_would_pair_what_it_gives_and_what_is_in_the_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    plan(overload=FLEET, json_file=out)
+    said = capsys.readouterr().out
+    assert "decode-0 layers 0-13, decode-1 layers 14-27: 303,836 each (+1.3%)" in said
+    assert "an engine would have no more KV than now" in said and "full CUDA graphs" in said
+    made = json.loads(out.read_text())
+    assert made["decode"]["most"]["gained_tokens"] == 2 * 3_836 and "prefill" not in made
+
+
+def test_plan_overload_of_engines_that_would_be_too_slow_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "fleet.yaml"
+    slow.write_text(FLEET.read_text() + "\ncoserving: {tbt: 10ms}\n")
+    plan(overload=slow)
+    assert "would be longer than the TBT target" in capsys.readouterr().out
+    unknown = tmp_path / "profile.json"
+    known = asdict(find("a40-qwen3-0.6b"))
+    unknown.write_text(json.dumps({name: value for name, value in known.items() if name != "layers"}))
+    with pytest.raises(DeployError, match="says nothing of layers"):
+        plan(overload=FLEET, profile=str(unknown))
+
+
 def test_what_cannot_be_done_is_said_in_a_sentence(trace: Path) -> None:
     with pytest.raises(PlacementError, match="not one fits"):
         plan(peak_tokens=400_000)

@@ -18,9 +18,7 @@ from workers.power import limits
 from workers.power.limits import LimitChange, WantedLimit, boot_id
 from workers.power.nvml import Gpus
 
-app = typer.Typer(
-    no_args_is_help=True, help="Power limits of this machine's GPUs: plan, apply, restore."
-)
+app = typer.Typer(no_args_is_help=True, help="Power limits of this machine's GPUs: plan, apply, restore.")
 console = Console()
 
 File = Annotated[Path, typer.Argument(help="a fleet file")]

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.cli.common import any_trace
+from deploy.cli.overload import explained, in_the_way, tier_plans
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.components import placer_settings
@@ -206,8 +207,15 @@ def _number(value: float) -> str:
 @app.command()
 def plan(
     trace: Annotated[Path | None, typer.Argument(help="A trace; else give the means below")] = None,
+    overload: Annotated[
+        Path | None,
+        typer.Option(help="A fleet file: whose parameters could give way to KV, and nothing else is planned"),
+    ] = None,
     rate: Annotated[float, typer.Option(help="Conversations a second", min=0)] = 1.0,
-    profile: Annotated[str, typer.Option(help="Of a decoder: a name or a JSON file")] = "a40-qwen3-0.6b",
+    profile: Annotated[
+        str,
+        typer.Option(help="Of a decoder: a name or a JSON file; by default a40-qwen3-0.6b, or the device's"),
+    ] = "",
     prefiller_profile: Annotated[str, typer.Option(help="Of a prefiller; by default the same")] = "",
     park_after: Annotated[float, typer.Option(help="Idle KV leaves the accelerator after, s", min=0)] = 60.0,
     large_append: Annotated[
@@ -231,7 +239,9 @@ def plan(
     """How many prefillers and decoders, at which power: by the conversation paper's inequalities, and with a
     trace by simulations in which a turn is computed where its first token comes first.
     """
-    if trace is None:
+    if overload is not None:
+        made = _plan_overload(load_fleet(overload), profile, peak_tokens)
+    elif trace is None:
         means = Means(first_turn_tokens, decoder_tokens, lifetime, peak_tokens)
         capacity = Capacity(prefill_rate, decode_rate, kv_tokens)
         found = provision(means, capacity, prefillers_for(means, capacity, rate), rate)
@@ -239,7 +249,7 @@ def plan(
         made = asdict(found)
     else:
         request = PlanRequest(rate, park_after, large_append, _watts(caps), ttft, tbt)
-        decoder = find(profile)
+        decoder = find(profile or PROFILE_OF_DEVICE["cuda"])
         prefiller = find(prefiller_profile) if prefiller_profile else decoder
         whole = make(any_trace(trace).conversations, prefiller, decoder, request)
         _show_plan(whole, request)
@@ -248,7 +258,24 @@ def plan(
             "prefillers_needed": whole.prefillers_needed,
         }
     if json_file:
-        json_file.write_text(json.dumps(made, indent=2) + "\n")
+        json_file.write_text(json.dumps(made, indent=2, default=list) + "\n")
+
+
+def _plan_overload(file: FleetSpec, profile: str, mean_tokens: float) -> dict[str, object]:
+    name = profile or PROFILE_OF_DEVICE[file.engine.device]
+    prose.print(f"profile {name}; a fleet does not drop parameters yet (docs/overload.md)")
+    fleet = simulated_fleet(file, find(name))
+    plans = list(tier_plans(file, fleet, mean_tokens))
+    for one in plans:
+        for line in explained(one, mean_tokens):
+            prose.print(line)
+        for reason in in_the_way(file, next(tier for tier in file.tiers if tier.name == one.tier)):
+            prose.print(f"  in the way of doing it live: {reason}")
+    if not plans:
+        raise DeployError(
+            f"profile {name} says nothing of layers: give one with layers, layer_bytes and activation_bytes"
+        )
+    return {one.tier: asdict(one) for one in plans}
 
 
 def _watts(caps: str) -> tuple[float, ...]:

@@ -1,0 +1,1 @@
+"""What gives way when the KV does not suffice: plain preemption, parking, or parameters."""

@@ -1,0 +1,91 @@
+"""Overload: what gives way when the KV does not suffice, and what comes of it.
+
+python -m benchmarks.overload --computed [--quick] [--json FILE] [--traces FILE]
+
+`preempt` is plain vLLM behind the same placing: running turns are computed again, idle KV is lost. `park`:
+both go to the host. `drop`: parameters give way as well (placement/overload/). `pipeline always` are pairs by
+configuration, and `KV without limit` is what no policy about memory can be better than. Computed on the
+simulator's clock; no fleet drops parameters yet. docs/overload.md has the tables, and what they say.
+"""
+
+from collections.abc import Sequence
+from dataclasses import Field, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.output import command, write_json
+from benchmarks.overload import agents, computed
+from benchmarks.overload.setups import A800, BURSTS_THRICE, H800, SET_UPS
+from benchmarks.paper import real
+
+# Paper, section 5: against its baselines, the ablation on LongBench with 14B, restoration, the extreme burst.
+PAPER = {
+    "P99 TTFT of the baselines / drop's": "12.7 to 72.2",
+    "the same, LongBench, 72B": "8.4 to 11.9",
+    "P50 TBT of drop / baselines'": "1.16 to 1.23 (LongBench)",
+    "dynamic drop alone: P99 TTFT of preempt / it": "11.7",
+    "coordinated exchange: P99 TTFT before / after": "1.5",
+    "lookahead: P99 TBT before / after": "1.12",
+    "bubbles without and with lookahead": "21.9 %, 8.3 %",
+    "longest exchange": "1.3 s (1 to 2 s)",
+    "never restored: P50 TBT / restored": "1.30 (23 % lower when restored)",
+    "extreme burst: KV gained": "57 %",
+    "extreme burst: time until the KV is full, drop / without": "1.5",
+}
+
+NARROW = {"late_share", "preemptions", "gate_wait_mean_s", "split_s", "exchange_most_s"}
+OUTCOME = [column for column in fields(computed.Outcome) if column.name not in NARROW]
+
+
+def main() -> None:
+    parser = command(__doc__, quick="one set-up where the KV is the bottleneck and one where computing is")
+    parser.add_argument("--computed", action="store_true", required=True, help="on the simulator's clock")
+    parser.add_argument("--traces", type=Path, default=real.SAMPLE, help="real conversations, any format")
+    options = parser.parse_args()
+    console = Console(width=200)
+    set_ups = SET_UPS[2::2] if options.quick else SET_UPS
+    rows = computed.all_set_ups(set_ups)
+    _show(console, "What gives way, by set-up", rows, OUTCOME)
+    ablation = [row for one in SET_UPS[2::2][:2] for row in computed.compared(one, computed.ABLATION)]
+    _show(console, "Ablation: what each technique adds", ablation, OUTCOME)
+    restoration = list(computed.compared(BURSTS_THRICE, computed.RESTORATION))
+    _show(console, "A long run with three bursts: restoration", restoration, OUTCOME)
+    extremes = [row for one in (SET_UPS[3], SET_UPS[5]) for row in computed.extreme(one)]
+    _show(console, "A burst without end", extremes, fields(computed.Extreme))
+    conversations = list(agents.table(options.traces, options.quick))
+    _show(console, "Real conversations", conversations, fields(agents.AgentsRow))
+    found = computed.headlines(rows, {one.name for one in set_ups if one.paper})
+    ours = computed.beside_the_paper(rows, ablation, restoration, extremes)
+    table = Table(title="Paper / ours", title_justify="left")
+    for name in ("", "paper", "paper's lengths", "long answers"):
+        table.add_column(name)
+    for name, stated in PAPER.items():
+        table.add_row(name, stated, *ours[name])
+    console.print(table)
+    for name, value in found.items():
+        console.print(f"{name} = {value}")
+    figures: dict[str, Sequence[Any]] = {
+        "set_ups": rows, "ablation": ablation, "restoration": restoration, "extreme": extremes,
+        "conversations": conversations,
+    }  # fmt: skip
+    tables = {name: [asdict(row) for row in found_rows] for name, found_rows in figures.items()}
+    profiles = {cluster.name: asdict(cluster.profile()) for cluster in (A800, H800)}
+    write_json(options.json, found | {"paper": PAPER, "ours": ours, "tables": tables, "profiles": profiles})
+
+
+def _show(console: Console, title: str, rows: Sequence[Any], columns: Sequence[Field[Any]]) -> None:
+    shown = Table(title=title, title_justify="left", box=None)
+    for column in columns:
+        text = column.name in ("load", "policy")
+        shown.add_column(column.name.replace("_", " "), justify="left" if text else "right", no_wrap=text)
+    for row in rows:
+        values = (getattr(row, column.name) for column in columns)
+        shown.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    main()

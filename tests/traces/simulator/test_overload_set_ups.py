@@ -1,0 +1,60 @@
+"""The KunServe paper's set-ups as its numbers say, and its result where the KV is the bottleneck."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.overload.computed import DROPS, PREEMPT, play
+from benchmarks.overload.setups import (
+    A800,
+    H800,
+    LONG_ANSWERS,
+    LONG_BENCH,
+    QWEN_14B,
+    QWEN_72B,
+    SET_UPS,
+    Arrivals,
+)
+from placement.iteration.latency import BatchWork
+from traces.simulator.metrics import percentile
+
+
+def test_memory_is_as_the_paper_says() -> None:
+    assert QWEN_14B.kv_bytes_per_token == 192 * 1024
+    assert A800.profile().kv_tokens == pytest.approx(243_000, rel=0.15)  # 45 GB of a GPU
+    for cluster, model in ((A800, QWEN_14B), (H800, QWEN_72B)):
+        layers = model.layer_bytes * model.layers / 2**30
+        assert 0.85 * model.weights_gib < layers < model.weights_gib
+        assert cluster.profile().shape is not None
+
+
+def test_iterations_on_full_kv_take_what_the_paper_measured_on_long_bench() -> None:
+    """221 ms with a prompt, 60 ms without, its KV being a third larger by then."""
+    engine = A800.profile()
+    assert engine.shape is not None
+    tokens = engine.shape.kv_each(2)
+    rows = round(tokens / (LONG_BENCH.prompt + LONG_BENCH.output / 2))
+    decoding = BatchWork(rows, tokens, tokens, tokens, rows)
+    assert engine.latency.seconds(decoding) == pytest.approx(0.060, rel=0.15)
+    with_prompt = decoding.plus(engine.chunk_tokens, int(LONG_BENCH.prompt / 2))
+    assert engine.latency.seconds(with_prompt) == pytest.approx(0.221, rel=0.15)
+
+
+def test_with_long_answers_dropping_is_within_the_papers_range() -> None:
+    trace = next(one.arrivals for one in SET_UPS if one.lengths is LONG_ANSWERS).of(LONG_ANSWERS)
+    p99 = {}
+    for policy in (PREEMPT, DROPS):
+        recorder = play(A800.fleet(), trace, policy).result.recorder
+        p99[policy.name] = percentile(np.asarray(recorder.turn_ttft), 99)
+    assert p99["preempt"] > 12.7 * p99["drop"]
+
+
+def test_arrivals_double_in_bursts_and_repeat_exactly() -> None:
+    arrivals = Arrivals(20.0)
+    trace = arrivals.of(LONG_BENCH)
+    at = np.asarray([one.arrival_s for one in trace])
+    inside = ((at > 45) & (at < 105)) | ((at > 440) & (at < 500))
+    assert inside.sum() / 120 == pytest.approx(2 * (~inside).sum() / 520, rel=0.1)
+    assert at.max() < 640 and trace == arrivals.of(LONG_BENCH)
+    assert replace(arrivals, seed=1).of(LONG_BENCH) != trace
