@@ -37,7 +37,7 @@ PAPER = {
 }
 
 NARROW = {"late_share", "preemptions", "gate_wait_mean_s", "split_s", "exchange_most_s"}
-OUTCOME = [column for column in fields(computed.Outcome) if column.name not in NARROW]
+OUTCOME = [column for column in fields(computed.OverloadRow) if column.name not in NARROW]
 
 
 def main() -> None:

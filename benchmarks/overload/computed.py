@@ -60,7 +60,7 @@ RESTORATION = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OverloadRow:
     load: str
     policy: str
     ttft_p50_s: float
@@ -81,12 +81,12 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Played:
+class OverloadRun:
     result: SimulationResult
     tally: OverloadTally
 
 
-def play(fleet: SimulatedFleet, trace: Sequence[TraceConversation], policy: Policy) -> Played:
+def play(fleet: SimulatedFleet, trace: Sequence[TraceConversation], policy: Policy) -> OverloadRun:
     tier = fleet.tiers[0]
     profile = replace(tier.profile, kv_tokens=int(tier.profile.kv_tokens * policy.kv))
     settings = SimulationSettings(
@@ -99,15 +99,17 @@ def play(fleet: SimulatedFleet, trace: Sequence[TraceConversation], policy: Poli
     simulation = Simulation(SimulatedFleet((replace(tier, profile=profile),)), settings)
     result = simulation.run(trace)
     assert simulation.dropping is not None
-    return Played(result, simulation.dropping.tally)
+    return OverloadRun(result, simulation.dropping.tally)
 
 
-def outcome(load: str, policy: Policy, played: Played, late_s: float, last_arrival_s: float) -> Outcome:
+def outcome(
+    load: str, policy: Policy, played: OverloadRun, late_s: float, last_arrival_s: float
+) -> OverloadRow:
     recorder, totals, tally = played.result.recorder, played.result.totals, played.tally
     ttft, tbt = np.asarray(recorder.turn_ttft), np.asarray(recorder.turn_tbt)
     tbt = tbt[~np.isnan(tbt)] * 1e3
     asked = [share * policy.kv * policy.fill for at, share, _ in tally.looks if at < last_arrival_s]
-    return Outcome(
+    return OverloadRow(
         *(load, policy.name, percentile(ttft, 50), percentile(ttft, 99)),
         *(percentile(tbt, 50), percentile(tbt, 99), float(np.mean(ttft > late_s))),
         (totals.prefilled_tokens + totals.decoded_tokens - totals.recomputed_tokens) / totals.horizon_s,
@@ -117,7 +119,7 @@ def outcome(load: str, policy: Policy, played: Played, late_s: float, last_arriv
     )
 
 
-def compared(set_up: SetUp, policies: Sequence[Policy]) -> Iterator[Outcome]:
+def compared(set_up: SetUp, policies: Sequence[Policy]) -> Iterator[OverloadRow]:
     trace = set_up.arrivals.of(set_up.lengths)
     fleet = set_up.cluster.fleet()
     floor = play(fleet, trace, UNBOUNDED)
@@ -157,7 +159,7 @@ def extreme(set_up: SetUp, begin_s: float = 60.0, seconds: float = 400.0) -> Ite
         )
 
 
-def headlines(rows: Sequence[Outcome], paper_loads: set[str]) -> dict[str, float]:
+def headlines(rows: Sequence[OverloadRow], paper_loads: set[str]) -> dict[str, float]:
     """How many times lower `drop`'s P99 TTFT is, and how much higher its P50 TBT: the worst of the loads."""
     by = {(row.load, row.policy): row for row in rows}
     found: dict[str, float] = {}
@@ -176,14 +178,14 @@ def headlines(rows: Sequence[Outcome], paper_loads: set[str]) -> dict[str, float
     return found
 
 
-def all_set_ups(set_ups: Sequence[SetUp]) -> list[Outcome]:
+def all_set_ups(set_ups: Sequence[SetUp]) -> list[OverloadRow]:
     return list(chain.from_iterable(compared(set_up, POLICIES) for set_up in set_ups))
 
 
 def beside_the_paper(
-    rows: Sequence[Outcome],
-    ablation: Sequence[Outcome],
-    restoration: Sequence[Outcome],
+    rows: Sequence[OverloadRow],
+    ablation: Sequence[OverloadRow],
+    restoration: Sequence[OverloadRow],
     extremes: Sequence[Extreme],
 ) -> dict[str, tuple[str, str]]:
     """Ours, with the paper's lengths and with long answers; the keys are those of the paper's table."""
