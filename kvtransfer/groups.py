@@ -34,6 +34,13 @@ def block_bytes(groups: Iterable[CacheGroup]) -> int:
     return max(group.block_bytes for group in groups)
 
 
+def beside_tokens(groups: Sequence[CacheGroup]) -> int:
+    """What a conversation that runs takes of the pool for windows and states, in tokens of blocks. Of a state
+    it has the one at the last block's end and the one that changes."""
+    blocks = (2 if one.state else -(-one.window // one.block_tokens) + 1 for one in groups if one.window)
+    return sum(blocks) * groups[0].block_tokens
+
+
 def transferred_tokens(groups: Sequence[CacheGroup], prompt: int) -> int:
     """How many tokens of a prompt come from a prefiller.
 

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.conversations import RetentionPhase, block_key
 from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
-from kvtransfer.groups import transferred_tokens
+from kvtransfer.groups import beside_tokens, transferred_tokens
 from kvtransfer.host_index import block_faults, host_faults
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
 from placement.engines import EngineState
@@ -26,12 +26,9 @@ class ReportScheduler(SchedulerSide):
         self._config = context.config
         self._residence = context.residence
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
-        # A block holds its tokens of one group only. What windows hold of a long prompt is small beside what
-        # layers with full attention do: these are what a token takes.
         self._groups = context.groups
-        full = sum(1 for group in context.groups if not group.window)
         self._full = next((n for n, group in enumerate(context.groups) if not group.window), 0)
-        self._tokens_a_block = self._block_tokens // max(1, full)
+        self._full_groups = sum(1 for group in context.groups if not group.window)
         self._requests: dict[str, Any] = {}
         self._loaded: set[str] = set()  # requests whose background load ended
         self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
@@ -130,25 +127,27 @@ class ReportScheduler(SchedulerSide):
             engine=self._config.engine,
             epoch=self._config.epoch,
             seq=self._seq,
-            live_tokens=live * self._tokens_a_block,
-            parked_tokens=on_host * self._tokens_a_block,
-            offline_tokens=offline_blocks * self._tokens_a_block,
-            free_tokens=max(0, free - retained_free) * self._tokens_a_block,
+            live_tokens=live * self._block_tokens,
+            parked_tokens=on_host * self._block_tokens,
+            offline_tokens=offline_blocks * self._block_tokens,
+            free_tokens=max(0, free - retained_free) * self._block_tokens,
             running=len(running) - offline_running,
             waiting=len(requests) - offline - (len(running) - offline_running),
             offline_running=offline_running,
             offline_waiting=offline - offline_running,
             confirmed=self._confirmed.all(),
             draining=draining,
-            host_used_tokens=host_used * self._tokens_a_block,
-            host_free_tokens=host.free * self._tokens_a_block,
+            host_used_tokens=host_used * self._block_tokens,
+            host_free_tokens=host.free * self._block_tokens,
             parked=parked,
             unparked=unparked,
             named_after=self._confirmed.after,
-            idle_tokens=idle * self._tokens_a_block,
+            idle_tokens=idle * self._block_tokens,
             waiting_prompt_tokens=sum(map(self._to_compute, requests)),
             prompt_tokens_per_s=self.prompt_rate.tokens_per_s,
             prompt_share=self.prompt_share if running else 1.0,
+            kv_per_token=max(1, self._full_groups),
+            kv_per_conversation=beside_tokens(self._groups) if self._full_groups else 0,
         )
 
     def _to_compute(self, request: Any) -> int:

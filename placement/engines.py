@@ -29,7 +29,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine reports. All KV sizes are tokens (blocks x block size).
+    """What an engine reports. All KV sizes are tokens (blocks x block size): `takes` says how many of them a
+    conversation needs.
 
     Cumulative: a report replaces those before it, so that whoever passes it on keeps only the newest. What
     happened to a conversation is named with the report (`seq`) that named it first, and stays in the reports
@@ -59,6 +60,13 @@ class EngineState:
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
     prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
     prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
+
+    kv_per_token: int = 1  # where layers that keep all of a prompt are several groups of blocks
+    kv_per_conversation: int = 0  # blocks of windows and of states, however short it is
+
+    def takes(self, tokens: int) -> int:
+        """Of its KV, a conversation of so many tokens."""
+        return tokens * self.kv_per_token + self.kv_per_conversation
 
     @property
     def drained(self) -> bool:

@@ -24,6 +24,7 @@ class Decoders:
         # `limit` is the KV an engine may hold. `open_limit` is the same, or below zero where nothing may be
         # placed, which takes the row out of a choice.
         # `whole` is the limit with a whole model: what it may hold while its parameters give way is more.
+        # A conversation takes `per_token` of it for each of its tokens, and `beside` at any length.
         self._table = EngineTable(
             live=0.0,
             idle=0.0,
@@ -33,6 +34,8 @@ class Decoders:
             limit=0.0,
             open_limit=CLOSED,
             whole=0.0,
+            per_token=1.0,
+            beside=0.0,
         )
         self._reservations: dict[str, tuple[str, int]] = {}  # conversation -> decoder, tokens
         self._holders: dict[str, set[str]] = {}
@@ -69,6 +72,8 @@ class Decoders:
         self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
         self._table["offline"][row] = state.offline_tokens
         self._table["waiting"][row] = state.waiting_prompt_tokens
+        self._table["per_token"][row] = state.kv_per_token
+        self._table["beside"][row] = state.kv_per_conversation
         self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]
         if 0 < before < state.named_after:  # what was confirmed meanwhile is not named any more
             for key in tuple(self._holders[engine]):
@@ -81,7 +86,7 @@ class Decoders:
         """The decoder for a conversation that needs `tokens`; None where it fits on none."""
         table = self._table
         in_use = table["live"] + table["reserved"]
-        fits = in_use - table["idle"] <= table["open_limit"] - tokens
+        fits = in_use - table["idle"] <= table["open_limit"] - self._takes(tokens)
         ranked = np.where(fits, in_use, inf)
         limits = table["limit"]
         why = Why.LEAST_KV_IN_USE
@@ -97,11 +102,16 @@ class Decoders:
         without_capacity = len(self) - int(np.count_nonzero(fits))
         return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
 
+    def _takes(self, tokens: int) -> NDArray[np.float64]:
+        return tokens * self._table["per_token"] + self._table["beside"]
+
     def reserve(self, engine: str, key: str, tokens: int) -> None:
         self.release(key)
-        self._reservations[key] = (engine, tokens)
+        row = self._table.row(engine)
+        taken = int(self._takes(tokens)[row])
+        self._reservations[key] = (engine, taken)
         self._holders[engine].add(key)
-        self._table["reserved"][self._table.row(engine)] += tokens
+        self._table["reserved"][row] += taken
 
     def release(self, key: str) -> None:
         """Drop a reservation: the engine reports the KV itself now, or the conversation ended."""
@@ -111,7 +121,7 @@ class Decoders:
             self._table["reserved"][self._table.row(engine)] -= tokens
 
     def could_ever_hold(self, tokens: int) -> bool:
-        return bool((self._table["whole"] >= tokens).any())
+        return bool((self._table["whole"] >= self._takes(tokens)).any())
 
     def option(self, engine: str) -> DecoderOption:
         row = self._table.row(engine)

@@ -32,4 +32,4 @@ class ReturnRules:
 def may_restore(state: EngineState, tokens: int) -> bool:
     """No turn there waits for its prompt or its KV, and what comes back displaces nothing."""
     waits = state.waiting or state.waiting_prompt_tokens
-    return not (state.draining or waits) and state.free_tokens >= tokens
+    return not (state.draining or waits) and state.free_tokens >= state.takes(tokens)

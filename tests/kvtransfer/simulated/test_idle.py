@@ -113,3 +113,21 @@ def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPa
     finally:
         prefiller.close()
         decoder.close()
+
+
+@pytest.mark.parametrize("beside", [{}, {"window": 3 * BLOCK_TOKENS + 7}, {"states": True}], ids=str)
+def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: dict[str, Any]) -> None:
+    engine = SimulatedEngine(ConnectorConfig(engine="d", transfer=False), **beside)
+    try:
+        for tokens in (BLOCK_TOKENS - 4, 8 * BLOCK_TOKENS + 3, 20 * BLOCK_TOKENS + 1):
+            engine.add("turn", [n % 250 for n in range(tokens)], 6, session="a")
+            while len(engine.scheduler.requests["turn"].output_token_ids) < 3:  # the last step had one token
+                engine.step()
+            state = engine.side("report").snapshot()
+            assert tokens <= state.live_tokens <= state.takes(tokens + BLOCK_TOKENS)
+            engine.run()
+            engine.residence.release("a")
+        assert state.takes(tokens) - state.live_tokens <= 2 * BLOCK_TOKENS
+        assert bool(state.kv_per_conversation) == bool(beside)
+    finally:
+        engine.close()

@@ -144,6 +144,18 @@ def test_a_refusal_says_which_kind_and_when() -> None:
     assert refusal.retry_after_s == 0, "trying again cannot help"
 
 
+def test_what_windows_and_states_take_is_reserved_too() -> None:
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
+    placer.engine_up(engine("d0", kv_tokens=1000))
+    assert placer.observe(state("d0", 0, 1, kv_per_token=2, kv_per_conversation=300), 0.0)
+    assert isinstance(placer.place(FirstTurn("a", 50), 0.0), Placement)
+    assert placer.kv_in_use("d0") == 400
+    assert isinstance(placer.place(FirstTurn("b", 100), 0.0), Placement)
+    assert placer.kv_in_use("d0") == 900
+    assert_refused(placer, 10, RefusalReason.NO_CAPACITY)
+    assert_refused(placer, 351, RefusalReason.TOO_LARGE)
+
+
 def assert_refused(placer: Placer, tokens: int, reason: RefusalReason) -> Refusal:
     refusal = placer.place(FirstTurn("x", tokens), 0.0)
     assert isinstance(refusal, Refusal) and refusal.reason is reason
