@@ -57,6 +57,18 @@ PREFILL_SATURATES = Gauge(
 DECODER_PRESSURE = Gauge(
     "conserve_decoder_pressure", "Share of the decoders' KV for conversations that is in use or reserved."
 )
+KV_ASKED = Gauge(
+    "conserve_kv_asked",
+    "Share of the decoders' KV for conversations that running turns hold and waiting turns lack, averaged; "
+    "above 1 they ask for more than there is.",
+)
+OVERLOAD = Gauge(
+    "conserve_overload",
+    "1 at what is so of the decoders' KV: fits; yields (it fits because idle conversations are parked and "
+    "offline work gives way); brief; compute (turns wait beside free KV); and, under overload, kv_short or "
+    "not_over.",
+    ["reason"],
+)
 CAPACITY_ADVICE = Gauge(
     "conserve_capacity_advice",
     "What `conserve advise` says now: 0, or how many engines to add (1 where the action has no number). "

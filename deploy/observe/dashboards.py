@@ -61,7 +61,10 @@ FLEET = Dashboard(
             "load (1 is saturation)": "conserve_prefill_load",
             "shortest queue in s": "conserve_prefill_wait_seconds",
         }),
-        Panel("Decoder pressure", "percentunit", {"share of KV": "conserve_decoder_pressure"}),
+        Panel("Decoder pressure", "percentunit", {
+            "share of KV": "conserve_decoder_pressure",
+            "asked for, waiting turns included": "conserve_kv_asked",
+        }),
         Panel("What `conserve advise` says", "short", {"{{action}}": "conserve_capacity_advice"}),
         Panel("Running and waiting in engines", "short", {
             "running {{instance}}": "vllm:num_requests_running",

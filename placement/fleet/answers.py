@@ -9,6 +9,8 @@ from enum import StrEnum
 from math import inf
 from typing import Any, NamedTuple
 
+from placement.overload.signal import OverloadReason
+
 
 class Why(StrEnum):
     FINISHES_FIRST = "finishes_first"  # prefiller: queue plus curve is the shortest
@@ -78,6 +80,7 @@ class Receipt(NamedTuple):
     prefiller: PrefillerChoice
     decoder: DecoderChoice
     estimates: Estimates | None = None  # where the turn could have been computed on either
+    overload: OverloadReason | None = None  # while the decoders' KV is overloaded
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain data: names for fields, lists for the runners-up."""

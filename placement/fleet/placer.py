@@ -345,7 +345,8 @@ class Placer:
             return None
         holder, none = holder._replace(why=Why.LAST_RESORT), _no_prefiller(Why.PREFILLED_LOCALLY)
         self._last_resort.reserve(holder.chosen.engine, turn.key, need)
-        receipt = Receipt(self.settings.policy, now, turn.prompt_tokens, need, none, holder)
+        policy, overload = self.settings.policy, self._overload.state.declared
+        receipt = Receipt(policy, now, turn.prompt_tokens, need, none, holder, overload=overload)
         return Placement(None, holder.chosen.engine, need, receipt)
 
     def _commit(
@@ -365,8 +366,8 @@ class Placer:
         if self._elastic:
             goes = self._elastic.goes_local if prefiller.chosen is None else self._elastic.goes_remote
             goes(key, engine, sizes.uncached, now)
-        policy = self.settings.policy
-        receipt = Receipt(policy, now, sizes.prompt, sizes.need, prefiller, decoder, estimates)
+        policy, overload = self.settings.policy, self._overload.state.declared
+        receipt = Receipt(policy, now, sizes.prompt, sizes.need, prefiller, decoder, estimates, overload)
         name = prefiller.chosen.engine if prefiller.chosen else None
         return Placement(name, engine, sizes.need, receipt)
 

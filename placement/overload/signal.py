@@ -51,6 +51,11 @@ class OverloadState:
     since: float  # when `overloaded` became what it is
     lacking_tokens: int  # asked for now, beyond what there is
 
+    @property
+    def declared(self) -> OverloadReason | None:
+        """Why it is overload; None: it is not."""
+        return self.reason if self.overloaded else None
+
     @classmethod
     def initial(cls) -> "OverloadState":
         return cls(False, OverloadReason.FITS, 0.0, 0.0, 0.0, 0)

@@ -60,7 +60,9 @@ class Directory:
         self.table = BindingTable(settings.ttl_s, placer)
         self.gateways = GatewayStreams()
         self.timeline = Timeline()
-        self.capacity = CapacityWatcher(settings.thresholds, placer, self.table.conversations, clock)
+        self.capacity = CapacityWatcher(
+            settings.thresholds, placer, self.table.conversations, self.table.refused_tokens, clock
+        )
         self.settled = False
         self.met: Counter[str] = Counter()  # answers to users by SLO target, of all gateways
         self.missed: Counter[str] = Counter()

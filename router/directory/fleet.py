@@ -1,14 +1,18 @@
 """The engines as the directory sees them: announced, reported, suspected, gone; and how full they are."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from placement.engines import EngineInfo, EngineState
 from placement.fleet.capacity import Action, Thresholds, advise
 from placement.fleet.placer import Placer
+from placement.overload.signal import OverloadReason
 from router import metrics
 from router.directory.conversations import ConversationRecords
 from router.directory.messages import CapacityReport, EngineRecord
+
+log = logging.getLogger("conserve.router.directory.fleet")
 
 _LOOK_S = 1.0
 _ADVISE_EVERY = 5  # looks: advice goes through all conversations
@@ -148,10 +152,12 @@ class CapacityWatcher:
         thresholds: Thresholds,
         placer: Placer,
         conversations: ConversationRecords,
+        refused_tokens: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         self._thresholds, self._placer = thresholds, placer
-        self._conversations, self._clock = conversations, clock
+        self._conversations, self._refused_tokens, self._clock = conversations, refused_tokens, clock
+        self._overloaded = False
 
     def now(self) -> CapacityReport:
         signals = self._placer.signals(self._conversations.running_tokens(), self._clock())
@@ -163,11 +169,22 @@ class CapacityWatcher:
         """Until cancelled."""
         looks = 0
         while True:
-            self._placer.look(self._clock())
+            self._look()
             if looks % _ADVISE_EVERY == 0:
                 self._show()
             looks += 1
             await asyncio.sleep(_LOOK_S)
+
+    def _look(self) -> None:
+        state = self._placer.look(self._clock(), self._refused_tokens())
+        metrics.KV_ASKED.set(state.asked)
+        for reason in OverloadReason:
+            metrics.OVERLOAD.labels(reason).set(reason is state.reason)
+        if state.overloaded != self._overloaded:
+            self._overloaded = state.overloaded
+            shares = state.asked, state.held, state.lacking_tokens
+            said = "overload=%s asked=%.2f held=%.2f lacking_tokens=%d"
+            log.warning(said, state.declared or "over", *shares)
 
     def _show(self) -> None:
         report = self.now()

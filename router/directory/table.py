@@ -110,6 +110,9 @@ class BindingTable:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def refused_tokens(self) -> int:
+        return self._waiting.refused_tokens()
+
     def turn_began(self, key: str, gateway: str, node: End, now: float, turn: int = 0) -> bool:
         """False when the conversation is not known (any more): the gateway must place it again."""
         conversation = self.conversations.get(key)

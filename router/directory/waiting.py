@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from placement.fleet.answers import Refusal
+from placement.fleet.answers import Refusal, RefusalReason
 from placement.fleet.fairness import QueueHead, Rounds
 from router.directory.messages import Ask, Placed
 
@@ -53,6 +53,11 @@ class Waiting:
 
     def __len__(self) -> int:
         return self._size
+
+    def refused_tokens(self) -> int:
+        """Of prompts that fit on no decoder."""
+        refused = (w for w in self._of_turn.values() if w.refusal.reason is RefusalReason.NO_CAPACITY)
+        return sum(waiter.ask.prompt_tokens for waiter in refused)
 
     def full_for(self, ask: Ask) -> bool:
         mine = self._owners.get(ask.owner)
