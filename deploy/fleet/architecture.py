@@ -27,8 +27,6 @@ class Architecture:
     head_dim: int
     max_context: int
     latent_dim: int  # of multi-head latent attention: what a token leaves in each layer, on every rank
-    windows: bool  # some or all layers attend to a window only
-    only_windows: bool  # all do
     states: bool  # some layers keep a state instead of keys and values
     layer_hooks: bool  # vLLM calls connectors between its layers
     multimodal: bool
@@ -74,8 +72,6 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
         head_dim=number("head_dim") or (hidden // heads if heads else 0),
         max_context=_max_context(text, number("max_position_embeddings", "n_positions", "max_seq_len")),
         latent_dim=number("kv_lora_rank") and number("kv_lora_rank") + number("qk_rope_head_dim"),
-        windows=_windows(text, kinds),
-        only_windows=_windows(text, kinds) and not _full_layers(text, kinds),
         states=states,
         layer_hooks=text.get("model_type") != "deepseek_v32" and "index_topk" not in text,
         multimodal=any(key in content for key in ("vision_config", "audio_config")),
@@ -90,20 +86,6 @@ def _attention_layers(text: Mapping[str, Any], layers: int) -> int:
         return sum(1 for one in types if one not in STATES)
     every = text.get("full_attention_interval") or text.get("attn_layer_period")
     return layers // every if every else len(text.get("attn_layer_indices") or ())
-
-
-def _windows(text: Mapping[str, Any], kinds: set[str]) -> bool:
-    if kinds:
-        return bool(kinds.intersection(("sliding_attention", "chunked_attention")))
-    used = text.get("sliding_window") and text.get("use_sliding_window", True)
-    return bool(used or text.get("attention_chunk_size"))
-
-
-def _full_layers(text: Mapping[str, Any], kinds: set[str]) -> bool:
-    """Whether a model with windows has layers without them, too."""
-    if kinds:
-        return "full_attention" in kinds
-    return any(text.get(key) for key in ("sliding_window_pattern", "max_window_layers", "no_rope_layers"))
 
 
 def _max_context(text: Mapping[str, Any], positions: int) -> int:

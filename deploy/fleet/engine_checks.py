@@ -352,19 +352,6 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
         return
     if model.states:
         yield from _states(one, model)
-    elif model.only_windows and one.fleet.coserving.enabled:
-        yield Problem(
-            ("coserving", "enabled"),
-            "all layers of this model attend to a window, and blocks that it has left cannot be given back "
-            "when a step is undone: set coserving.enabled: false",
-        )
-    elif model.windows and one.fleet.coserving.enabled and one.args.get(WHOLE_WINDOWS) is not True:
-        yield Problem(
-            ("coserving", "enabled"),
-            "blocks that a window has left cannot be given back when a step is undone: set "
-            f"{WHOLE_WINDOWS}: true in engine.args (layers with windows then keep all of a conversation, as "
-            "much as the others), or coserving.enabled: false",
-        )
     if model.latent_dim and not one.on_gpus:
         yield Problem(
             ("model", "path"),

@@ -59,8 +59,7 @@ def truncate_sharers(undo: Undo) -> None:
     for request, before in [*admitted, *((request, None) for request in scheduler.waiting_holders())]:
         first = scheduler.first_block_in(request, garbage, before)
         if first is not None:
-            limit = first * int(scheduler.block_size)
-            request.num_computed_tokens = min(request.num_computed_tokens, limit)
+            scheduler.compute_again_from(request, first * int(scheduler.block_size))
 
 
 def restore_prefill_marks(undo: Undo) -> None:

@@ -6,6 +6,8 @@ they serve (kvtransfer/vllm_internals.py): another vLLM stops with a sentence in
 
 import functools
 import logging
+import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -54,7 +56,7 @@ SCHEDULING = ReliedOn(
         _SCHEDULER: (
             "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
             "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
-            "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config",
+            "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config", "failed_recving_kv_req_ids",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
@@ -67,8 +69,13 @@ SCHEDULING = ReliedOn(
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
     uses={
+        # What a window has left is given back by what was computed before a step: the same if that is undone.
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": {
+            "allocate_slots": ("remove_skipped_blocks", "num_in_flight_tokens"),
+        },
         # Every candidate is offered to the policy, and the queue is asked before each.
         _SCHEDULER: {
+            "_update_waiting_for_remote_kv": ("failed_recving_kv_req_ids",),
             "schedule": ("_reserve_prefill_lookahead", "peek_request", "pop_request", "kv_holding_waiting"),
             "_update_after_schedule": ("num_computed_tokens",),
         },
@@ -158,6 +165,7 @@ class OpenScheduling:
     max_num_scheduled_tokens: int
     pause_state: Any
     kv_holding_waiting: Any
+    failed_recving_kv_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -206,7 +214,9 @@ class OpenScheduling:
         return ours(name) if ours is not None else None
 
     def blocks_held(self, request: Request) -> int:
-        return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in self.managers)
+        """What a window has left is null in its list, from the first block on."""
+        held = (manager.req_to_blocks.get(request.request_id, ()) for manager in self.managers)
+        return sum(len(one) - bisect(one, False, key=lambda block: not block.is_null) for one in held)
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that has not started which the prefix cache holds now.
@@ -274,8 +284,8 @@ class OpenScheduler(SyncScheduler):
             "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
             "speculative decoding": config.speculative_config is not None,
             "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": self.use_v2_model_runner,
-            "models with other than full attention": not all(
-                isinstance(manager, FullAttentionManager) for manager in self.managers
+            "models whose layers have other than full or sliding attention": not all(
+                isinstance(manager, FullAttentionManager | SlidingWindowManager) for manager in self.managers
             ),
         }
 
@@ -320,6 +330,17 @@ class OpenScheduler(SyncScheduler):
             if block.block_id in block_ids
         ]
         return min(firsts, default=None)
+
+    def compute_again_from(self, request: Request, tokens: int) -> None:
+        """A request that was admitted with more than there is. Of layers with a window it has no block before
+        those that it took: there it starts anew."""
+        if all(isinstance(manager, FullAttentionManager) for manager in self.managers):
+            request.num_computed_tokens = min(request.num_computed_tokens, tokens)
+        elif is_running(request):
+            self.preempt(request, time.monotonic())
+        else:  # KV is on its way to it, and for nothing
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request.request_id)
 
     def waiting_holders(self) -> list[Request]:
         """Requests that hold blocks and wait: for KV from the host."""

@@ -66,7 +66,6 @@ def a(line: str) -> str:
     return f"{SEQS}\n>      {line}"
 
 
-GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024}
 QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"]}
 
 # what is replaced, by what, what is said, and what else the model's config.json says
@@ -278,12 +277,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         '  env:\n>    CUDA_VISIBLE_DEVICES: "0,1"',
         "this would give all of them the same; remove it",
     ),
-    "windows that are cut off beside co-serving": (
-        "  enabled: true",
-        ">  enabled: true",
-        "set disable-hybrid-kv-cache-manager: true in engine.args",
-        GEMMA,
-    ),
     "states beside co-serving": (
         "  enabled: true",
         ">  enabled: true",
@@ -313,12 +306,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         ">  path: MODEL",
         "set coserving.safepoints: false",
         {"model_type": "deepseek_v32", "index_topk": 2048},
-    ),
-    "windows in all layers beside co-serving": (
-        "  enabled: true",
-        ">  enabled: true",
-        "set coserving.enabled: false",
-        {"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": True},
     ),
     "NIXL that is not installed": (
         "coserving:",

@@ -31,7 +31,7 @@ class Row:
     request: Any
     count: int
     end: int  # tokens computed after it
-    blocks: list[int]
+    blocks: tuple[list[int], ...]  # by KV cache group
 
 
 class ModelFreeEngine:
@@ -49,12 +49,19 @@ class ModelFreeEngine:
         margin: float = 0.1,
         overlapping: bool = False,
         clock: Callable[[], float] | None = None,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
-        """`beside`: another connector of the engine, as in `--kv-transfer-config`."""
+        """`beside`: another connector of the engine, as in `--kv-transfer-config`. `windows`: tokens that the
+        layers of each KV cache group attend to; 0: all."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.structured_output import StructuredOutputManager
 
         serving = ServingSettings(policy, slo, margin)
@@ -71,17 +78,27 @@ class ModelFreeEngine:
             transfer = {**transfer, **several, "kv_connector_extra_config": extra}
         vllm_config = EngineArgs(
             model=str(model), dtype="float32", max_model_len=1024, block_size=BLOCK, max_num_seqs=8,
-            num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=192, enforce_eager=True,
+            num_gpu_blocks_override=BLOCKS * len(windows), max_num_batched_tokens=192, enforce_eager=True,
             async_scheduling=False, scheduling_policy="priority", scheduler_cls=scheduler,
             additional_config=config.to_additional_config(),
             kv_transfer_config=transfer,
         ).create_engine_config()  # fmt: skip
-        vllm_config.cache_config.num_gpu_blocks = BLOCKS
+        vllm_config.cache_config.num_gpu_blocks = BLOCKS * len(windows)
         vllm_config.scheduler_config.async_scheduling = overlapping  # the CPU build takes it back
         import torch
 
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
-        cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        shape: dict[str, Any] = {
+            "block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32,
+        }  # fmt: skip
+        groups = [
+            KVCacheGroupSpec(
+                [f"layer{number}"],
+                SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape),
+            )
+            for number, window in enumerate(windows)
+        ]
+        self._windows = windows
+        cache = KVCacheConfig(BLOCKS * len(windows), [], groups)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         make = vllm_config.scheduler_config.get_scheduler_cls()
@@ -108,7 +125,10 @@ class ModelFreeEngine:
         self.scheduler.add_request(request)
         self.outputs[key] = []
 
-    def step(self, abort_share: float, hang_up_share: float = 0.0) -> None:
+    def step(
+        self, abort_share: float, hang_up_share: float = 0.0, loaded: frozenset[str] = frozenset()
+    ) -> None:
+        """`loaded`: requests whose KV has come meanwhile, as workers tell with the step's result."""
         from vllm.v1.request import RequestStatus
 
         done = self.scheduler.schedule()
@@ -124,51 +144,57 @@ class ModelFreeEngine:
             self.hung_up += 1
             self.outputs.pop(gone)
             self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
-        self.deliver(done, rows, [] if aborted else sampled)
+        self.deliver(done, rows, [] if aborted else sampled, loaded)
 
     def rows_of(self, done: Any) -> list[Row]:
         """Noted when the step is scheduled: the next may be scheduled before it is computed."""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         return [
             Row(key, self.scheduler.requests[key], count, self.scheduler.requests[key].num_computed_tokens,
-                blocks_of(key)[0])
+                blocks_of(key))
             for key, count in done.num_scheduled_tokens.items()
         ]  # fmt: skip
 
     def forward(self, rows: list[Row], aborted: bool = False) -> list[list[int]]:
         return [self._compute(row, aborted) for row in rows]
 
-    def deliver(self, done: Any, rows: list[Row], tokens: list[list[int]]) -> None:
-        from vllm.v1.outputs import ModelRunnerOutput
+    def deliver(
+        self, done: Any, rows: list[Row], tokens: list[list[int]], loaded: frozenset[str] = frozenset()
+    ) -> None:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         keys = [row.key for row in rows]
         index = {key: number for number, key in enumerate(keys)}
         there = [row.request.is_finished() for row in rows]  # a token too many is thrown away
-        self.scheduler.update_from_output(done, ModelRunnerOutput(keys, index, tokens))
+        result = ModelRunnerOutput(keys, index, tokens)
+        if loaded:
+            result.kv_connector_output = KVConnectorOutput(finished_recving=set(loaded))
+        self.scheduler.update_from_output(done, result)
         for key, gone, new in zip(keys, there, tokens, strict=False):
             if key in self.outputs and not gone:
                 self.outputs[key] += new
 
     def _compute(self, row: Row, aborted: bool) -> list[int]:
-        key, count, end, blocks = row.key, row.count, row.end, row.blocks
         tokens = list(row.request.all_token_ids)
         if row.request.is_finished():
-            return [0] if end >= len(tokens) else []
-        for position in range(end):
-            slot = blocks[position // BLOCK], position % BLOCK
-            if position >= end - count:
+            return [0] if row.end >= len(tokens) else []
+        for group, window in enumerate(self._windows):
+            first = max(0, row.end - row.count - window + 1) if window else 0
+            self._attend(row, tokens, group, first, aborted)
+        return [answer(tokens)] if row.end == len(tokens) else []
+
+    def _attend(self, row: Row, tokens: list[int], group: int, first: int, aborted: bool) -> None:
+        for position in range(first, row.end):
+            slot = row.blocks[group][position // BLOCK], position % BLOCK
+            right = hash((group, *tokens[: position + 1]))
+            if position >= row.end - row.count:
                 # Half a pass over what was right already writes the same again.
-                if not aborted or self._kv.get(slot) != prefix_of(tokens, position):
-                    self._kv[slot] = GARBAGE if aborted else prefix_of(tokens, position)
-            elif not aborted and self._kv.get(slot) not in (prefix_of(tokens, position), None):
-                self.lies.append(f"{key} reads {slot}, which holds something else")
+                if not aborted or self._kv.get(slot) != right:
+                    self._kv[slot] = GARBAGE if aborted else right
+            elif not aborted and self._kv.get(slot) not in (right, None):
+                self.lies.append(f"{row.key} reads {slot}, which holds something else")
             elif not aborted and slot not in self._kv:
-                self.lies.append(f"{key} reads {slot}, which nobody computed")
-        return [answer(tokens)] if end == len(tokens) else []
-
-
-def prefix_of(tokens: list[int], position: int) -> int:
-    return hash(tuple(tokens[: position + 1]))
+                self.lies.append(f"{row.key} reads {slot}, which nobody computed")
 
 
 def answer(tokens: list[int]) -> int:

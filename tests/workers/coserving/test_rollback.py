@@ -2,18 +2,25 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from tests.workers.coserving.model_free import ModelFreeEngine, expected
+from kvtransfer.plugins import Match, Plugin, SchedulerSide
+from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
 from workers.coserving import rollback
 
+# Tokens that the layers of each KV cache group attend to.
+WINDOWS = {"full": (0,), "mixed": (0, 70), "windows only": (70,)}
 
-def storm(model: Path, left_out: rollback.Step | None, seed: int, rounds: int = 400) -> ModelFreeEngine:
+
+def storm(
+    model: Path, left_out: rollback.Step | None, seed: int, rounds: int = 400, windows: tuple[int, ...] = (0,)
+) -> ModelFreeEngine:
     rng = random.Random(seed)
-    engine = ModelFreeEngine(model, left_out, seed)
+    engine = ModelFreeEngine(model, left_out, seed, windows=windows)
     asked: dict[str, tuple[list[int], int]] = {}
     for number in range(rounds):
         if number % 8 == 0 and number < rounds - 60:
@@ -37,8 +44,11 @@ def storm(model: Path, left_out: rollback.Step | None, seed: int, rounds: int = 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_request_reads_what_was_not_computed_for_it(small_model: Path, seed: int) -> None:
-    engine = storm(small_model, None, seed)
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_no_request_reads_what_was_not_computed_for_it(
+    small_model: Path, windows: tuple[int, ...], seed: int
+) -> None:
+    engine = storm(small_model, None, seed, windows=windows)
     assert engine.aborts > 50
     assert engine.hung_up > 0
     assert engine.lies == []
@@ -76,6 +86,57 @@ def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> li
 def test_a_request_that_adopted_blocks_of_an_aborted_step_computes_them_itself(small_model: Path) -> None:
     assert lies_after_the_owner_left(small_model, None) == []
     assert lies_after_the_owner_left(small_model, rollback.truncate_sharers) != []
+
+
+def lies_behind_a_window(model: Path, left_out: rollback.Step | None, windows: tuple[int, ...]) -> list[str]:
+    """A request that was admitted with ten blocks of another's, six of which had been computed before."""
+    engine = ModelFreeEngine(model, left_out, 0, windows=windows)
+    prompt = [33 + number % 80 for number in range(320)]
+    engine.ask("owner", prompt, 2, priority=1)
+    engine.step(abort_share=0.0)
+    engine.ask("sharer", prompt + [40] * 5, 2, priority=1)
+    engine.step(abort_share=1.0)
+    assert engine.aborts == 1 and engine.scheduler.requests["sharer"].num_computed_tokens < 320
+    for _ in range(8):
+        engine.step(abort_share=0.0)
+    assert not engine.scheduler.requests
+    return engine.lies
+
+
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_a_request_that_took_the_end_of_a_window_only_computes_all_of_it(
+    small_model: Path, windows: tuple[int, ...]
+) -> None:
+    assert lies_behind_a_window(small_model, None, windows) == []
+
+
+class LoadsOneBlock(SchedulerSide):
+    """Has a block of every prompt that goes on from another's."""
+
+    def match(self, request: Any, computed_tokens: int) -> Match | None:
+        return Match(BLOCK, background=True) if request.request_id == "sharer" else None
+
+
+class Loads(Plugin):
+    name = "loads"
+    scheduler = LoadsOneBlock
+
+
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_one_that_waits_for_kv_behind_what_was_undone_computes_it(
+    small_model: Path, windows: tuple[int, ...]
+) -> None:
+    engine = ModelFreeEngine(small_model, windows=windows, plugins=(f"{__name__}:Loads",))
+    prompt = [33 + number % 80 for number in range(320)]
+    engine.ask("owner", prompt, 2, priority=1)
+    engine.step(abort_share=0.0)
+    engine.ask("sharer", prompt + [40] * (BLOCK + 5), 2, priority=1)
+    engine.step(abort_share=1.0)
+    assert engine.aborts == 1 and engine.scheduler.requests["sharer"].num_computed_tokens <= 192
+    engine.step(abort_share=0.0, loaded=frozenset({"sharer"}))
+    for _ in range(8):
+        engine.step(abort_share=0.0)
+    assert engine.lies == [] and not engine.scheduler.requests
 
 
 def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.coserving.storm import StormResult, storm, storm_config, storm_shape
+from tests.support.architectures import architecture_directory
 from tests.workers.coserving.audit import AUDIT_VARIABLE
 from workers.coserving.profile import coserving_engine
 
@@ -22,9 +23,10 @@ STEPS = {
 
 
 async def _storm(
-    model: Path, scheduler: str, audit: Path, aborts: int, preemptions: int, **limits: Any
+    model: Path, scheduler: str, audit: Path, aborts: int, preemptions: int, blocks: int = 65, **limits: Any
 ) -> StormResult:
-    shape = storm_shape(model, scheduler=CRIPPLED + scheduler, environment={AUDIT_VARIABLE: str(audit)})
+    environment = {AUDIT_VARIABLE: str(audit)}
+    shape = storm_shape(model, blocks=blocks, scheduler=CRIPPLED + scheduler, environment=environment)
     async with coserving_engine(shape, storm_config()) as engine:
         return await storm(engine, aborts, preemptions, **limits)
 
@@ -41,11 +43,14 @@ def red(model: Path, scheduler: str, audit: Path) -> bool:
 
 
 @pytest.mark.engine
-def test_outputs_equal_an_undisturbed_run(small_model: Path, tmp_path: Path) -> None:
-    audit = tmp_path / "audit"
-    result = asyncio.run(_storm(small_model, "Audited", audit, aborts=30, preemptions=10, limit_s=300.0))
-    assert result.aborts >= 30
-    assert result.preemptions >= 10
+@pytest.mark.parametrize(("windows", "blocks"), [(False, 65), (True, 110)], ids=["one group", "windows"])
+def test_outputs_equal_an_undisturbed_run(
+    windows: bool, blocks: int, small_model: Path, tmp_path: Path
+) -> None:
+    model, audit = architecture_directory("gemma3_text") if windows else small_model, tmp_path / "audit"
+    result = asyncio.run(_storm(model, "Audited", audit, 20, 6, blocks, limit_s=300.0))
+    assert result.aborts >= 20
+    assert result.preemptions >= 6
     assert result.wrong == []
     assert result.stalled == []
     assert not audit.exists(), audit.read_text()
