@@ -1,5 +1,7 @@
 """From a request to what answers it: the table of paths, who may call, and the answers that are no turns."""
 
+import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -20,12 +22,15 @@ from router.dashboard import DashboardRoutes
 from router.directory.client import DirectoryClient
 from router.errors import (
     ANTHROPIC,
+    ApiError,
     BadRequest,
     EngineUnreachable,
     Forbidden,
     MethodNotAllowed,
+    Misdirected,
     ModelNotFound,
     NotFound,
+    RateLimited,
     Unavailable,
     Unsupported,
 )
@@ -50,14 +55,17 @@ from router.reading import Api, Reading
 from router.shares import Shares
 from router.turn import Models, read_turn, text_headers
 
+audit = logging.getLogger("conserve.audit")
+
 _JSON = (b"content-type", b"application/json")
 _MODELS = "/v1/models"
 _MESSAGES = Api.MESSAGES.target.decode()
 _CONVERSATIONS = "/v1/conversations"
-_BATCHES = "/v1/batches"
+_BATCHES, _METRICS = "/v1/batches", "/metrics"
 _PAGE = 50
 _MAX_PAGE = 200
 _ATTEMPTS = 2
+REFUSAL_S = 1.0  # before a key that is over its limit is told so: the least `retry-after`
 
 KeyedHandler = Callable[[Key, Request, Responder], Awaitable[None]]
 
@@ -78,6 +86,7 @@ class Routes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._served = config.models_by_name
+        self._hosts, self._audits = frozenset(config.hosts), config.audit
         self._directory = directory
         self._life = life
         self._readers = readers
@@ -96,7 +105,7 @@ class Routes:
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
-            "/metrics": {"GET": self._metrics},
+            _METRICS: {"GET": self._metrics},
         }
         self._routes: dict[str, dict[str, KeyedHandler]] = {
             **{api.target.decode(): {"POST": partial(self._generate, api)} for api in Api},
@@ -115,19 +124,46 @@ class Routes:
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.path.startswith(_MESSAGES):
             responder.error_shape = ANTHROPIC
+        if self._hosts and (name := _host(request)) and name not in self._hosts:
+            raise Misdirected(f"this gateway is not called {name[:100]!r}: gateway.hosts has its names")
         if request.path.startswith(DASHBOARD):
             await self._dashboard(request, responder)
             return
         methods = self._open.get(request.path)
         if methods is not None:
+            if request.path == _METRICS and self._keys.any:
+                self._keys.caller(request.headers).check_reads()
             await _of_method(methods, request)(request, responder)
             return
-        key = self._keys.caller(request.headers)
-        key.check(request.method)
-        if request.method not in ("GET", "HEAD"):
-            self._meters.request(key, responder)
-        with self._shares.one(key.owner):
+        key: Key | None = None
+        try:
+            key = self._keys.caller(request.headers)
+            key.check(request.method)
+            with self._shares.one(key.owner):
+                await self._within_limits(key, request, responder)
+        except ApiError as refused:
+            self._note(key, request, responder, refused.status)
+            raise
+        self._note(key, request, responder, responder.status)
+
+    async def _within_limits(self, key: Key, request: Request, responder: Responder) -> None:
+        try:
+            if request.method not in ("GET", "HEAD"):
+                self._meters.request(key, responder)
             await self._answer(key, request, responder)
+        except RateLimited:
+            await asyncio.sleep(REFUSAL_S)  # or asking again at once would cost as much as being served
+            raise
+
+    def _note(self, key: Key | None, request: Request, responder: Responder, status: int | None) -> None:
+        if not self._audits:
+            return
+        who = (key.id, key.owner) if key is not None else ("-", "-")
+        address = request.peer[0] if request.peer is not None else "-"
+        conversation = responder.added(b"x-conversation-id").decode() or "-"
+        what = request.method, request.path[:200], conversation, status or "-"
+        line = "key=%s owner=%s address=%s action=%r path=%r conversation=%s status=%s"
+        audit.info(line, *who, address, *what)
 
     async def _answer(self, key: Key, request: Request, responder: Responder) -> None:
         if self._batch is not None and request.path.startswith(BATCH_PREFIXES):
@@ -158,8 +194,8 @@ class Routes:
     async def _generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
+        turn = await read_turn(api, request, key.owner, *known, self._directory.engines.max_context)
         with self._meters.turn(key, responder) as charge:
-            turn = await read_turn(api, request, key.owner, *known, self._directory.engines.max_context)
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)
@@ -200,6 +236,12 @@ class Routes:
         if self.http_counts is not None:
             self.http_counts.bring()
         responder.respond(200, generate_latest(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])
+
+
+def _host(request: Request) -> str:
+    """Without its port; empty where a client says none."""
+    said = (request.headers.text(b"host") or "").lower()
+    return said[1:].partition("]")[0] if said.startswith("[") else said.partition(":")[0]
 
 
 _AnyHandler = TypeVar("_AnyHandler")

@@ -105,6 +105,8 @@ class GatewayConfig:
     classes: tuple[SloClass, ...] = ()
     keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
     keys_file: str | None = None  # of more keys; read again when it changes
+    hosts: tuple[str, ...] = ()  # names by which it may be called; without any, by all
+    audit: bool = False  # a line for every request
     key_limits: Limits = COMMON  # of keys that say nothing else
     shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
     owner_share: float = 0.5  # of the connections, for requests of one owner

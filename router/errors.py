@@ -110,6 +110,10 @@ class Forbidden(ApiError, status=403, type="permission_error", code="forbidden")
     """The key is known and may not do this."""
 
 
+class Misdirected(ApiError, status=421, type=INVALID, code="host_not_allowed"):
+    """It is not called by a name of its own: a page in a browser may have given its name to this address."""
+
+
 class NotFound(ApiError, status=404, type=INVALID, code="not_found"):
     """There is no such thing here."""
 
@@ -144,6 +148,10 @@ class ExpectationFailed(ApiError, status=417, type=INVALID, code="expectation_fa
 
 class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="no_capacity"):
     """No capacity now; ``retry_after_s`` says when to come back."""
+
+
+class RateLimited(TooManyRequests, code="rate_limit_exceeded"):
+    """The caller's key has had what it may have for now."""
 
 
 class HeadersTooLarge(ApiError, status=431, type=INVALID, code="headers_too_large"):

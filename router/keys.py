@@ -104,6 +104,10 @@ class Key:
         if not allowed:
             raise Forbidden(f"this API key may not {method}: its scopes lack serve", code="scope_missing")
 
+    def check_reads(self) -> None:
+        if not self.scopes & {Scope.READ, Scope.ADMIN}:
+            raise Forbidden("the metrics take an API key with the scope read or admin", code="scope_missing")
+
 
 def inline(api_keys: Sequence[str], admin_keys: Sequence[str]) -> tuple[Key, ...]:
     """Keys that stand in the fleet file themselves; the owner of each is the beginning of its hash."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from router import metrics
 from router.directory.messages import Spent
-from router.errors import ApiError, TooManyRequests
+from router.errors import ApiError, RateLimited
 from router.http import Responder
 from router.keys import Key, Limits
 
@@ -202,7 +202,7 @@ class Meters:
             meter.elsewhere[gateway] = one.turns, now
 
 
-def _over(limit: str, wait_s: float, which: str) -> TooManyRequests:
+def _over(limit: str, wait_s: float, which: str) -> RateLimited:
     metrics.LIMITED.labels(which).inc()
     text = f"this key's limit is {limit}; try again in {wait_s:.3f}s"
-    return TooManyRequests(text, code="rate_limit_exceeded", retry_after_s=wait_s)
+    return RateLimited(text, retry_after_s=wait_s)

@@ -22,6 +22,7 @@ from router.hints import HIGHEST_PRIORITY
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving
+PLACEHOLDER = "replace-me"
 ARGUMENTS_OF_OURS = {
     "model": "model.path",
     "served-model-name": "model.served_name",
@@ -50,6 +51,7 @@ def _of_the_file(fleet: FleetSpec) -> Iterator[Problem]:
     yield from _kv_tiers(fleet)
     yield from _autoscaling(fleet)
     yield from _slos(fleet)
+    yield from _exposed(fleet)
     yield from _coserving(fleet)
     yield from _embeddings(fleet)
 
@@ -169,6 +171,20 @@ def _slos(fleet: FleetSpec) -> Iterator[Problem]:
             yield Problem(("slos", name, "ahead"), sentence)
     if "default" not in fleet.slos:
         yield Problem(("slos",), "a class named 'default' is missing: turns of no other class are of it")
+
+
+def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
+    gateway = fleet.gateway
+    for name in ("api_keys", "admin_keys"):
+        if PLACEHOLDER in getattr(gateway, name):
+            sentence = f"'{PLACEHOLDER}' is known to everybody: make a key with `conserve key new`"
+            yield Problem(("gateway", name), sentence)
+    if gateway.host not in components.LOOPBACK and not (components.asks_for_keys(fleet) or gateway.open):
+        yield Problem(
+            ("gateway", "host"),
+            f"whoever reaches {gateway.host} may call without a key: set gateway.keys_file "
+            "(`conserve key new`), or gateway.open: true where only those reach it who may",
+        )
 
 
 def _coserving(fleet: FleetSpec) -> Iterator[Problem]:

@@ -45,6 +45,7 @@ from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, LaunchSpec
 from workers.lmcache_server import LmcacheServer
 from workers.power.engine_power import PowerSettings
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_BLOCK_TOKENS = 16  # vLLM's, on GPUs
 
 # Of prefillers until their tier is profiled: an 8B model on one GPU, the small model on one core. The placer
@@ -273,6 +274,8 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         returns=ReturnRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,
+        hosts=_hosts(fleet),
+        audit=fleet.observe.audit,
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
         classes=tuple(
@@ -284,11 +287,22 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
     )
 
 
+def asks_for_keys(fleet: FleetSpec) -> bool:
+    return bool(fleet.gateway.keys_file or fleet.gateway.api_keys)
+
+
+def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
+    given = fleet.gateway.hosts
+    if given or asks_for_keys(fleet) or fleet.gateway.host not in LOOPBACK:
+        return tuple(given)
+    return LOOPBACK
+
+
 def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
     """A name that is a key in clear is that of its owner, so that no process but the gateway need know it."""
     given = fleet.gateway
-    anybody = not (given.keys_file or given.api_keys)  # then each key is an owner
-    in_clear = {*given.api_keys, *given.admin_keys, *(named if anybody else ())} - {EVERYBODY}
+    any_key = () if asks_for_keys(fleet) else named  # each is an owner
+    in_clear = {*given.api_keys, *given.admin_keys, *any_key} - {EVERYBODY}
     return tuple(namespace(name) if name in in_clear else name for name in named)
 
 

@@ -217,6 +217,11 @@ class GatewaySpec(Spec):
     host: str = default(GatewayConfig, "host")
     port: Port = default(GatewayConfig, "port")
     processes: Annotated[int, Field(gt=0, le=64)] = 1
+    open: bool = False
+    """It listens beyond this machine and asks for no key, and that is meant."""
+    hosts: list[str] = []
+    """Names by which it may be called (`Host`). Where no key is asked for and only this machine can reach it,
+    `localhost` alone by default, or any page in a browser could call it under a name of its own."""
     keys_file: Annotated[str, Field(pattern=r"^(/|~/)")] | None = default(GatewayConfig, "keys_file")
     """API keys, of which it holds hashes: `conserve key new` adds one. It is read again when it changes."""
     api_keys: list[str] = []
@@ -355,6 +360,8 @@ class TracingSpec(Spec):
 class ObserveSpec(Spec):
     tracing: TracingSpec | None = None
     """OpenTelemetry spans; without it none are made."""
+    audit: bool = default(GatewayConfig, "audit")
+    """A line in the gateways' logs for every request: key, address, what for, conversation, status."""
 
 
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -78,6 +78,10 @@ class Responder:
         """Goes out with the response's own headers, also with a refusal. Only before ``start``."""
         self._extra.append((name, value))
 
+    def added(self, name: bytes) -> bytes:
+        """The value of a header added above; empty without it."""
+        return next((value for given, value in self._extra if given == name), b"")
+
     def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` once when the client leaves before ``finish``; at once if it has left already.
 

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from click.testing import Result
+from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from deploy.cli.commands.key import app as key_commands
@@ -98,6 +99,8 @@ async def test_a_key_does_what_its_scopes_say(tmp_path: Path) -> None:
         assert [one["id"] for one in listed["data"]] == ["search:c"]
         assert (await get(f"{url}/dashboard", headers=bearer("boss")))[0] == 200
         assert (await get(f"{url}/dashboard", headers=bearer("work")))[0] == 401
+        for secret, status in (("look", 200), ("boss", 200), ("work", 403), ("none", 401)):
+            assert (await get(f"{url}/metrics", headers=bearer(secret)))[0] == status
         assert made.decoder_requests()[0].conversation == "search:c"
 
 
@@ -126,11 +129,10 @@ async def test_a_new_key_of_an_owner_finds_what_the_old_one_left(
             file.write_text(entry("other", "search") + "- {id: broken}\n")
             await until(lambda: f"{file}:2: 'owner' is missing" in caplog.text)
         assert await taken("new", 200) and await taken("other", 401)
-        _, page = await get(f"{url}/metrics")
-        assert "conserve_keys_stale 1.0" in page
+        assert "conserve_keys_stale 1.0" in generate_latest().decode()
         file.write_text(entry("other", "search"))
         await until_async(lambda: taken("other", 200))
-        assert "conserve_keys_stale 0.0" in (await get(f"{url}/metrics"))[1]
+        assert "conserve_keys_stale 0.0" in generate_latest().decode()
 
 
 async def until_async(condition: Any) -> None:
@@ -159,6 +161,37 @@ async def test_where_only_admins_have_keys_everybody_may_call(tmp_path: Path) ->
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 200
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("any")))[0] == 401
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("boss")))[0] == 200
+
+
+async def test_a_gateway_answers_to_its_names_only(tmp_path: Path) -> None:
+    """A page in a browser can give its own name this machine's address; `Host` says which was used."""
+    async with fleet(tmp_path, hosts=("localhost", "127.0.0.1", "::1")) as made:
+        url = made.urls[0]
+        port = url.rpartition(":")[2]
+        for name in (f"127.0.0.1:{port}", "localhost", f"LOCALHOST:{port}", f"[::1]:{port}"):
+            assert (await get(f"{url}/v1/models", headers={"host": name}))[0] == 200
+        for path in ("/v1/models", "/dashboard", "/metrics", "/health"):
+            status, said = await get(url + path, headers={"host": f"evil.example:{port}"})
+            assert (status, said["error"]["code"]) == (421, "host_not_allowed")
+
+
+async def test_the_audit_log_says_who_asked_for_what_and_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(entry("work", "search"))
+    with caplog.at_level(logging.INFO, logger="conserve.audit"):
+        async with fleet(tmp_path, keys_file=str(file), audit=True) as made:
+            said = {**bearer("work"), "x-session-id": "c"}
+            await ask(made.urls[0], [user("a word of mine")], headers=said)
+            await ask(made.urls[0], [user("a word of mine")], headers=bearer("stranger"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "conserve.audit"]
+    path = "action='POST' path='/v1/chat/completions'"
+    assert lines == [
+        f"key=of-work owner=search address=127.0.0.1 {path} conversation=c status=200",
+        f"key=- owner=- address=127.0.0.1 {path} conversation=- status=401",
+    ]
+    assert "a word of mine" not in caplog.text and "stranger" not in "".join(lines)
 
 
 def conserve_key(*arguments: str) -> Result:

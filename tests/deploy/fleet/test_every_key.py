@@ -181,7 +181,8 @@ CASES = {
     "tiers.prefill_curve.c": case(7, lambda got: got.curves["decode"].c),
     "tiers.args": case({"max-num-seqs": 8}, lambda got: "--max-num-seqs 8" in got.argv, True),
     "tiers.env": case({"A_NAME": "c"}, lambda got: got.env.get("A_NAME"), "c"),
-    "gateway.host": case("0.0.0.0", lambda got: got.gateway.host),
+    "gateway.host": case("0.0.0.0", lambda got: got.gateway.host, gateway__keys_file="/keys.yaml"),
+    "gateway.hosts": case(["llm.example"], lambda got: got.gateway.hosts, ("llm.example",)),
     "gateway.port": case(8001, lambda got: got.gateway.port),
     "gateway.keys_file": case("/keys.yaml", lambda got: got.gateway.keys_file),
     "gateway.api_keys": case(["k"], lambda got: got.gateway.keys, inline(["k"], [])),
@@ -292,6 +293,7 @@ CASES = {
         ("http://other:1", True),
     ),
     "observe.tracing.sample": case(0.5, lambda got: got.gateway.tracing.sample),
+    "observe.audit": case(True, lambda got: got.gateway.audit),
     "ray.address": case("10.0.0.1:6379", lambda got: "conserve_control" in got.control["resources"], False),
     "ray.control_resources": case({"CPU": 2}, lambda got: got.control["num_cpus"], 2),
     "ray.object_store_mib": case(200, lambda got: f"--object-store-memory {200 << 20}" in got.head, True),
@@ -304,6 +306,7 @@ DIRECT = {
     "tiers.hardware.node_gpus": ["deploy/fleet/engine_checks.py"],
     "tiers.hardware.nodes": ["deploy/fleet/engine_checks.py"],
     "gateway.processes": ["deploy/ray/gateway_actor.py"],
+    "gateway.open": ["deploy/fleet/checks.py"],
     "capacity.drain": ["deploy/ray/autoscaler_actor.py", "deploy/lifecycle/upgrade.py"],
 }
 
@@ -347,6 +350,7 @@ NOT_SET: dict[type, dict[str, str]] = {
 # Fields that a fleet sets from another key than the one they are named for, so that their own default is for
 # a component by itself.
 DERIVED = {
+    (GatewayConfig, "hosts"),  # localhost, where no key is asked for
     (GatewayConfig, "classes"),  # `default` is one of them
     (KeeperSettings, "start_together"),  # by the device
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers

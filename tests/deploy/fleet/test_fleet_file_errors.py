@@ -189,6 +189,14 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
             "fleet.yaml:13: slos.gold.ahead: expected less than conversation.decoder_wait (30 s) less 10 s",
         ),
         (
+            "gateway:\n  host: 0.0.0.0\n",
+            "fleet.yaml:12: gateway.host: whoever reaches 0.0.0.0 may call without a key",
+        ),
+        (
+            "gateway:\n  api_keys: [replace-me]\n",
+            "fleet.yaml:12: gateway.api_keys: 'replace-me' is known to everybody",
+        ),
+        (
             "gateway: {api_keys: [a]}\nslos:\n  default: {}\n  gold: {keys: [b]}\n",
             "fleet.yaml:14: slos.gold.keys: a key of this class is none of gateway.api_keys",
         ),

@@ -1,0 +1,150 @@
+"""Two tenants on one fleet, one of them hostile: what the other one notices.
+
+    python -m benchmarks.tenants [--quick] [--json FILE] [--fleet FILE] [--seed 0]
+
+The fleet is brought up for it, with co-serving, a key for each tenant and the same limits for both. The
+victim's agents hold conversations, in turns alone and beside an attack, on the same engines: floods of
+streams, giant prompts, streams that are cut off, bodies that come byte by byte, batches one after another.
+Wanted: the victim's P99 of the time to the first token of its turns at most 1.25 times that of alone, and no
+turn of it refused or failed. Everything shares the machine, the attack's client too.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import orjson
+
+from benchmarks.batch import quantile
+from benchmarks.live_policies import brought_up
+from benchmarks.output import command, write_json
+from benchmarks.tenants.hostile import attack
+from deploy.fleet import FleetSpec, load_fleet
+from deploy.fleet.schema import KeyLimitsSpec
+from deploy.lifecycle.status import serving
+from router.keys import hash_of
+from traces.errors import ReplayError
+from traces.replay.client import ChatClient, ReplayOptions, text
+
+ROOT = Path(__file__).parents[2]
+VICTIM, HOSTILE = "ck-victim", "ck-hostile"
+LIMITS = KeyLimitsSpec(requests_per_minute=600, tokens_per_minute=60_000, turns=4, batches=20)
+ROUNDS, PHASE_S = 4, 60.0
+QUICK_ROUNDS, QUICK_PHASE_S = 2, 25.0
+GROWS_S = 5.0  # of an attack, before the victim begins
+AGENTS, TURNS, TOKENS = 3, 4, 16
+PROMPT, APPEND = 1200, 250  # characters
+THINKS_S = 0.5
+AIM = 1.25
+
+
+@dataclass
+class VictimSeen:
+    ttft_s: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+class Victim:
+    def __init__(self, chat: ChatClient, seed: int) -> None:
+        self._chat, self._random = chat, Random(seed)
+
+    async def talk(self, seen: VictimSeen, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AGENTS):
+                group.create_task(self._agent(seen, until))
+
+    async def _agent(self, seen: VictimSeen, until: float) -> None:
+        while time.monotonic() < until:
+            name = f"victim-{self._random.getrandbits(60):x}"
+            messages = [{"role": "user", "content": text(name, PROMPT)}]
+            for turn in range(TURNS):
+                asked = time.monotonic()
+                try:
+                    answer = await self._chat.ask(messages, TOKENS)
+                except ReplayError as wrong:
+                    seen.failed.append(str(wrong))
+                    break
+                seen.ttft_s.append(answer.first_at - asked)
+                messages += [{"role": "assistant", "content": answer.text}]
+                messages += [{"role": "user", "content": text(f"{name}/{turn}", APPEND)}]
+                await asyncio.sleep(self._random.expovariate(1 / THINKS_S))
+
+
+def prepared(file: Path, keys: Path) -> FleetSpec:
+    fleet = load_fleet(file)
+    keys.write_bytes(
+        orjson.dumps([{"id": one, "owner": one[3:], "hash": hash_of(one)} for one in (VICTIM, HOSTILE)])
+    )
+    gateway = fleet.gateway.model_copy(update={"keys_file": str(keys), "key_limits": LIMITS})
+    engine = fleet.engine.model_copy(update={"start_together": 2})
+    coserving = fleet.coserving.model_copy(update={"enabled": True, "ttft": 2.0, "tbt": 0.3})
+    changed = {"name": "tenants", "gateway": gateway, "engine": engine, "coserving": coserving}
+    return fleet.model_copy(update=changed)
+
+
+async def play(
+    url: str, model: str, seed: int, rounds: int, phase_s: float
+) -> tuple[VictimSeen, VictimSeen, Counter[str]]:
+    alone, beside, answers = VictimSeen(), VictimSeen(), Counter[str]()
+    processes = get_context("spawn")
+    results = processes.Queue()
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {VICTIM}"}) as session:
+        victim = Victim(ChatClient(session, ReplayOptions(url, model), model), seed)
+        await victim.talk(VictimSeen(), GROWS_S)  # engines have seen such turns
+        for number in range(rounds):
+            await victim.talk(alone, phase_s)
+            whole_s = GROWS_S + phase_s + GROWS_S
+            attacking = processes.Process(
+                target=attack, args=(url, HOSTILE, model, seed + number, whole_s, results), daemon=True
+            )
+            attacking.start()
+            await asyncio.sleep(GROWS_S)
+            await victim.talk(beside, phase_s)
+            answers += await asyncio.to_thread(results.get, timeout=whole_s + 60)
+            attacking.join(10)
+            await asyncio.sleep(GROWS_S)  # what it had begun ends
+            tails = (quantile(seen.ttft_s, 99) for seen in (alone, beside))
+            print("round {}: P99 alone {:.3f} s, beside {:.3f} s".format(number, *tails), flush=True)
+    return alone, beside, answers
+
+
+def main() -> None:
+    parser = command(__doc__, quick=f"{QUICK_ROUNDS} rounds of {QUICK_PHASE_S:.0f} s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
+    options = parser.parse_args()
+    rounds, phase_s = (QUICK_ROUNDS, QUICK_PHASE_S) if options.quick else (ROUNDS, PHASE_S)
+    with tempfile.TemporaryDirectory(prefix="keys-") as folder:
+        fleet = prepared(options.fleet, Path(folder) / "keys.yaml")
+        with brought_up(fleet) as home:
+            url = serving(home).endpoint
+            alone, beside, answers = asyncio.run(play(url, fleet.model.name, options.seed, rounds, phase_s))
+    p99 = {name: quantile(seen.ttft_s, 99) for name, seen in (("alone", alone), ("beside", beside))}
+    figures = {
+        "victim_ttft_p99_vs_alone": p99["beside"] / p99["alone"] if p99["alone"] else 0.0,
+        "victim_failed": len(beside.failed),
+        "victim_failed_alone": len(alone.failed),
+        **{f"victim_ttft_p{q}_{name}_s": quantile(seen.ttft_s, q)
+           for q in (50, 90, 99) for name, seen in (("alone", alone), ("beside", beside))},
+        "victim_turns_alone": len(alone.ttft_s),
+        "victim_turns_beside": len(beside.ttft_s),
+    }  # fmt: skip
+    print("answers to the attack:", dict(answers.most_common()))
+    for line in (*alone.failed, *beside.failed):
+        print(f"  failed: {line[:300]}")
+    for name, value in figures.items():
+        print(f"{name} = {value if isinstance(value, int) else round(value, 3)}")
+    write_json(options.json, figures | {"attack": answers})
+    sys.exit(1 if figures["victim_failed"] or figures["victim_ttft_p99_vs_alone"] > AIM else 0)
+
+
+if __name__ == "__main__":
+    main()
