@@ -24,7 +24,7 @@ SLOW_BYTE_S = 1.0
 GIVES_UP_S = 60.0
 
 
-class Attack:
+class HostileTenant:
     def __init__(self, url: str, key: str, model: str, seed: int) -> None:
         self._url, self._model, self._random = url, model, Random(seed)
         self._headers = {"authorization": f"Bearer {key}"}
@@ -120,7 +120,7 @@ class Attack:
 def attack(url: str, key: str, model: str, seed: int, seconds: float, results: "Queue[Counter[str]]") -> None:
     """For so long. It leaves the processors to the fleet: on other machines it would have its own."""
     os.nice(19)
-    attacking = Attack(url, key, model, seed)
+    attacking = HostileTenant(url, key, model, seed)
 
     async def for_a_while() -> None:
         with suppress(TimeoutError):
