@@ -361,6 +361,11 @@ def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path
         assert [int(problem.split(":")[1]) for problem in found] == named
 
 
+@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
+def test_windows_co_serve(kinds: list[str], tmp_path: Path) -> None:
+    load_fleet(write(tmp_path, FLEET, {"layer_types": kinds, "sliding_window": 1024}))
+
+
 def test_layers_with_states_are_served_and_take_no_kv(tmp_path: Path) -> None:
     """A context whose KV would not fit, if all layers had some."""
     alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")
