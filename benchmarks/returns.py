@@ -119,7 +119,8 @@ def prepared(file: Path) -> FleetSpec:
     talks = fleet.conversation.model_copy(update={"park_after": AWAY_S / 4})
     args = {**fleet.engine.args, "num-gpu-blocks-override": KV_TOKENS // BLOCK, "block-size": BLOCK}
     engine = fleet.engine.model_copy(update={"start_together": 2, "args": args})
-    changes = {"name": "returns", "tiers": tiers, "conversation": talks, "engine": engine}
+    model = fleet.model.model_copy(update={"max_context": KV_TOKENS // 2})
+    changes = {"name": "returns", "model": model, "tiers": tiers, "conversation": talks, "engine": engine}
     return fleet.model_copy(update=changes)
 
 
