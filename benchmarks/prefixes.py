@@ -10,6 +10,7 @@ engines' own counts.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -173,6 +174,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name} = {value:.3f}")
     write_json(options.json, figures | {"table": {name: asdict(one) for name, one in table.items()}})
+    sys.exit(1 if figures["failed"] else 0)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.returns [--turns 10] [--quick] [--json FILE] [--fleet FILE]
 
-Agents hold more KV than their decoder, so that those away with a tool are parked on the host and their blocks
-overwritten. Both times the agents do the same; `ahead` they announce how long their tools take. What is
-compared, in one run on the same engines: the time to the first token of turns that come back, and the time
-between tokens of a turn that runs beside them all along.
+Agents hold more KV than their decoder, so that those away with a tool are parked on the host and their
+blocks overwritten. Both times the agents do the same; `ahead` they announce how long their tools take. What
+is compared, in one run on the same engines, forwards and back after a warm-up: the time to the first token
+of turns that come back, and the time between tokens of a turn that runs beside them all along.
 """
 
 import asyncio
@@ -43,27 +43,36 @@ class Returned:
     cached: list[float] = field(default_factory=list)  # share of a prompt that was not computed
     failed: int = 0
 
+    def add(self, other: "Returned") -> None:
+        self.ttft_s += other.ttft_s
+        self.gaps_s += other.gaps_s
+        self.cached += other.cached
+        self.failed += other.failed
+
 
 class AwayAgents:
-    def __init__(self, http: httpx.AsyncClient, model: str, variant: str, size: int, turns: int) -> None:
-        self._http, self._model, self._variant = http, model, variant
+    def __init__(
+        self, http: httpx.AsyncClient, model: str, variant: str, number: int, size: int, turns: int
+    ) -> None:
+        self._http, self._model, self._variant, self._name = http, model, variant, f"{variant}-{number}"
         self._size, self._turns = size, turns
         self.seen = Returned()
 
     async def run(self) -> None:
         running = asyncio.create_task(self._beside())
         await asyncio.gather(*(self._agent(number) for number in range(AGENTS)))
+        self.seen.failed += running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     async def _agent(self, number: int) -> None:
-        random = Random(f"{self._variant} {number}")
+        random = Random(f"{self._name} {number}")
         messages = [{"role": "user", "content": words(random, self._size)}]
         await asyncio.sleep(number * AWAY_S / AGENTS)
         for turn in range(self._turns):
             began, first, text, usage = time.monotonic(), 0.0, "", None
             try:
-                async for chunk in self._stream(f"{self._variant}-{number}", messages, ANSWER):
+                async for chunk in self._stream(f"{self._name}-{number}", messages, ANSWER):
                     usage = chunk.get("usage") or usage
                     for choice in chunk["choices"]:
                         first = first or time.monotonic() - began
@@ -87,7 +96,7 @@ class AwayAgents:
         while True:
             last = 0.0
             async for chunk in self._stream(
-                f"{self._variant}-beside", [{"role": "user", "content": "on"}], 2_000
+                f"{self._name}-beside", [{"role": "user", "content": "on"}], 2_000
             ):
                 if not chunk["choices"]:
                     continue
@@ -125,14 +134,15 @@ def prepared(file: Path) -> FleetSpec:
 
 
 async def play(url: str, model: str, size: int, turns: int) -> dict[str, Returned]:
-    seen = {}
+    seen: dict[str, Returned] = {}
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        for variant in VARIANTS:
-            agents = AwayAgents(http, model, variant, size, turns)
+        for number, variant in enumerate((VARIANTS[0], *VARIANTS, *reversed(VARIANTS))):
+            agents = AwayAgents(http, model, variant, number, size, turns if number else 1)
             await agents.run()
-            seen[variant] = agents.seen
+            if number:  # the first is a warm-up
+                seen.setdefault(variant, Returned()).add(agents.seen)
             for name in (*range(AGENTS), "beside"):
-                await http.delete(f"/v1/conversations/{variant}-{name}")
+                await http.delete(f"/v1/conversations/{variant}-{number}-{name}")
     return seen
 
 

@@ -47,7 +47,7 @@ class Turn:
     headers: RawHeaders  # for the engine
     space: str  # scope of the caller's conversation ids
     prompt: Prompt
-    salt: str  # requests of others find nothing of this one's prompt in an engine's cache
+    salt: str  # of a served model and a cache: under another an engine finds nothing of this prompt
     slo_class: SloClass
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
@@ -98,7 +98,7 @@ async def read_turn(
         headers=_forwarded(request.headers),
         space=space,
         prompt=prompt,
-        salt=str(ours.get("cache_salt", "")),
+        salt=f"{models[str(read.fields['model'])].name}\0{ours.get('cache_salt', '')}",
         slo_class=slo_class,
         arrived_at=now,
         flow=next((found for name in FLOW_HEADERS if (found := hint_of(headers.get(name)))), ""),
@@ -150,7 +150,7 @@ class TokenRatio:
 
     def heads(self, turn: Turn) -> tuple[Head, ...]:
         """Beginnings of its prompt that other conversations may share."""
-        salt = f"{turn.model}\0{turn.salt}".encode("utf-8", "surrogatepass")
+        salt = turn.salt.encode("utf-8", "surrogatepass")
         return tuple(
             Head(xxh3_128_digest(digest + salt), self.tokens(size + turn.prompt.tool_bytes))
             for digest, size in turn.prompt.heads

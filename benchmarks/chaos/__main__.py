@@ -14,9 +14,9 @@ over the machine.
 import asyncio
 import json
 import sys
-import threading
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from random import Random
 import httpx
 
 from benchmarks.chaos.agents import Agents
-from benchmarks.chaos.faults import faults, inflict
+from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.live_policies import brought_up
 from benchmarks.output import command, write_json
 from deploy.errors import LifecycleError
@@ -37,6 +37,8 @@ from deploy.lifecycle.status import FleetStatus, fleet_status, serving
 ROOT = Path(__file__).parents[2]
 MINUTES, QUICK_MINUTES, AGENTS = 60.0, 3.0, 6
 EVERY_S = 12.0  # between faults, on average
+AT_ONCE = 4
+HELD = ("running", "waiting", "conversations", "live_tokens", "parked_tokens")
 PARK_AFTER_S, TTL_S = 3.0, 90.0
 WHOLE_S, SETTLES_S, BATCH_S = 400.0, 30.0, 400.0
 LINES, LINE_TOKENS = 60, 12
@@ -51,16 +53,22 @@ class Inflicted:
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, until: float) -> None:
-        coming = faults(self.random)
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, self.random.expovariate(1 / EVERY_S)))
-            fault = next(coming)
-            if fault.on_an_engine and not whole(self.home):
-                continue
-            pid = inflict(self.home, fault, self.random)
-            if pid:
-                self.counts[f"{fault.kind} {fault.victim}"] += 1
-                print(f"  {time.strftime('%H:%M:%S')} {fault} (pid {pid})", flush=True)
+        """What lasts overlaps with what comes next."""
+        coming, lasting = faults(self.random), list[Future[None]]()
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, self.random.expovariate(1 / EVERY_S)))
+                fault = next(coming)
+                if not fault.on_an_engine or whole(self.home):
+                    lasting.append(threads.submit(self._one, fault))
+        for one in lasting:
+            one.result()
+
+    def _one(self, fault: Fault) -> None:
+        pid = inflict(self.home, fault, self.random)
+        if pid:
+            self.counts[f"{fault.kind} {fault.victim}"] += 1
+            print(f"  {time.strftime('%H:%M:%S')} {fault} (pid {pid})", flush=True)
 
 
 def whole(home: FleetHome) -> bool:
@@ -161,7 +169,7 @@ def _held(home: FleetHome) -> list[str]:
         return ["the directory does not answer"]
     held = []
     for one in state.engines:
-        counts = {name: getattr(one, name) for name in ("running", "waiting", "conversations", "live_tokens")}
+        counts = {name: getattr(one, name) for name in HELD}
         held += [f"{one.engine}: {name} {count}" for name, count in counts.items() if count]
     return held
 
@@ -172,10 +180,7 @@ async def play(agents: Agents, batch: Batch, minutes: float, inflicted: Inflicte
     await asyncio.to_thread(batch.submit)
     print("answers are known; faults begin", flush=True)
     until = time.monotonic() + 60 * minutes
-    thread = threading.Thread(target=inflicted.run, args=(until,), daemon=True)
-    thread.start()
-    await agents.run(AGENTS, until)
-    await asyncio.to_thread(thread.join)
+    await asyncio.gather(agents.run(AGENTS, until), asyncio.to_thread(inflicted.run, until))
 
 
 def main() -> None:
@@ -214,7 +219,8 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name} = {value}")
     write_json(options.json, figures | {"tries": seen.tries, "by_fault": inflicted.counts})
-    sys.exit(1 if any(figures[name] for name in ("lost", "wrong", "hung", "leaked")) else 0)
+    bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
+    sys.exit(1 if bad or not figures["faults"] else 0)
 
 
 if __name__ == "__main__":

@@ -72,20 +72,23 @@ def inflict(
     if not found:
         return 0
     process = random.choice(found)
-    with suppress(psutil.NoSuchProcess):
+    try:
         if fault.kind == "kill":
             process.kill()
-        elif fault.kind == "stop":
+            return process.pid
+        most = process.rlimit(psutil.RLIMIT_FSIZE)[1]
+        if fault.kind == "stop":
             process.send_signal(signal.SIGSTOP)
-            try:
-                sleep(fault.seconds)
-            finally:
-                process.send_signal(signal.SIGCONT)
         else:
-            _, most = process.rlimit(psutil.RLIMIT_FSIZE)
             process.rlimit(psutil.RLIMIT_FSIZE, (0, most))
-            try:
-                sleep(fault.seconds)
-            finally:
+    except psutil.NoSuchProcess:
+        return 0
+    try:
+        sleep(fault.seconds)
+    finally:
+        with suppress(psutil.NoSuchProcess):  # something else ended it meanwhile
+            if fault.kind == "stop":
+                process.send_signal(signal.SIGCONT)
+            else:
                 process.rlimit(psutil.RLIMIT_FSIZE, (most, most))
     return process.pid

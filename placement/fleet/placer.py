@@ -26,7 +26,7 @@ from placement.fleet.decoders import Decoders
 from placement.fleet.elastic import Elastic, FirstTurns
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve, Prefillers
-from placement.fleet.prefixes import Head, SharedPrefixes
+from placement.fleet.prefixes import GivenPrompt, Head, SharedPrefixes
 from placement.overload.signal import OverloadState, OverloadWatch
 
 RECOMPUTE_COST = 0.5  # of the prefiller's time that tokens take which another has cached
@@ -160,7 +160,7 @@ class Placer:
         decoder = self._decoders.choose(need, turn.preferred_decoder)
         if decoder is None:
             return self._on_a_prefiller(turn, need, now) or self._no_decoder_for(need)
-        estimates, cached = None, self._shared.on(turn.heads, now)
+        estimates, cached = None, self._cached(turn, now)
         uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         if not settings.policy.disaggregates:
             prefiller = _no_prefiller(Why.PREFILLED_LOCALLY)
@@ -183,8 +183,10 @@ class Placer:
                 uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         sizes = Sizes(turn.prompt_tokens, uncached, need)
         placement = self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
-        for engine in filter(None, (placement.prefiller, placement.decoder)):
-            self._shared.given(turn.heads, engine, now)
+        self._shared.given(turn.heads, placement.decoder, now)
+        if prefiller.chosen is not None:
+            given = GivenPrompt(prefiller.chosen.engine, turn.heads, prefiller.chosen.cached_tokens)
+            self._shared.prefilling(turn.key, given, now)
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
@@ -221,6 +223,10 @@ class Placer:
         """`tokens`: of the prompt that the prefiller computed, from which its curve learns; 0: it did not, or
         who knows. It had `cached` of them."""
         self._prefillers.computed(key, tokens, now, cached)
+        if tokens:
+            self._shared.prefilled(key, cached)
+        else:
+            self._shared.not_prefilled(key)
         if self._elastic:
             self._elastic.done(key)
 
@@ -253,12 +259,14 @@ class Placer:
     def taken_back(self, key: str, decoder: str, tokens: int, now: float) -> None:
         """A prefill leaves its queue: its decoder computes the prompt."""
         self._prefillers.done(key, now)
+        self._shared.not_prefilled(key)
         if self._elastic:
             self._elastic.goes_local(key, decoder, tokens, now)
 
     def release(self, key: str, now: float) -> None:
         """The conversation ended, or its placement was not used."""
         self._prefillers.done(key, now)
+        self._shared.not_prefilled(key)
         self._decoders.release(key)
         self._last_resort.release(key)
         if self._elastic:
@@ -321,6 +329,11 @@ class Placer:
                 return decoder._replace(chosen=one, runners_up=others)
         return None
 
+    def _cached(self, turn: FirstTurn, now: float) -> dict[str, int]:
+        """Of its prompt, what engines have, by estimate; the last token is computed again in any case."""
+        most = turn.prompt_tokens - 1
+        return {name: min(had, most) for name, had in self._shared.on(turn.heads, now).items()}
+
     def _with_cached(
         self, prefiller: PrefillerChoice, tokens: int, cached: Mapping[str, int], now: float
     ) -> PrefillerChoice:
@@ -329,14 +342,14 @@ class Placer:
         if best is None:
             return prefiller
         for engine, had in cached.items():
-            has = self._prefillers.option(engine, tokens, now, min(had, tokens - 1))
+            has = self._prefillers.option(engine, tokens, now, had)
             if has is not None and _cost(has) < _cost(best):
                 best = has
         if best is prefiller.chosen:
             return prefiller
         seen = filter(None, (prefiller.chosen, *prefiller.runners_up))
         others = tuple(one for one in seen if one.engine != best.engine)
-        return PrefillerChoice(Why.FINISHES_FIRST, best, others, prefiller.considered)
+        return PrefillerChoice(Why.HAS_BEGINNING, best, others, prefiller.considered)
 
     def _on_a_prefiller(self, turn: FirstTurn, need: int, now: float) -> Placement | None:
         """The last resort, before anything is refused: a prefiller computes the conversation and holds it."""

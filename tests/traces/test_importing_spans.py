@@ -107,6 +107,23 @@ def test_messages_say_what_is_shared_and_which_calls_stand_alone(tmp_path: Path)
     assert [len(other.turns) for other in others] == [1, 1]
 
 
+def test_what_runs_at_once_is_no_conversation_and_odd_spans_are_passed_over(tmp_path: Path) -> None:
+    at = 1_700_000_000_000  # milliseconds
+    spans = [
+        {"start_time": at, "end_time": at + 1_000, "attributes": call(100, 5)},
+        {"start_time": at + 500, "end_time": at + 900, "attributes": call(200, 5)},
+        {"start_time": at + 2_000, "attributes": call(300, 5)},  # it never ended
+        {"start_time": at + 3_000, "end_time": at + 4_000,
+         "attributes": call(400, 5, **{"gen_ai.input.messages": '[{"role": "us'})},  # cut off by a collector
+    ]  # fmt: skip
+    file = tmp_path / "spans.json"
+    file.write_text(json.dumps({"spans": spans}))
+    first, second = imported(file)
+    assert [turn.prompt_tokens for turn in first.turns] in ([100, 400], [100])
+    assert [turn.prompt_tokens for turn in second.turns] in ([200], [200, 400])
+    assert first.turns[0].served_s == 1.0
+
+
 @pytest.mark.parametrize(
     "content",
     [

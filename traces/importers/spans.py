@@ -6,11 +6,11 @@ say what a call shares with those before it, and a call that goes on from none i
 where it has none, a prompt that is not shorter than the one before is taken to begin with all that was left.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -29,6 +29,8 @@ INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
 OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 SESSION = ("gen_ai.conversation.id", "session.id")
 MODEL = ("gen_ai.request.model", "gen_ai.response.model")
+_SCALES = ((1e16, 1e9), (1e14, 1e6), (1e11, 1e3))  # nanoseconds, microseconds, milliseconds; else seconds
+MOST_OPEN = 64  # conversations of a session that a call may go on from
 ENDINGS = {
     "tool_calls": TurnEnding.TOOL_USE, "tool_call": TurnEnding.TOOL_USE, "tool_use": TurnEnding.TOOL_USE,
     "stop": TurnEnding.END_OF_TURN, "end_turn": TurnEnding.END_OF_TURN, "completed": TurnEnding.END_OF_TURN,
@@ -62,8 +64,9 @@ def read_spans(path: Path) -> Iterator[TraceConversation]:
     start_s = min(call.began_s for session in calls.values() for call in session)
     for session, found in calls.items():
         name = session or plain_name(path)
+        free = (one for number in count(1) if (one := f"{name}/{number}") not in calls)
         for index, chain in enumerate(_chains(sorted(found, key=lambda call: call.began_s))):
-            yield _conversation(f"{name}/{index}" if index else name, chain, start_s)
+            yield _conversation(next(free) if index else name, chain, start_s)
 
 
 def _documents(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -91,9 +94,12 @@ def _call(span: Mapping[str, Any]) -> ModelCall | None:
         return None
     messages = said.get("gen_ai.input.messages")
     if isinstance(messages, str):
-        messages = orjson.loads(messages)
+        messages = _read(messages)
     began = _seconds(_first(span, ("startTimeUnixNano", "start_time", "start_time_unix_nano")))
-    ended = _seconds(_first(span, ("endTimeUnixNano", "end_time", "end_time_unix_nano")))
+    end = _first(span, ("endTimeUnixNano", "end_time", "end_time_unix_nano"))
+    if end is None:
+        return None
+    ended = _seconds(end)
     return ModelCall(
         session=str(_first(said, SESSION) or _first(span, ("traceId", "trace_id")) or ""),
         began_s=began,
@@ -102,8 +108,20 @@ def _call(span: Mapping[str, Any]) -> ModelCall | None:
         output_tokens=int(_first(said, OUTPUT) or 0),
         model=str(_first(said, MODEL) or ""),
         ending=_ending(said),
-        messages=tuple(orjson.dumps(one, option=orjson.OPT_SORT_KEYS) for one in messages or ()),
+        messages=tuple(orjson.dumps(one, option=orjson.OPT_SORT_KEYS) for one in _list(messages)),
     )
+
+
+def _read(text: str) -> Any:
+    """None of what a collector has cut off."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
@@ -131,12 +149,16 @@ def _seconds(time: Any) -> float:
     if isinstance(time, str) and not time.isdigit():
         moment = datetime.fromisoformat(time)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    return float(time) / 1e9 if float(time) > 1e12 else float(time)  # nanoseconds; or seconds
+    since = float(time)
+    scale = next((scale for least, scale in _SCALES if since > least), 1.0)
+    return since / scale
 
 
 def _ending(said: Mapping[str, Any]) -> TurnEnding:
-    reasons = said.get("gen_ai.response.finish_reasons") or ()
-    reasons = [reasons] if isinstance(reasons, str) else list(reasons)
+    reasons = said.get("gen_ai.response.finish_reasons")
+    if isinstance(reasons, str):
+        reasons = _list(_read(reasons)) or [reasons]
+    reasons = _list(reasons)
     return ENDINGS.get(str(reasons[0]), TurnEnding.CUT) if reasons else TurnEnding.CUT
 
 
@@ -150,13 +172,17 @@ class _Chain:
 
 def _chains(calls: Sequence[ModelCall]) -> list[_Chain]:
     chains: list[_Chain] = []
+    # By the messages that a call shares at least with what it goes on from.
+    open_: dict[tuple[bytes, ...], deque[_Chain]] = defaultdict(lambda: deque(maxlen=MOST_OPEN))
     for call in calls:
-        shares = [_share(chain, call) for chain in chains]
+        known = open_[call.messages[:2]]
+        shares = [_share(chain, call) for chain in known]
         if not any(shares):
             chains.append(_Chain([call], [0]))
+            known.append(chains[-1])
             continue
         share = max(shares)
-        chain = chains[shares.index(share)]
+        chain = known[shares.index(share)]
         chain.calls.append(call)
         chain.cached.append(int(share * call.prompt_tokens))
     return chains
@@ -166,6 +192,8 @@ def _share(chain: _Chain, call: ModelCall) -> float:
     """Of the call's prompt, what the chain's last call began with, and its answer; 0: it is another
     conversation. A system prompt in common makes none."""
     last = chain.calls[-1]
+    if call.began_s < last.ended_s:
+        return 0.0  # it does not know the answer
     if not call.messages:
         left = last.prompt_tokens + last.output_tokens
         goes_on = call.prompt_tokens >= last.prompt_tokens

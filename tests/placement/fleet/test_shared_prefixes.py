@@ -1,5 +1,7 @@
 """A prompt goes where its first token comes first, what an engine has of it already not counted."""
 
+from dataclasses import replace
+
 import pytest
 
 from placement.engines import Role
@@ -104,3 +106,45 @@ def test_the_longest_beginning_counts_and_memory_is_bounded() -> None:
     for number in range(MOST_HEADS):
         shared.given((Head(str(number).encode(), 1),), "p0", 2.0)
     assert shared.on((SYSTEM, long), 3.0) == {}
+
+
+def test_a_beginning_is_never_longer_than_the_prompt() -> None:
+    """An estimate from bytes may be: an image is many bytes and few tokens."""
+    placer = a_placer(FirstTurns.ELASTIC)
+    image = (Head(b"image", 60_000),)
+    place(placer, "first", 0.0, image)
+    again = place(placer, "second", 0.0, image)
+    chosen, estimates = again.receipt.prefiller.chosen, again.receipt.estimates
+    assert estimates is not None and estimates.local_s > 0
+    assert chosen is None or chosen.cached_tokens < 8_500
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.02])
+def test_the_very_same_prompt_again(constant: float) -> None:
+    curve = replace(CURVE, a=constant)
+    placer = Placer(PlacerSettings(), {"prefill": curve, "decode": curve})
+    placer.engine_up(engine("d", kv_tokens=10**7))
+    whole = (Head(b"whole", 8_500),)
+    for number in range(4):
+        place(placer, f"c{number}", 0.0, whole if number % 2 else (Head(b"other", 8_500),))
+
+
+def test_a_cache_that_keeps_nothing_is_found_out() -> None:
+    placer = a_placer()
+    place(placer, "first", 0.0)
+    placer.prefill_done("first", 1.0, 8_500)
+    expected = []
+    for number in range(4):
+        chosen = place(placer, f"c{number}", 2.0 + number).receipt.prefiller.chosen
+        assert chosen is not None
+        expected.append(chosen.cached_tokens)
+        placer.prefill_done(f"c{number}", 2.5 + number, 8_500, cached=0)
+    assert expected == [8_000, 0, 8_000, 0], "of what was computed something may be left"
+
+
+def test_what_was_never_computed_is_on_no_prefiller() -> None:
+    placer = a_placer()
+    first = place(placer, "first", 0.0)
+    placer.release("first", 0.1)
+    chosen = place(placer, "second", 0.2).receipt.prefiller.chosen
+    assert first.prefiller is not None and chosen is not None and chosen.cached_tokens == 0
