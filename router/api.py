@@ -13,6 +13,7 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
+from router.answers import Answers
 from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
 from router.batch.forwarding import BatchForwarding
 from router.classes import Classes
@@ -61,6 +62,7 @@ _JSON = (b"content-type", b"application/json")
 _MODELS = "/v1/models"
 _MESSAGES = Api.MESSAGES.target.decode()
 _CONVERSATIONS = "/v1/conversations"
+_RESPONSES = f"{Api.RESPONSES.target.decode()}/"
 _BATCHES, _METRICS = "/v1/batches", "/metrics"
 _PAGE = 50
 _MAX_PAGE = 200
@@ -83,6 +85,7 @@ class Routes:
         keys: Keys,
         meters: Meters,
         batch: BatchForwarding | None = None,
+        answers: Answers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._served = config.models_by_name
@@ -90,7 +93,7 @@ class Routes:
         self._directory = directory
         self._life = life
         self._readers = readers
-        self._batch = batch
+        self._batch, self._answers = batch, answers
         self._clock = clock
         self._keys, self._meters = keys, meters
         self._models_of = lru_cache(None)(partial(_models_of, self._served))
@@ -120,6 +123,9 @@ class Routes:
             f"{_CONVERSATIONS}/": {"GET": self._conversations.get, "DELETE": self._conversations.delete},
             f"{_MODELS}/": {"GET": self._model},
         }
+        if answers is not None:
+            stored = AnswerRoutes(answers)
+            self._below[_RESPONSES] = {"GET": stored.get, "DELETE": stored.delete}
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.path.startswith(_MESSAGES):
@@ -194,7 +200,8 @@ class Routes:
     async def _generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
-        turn = await read_turn(api, request, key.owner, *known, self._directory.engines.max_context)
+        context = self._directory.engines.max_context
+        turn = await read_turn(api, request, key.owner, *known, context, self._answers)
         with self._meters.turn(key, responder) as charge:
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
@@ -260,6 +267,26 @@ def _models_of(served: Models, allowed: tuple[str, ...]) -> Models:
     if not allowed:
         return served
     return {name: one for name, one in served.items() if {name, one.name, *one.aliases} & {*allowed}}
+
+
+class AnswerRoutes:
+    """GET and DELETE /v1/responses/{id}: answers that are stored."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    async def get(self, key: Key, request: Request, responder: Responder) -> None:
+        found = await self._answers.find(key.owner, request.path.removeprefix(_RESPONSES))
+        if found is None:
+            raise NotFound("no such response is stored", code="response_not_found")
+        responder.respond(200, found, [_JSON])
+
+    async def delete(self, key: Key, request: Request, responder: Responder) -> None:
+        name = request.path.removeprefix(_RESPONSES)
+        if not await self._answers.forget(key.owner, name):
+            raise NotFound("no such response is stored", code="response_not_found")
+        gone = {"id": name, "object": "response", "deleted": True}
+        responder.respond(200, orjson.dumps(gone), [_JSON])
 
 
 class ConversationRoutes:

@@ -86,6 +86,15 @@ class BatchAddress:
 
 
 @checked(frozen=True, config=_STRICT)
+class AnswersConfig:
+    """Where answers of the Responses API are kept, and how many of them for how long."""
+
+    path: str = ""  # of a SQLite file; empty: none are, and engines get `previous_response_id` as it came
+    keep_s: float = 24 * 3600.0  # since one was named last
+    max_bytes: int = 1 << 30
+
+
+@checked(frozen=True, config=_STRICT)
 class GatewayConfig:
     directory: str  # host:port
     models: tuple[ServedModel, ...]
@@ -112,6 +121,7 @@ class GatewayConfig:
     owner_share: float = 0.5  # of the connections, for requests of one owner
     directory_secret: str = ""
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracing: TracingConfig | None = None
     drain_s: float = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from router.answers import Answers
 from router.api import Routes
 from router.batch.forwarding import BatchForwarding
 from router.config import GatewayConfig, load
@@ -36,7 +37,9 @@ class Gateway:
         self.directory = DirectoryClient(config.directory, config.name, secret=config.directory_secret)
         self.pool = UpstreamPool(config.upstream)
         self.tracer = _tracer(config)
-        self._life = life = Life(config, self.directory, self.pool, tracer=self.tracer)
+        self._answers = Answers(config.answers) if config.answers.path else None
+        life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
+        self._life = life
         self._batch = batch = (
             BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
         )
@@ -45,7 +48,8 @@ class Gateway:
         self._meters = Meters(self._keys.limits_of)
         self.directory.on_spent = self._meters.heard
         guards = self._keys, self._meters
-        routes = Routes(config, self.directory, self.pool, life, self._readers, *guards, batch=batch)
+        known = config, self.directory, self.pool, life, self._readers, *guards
+        routes = Routes(*known, batch=batch, answers=self._answers)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
         routes.http_counts = HttpCounts(self.server, self.pool)
@@ -81,6 +85,8 @@ class Gateway:
         if self._batch is not None:
             await self._batch.close()
         self._readers.close()
+        if self._answers is not None:
+            await self._answers.close()
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)

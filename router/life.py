@@ -19,6 +19,7 @@ from placement.engines import EngineInfo
 from placement.fleet.answers import Refusal
 from placement.objectives import tbt_s
 from router import chains, legs, metrics
+from router.answers import AnswerObserver, Answers
 from router.chains import Chain
 from router.classes import ahead_s
 from router.config import DEFAULT_CLASS, GatewayConfig, Handover, SloClass
@@ -102,8 +103,9 @@ class Life:
         pool: UpstreamPool,
         clock: Callable[[], float] = time.monotonic,
         tracer: "TurnTracer | None" = None,
+        answers: Answers | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._answers = config, answers
         self._tracer = tracer
         self._directory = directory
         self._pool = pool
@@ -331,7 +333,8 @@ class Life:
         self.returns.came(route.known)
         if turn.prompt.hints.placement:  # of a turn that is placed again: one header each, in order
             responder.add_header(b"x-conversation-placement", route.in_words.encode())
-        observer = observer or StreamObserver(self._clock, lambda _: self._directory.first_token(key))
+        kind = StreamObserver if turn.kept is None else AnswerObserver
+        observer = observer or kind(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None
             trace.bound(route.cause, route.decoder.engine, prefiller)
@@ -403,6 +406,9 @@ class Life:
     def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran) -> None:
         outcome, seen = ran.outcome, ran.observer.observation()
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
+            if self._answers is not None and turn.kept is not None:
+                assert isinstance(ran.observer, AnswerObserver)
+                self._answers.keep(turn.space, turn.kept, ran.observer.response)
             note_prefix(
                 turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen
             )

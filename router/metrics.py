@@ -188,6 +188,12 @@ STREAMS_CUT = Counter(
     "cut_again (too often, or for too long), refused (by the next engine).",
     ["outcome"],
 )
+ANSWERS = Counter(
+    "conserve_stored_answers_total",
+    "Answers of the Responses API: kept, pruned (by age, or beyond what may be stored), failed (not stored, "
+    "or not to be read).",
+    ["outcome"],
+)
 TTFT_SECONDS = Histogram(
     "conserve_ttft_seconds",
     "From a turn's arrival to its first token, of first and of later turns.",
@@ -312,6 +318,7 @@ from_zero(RESTORES_AHEAD, "restored", "not_parked", "returned", "busy", "failed"
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
+from_zero(ANSWERS, "kept", "pruned", "failed")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 

@@ -14,6 +14,7 @@ from xxhash import xxh3_128_digest
 from placement.fleet.prefixes import Head
 from placement.objectives import tbt_s, ttfet_s
 from router import metrics
+from router.answers import Answers, ToBeKept
 from router.classes import Classes, engine_arguments
 from router.config import DEFAULT_CLASS, ServedModel, SloClass
 from router.directory.cache import Known
@@ -54,6 +55,7 @@ class Turn:
     charge: Charge = FREE
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the places where turns wait, for its owner's
+    kept: ToBeKept | None = None  # with its answer
     resume: Mapping[str, Any] | None = None  # for the engine: what of a stream the client has already
 
     @property
@@ -81,11 +83,17 @@ async def read_turn(
     now: float,
     readers: Readers,
     max_context: int = 0,
+    answers: Answers | None = None,
 ) -> Turn:
-    pieces = await request.body.read_pieces()
+    pieces, kept = await request.body.read_pieces(), None
     headers = text_headers(request.headers)
-    path = api.target.decode()
-    read = await readers.read(Reading(path, api, headers, space, frozenset(models), max_context), pieces)
+    asked = Reading(api.target.decode(), api, headers, space, frozenset(models), max_context)
+    read = await readers.read(asked, pieces)
+    if answers is not None and api is Api.RESPONSES:
+        fields, kept = await answers.with_history(space, pieces, read.fields)
+        pieces = with_fields(pieces, fields)
+        if "input" in fields:  # now there is all of it
+            read = await readers.read(asked, pieces)
     prompt = read.prompt
     assert prompt is not None
     slo_class = classes.choose(space, headers, read.fields)
@@ -101,6 +109,7 @@ async def read_turn(
         salt=f"{models[str(read.fields['model'])].name}\0{ours.get('cache_salt', '')}",
         slo_class=slo_class,
         arrived_at=now,
+        kept=kept,
         flow=next((found for name in FLOW_HEADERS if (found := hint_of(headers.get(name)))), ""),
     )
 

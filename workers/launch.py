@@ -155,8 +155,5 @@ def _environment(spec: LaunchSpec, secret: str, environ: Mapping[str, str]) -> d
             env["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.worker_class:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # our workers are in front of the V1 runner's
-    # `previous_response_id` of the Responses API. vLLM keeps each stored response until it ends: a fleet
-    # whose clients store many sets this to 0 in `engine.env`.
-    env["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
     env.update(spec.env)
     return env

@@ -20,6 +20,7 @@ from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import (
+    AnswersConfig,
     BatchAddress,
     GatewayConfig,
     Handover,
@@ -251,9 +252,11 @@ def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:
     )
 
 
-def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, batch: str) -> GatewayConfig:
-    """`batch`: host:port of the batch process."""
-    tracing = fleet.observe.tracing
+def gateway_config(
+    fleet: FleetSpec, name: str, directory: str, secret: str, batch: str, answers: str = ""
+) -> GatewayConfig:
+    """`batch`: host:port of the batch process. `answers`: the file of stored answers."""
+    tracing, kept = fleet.observe.tracing, fleet.gateway.answers
     return configured(
         GatewayConfig,
         fleet.gateway,
@@ -276,6 +279,7 @@ def gateway_config(fleet: FleetSpec, name: str, directory: str, secret: str, bat
         owner_share=fleet.gateway.limits.owner_share,
         hosts=_hosts(fleet),
         audit=fleet.observe.audit,
+        answers=AnswersConfig(answers, kept.keep, int(kept.gib * (1 << 30))),
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
         classes=tuple(

@@ -17,7 +17,7 @@ from placement.fleet.placer import PlacerSettings
 from placement.fleet.policies import Redisaggregation
 from placement.iteration.interface import ServingSettings
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import GatewayConfig, SloClass, TracingConfig
+from router.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
 from router.keys import COMMON
 from workers.coserving.config import CoServingConfig
@@ -213,6 +213,15 @@ class KeyLimitsSpec(Spec):
     """Of its owner that have not ended."""
 
 
+class AnswersSpec(Spec):
+    """Stored answers of the Responses API (`previous_response_id`, `GET /v1/responses/{id}`)."""
+
+    keep: Duration = default(AnswersConfig, "keep_s")
+    """Since one was named last."""
+    gib: Annotated[float, Field(gt=0)] = default(AnswersConfig, "max_bytes") / (1 << 30)
+    """Of all of them; beyond it those go that were longest not named."""
+
+
 class GatewaySpec(Spec):
     host: str = default(GatewayConfig, "host")
     port: Port = default(GatewayConfig, "port")
@@ -232,6 +241,7 @@ class GatewaySpec(Spec):
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
     all. Others have their own: who shares can tell by an answer's time what another has asked."""
     key_limits: KeyLimitsSpec = KeyLimitsSpec()
+    answers: AnswersSpec = AnswersSpec()
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
 
 

@@ -86,7 +86,8 @@ class GatewaysActor:
         await self._keep(BATCH, "router.batch", text, directory, port, GRACE_S)
 
     async def _keep_gateway(self, name: str, batch: str) -> None:
-        config = gateway_config(self._fleet, name, self._directory, self._secret, batch)
+        answers = str(self._home.gateways / "answers.sqlite")
+        config = gateway_config(self._fleet, name, self._directory, self._secret, batch, answers)
         text = router.config.dump(config)
         directory, other = self._place(name, _fingerprint(text))
         grace_s = config.drain_s + GRACE_S

@@ -117,6 +117,10 @@ class StreamObserver:
         """Until the end only the number of events, the time of the last and the last pieces matter."""
         return self._first_content_at is not None
 
+    @property
+    def streamed(self) -> bool:
+        return self._streamed
+
     def start(self, status: int, content_type: bytes) -> None:
         self._status = status
         self._streamed = content_type.startswith(b"text/event-stream")

@@ -186,6 +186,8 @@ class FakeEngine:
         if not body.get("stream"):
             await asyncio.sleep(self.token_s * count)
             whole = _whole(request.path, answer_id, count, usage)
+            if responses:
+                whole["output"] = _said(body, count)
             if self.reasons:
                 whole["choices"][0]["message"]["reasoning"] = "because"
             if self.calls_tools:
@@ -211,7 +213,8 @@ class FakeEngine:
                 "type": "response.completed",
                 "response": {"id": answer_id, "status": "completed", "usage": usage},
             }
-            await pieces.write(_event(done))
+            done["response"]["output"] = _said(body, count)  # type: ignore[index]
+            await pieces.write(b"event: response.completed\n" + _event(done))
         else:
             if (body.get("stream_options") or {}).get("include_usage"):
                 await pieces.write(_event({"id": answer_id, "choices": [], "usage": usage}))
@@ -325,6 +328,15 @@ def _whole(path: str, answer_id: str, count: int, usage: dict[str, int]) -> dict
     if path == "/v1/completions":
         choice = {"index": 0, "finish_reason": "stop", "text": text}
     return {"id": answer_id, "choices": [choice], "usage": usage}
+
+
+def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """A message, and a call of the first tool."""
+    text = {"type": "output_text", "text": "w " * count, "annotations": []}
+    said: list[dict[str, Any]] = [{"type": "message", "id": "msg_1", "role": "assistant", "content": [text]}]
+    calls = [{"type": "function_call", "id": "fc_1", "call_id": "c1", "name": tool["name"], "arguments": "{}"}
+             for tool in (body.get("tools") or [])[:1]]  # fmt: skip
+    return said + calls
 
 
 def _chunk(path: str, answer_id: str, number: int, last: bool, tool: bool = False) -> bytes:

@@ -39,7 +39,7 @@ from placement.fleet.prefillers import PrefillCurve
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import GatewayConfig, ServedModel, SloTargets, TracingConfig
+from router.config import AnswersConfig, GatewayConfig, ServedModel, SloTargets, TracingConfig
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import namespace
@@ -52,7 +52,8 @@ from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
 CONFIGURATIONS = {
-    *(GatewayConfig, Limits, ServedModel, SloTargets, TracingConfig, ServerLimits, UpstreamLimits),
+    *(GatewayConfig, AnswersConfig, Limits, ServedModel, SloTargets, TracingConfig),
+    *(ServerLimits, UpstreamLimits),
     *(BatchConfig, BatchLimits, DispatchSettings),
     *(DirectorySettings, Thresholds),
     *(PlacerSettings, Redisaggregation, PrefillCurve, ScaleLimits),
@@ -198,6 +199,8 @@ CASES = {
     "gateway.key_limits.waiting_share": case(0.25, lambda got: key_limits(got).waiting_share),
     "gateway.key_limits.stored_gib": case(63, lambda got: key_limits(got).stored_gib),
     "gateway.key_limits.batches": case(64, lambda got: key_limits(got).batches),
+    "gateway.answers.keep": case(65, lambda got: got.gateway.answers.keep_s),
+    "gateway.answers.gib": case(2, lambda got: got.gateway.answers.max_bytes, 2 << 30),
     "gateway.limits.body_mib": case(
         1.5, lambda got: [one.max_body_bytes for one in server_limits(got)], [3 << 19, 3 << 19]
     ),
@@ -319,6 +322,7 @@ NOT_SET: dict[type, dict[str, str]] = {
         "directory name reuse_port metrics_host directory_secret": IDENTITY,
         "tokens_per_byte drain_s": CONSTANT,
     },
+    AnswersConfig: {"path": IDENTITY},
     BatchConfig: {"directory secret host port": IDENTITY, "flex_timeout_s": CONSTANT},
     BatchLimits: {"line_bytes reported_errors": CONSTANT},
     DispatchSettings: {

@@ -1,0 +1,207 @@
+"""Stored answers of the Responses API, so that a decoder's end costs KV and not history.
+
+A row is one answer: what its request added to the prompt and what was answered, the answer before it, and the
+response itself. A request that names an answer (`previous_response_id`) goes to engines with its whole input,
+like any other; engines store nothing. One SQLite file serves the gateway processes of a machine; each has one
+thread that writes and reads it. What nobody named for `keep_s` goes, and the oldest beyond `max_bytes`.
+"""
+
+import asyncio
+import logging
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from router import metrics
+from router.config import AnswersConfig
+from router.errors import Unavailable
+from router.http import StreamObserver
+from router.refusals import no_such_response
+
+log = logging.getLogger("conserve.router.answers")
+
+MOST_BYTES = 16 << 20  # of one answer, or of a request that is kept with it
+LONGEST_HISTORY = 1_000  # answers
+PRUNE_S = 30.0
+_LOCKED_S = 5.0  # another process writes
+_LATE_S, _TRIES = 0.05, 10  # an answer that another process is about to write
+_ENDS = (b"event: response.completed", b"event: response.incomplete")
+_TABLE = """CREATE TABLE IF NOT EXISTS answers (
+    owner TEXT, id TEXT, previous TEXT, added BLOB, response BLOB, bytes INTEGER, used_at REAL,
+    PRIMARY KEY (owner, id)) WITHOUT ROWID"""
+_INDEX = "CREATE INDEX IF NOT EXISTS answers_by_use ON answers (used_at, bytes)"
+_CHAIN = f"""WITH RECURSIVE chain (id, previous, depth) AS (
+    SELECT id, previous, 1 FROM answers WHERE owner = :owner AND id = :id
+    UNION ALL SELECT a.id, a.previous, depth + 1 FROM answers a JOIN chain c ON a.id = c.previous
+    WHERE a.owner = :owner AND depth < {LONGEST_HISTORY})
+    SELECT a.id, a.previous, a.added FROM chain c JOIN answers a ON a.owner = :owner AND a.id = c.id
+    ORDER BY depth DESC"""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ToBeKept:
+    """What is kept with an answer, once it is there."""
+
+    pieces: tuple[bytes, ...]  # the request, as it came
+    previous: str | None
+
+
+class AnswerObserver(StreamObserver):
+    """Also keeps the response object that an answer is, or ends with."""
+
+    __slots__ = ("_kept", "_kept_bytes")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+
+    def feed(self, data: bytes) -> None:
+        super().feed(data)
+        if self._kept or not self.streamed or any(end in data for end in _ENDS):
+            self._kept_bytes += len(data)
+            self._kept.append(data if self._kept_bytes <= MOST_BYTES else b"")
+
+    @property
+    def response(self) -> bytes:
+        """JSON of it, or of the event that has it; empty when there is none, or too much of it."""
+        kept = b"".join(self._kept) if self._kept_bytes <= MOST_BYTES else b""
+        if not self.streamed:
+            return kept
+        at = max(kept.find(end) for end in _ENDS)
+        return kept[at:].partition(b"data: ")[2].partition(b"\n")[0]
+
+
+class Answers:
+    def __init__(self, config: AnswersConfig, clock: Callable[[], float] = time.time) -> None:
+        self._config, self._clock = config, clock
+        self._thread = ThreadPoolExecutor(1, "answers")
+        self._database: sqlite3.Connection | None = None
+        self._pruned_at = 0.0
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def with_history(
+        self, owner: str, pieces: tuple[bytes, ...], body: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], ToBeKept | None]:
+        """Fields for the engine in place of the client's, and what to keep. 404: it is not the owner's."""
+        previous = body.get("previous_response_id")
+        fields: dict[str, Any] = {"store": False}
+        if isinstance(previous, str) and previous:
+            whole = await self._run(self._whole_input, owner, previous, pieces)
+            for _ in range(_TRIES):
+                if whole is not None:
+                    break
+                await asyncio.sleep(_LATE_S)
+                whole = await self._run(self._whole_input, owner, previous, pieces)
+            if whole is None:
+                raise no_such_response()
+            fields |= {"input": orjson.Fragment(whole), "previous_response_id": None}
+        kept = body.get("store") is not False and sum(map(len, pieces)) <= MOST_BYTES
+        return fields, ToBeKept(pieces, previous or None) if kept else None
+
+    def keep(self, owner: str, kept: ToBeKept, response: bytes) -> None:
+        """In the thread, soon; what is asked of it afterwards finds it."""
+        if response:
+            self._thread.submit(self._keep, owner, kept, response)
+
+    async def find(self, owner: str, name: str) -> bytes | None:
+        return await self._run(self._find, owner, name)
+
+    async def forget(self, owner: str, name: str) -> bool:
+        return await self._run(self._forget, owner, name)
+
+    async def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, function, *arguments)
+        except sqlite3.Error as wrong:
+            log.warning("stored answers cannot be read reason=%r", wrong)
+            metrics.ANSWERS.labels("failed").inc()
+            raise Unavailable("stored answers cannot be read now; try again", retry_after_s=1.0) from wrong
+
+    # In the thread
+
+    def _open(self) -> sqlite3.Connection:
+        if self._database is None:
+            path = Path(self._config.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(0o600)
+            database = sqlite3.connect(path, _LOCKED_S, isolation_level=None, check_same_thread=False)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute(_TABLE)
+            database.execute(_INDEX)
+            self._database = database
+        return self._database
+
+    def _whole_input(self, owner: str, previous: str, pieces: Sequence[bytes]) -> bytes | None:
+        database = self._open()
+        rows = database.execute(_CHAIN, {"owner": owner, "id": previous}).fetchall()
+        if not rows or rows[0][1] is not None:  # one before it is gone
+            return None
+        now = self._clock()
+        uses = [(now, owner, row[0]) for row in rows]
+        database.executemany("UPDATE answers SET used_at = ? WHERE owner = ? AND id = ?", uses)
+        own = orjson.dumps(_items(orjson.loads(b"".join(pieces)).get("input")))
+        lists = [*(zlib.decompress(row[2]) for row in rows), own]
+        return b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
+
+    def _keep(self, owner: str, kept: ToBeKept, response: bytes) -> None:
+        try:
+            answer = orjson.loads(response)
+            answer = answer.get("response", answer)
+            answer |= {"previous_response_id": kept.previous, "store": True}
+            asked = _items(orjson.loads(b"".join(kept.pieces)).get("input"))
+            added = zlib.compress(orjson.dumps([*asked, *map(_as_input, answer["output"])]), 1)
+            shown = zlib.compress(orjson.dumps(answer), 1)
+            row = owner, answer["id"], kept.previous, added, shown, len(added) + len(shown), self._clock()
+            self._open().execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            metrics.ANSWERS.labels("kept").inc()
+            self._prune()
+        except (sqlite3.Error, orjson.JSONDecodeError, KeyError, TypeError) as wrong:
+            metrics.ANSWERS.labels("failed").inc()
+            log.warning("an answer could not be stored reason=%r", wrong)
+
+    def _prune(self) -> None:
+        now = self._clock()
+        if now - self._pruned_at < PRUNE_S:
+            return
+        self._pruned_at = now
+        database = self._open()
+        old = now - self._config.keep_s
+        over = """SELECT used_at FROM (SELECT used_at, sum(bytes) OVER (ORDER BY used_at DESC, bytes) AS total
+            FROM answers) WHERE total > ? ORDER BY used_at DESC LIMIT 1"""
+        if (row := database.execute(over, (self._config.max_bytes,)).fetchone()) is not None:
+            old = max(old, row[0])
+        gone = database.execute("DELETE FROM answers WHERE used_at <= ?", (old,)).rowcount
+        metrics.ANSWERS.labels("pruned").inc(gone)
+
+    def _find(self, owner: str, name: str) -> bytes | None:
+        asked = "SELECT response FROM answers WHERE owner = ? AND id = ?"
+        row = self._open().execute(asked, (owner, name)).fetchone()
+        return zlib.decompress(row[0]) if row is not None else None
+
+    def _forget(self, owner: str, name: str) -> bool:
+        asked = "DELETE FROM answers WHERE owner = ? AND id = ?"
+        return bool(self._open().execute(asked, (owner, name)).rowcount)
+
+
+def _items(given: Any) -> list[Any]:
+    if isinstance(given, list):
+        return given
+    return [{"role": "user", "content": given}] if isinstance(given, str) else []
+
+
+def _as_input(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of an answer as one of a prompt: without what is empty there."""
+    return {name: value for name, value in item.items() if value is not None}

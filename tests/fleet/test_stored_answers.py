@@ -1,0 +1,42 @@
+"""Histories of the Responses API outlive the decoder that computed them, and say to a model what was said."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fleet.talk import client, conversation
+from tests.fleet.test_faults import serving, vllm_process
+from tests.support.fleet import RunningFleet
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture
+def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
+    serving(laptop_fleet)
+    yield laptop_fleet
+    serving(laptop_fleet)
+
+
+def test_a_killed_decoder_costs_kv_and_not_history(fleet: RunningFleet) -> None:
+    told: dict[str, Any] = {"model": fleet.model, "temperature": 0, "max_output_tokens": 24}
+    sdk = client(fleet.url, "stored")
+    asked = [{"role": "user", "content": text} for text in ("Which city?", "And the other one?", "Why?")]
+    first = sdk.responses.create(input=asked[:1], **told)
+    second = sdk.responses.create(input=asked[1:2], previous_response_id=first.id, **told)
+    before = conversation(fleet, "stored", 2)  # the only one: both are its turns
+
+    fleet.kill(vllm_process(fleet, before["decoder"], "EngineCore"))
+    third = sdk.responses.create(input=asked[2:], previous_response_id=second.id, **told)
+    after = conversation(fleet, "stored", 3)
+    assert after["decoder"] != before["decoder"]
+
+    said = [[one.model_dump(exclude_none=True) for one in answer.output] for answer in (first, second)]
+    whole = [asked[0], *said[0], asked[1], *said[1], asked[2]]
+    spelled_out = client(fleet.url, "spelled-out").responses.create(input=whole, **told)
+    assert third.output_text == spelled_out.output_text
+    assert third.usage.input_tokens == spelled_out.usage.input_tokens > first.usage.input_tokens + 48
+    shown = sdk.responses.retrieve(third.id)
+    assert (shown.output_text, shown.previous_response_id) == (third.output_text, second.id)
+    sdk.responses.delete(third.id)

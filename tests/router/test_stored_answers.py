@@ -1,0 +1,136 @@
+"""Answers of the Responses API that the fleet stores: histories outlive decoders, and gateways."""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from prometheus_client import REGISTRY
+
+from router.config import AnswersConfig
+from tests.support.fake_fleet import Answer, Fleet, ask, fleet, get
+from tests.support.waiting import until
+
+PATH = "/v1/responses"
+ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
+PRUNED = "conserve_stored_answers_total", {"outcome": "pruned"}
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+def stored(folder: Path, **more: Any) -> AnswersConfig:
+    return AnswersConfig(str(folder / "answers.sqlite"), **more)
+
+
+async def say(made: Fleet, text: str, previous: str | None = None, gateway: int = 0, **more: Any) -> Answer:
+    body: dict[str, Any] = {"previous_response_id": previous} if previous else {}
+    headers = more.pop("headers", ALICE)
+    return await ask(made.urls[gateway], text, path=PATH, headers=headers, **body, **more)
+
+
+def name_of(answer: Answer) -> str:
+    last = answer.body.rpartition(b"\ndata: ")[2]  # of a stream
+    read = orjson.loads(last)
+    return str(read.get("response", read)["id"])
+
+
+def prompt(body: dict[str, Any]) -> list[tuple[str, Any]]:
+    given = body["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [(one.get("role") or one["type"], one.get("content") or one.get("name")) for one in items]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_history_is_sent_whole_to_whatever_decoder(tmp_path: Path, stream: bool) -> None:
+    async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
+        first = await say(made, "one", tools=[TOOL], stream=stream)
+        second = await say(made, "two", name_of(first), stream=stream)
+        where = next(engine for engine in made.engines.values() if engine.seen)
+        assert len(where.seen) == 2, "a later turn of the same conversation"
+        assert second.conversation == first.conversation
+        made.engines.pop(where.name)
+        await where.stop()
+        third = await say(made, "three", name_of(second), stream=stream)
+        assert third.status == 200
+        (other,) = made.engines.values()
+        (seen,) = other.seen
+        said = [{"type": "output_text", "text": "w w w w ", "annotations": []}]
+        assert prompt(seen.body) == [
+            *(("user", "one"), ("assistant", said), ("function_call", "weather")),
+            *(("user", "two"), ("assistant", said), ("user", "three")),
+        ]
+        assert (seen.body["store"], seen.body["previous_response_id"]) == (False, None)
+
+
+async def test_another_gateway_and_a_later_process_have_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, answers=stored(tmp_path), gateways=2) as made:
+        first = await say(made, "one")
+        assert (await say(made, "two", name_of(first), gateway=1)).status == 200
+    async with fleet(tmp_path / "later", answers=stored(tmp_path)) as made:
+        assert (await say(made, "two", name_of(first))).status == 200
+        assert [role for role, _ in prompt(made.decoder_requests()[0].body)] == ["user", "assistant", "user"]
+
+
+async def test_it_is_got_and_deleted_by_its_owner_alone(tmp_path: Path) -> None:
+    async with fleet(tmp_path, answers=stored(tmp_path)) as made:
+        first = await say(made, "one")
+        second = await say(made, "two", name_of(first))
+        url = f"{made.urls[0]}{PATH}/{name_of(second)}"
+        status, shown = await get(url, headers=ALICE)
+        assert (status, shown["id"], shown["previous_response_id"]) == (200, name_of(second), name_of(first))
+        assert (await get(url, headers=BOB))[0] == 404
+        assert (await get(url, "DELETE", headers=BOB))[0] == 404
+        refused = await say(made, "x", name_of(first), headers=BOB)
+        assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
+        status, gone = await get(f"{made.urls[0]}{PATH}/{name_of(first)}", "DELETE", headers=ALICE)
+        assert (status, gone["deleted"]) == (200, True)
+        refused = await say(made, "x", name_of(second))
+        assert refused.error["code"] == "previous_response_not_found", "its beginning is gone"
+
+
+async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+    async with fleet(tmp_path, answers=stored(tmp_path)) as made:
+        first = await say(made, "one", store=False)
+        assert (await say(made, "two", name_of(first))).status == 404
+        assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 404
+
+
+@pytest.mark.parametrize("bounds", [{"keep_s": 0.0}, {"max_bytes": 1}])
+async def test_it_is_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, Any]) -> None:
+    async with fleet(tmp_path, answers=stored(tmp_path, **bounds)) as made:
+        before = REGISTRY.get_sample_value(*PRUNED) or 0
+        first = await say(made, "one")
+        await until(lambda: REGISTRY.get_sample_value(*PRUNED) == before + 1)
+        assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 404
+
+
+async def test_a_store_that_cannot_be_read_is_a_503(tmp_path: Path) -> None:
+    (tmp_path / "answers.sqlite").write_bytes(b"no database at all" * 100)
+    async with fleet(tmp_path, answers=stored(tmp_path)) as made:
+        assert (await say(made, "one")).status == 200
+        assert (await say(made, "two", "resp_1")).status == 503
+
+
+def test_vllm_reads_from_a_rebuilt_input_what_was_said() -> None:
+    """Its own store leaves out calls and reasoning."""
+    protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol", reason="vLLM: make install")
+    utils = pytest.importorskip("vllm.entrypoints.openai.responses.utils")
+    given = [
+        {"role": "user", "content": "one"},
+        {
+            "type": "reasoning", "id": "rs_1", "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": "hello", "annotations": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "21"},
+    ]  # fmt: skip
+    request = protocol.ResponsesRequest.model_validate(
+        {"model": "m", "store": False, "previous_response_id": None, "input": given}
+    )
+    asked, said, result = utils.construct_input_messages(request_input=request.input)
+    assert (asked["content"], said["reasoning"], said["content"]) == ("one", "hm", "hello")
+    assert [call["function"]["name"] for call in said["tool_calls"]] == ["weather"]
+    assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
