@@ -6,6 +6,7 @@
    whose coefficients follow from the paper's own numbers (2,048 tokens: 51 ms new, 124 on 40,000 of context).
 2. Its ablation: each part switched on in turn.
 3. BROS at its own mix (Table 2) against first-come and round robin.
+4. What its slots of blocks could gain at most over whole blocks that are on the host (its Figure 13).
 """
 
 import itertools
@@ -177,6 +178,39 @@ def bros(mix: str, rate: float, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def slots(mix: str, rate: float, seconds: float, seed: int) -> list[dict[str, Any]]:
+    """Whole blocks with a checkpoint beside memory that is given token by token.
+
+    Bidirectional blocks let an online request take free slots of an offline one's blocks, and then overwrite
+    as many as it needs. Memory without any blocks allows that and more, so it is their upper bound; what is
+    overwritten comes back from the host at no cost in both.
+    """
+    slo = TurnTargets(0.4, 0.2)
+    lengths = MIXES[mix].lengths(int(rate * seconds * 2) + 10)
+
+    def make(index: int, now: float) -> SimulatedRequest:
+        return SimulatedRequest(f"on{index}", now, *lengths[index], slo=slo)
+
+    bound = replace(OPT_30B, blocks=OPT_30B.blocks * OPT_30B.block_tokens, block_tokens=1)
+    rows = []
+    for label, shape in (("whole blocks", OPT_30B), ("slots, bound", bound)):
+        engine = SimulatedCoServing(make_policy(ServingSettings("bros", slo)), shape, A100_30B)
+        served = engine.run(poisson_like(rate, 1.0, seconds, seed, make), seconds, Batches(told_apart=True))
+        rows.append({"mix": mix, "rate": rate, **row_of(label, served, slo)})
+    return rows
+
+
+def slot_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The bound, as a ratio to whole blocks: of means over mixes and seeds."""
+
+    def ratio(figure: str) -> float:
+        blocks, bound = (sum(row[figure] for row in rows[which::2]) for which in (0, 1))
+        return float(bound / blocks)
+
+    names = ("normalised_latency_s", "offline_tokens_per_s", "ttft_attained", "tpot_attained")
+    return {f"bros_slots_vs_blocks_{name}": ratio(name) for name in names}
+
+
 def bros_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Means over mixes and rates, of ratios within each."""
     by = {(r["mix"], r["rate"], r["policy"]): r for r in rows}
@@ -216,9 +250,11 @@ def main() -> None:
         "ablation": ablation(2.0, seconds),
         "bros": [row for mix in MIXES for rate in bros_rates for row in bros(mix, rate, seconds)],
     }
+    loads = itertools.product(MIXES, (4,) if arguments.quick else (4, 5, 6))
+    tables["slots"] = [row for mix, seed in loads for row in slots(mix, 5.0, seconds / 2, seed)]
     for title, rows in tables.items():
         show(title, rows)
-    named = bros_figures(tables["bros"])
+    named = bros_figures(tables["bros"]) | slot_figures(tables["slots"])
     by = {(r["cv"], r["rate"], r["policy"]): r for r in tables["paper"]}
     for key, name, base in (
         ("ttft_p99_s", "simulated_ttft_p99_vs_online_only", "online_only"),
