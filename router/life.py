@@ -351,7 +351,7 @@ class Life:
             self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running for ever
             raise
         if legs.died_under_it(outcome):
-            self._losses.note(turn.prompt.chain.end.digest)
+            self._losses.note(turn.prompt.chain.end.digest, route.decoder)
             stream.noted(outcome)
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
@@ -395,7 +395,7 @@ class Life:
             turn.trace.prefilled(answer.prompt_tokens)
         self._ratio.learn(turn.prompt_bytes, answer.prompt_tokens)
         if answer.died:
-            self._losses.note(turn.prompt.chain.end.digest)
+            self._losses.note(turn.prompt.chain.end.digest, prefiller)
         lost = prefiller if answer.unreachable else None
         prefilled.at = self._clock() if answer.prompt_tokens else None
         self._directory.prefill_done(key, answer.prompt_tokens, lost, answer.cached_tokens)
@@ -422,7 +422,8 @@ class Life:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
             if done.prompt_tokens and not turn.prompt.identity.previous_response:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
-            computed = done.prompt_tokens - ((seen.usage and seen.usage.cached_tokens) or 0)
+            cached = (seen.usage and seen.usage.cached_tokens) or 0
+            computed = max(0, done.prompt_tokens - cached)  # a resumed answer's own tokens may be cached too
             turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
             by_id = seen.response_id if turn.api is Api.RESPONSES else None
             answer = chains.response_end(turn.prompt.seed, by_id) if by_id else None

@@ -6,8 +6,9 @@ clients' libraries. A gateway cannot tell such a request from one that was besid
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from placement.engines import EngineInfo
 from router import metrics
 from router.errors import SetAside
 
@@ -18,8 +19,8 @@ _CAPACITY = 10_000
 
 @dataclass(slots=True)
 class _Loss:
-    times: int
     at: float
+    engines: set[tuple[str, int]] = field(default_factory=set)
 
 
 class Losses:
@@ -29,19 +30,23 @@ class Losses:
         self._clock = clock
         self._losses: OrderedDict[bytes, _Loss] = OrderedDict()
 
-    def note(self, digest: bytes) -> None:
+    def note(self, digest: bytes, engine: EngineInfo) -> None:
+        """Several requests with this prompt may have been running there: that is one engine lost."""
         now = self._clock()
         loss = self._losses.get(digest)
         if loss is None or now - loss.at > REMEMBERED_S:
-            loss = self._losses[digest] = _Loss(0, now)
-        loss.times, loss.at = loss.times + 1, now
+            loss = self._losses[digest] = _Loss(now)
+        loss.engines.add((engine.engine, engine.epoch))
+        loss.at = now
         self._losses.move_to_end(digest)
         while len(self._losses) > _CAPACITY:
             self._losses.popitem(last=False)
 
     def set_aside(self, digest: bytes) -> bool:
         loss = self._losses.get(digest)
-        return loss is not None and loss.times >= MOST_LOSSES and self._clock() - loss.at <= REMEMBERED_S
+        if loss is None or self._clock() - loss.at > REMEMBERED_S:
+            return False
+        return len(loss.engines) >= MOST_LOSSES
 
     def check(self, digest: bytes) -> None:
         """Raises for a request that is not to be tried again."""

@@ -222,7 +222,13 @@ class Passing(Exchange):
         sent = self._sent
         if sent is not None:
             sent.lined = status == 200 and any(name.lower() == PIECES for name, _ in headers)
-        if status in self._hold or (self._continues and not (sent is not None and sent.lined)):
+        not_the_rest = self._continues and not (sent is not None and sent.lined)
+        running = self.connection
+        if not_the_rest and status < 400 and running is not None:
+            super().on_failure(UpstreamError("The next engine cannot go on with this answer; try again."))
+            running.abort()  # it would generate the whole answer again
+            return
+        if status in self._hold or not_the_rest:
             self._held = Collecting(self.loop, HELD_BODY_BYTES)
             self._held.on_head(status, headers)
             return
@@ -276,6 +282,7 @@ class Passing(Exchange):
 
     def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
         if status in self._hold or self._sent is not None:
+            self.connection = None  # free already
             super().on_whole(status, headers, body)
             return
         if self._observer is not None:
@@ -288,7 +295,11 @@ class Passing(Exchange):
     def on_end(self, tail: bytes) -> None:
         if self._held is not None:
             self._held.on_body(tail)
-            response = self._held.result()
+            try:
+                response = self._held.result()
+            except UpstreamError as wrong:
+                super().on_failure(wrong)
+                return
             self.end(RelayOutcome(RelayEnd.HELD, response.status, response=response))
             return
         if self._events is not None:

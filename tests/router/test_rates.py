@@ -96,6 +96,22 @@ async def test_tokens_a_minute_are_those_that_were_computed(tmp_path: Path) -> N
         assert (await ask(url, [user("z" * 5000)], headers=BOB)).status == 200
 
 
+async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
+    """The engine that goes on has them in its prompt, and may find them in its cache."""
+    async with limited(
+        tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 5000, "token_s": 0.001}, prefillers=0
+    ) as made:
+        began, said = time.monotonic(), {"x-session-id": "c"}
+        await alice(made.urls[0], "x", max_tokens=1000, said=said)
+        (broken,) = (one for one in made.engines.values() if one.seen)
+        broken.cut_after = 300
+        told = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 400}
+        await alice(made.urls[0], "x", said=said, **told)
+        assert sum("resume" in one.params for one in made.decoder_requests()) == 1
+        last = await alice(made.urls[0], "x", max_tokens=1)
+        assert left(last, "tokens") < 600 + 34 * (time.monotonic() - began)
+
+
 async def test_a_stream_that_its_client_cuts_off_keeps_what_it_reserved(tmp_path: Path) -> None:
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"token_s": 0.2}) as made:
         going = asyncio.create_task(alice(made.urls[0], "x" * 1950, max_tokens=50, stream=True))

@@ -63,6 +63,14 @@ async def first_cut(made: Fleet, asking: Callable[[], Any]) -> tuple[Answer, Fak
     return await task, broke
 
 
+async def another_decoder(made: Fleet, **how: Any) -> FakeEngine:
+    """One that comes while others serve."""
+    other = made.engines["d1"] = FakeEngine("d1", token_s=0.02, **how)
+    await other.start()
+    made.directory.engine_up(other.info)
+    return other
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("after", [1, 5, 29])
 @pytest.mark.parametrize("prefillers", [0, 1])
@@ -194,6 +202,38 @@ async def test_a_stream_that_ends_engines_is_set_aside_after_two(tmp_path: Path)
         assert (await counted(made, before))["set_aside"] == 1
         await made.settle()
         assert not [one for one in made.directory.table.conversations if one.running]
+
+
+async def test_two_streams_with_one_prompt_lose_an_engine_once(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
+        before = await cuts(made)
+        cut_first(made, 5)
+        told: dict[str, Any] = {"stream": True, "max_tokens": 30, "temperature": 0}
+        twins = [
+            asyncio.create_task(ask(made.urls[0], [user("q")], headers={"x-session-id": name}, **told))
+            for name in ("one", "two")
+        ]
+        await until(lambda: len(made.decoder_requests()) == 2)
+        await another_decoder(made)
+        for twin in twins:
+            assert events((await twin).body)[-1] == "[DONE]"
+        assert await counted(made, before) == {"resumed": 2}
+        assert (await ask(made.urls[0], [user("q")], max_tokens=3)).status == 200
+
+
+async def test_an_engine_that_cannot_go_on_refuses_at_once(tmp_path: Path) -> None:
+    """Of another version, in a fleet that is being changed: it would begin from the first token again."""
+    async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
+        before = await cuts(made)
+        cut_first(made, 5)
+        asked = ask(made.urls[0], [user("q")], stream=True, max_tokens=100_000, temperature=0)
+        task = asyncio.create_task(asked)
+        await until(made.decoder_requests)
+        other = await another_decoder(made, lines=False)
+        answer = await asyncio.wait_for(task, 10.0)
+        assert events(answer.body)[-1]["error"]["code"] == "engine_error"
+        assert await counted(made, before) == {"refused": 1}
+        await until(lambda: other.aborted == 1 and other.running == 0)
 
 
 async def test_without_another_decoder_it_ends_in_an_error_that_says_so(tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ class FakeEngine:
             self.confirmed.append(key)
         usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
         if self.cached is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": min(self.cached, prompt)}  # type: ignore[assignment]
+            cached = min(self.cached, prompt + len(_given(body)))  # vLLM took those for a prompt's
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
         responses, messages = request.path == "/v1/responses", request.path == "/v1/messages"
         if responses or messages:
             usage = {"input_tokens": prompt, "output_tokens": count, "total_tokens": prompt + count}
@@ -274,6 +275,12 @@ class FakeEngine:
         return web.json_response({})
 
 
+def _given(body: dict[str, Any]) -> list[int]:
+    """Tokens that another engine generated."""
+    resume = (body.get("kv_transfer_params") or {}).get("resume") or {"outputs": []}
+    return [token for output in resume["outputs"] for token in output]
+
+
 class _Pieces:
     """A stream's pieces, with their tokens in front where a gateway asked for that, from where it asked."""
 
@@ -285,8 +292,7 @@ class _Pieces:
         self._lined = asked is not None and engine.lines
         self._had = int(asked or 0)
         self._tokens: list[int] = []
-        resume = (body.get("kv_transfer_params") or {}).get("resume") or {"outputs": []}
-        self._given = [token for output in resume["outputs"] for token in output]
+        self._given = _given(body)
         if self._lined:
             response.headers["x-stream-pieces"] = asked or ""
 
