@@ -170,7 +170,7 @@ def _failed(
     log.warning(
         "prefill failed, the decoder computes conversation=%s engine=%s reason=%r", key, prefiller.engine, why
     )
-    return PrefillAnswer(0, None, unreachable, died)
+    return PrefillAnswer(0, None, unreachable=unreachable, died=died)
 
 
 def decoder_lost(outcome: RelayOutcome) -> bool:
