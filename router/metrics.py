@@ -65,8 +65,8 @@ KV_ASKED = Gauge(
 OVERLOAD = Gauge(
     "conserve_overload",
     "1 at what is so of the decoders' KV: fits; yields (it fits because idle conversations are parked and "
-    "offline work gives way); brief; compute (turns wait beside free KV); and, under overload, kv_short or "
-    "not_over.",
+    "offline work gives way); brief; compute (turns wait beside free KV); no_decoder (none takes "
+    "conversations); and, under overload, kv_short or not_over.",
     ["reason"],
 )
 CAPACITY_ADVICE = Gauge(

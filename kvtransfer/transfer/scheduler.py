@@ -125,6 +125,7 @@ class TransferScheduler(SchedulerSide):
         self._exporting: dict[str, tuple[str, Any]] = {}  # request -> transfer, vLLM's request
         self._void: set[str] = set()  # exporting requests that lost their blocks
         self._held: dict[str, list[Any]] = {}  # transfer -> blocks with a reference of ours
+        self._states: dict[str, list[Any]] = {}  # the same, of prompts whose last tokens are computed yet
         self._held_since: dict[str, float] = {}
         self._released: Counter[str] = Counter()  # transfer -> ranks that released it
         self._sources: dict[str, TransferSource] = {}  # request -> where its prompt is, until it is asked for
@@ -132,7 +133,8 @@ class TransferScheduler(SchedulerSide):
         self._counts: Counter[str] = Counter()
 
     def held_block_ids(self) -> list[int]:
-        return [block.block_id for blocks in self._held.values() for block in blocks]
+        held = (*self._held.values(), *self._states.values())
+        return [block.block_id for blocks in held for block in blocks]
 
     def expired_block_ids(self) -> list[int]:
         """Of leases that are over; an idle engine hears of that from its workers in its next step."""
@@ -242,28 +244,45 @@ class TransferScheduler(SchedulerSide):
         self._next.opened.append(opened)
 
     def _advance(self, request_id: str, computed: int, output: Any) -> None:
+        if request_id in self._void:
+            return
         tokens = computed + output.num_scheduled_tokens[request_id]
         transfer_id, request = self._exporting[request_id]
-        last = tokens >= request.num_prompt_tokens and transfer_id not in self._held
-        if last and not self._hold(transfer_id, request):
+        if self._hold(transfer_id, request, tokens):
+            self._next.progress.append((transfer_id, tokens))
             return
-        self._next.progress.append((transfer_id, tokens))
+        logger.error("transfer %s: vLLM gave back a block that decoders need", transfer_id)
+        self._counts[f"refused.{Reason.INTERNAL}"] += 1
+        self._void.add(request_id)
+        self._release(transfer_id)
 
-    def _hold(self, transfer_id: str, request: Any) -> bool:
-        """With the prompt's last step: before vLLM hears of the request's end, it gives back the block that a
-        window leaves with that step, and decoders need it."""
+    def _hold(self, transfer_id: str, request: Any, computed: int) -> bool:
+        """Before vLLM gives back what decoders need: a state when the steps behind it begin to be computed, a
+        block that a window leaves with the prompt's last step, before vLLM hears of the request's end."""
         prompt = request.num_prompt_tokens
         tokens = transferred_tokens(self._groups, prompt)
+        if computed >= tokens and transfer_id not in self._held.keys() | self._states.keys():
+            states = self._needed(request, tokens, prompt, state=True)
+            if states is None:
+                return False
+            self._states[transfer_id] = states
+        if computed >= prompt and transfer_id not in self._held:
+            others = self._needed(request, tokens, prompt, state=False)
+            if others is None:
+                return False
+            self._held[transfer_id] = self._states.pop(transfer_id) + others
+        return True
+
+    def _needed(self, request: Any, tokens: int, prompt: int, state: bool) -> list[Any] | None:
+        """With a reference of ours; None: some are gone."""
         first, end = min(tokens, prompt - 1), -(-tokens // self._block_tokens)
         by_group = zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True)
-        needed = [ids[group.first_block(first) : end] for group, ids in by_group]
-        held = [self._pool.blocks[block] for ids in needed for block in ids]
-        if any(block.is_null for block in held):
-            logger.error("transfer %s: vLLM gave back a block that decoders need", transfer_id)
-            return False
-        self._pool.touch(held)
-        self._held[transfer_id] = held
-        return True
+        needed = [ids[group.first_block(first) : end] for group, ids in by_group if group.state is state]
+        blocks = [self._pool.blocks[block] for ids in needed for block in ids]
+        if any(block.is_null for block in blocks):
+            return None
+        self._pool.touch(blocks)
+        return blocks
 
     def on_outcome(self, outcome: StepOutcome) -> None:
         for request_id in outcome.loaded & self._fetching.keys():
@@ -281,7 +300,8 @@ class TransferScheduler(SchedulerSide):
     def _release(self, transfer_id: str) -> None:
         self._released.pop(transfer_id, None)
         self._held_since.pop(transfer_id, None)
-        self._pool.free_blocks(reversed(self._held.pop(transfer_id, [])))
+        held = self._held.pop(transfer_id, []) + self._states.pop(transfer_id, [])
+        self._pool.free_blocks(reversed(held))
 
     def on_finished(self, request: Any, block_ids: BlocksByGroup) -> dict[str, Any] | None:
         request_id = request.request_id
@@ -316,7 +336,7 @@ class TransferScheduler(SchedulerSide):
         }
 
     def reset(self) -> None:
-        for transfer_id in list(self._held):
+        for transfer_id in [*self._held, *self._states]:
             self._next.aborted.append(transfer_id)
             self._release(transfer_id)
 

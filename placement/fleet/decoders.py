@@ -6,6 +6,7 @@ second is released at once when online work needs the place. For what fits, KV b
 host as well does not count either: it gives way at no cost when a running turn needs its place.
 """
 
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -71,7 +72,9 @@ class Decoders:
         self._table["live"][row] = state.live_tokens
         self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
         self._table["offline"][row] = state.offline_tokens
-        self._table["waiting"][row] = state.waiting_prompt_tokens
+        self._table["waiting"][row] = state.waiting_prompt_tokens * state.kv_per_token
+        if state.waiting_prompt_tokens:
+            self._table["waiting"][row] += state.waiting * state.kv_per_conversation
         self._table["per_token"][row] = state.kv_per_token
         self._table["beside"][row] = state.kv_per_conversation
         self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]
@@ -102,8 +105,8 @@ class Decoders:
         without_capacity = len(self) - int(np.count_nonzero(fits))
         return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
 
-    def _takes(self, tokens: int) -> NDArray[np.float64]:
-        return tokens * self._table["per_token"] + self._table["beside"]
+    def _takes(self, tokens: int, conversations: int = 1) -> NDArray[np.float64]:
+        return tokens * self._table["per_token"] + conversations * self._table["beside"]
 
     def reserve(self, engine: str, key: str, tokens: int) -> None:
         self.release(key)
@@ -141,16 +144,21 @@ class Decoders:
         in_use = float((table["live"][rows] - table["idle"][rows] + table["reserved"][rows]).sum())
         return in_use / limit if limit else float(in_use > 0)
 
-    def demand(self, refused_tokens: float) -> KvDemand:
-        """Of those that take conversations. What is placed and not yet visible waits or is on its way."""
+    def demand(self, refused: Sequence[int]) -> KvDemand:
+        """Of those that take conversations, in tokens of their blocks; what is on draining ones needs a place
+        there. What is placed and not yet visible waits or is on its way. `refused`: tokens of conversations
+        that fit on none, counted as where they take the least."""
         table, rows = self._table, self._open()
+        leaving = [row for row in map(self._table.row, self._holders) if not rows[row]]
+        moves = (table["live"][leaving] - table["idle"][leaving]).sum()
         idle, waiting = table["idle"][rows], np.maximum(table["reserved"][rows], table["waiting"][rows])
+        least = self._takes(sum(refused), len(refused))[rows]
         return KvDemand(
             capacity=float(table["whole"][rows].sum()),
-            held=float((table["live"][rows] - idle).sum()),
+            held=float((table["live"][rows] - idle).sum() + moves),
             yields=float((idle + table["offline"][rows]).sum()),
             waiting=float(waiting.sum()),
-            refused=refused_tokens,
+            refused=float(least.min()) if len(least) else 0.0,
         )
 
     def limit(self) -> float:

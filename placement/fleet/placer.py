@@ -282,10 +282,12 @@ class Placer:
             seconds = curve.seconds(prompt_tokens) if curve else 0.0
         self._watch.arrived(seconds, now)
 
-    def look(self, now: float, refused_tokens: float = 0.0) -> OverloadState:
-        """Time for the averages to take in how full the decoders are; `refused_tokens` wait for one."""
+    def look(self, now: float, refused: Sequence[int] = ()) -> OverloadState:
+        """Time for the averages to take in how full the decoders are; first prompts of `refused` tokens wait
+        for one."""
         self._watch.observed(self._decoders.pressure(), now)
-        return self._overload.observe(self._decoders.demand(refused_tokens), now)
+        needs = [tokens + self.settings.headroom_tokens for tokens in refused]
+        return self._overload.observe(self._decoders.demand(needs), now)
 
     def resized(self, engine: str, kv_tokens: int) -> None:
         """Parameters of a decoder gave way to KV, or came back."""

@@ -2,7 +2,9 @@
 
 Idle conversations whose KV is on the host as well, and offline work, give way at once and count for nothing:
 what is left is asked for by running and waiting turns, after parking and offline work have given what they
-have. Averaged over a window and with two thresholds, so that neither one prompt nor one end changes it.
+have. Averaged over a window and with two thresholds. It is declared by an observation that still finds more
+asked for than there is, after a window of observations at the earliest: neither the first of them nor one
+that is past declares it.
 """
 
 from dataclasses import dataclass
@@ -28,10 +30,11 @@ class KvDemand:
 class OverloadReason(StrEnum):
     FITS = "fits"
     YIELDS = "yields"  # it fits because idle conversations are parked and offline work gives way
-    BRIEF = "brief"  # more is asked for than there is, but not on average
+    BRIEF = "brief"  # more is asked for than there is, but not on average, not for a window, or not now
     COMPUTE = "compute"  # turns wait beside free KV: computing is the bottleneck
     KV_SHORT = "kv_short"  # overload: turns wait and the KV is full of what cannot give way
     NOT_OVER = "not_over"  # overload still: less is asked for, but not yet little
+    NO_DECODER = "no_decoder"  # none takes conversations: there is no KV to compare with
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +67,57 @@ class OverloadState:
 class OverloadWatch:
     def __init__(self, settings: OverloadSettings | None = None) -> None:
         self._settings = settings or OverloadSettings()
-        self._observed_at: float | None = None
+        self._began_at: float | None = None  # the first observation that the averages are of
+        self._observed_at = 0.0
+        self._averages = (0.0, 0.0, 0.0)  # shares: held, waiting, refused
         self.state = OverloadState.initial()
 
     def observe(self, demand: KvDemand, now: float) -> OverloadState:
         """What is so now; `demand` is compared with the KV of whole models also while they are split."""
+        before = self.state
         if demand.capacity <= 0:
-            return self.state
-        before, settings = self.state, self._settings
-        last = self._observed_at
-        kept = 0.0 if last is None else exp(-max(0.0, now - last) / settings.window_s)
-        self._observed_at = now
-        asked = kept * before.asked + (1 - kept) * demand.asked / demand.capacity
-        held = kept * before.held + (1 - kept) * demand.held / demand.capacity
-        kv_waited_for = held >= settings.full or demand.refused > demand.waiting
-        short = asked >= settings.declare and kv_waited_for
-        overloaded = short or (before.overloaded and asked >= settings.over)
+            self._began_at = None
+            asked = held = 0.0
+            overloaded, reason = False, OverloadReason.NO_DECODER
+        else:
+            held, waiting, refused = self._averages = self._averaged(demand, now)
+            asked = held + waiting + refused
+            overloaded, reason = self._judge(demand, asked, held >= self._settings.full or refused > waiting)
         self.state = OverloadState(
             overloaded,
-            self._reason(demand, asked, short, overloaded),
+            reason,
             asked,
             held,
-            before.since if overloaded == before.overloaded and last is not None else now,
+            before.since if overloaded == before.overloaded else now,
             max(0, round(demand.asked - demand.capacity)),
         )
         return self.state
 
-    def _reason(self, demand: KvDemand, asked: float, short: bool, overloaded: bool) -> OverloadReason:
-        if overloaded:
-            return OverloadReason.KV_SHORT if short else OverloadReason.NOT_OVER
-        if asked >= self._settings.declare:
-            return OverloadReason.COMPUTE
-        if demand.asked > demand.capacity:
-            return OverloadReason.BRIEF
-        return (
-            OverloadReason.YIELDS if demand.asked + demand.yields > demand.capacity else OverloadReason.FITS
+    def _averaged(self, demand: KvDemand, now: float) -> tuple[float, float, float]:
+        if self._began_at is None:
+            self._began_at = self._observed_at = now
+            kept = 0.0
+        else:
+            kept = exp(-max(0.0, now - self._observed_at) / self._settings.window_s)
+        self._observed_at = now
+        before, seen = self._averages, (demand.held, demand.waiting, demand.refused)
+        held, waiting, refused = (
+            kept * old + (1 - kept) * new / demand.capacity for old, new in zip(before, seen, strict=True)
         )
+        return held, waiting, refused
+
+    def _judge(self, demand: KvDemand, asked: float, for_kv: bool) -> tuple[bool, OverloadReason]:
+        settings, before = self._settings, self.state.overloaded
+        seen_s = self._observed_at - (self._began_at or 0.0)
+        on_average = asked >= settings.declare
+        at_once = demand.asked >= settings.declare * demand.capacity
+        if on_average and for_kv and (before or (at_once and seen_s >= settings.window_s)):
+            return True, OverloadReason.KV_SHORT
+        if before and asked >= settings.over:
+            return True, OverloadReason.NOT_OVER
+        if on_average and not for_kv:
+            return False, OverloadReason.COMPUTE
+        if on_average or demand.asked > demand.capacity:
+            return False, OverloadReason.BRIEF
+        yields = demand.asked + demand.yields > demand.capacity
+        return False, OverloadReason.YIELDS if yields else OverloadReason.FITS

@@ -152,7 +152,7 @@ class CapacityWatcher:
         thresholds: Thresholds,
         placer: Placer,
         conversations: ConversationRecords,
-        refused_tokens: Callable[[], int],
+        refused_tokens: Callable[[], list[int]],
         clock: Callable[[], float],
     ) -> None:
         self._thresholds, self._placer = thresholds, placer

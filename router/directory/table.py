@@ -110,7 +110,7 @@ class BindingTable:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def refused_tokens(self) -> int:
+    def refused_tokens(self) -> list[int]:
         return self._waiting.refused_tokens()
 
     def turn_began(self, key: str, gateway: str, node: End, now: float, turn: int = 0) -> bool:

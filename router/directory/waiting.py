@@ -54,10 +54,10 @@ class Waiting:
     def __len__(self) -> int:
         return self._size
 
-    def refused_tokens(self) -> int:
-        """Of prompts that fit on no decoder."""
+    def refused_tokens(self) -> list[int]:
+        """Of each prompt that fits on no decoder."""
         refused = (w for w in self._of_turn.values() if w.refusal.reason is RefusalReason.NO_CAPACITY)
-        return sum(waiter.ask.prompt_tokens for waiter in refused)
+        return [waiter.ask.prompt_tokens for waiter in refused]
 
     def full_for(self, ask: Ask) -> bool:
         mine = self._owners.get(ask.owner)

@@ -101,10 +101,10 @@ class Dropping:
         engines: Sequence[SimulatedEngine],
         placer: Placer,
         events: EventQueue,
-        report: Callable[[], float],
+        report: Callable[[], list[int]],
         changed: Callable[[SimulatedEngine], None],
     ) -> None:
-        """`report` brings the placer's view up to date and says which tokens wait for a decoder; `changed`
+        """`report` brings the placer's view up to date and says which prompts wait for a decoder; `changed`
         is told of an engine whose KV has another size."""
         if tier.profile.shape is None:
             raise TraceError(

@@ -372,9 +372,9 @@ class Simulation:
         engine.place_was_made()
         self._retry_gate()
 
-    def _report_gate(self) -> float:
+    def _report_gate(self) -> list[int]:
         self.fleet.report(self.events.now)
-        return sum(live.turn.prompt_tokens for live in self._gate)
+        return [live.turn.prompt_tokens for live in self._gate]
 
     def _retry_gate(self) -> None:
         while self._gate and self._place(self._gate[0]):

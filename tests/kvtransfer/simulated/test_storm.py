@@ -34,6 +34,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "windows beside": {"window": 3 * BLOCK_TOKENS + 7},
     "states beside": {"states": True},
     "states of the inner ends of blocks beside": {"states": True, "inner_states": True},
+    "states beside, steps shorter than blocks": {"states": True, "batched_tokens": BLOCK_TOKENS - 12},
 }
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,5 +79,36 @@ def test_it_is_over_when_half_of_the_kv_is_asked_for_and_not_before() -> None:
     assert not watch.state.overloaded and watch.state.since > 40
 
 
-def test_without_decoders_nothing_is_said() -> None:
-    assert OverloadWatch(OverloadSettings()).observe(replace(FULL, capacity=0), 1.0).asked == 0
+def test_without_decoders_it_is_neither_overload_nor_over_unseen() -> None:
+    watch = after((FULL, 20))
+    assert watch.state.overloaded
+    state = watch.observe(KvDemand(0, 0, 0, 0), 20.0)
+    assert (state.overloaded, state.reason, state.asked, state.since) == (
+        False,
+        OverloadReason.NO_DECODER,
+        0,
+        20.0,
+    )
+    assert watch.observe(FULL, 21.0).reason is OverloadReason.BRIEF  # averages begin anew
+
+
+@given(demands, st.floats(0, 1e9))
+def test_no_single_observation_declares_it(demand: KvDemand, now: float) -> None:
+    watch = OverloadWatch()
+    state = watch.observe(demand, now)
+    assert not state.overloaded and state.asked * 1_000 == pytest.approx(demand.asked)
+    for look in range(1, 20):
+        assert not watch.observe(CALM, now + look).overloaded
+
+
+def test_it_is_declared_after_a_window_of_observations() -> None:
+    window = OverloadSettings().window_s
+    assert not after((FULL, window), every=0.5).state.overloaded
+    assert after((FULL, window + 0.5), every=0.5).state.reason is OverloadReason.KV_SHORT
+
+
+def test_what_is_refused_and_what_waits_are_averaged_alike() -> None:
+    """One look that sees fewer on their way than before says nothing about what they wait for."""
+    computing = KvDemand(capacity=1_000, held=100, yields=0, waiting=1_500, refused=500)
+    glimpse = replace(computing, waiting=400)
+    assert after((computing, 20), (glimpse, 0.25)).state.reason is OverloadReason.COMPUTE

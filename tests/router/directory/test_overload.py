@@ -52,14 +52,16 @@ async def test_turns_that_wait_for_kv_are_declared_an_overload(caplog: pytest.Lo
     caplog.set_level(logging.WARNING)
     wait_for_kv(table, 4_000)
     waiter = wait_for_kv(table, 3_000, turn=2)
-    assert table.refused_tokens() == 7_000
-    await looked_once(made, table, 1.0)
+    assert table.refused_tokens() == [4_000, 3_000]
+    for second in range(4):
+        made.look(float(second), table.refused_tokens())
+    await looked_once(made, table, 4.0)
     assert gauge(OverloadReason.KV_SHORT) == 1 and gauge(OverloadReason.FITS) == 0
     asked = REGISTRY.get_sample_value("conserve_kv_asked")
-    assert asked == pytest.approx(25_000 / 19_000)
-    assert "overload=kv_short asked=1.32 held=0.95 lacking_tokens=6000" in caplog.text
+    assert asked == pytest.approx((18_000 + 4_100 + 3_100) / 19_000)
+    assert "overload=kv_short asked=1.33 held=0.95 lacking_tokens=6200" in caplog.text
     table.give_up(waiter)
-    assert table.refused_tokens() == 4_000
+    assert table.refused_tokens() == [4_000]
 
 
 async def test_without_anybody_waiting_a_full_fleet_is_no_overload(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,10 +73,11 @@ async def test_without_anybody_waiting_a_full_fleet_is_no_overload(caplog: pytes
 
 def test_a_receipt_of_the_time_of_an_overload_says_so() -> None:
     made, _ = full_fleet()
-    made.look(1.0, refused_tokens=7_000)
+    for second in range(4):
+        made.look(float(second), [7_000])
     placed = made.place(FirstTurn("small", 100), 1.0)
     assert isinstance(placed, Placement) and placed.receipt.to_json()["overload"] == "kv_short"
-    for look in range(2, 40):
+    for look in range(4, 40):
         for number in range(2):
             made.observe(state(f"d{number}", seq=look, live=1_000), float(look))
         made.look(float(look))
