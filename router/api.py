@@ -206,6 +206,8 @@ class Routes:
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)
+                if responder.status not in (None, 200):
+                    charge.refund()
             else:
                 share = key.limits.waiting_share or 1.0
                 await self._life.serve(replace(turn, charge=charge, waiting_share=share), responder)

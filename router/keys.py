@@ -7,6 +7,7 @@ owner finds it again. The file is read again when it changes; one that is wrong 
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ log = logging.getLogger("conserve.router.keys")
 
 LOOK_EVERY_S = 1.0
 _REMEMBERED = 1024  # secrets whose hash is known
+_MOST_BYTES = 8 << 20  # of a keys file
+_MOST_DEEP = 8  # lists and mappings in each other; a key needs four
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # scalars stay text: each field says what it is
 
 
@@ -59,7 +62,7 @@ def _moment(given: object) -> object:
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
 
 
-_Count = Annotated[int, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0, le=10**12)]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -71,8 +74,8 @@ class Limits:
     tokens_per_minute: _Count | None = None  # computed ones: of prompts what no cache held, and answers
     turns: _Count | None = None  # at once
     waiting_share: Annotated[float, Field(gt=0, le=1)] | None = None  # of places where its owner's turns wait
-    stored_gib: Annotated[float, Field(ge=0)] | None = None  # of its owner's files
-    batches: Annotated[int, Field(ge=0)] | None = None  # of its owner's that have not ended
+    stored_gib: Annotated[float, Field(ge=0, le=1 << 30)] | None = None  # of its owner's files
+    batches: Annotated[int, Field(ge=0, le=10**12)] | None = None  # of its owner's that have not ended
 
     def over(self, others: "Limits") -> "Limits":
         mine = {name: most for name, most in vars(self).items() if most is not None}
@@ -124,43 +127,118 @@ class KeysFileError(GatewayConfigError):
     """A keys file that cannot be used; each line of it is FILE:LINE: what is wrong."""
 
 
-def parse(text: str, name: str) -> tuple[Key, ...]:
+def parse(text: str, name: str, others: Sequence[Key] = ()) -> tuple[Key, ...]:
+    """`others`: keys beside the file's; an id of theirs is only that of the same key."""
     try:
-        node = yaml.compose(text, Loader=_LOADER)
+        root = _built(text)
+    except _Wrong as wrong:
+        line, said = wrong.args
+        raise KeysFileError(f"{name}:{line}: {said}") from None
     except yaml.MarkedYAMLError as wrong:
         line = wrong.problem_mark.line + 1 if wrong.problem_mark else 1
         raise KeysFileError(f"{name}:{line}: not valid YAML: {wrong.problem}") from wrong
     except yaml.YAMLError as wrong:
         raise KeysFileError(f"{name}:1: not valid YAML: {wrong}") from wrong
-    if node is None:  # perhaps one that is being written
+    if root is None:  # perhaps one that is being written
         raise KeysFileError(f"{name}:1: there is nothing in it; write [] for no keys")
-    try:
-        keys = _ADAPTER.validate_python(yaml.constructor.BaseConstructor().construct_document(node))
-        problems: list[tuple[Sequence[int | str], str]] = list(_twice(keys))
-    except ValidationError as wrong:
-        problems = [(one["loc"], _said(one)) for one in wrong.errors()]
+    if not isinstance(root, _List):
+        raise KeysFileError(f"{name}:1: expected a list of keys, each with id, owner and hash")
+    keys: list[Key] = []
+    problems: list[tuple[Sequence[int | str], str]] = []
+    for index, entry in enumerate(root):  # one by one, so that other threads have their turn
+        try:
+            keys.append(_ADAPTER.validate_python(entry))
+        except ValidationError as wrong:
+            problems += [((index, *one["loc"]), _said(one)) for one in wrong.errors()]
+    problems = problems or list(_twice(keys, others))
     if problems:
-        lines = dict.fromkeys(f"{name}:{line_of(node, at)}: {said}" for at, said in problems)
+        lines = dict.fromkeys(f"{name}:{_line_of(root, at)}: {said}" for at, said in problems)
         raise KeysFileError("\n".join(lines))
-    return keys
+    return tuple(keys)
 
 
-def load(file: Path) -> tuple[Key, ...]:
+def load(file: Path, others: Sequence[Key] = ()) -> tuple[Key, ...]:
     try:
-        return parse(file.read_text(), str(file))
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            content = opened.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise KeysFileError(f"{file}:1: is longer than {_MOST_BYTES >> 20} MiB")
+        return parse(content.decode(), str(file), others)
     except (OSError, UnicodeDecodeError) as wrong:
         reason = getattr(wrong, "strerror", None) or str(wrong)
         raise KeysFileError(f"{file}:1: cannot be read: {reason}") from wrong
 
 
-def line_of(node: Any, path: Sequence[int | str]) -> int:
-    """Of the innermost node on this path that the text has."""
+class _List(list[Any]):
+    """Of the file, with the line where each item begins."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line, self.items_at = line, dict[int | str, tuple[int, Any]]()
+
+    def put(self, value: Any, line: int) -> None:
+        self.items_at[len(self)] = line, value
+        self.append(value)
+
+
+class _Mapping(dict[str, Any]):
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line, self.items_at = line, dict[int | str, tuple[int, Any]]()
+        self._name: str | None = None  # whose value comes next
+
+    def put(self, value: Any, line: int) -> None:
+        if self._name is not None:
+            self[self._name], self.items_at[self._name] = value, (line, value)
+            self._name = None
+        elif not isinstance(value, str):
+            raise _Wrong(line, "a name is a word, not a list or a mapping")
+        elif value in self:
+            raise _Wrong(line, f"'{value[:100]}' stands twice")
+        else:
+            self._name = value
+
+
+class _Wrong(GatewayConfigError):
+    """Line, what is wrong."""
+
+
+def _built(text: str) -> Any:
+    """Lists, mappings and text. From events, since libyaml's composer calls itself for each bracket, until
+    the process ends, and keeps other threads from running."""
+    root: Any = None
+    within: list[_List | _Mapping] = []
+    for event in yaml.parse(text, Loader=_LOADER):
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        if isinstance(event, yaml.CollectionEndEvent):
+            within.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            raise _Wrong(line, f"say it again instead of *{event.anchor}")
+        elif isinstance(event, yaml.NodeEvent):
+            value: Any = event.value if isinstance(event, yaml.ScalarEvent) else _of(event, line)
+            if within:
+                within[-1].put(value, line)
+            elif root is None:
+                root = value
+            else:
+                raise _Wrong(line, "a second document begins; a keys file is one")
+            if isinstance(event, yaml.CollectionStartEvent):
+                within.append(value)
+                if len(within) > _MOST_DEEP:
+                    raise _Wrong(line, f"more than {_MOST_DEEP} lists and mappings in each other")
+    return root
+
+
+def _of(event: yaml.NodeEvent, line: int) -> _List | _Mapping:
+    return _List(line) if isinstance(event, yaml.SequenceStartEvent) else _Mapping(line)
+
+
+def _line_of(root: Any, path: Sequence[int | str]) -> int:
+    """Of the innermost thing on this path that the text has."""
+    line: int = root.line
     for part in path:
-        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            node = node.value[part]
-        elif isinstance(node, yaml.MappingNode):
-            node = next((value for key, value in node.value if key.value == part), node)
-    return int(node.start_mark.line) + 1
+        line, root = getattr(root, "items_at", {}).get(part, (line, None))
+    return line
 
 
 def _said(error: Any) -> str:
@@ -175,7 +253,7 @@ def _said(error: Any) -> str:
     return f"{path}: {str(error['msg']).removeprefix('Value error, ')}"
 
 
-def _twice(keys: Sequence[Key]) -> Iterator[tuple[Sequence[int | str], str]]:
+def _twice(keys: Sequence[Key], others: Sequence[Key]) -> Iterator[tuple[Sequence[int | str], str]]:
     for field in ("id", "hash"):
         first: dict[str, int] = {}
         for index, key in enumerate(keys):
@@ -184,9 +262,13 @@ def _twice(keys: Sequence[Key]) -> Iterator[tuple[Sequence[int | str], str]]:
                 yield (index, field), f"{field}: is empty"
             elif first.setdefault(value, index) != index:
                 yield (index, field), f"{field}: is that of the key {keys[first[value]].id} too"
+    hashes = {key.id: key.hash for key in others}
+    for index, key in enumerate(keys):
+        if hashes.get(key.id, key.hash) != key.hash:
+            yield (index, "id"), "id: is that of another key, which the fleet file has"
 
 
-_ADAPTER = TypeAdapter(tuple[Key, ...])
+_ADAPTER = TypeAdapter(Key)
 
 
 class Keys:
@@ -237,8 +319,9 @@ class Keys:
         return key
 
     def limits_of(self, id: str) -> Limits | None:
+        """Of a key of this id, or where any may come, of that."""
         key = self._by_id.get(id)
-        return key.limits if key is not None else None
+        return key.limits if key is not None else self._limits if self._open else None
 
     def _limited(self, key: Key) -> Key:
         return replace(key, limits=key.limits.over(self._limits))
@@ -255,10 +338,11 @@ class Keys:
     def _read(self, file: Path) -> None:
         self._seen = _state(file)
         try:
-            keys = load(file)
-        except KeysFileError as wrong:
+            keys = load(file, self._given)
+        except Exception as wrong:  # noqa: BLE001 - whatever it is: the next good one is to be read
             metrics.KEYS_STALE.set(1)
-            log.error("keys not read, those known before stay in use keys=%d\n%s", len(self._by_hash), wrong)
+            said = wrong if isinstance(wrong, KeysFileError) else f"{file}:1: cannot be read: {wrong!r}"
+            log.error("keys not read, those known before stay in use keys=%d\n%s", len(self._by_hash), said)
             return
         metrics.KEYS_STALE.set(0)
         self._use(keys)

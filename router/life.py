@@ -152,6 +152,8 @@ class Life:
                 while ran.outcome.end is RelayEnd.CUT:
                     route, ran = await self._go_on(turn, who, route, ran, responder, stream)
             except ClientLeft:
+                if not turn.charge.computing:
+                    turn.charge.refund()
                 metrics.TURNS.labels("client_gone").inc()
                 return
             self._close(turn, who, route, ran)
@@ -331,6 +333,7 @@ class Life:
     ) -> Ran:
         key, trace, prefilled = route.known.key, turn.trace, Prefilled()
         self.returns.came(route.known)
+        turn.charge.computing = True
         if turn.prompt.hints.placement:  # of a turn that is placed again: one header each, in order
             responder.add_header(b"x-conversation-placement", route.in_words.encode())
         kind = StreamObserver if turn.kept is None else AnswerObserver
@@ -417,6 +420,8 @@ class Life:
             counts = done.prompt_tokens, done.completion_tokens
             turn.trace.answered(*counts, seen.response_id, seen.finish_reason)
         if not done.generated:
+            if outcome.end is not RelayEnd.CLIENT_GONE:  # whose turn may have been computed
+                turn.charge.refund()
             self._directory.turn_ended(route.known, route.turn, 0, 0)
         else:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)

@@ -10,6 +10,7 @@ its prompt is estimated at, and its end sets that right.
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,7 +22,7 @@ from router.keys import Key, Limits
 
 SHARE_EVERY_S = 0.25
 _HEARD_S = 3.0  # a gateway that says nothing for so long has no turns
-_MOST_METERS = 10_000  # where any key may come
+_MOST_METERS = 10_000  # of the keys or addresses that came last
 _MINUTE = 60.0
 
 
@@ -32,6 +33,14 @@ class Bucket:
         self.most = per_minute
         self._level = float(per_minute)
         self._at = now
+
+    @classmethod
+    def of(cls, per_minute: int | None, before: "Bucket | None", now: float) -> "Bucket | None":
+        """With what was left in the one before, of another limit."""
+        made = cls(per_minute, now) if per_minute else None
+        if made is not None and before is not None:
+            made._level = min(made._level, before.level(now))
+        return made
 
     def level(self, now: float) -> float:
         self._level = min(self.most, self._level + (now - self._at) * self.most / _MINUTE)
@@ -57,20 +66,21 @@ class Meter:
     """What a key has used."""
 
     def __init__(self, limits: Limits, now: float) -> None:
-        self.limits = limits
-        self.requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
-        self.tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.limit(limits, now)
         self.turns = 0  # here
         self.elsewhere: dict[str, tuple[int, float]] = {}  # gateway: turns, heard at
         self.untold = [0, 0.0]  # requests and tokens that other gateways do not know of
 
+    def limit(self, limits: Limits, now: float) -> None:
+        """From now on; what has been used and what is under way stay."""
+        self.limits = limits
+        self.requests = Bucket.of(limits.requests_per_minute, self.requests, now)
+        self.tokens = Bucket.of(limits.tokens_per_minute, self.tokens, now)
+
     def turns_at_once(self, now: float) -> int:
         return self.turns + sum(turns for turns, at in self.elsewhere.values() if now - at < _HEARD_S)
-
-    def idle(self, now: float) -> bool:
-        buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
-        full = all(bucket.wait_s(bucket.most, now) <= 0 for bucket in buckets)
-        return full and not self.turns_at_once(now) and not any(self.untold)
 
 
 class Charge:
@@ -79,6 +89,7 @@ class Charge:
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
         self._reserved = 0
+        self.computing = False  # an engine has, or has had, the turn
 
     def reserve(self, tokens: int) -> None:
         """Refuses what there is nothing left for."""
@@ -101,6 +112,7 @@ class Charge:
         self._reserved = 0
 
     def refund(self) -> None:
+        """Nothing was computed for it."""
         self._take(-self._reserved)
 
     def _take(self, tokens: int) -> None:
@@ -122,7 +134,10 @@ class Meters:
     ) -> None:
         """`limits_of`: a key by its id, where it is one of a list."""
         self._limits_of, self._clock = limits_of, clock
-        self._meters: dict[str, Meter] = {}
+        self._meters: OrderedDict[str, Meter] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._meters)
 
     def request(self, key: Key, responder: Responder) -> None:
         """One more request that has work done; refused where that is one too many."""
@@ -152,21 +167,26 @@ class Meters:
         meter.turns += 1
         try:
             yield charge
-        except ApiError:  # refused: it cost nothing
-            charge.refund()
+        except BaseException as wrong:
+            if isinstance(wrong, ApiError) or not charge.computing:  # it cost nothing
+                charge.refund()
             raise
         finally:
             meter.turns -= 1
 
     def _of(self, key: str, limits: Limits | None) -> Meter | None:
+        """`limits`: of a key that is in no list any more; else those hold that are in the list now."""
+        limits = self._limits_of(key) or limits
         if limits is None or not (limits.requests_per_minute or limits.tokens_per_minute or limits.turns):
             return None
         meter = self._meters.get(key)
-        if meter is None or meter.limits != limits:
-            now = self._clock()
-            if len(self._meters) >= _MOST_METERS:
-                self._meters = {name: one for name, one in self._meters.items() if not one.idle(now)}
-            meter = self._meters[key] = Meter(limits, now)
+        if meter is None:
+            meter = self._meters[key] = Meter(limits, self._clock())
+            if len(self._meters) > _MOST_METERS:
+                self._meters.popitem(last=False)
+        elif meter.limits is not limits:
+            meter.limit(limits, self._clock())
+        self._meters.move_to_end(key)
         return meter
 
     # Among gateways
@@ -176,17 +196,16 @@ class Meters:
         told: set[str] = set()  # of them others think that turns run here
         while True:
             await asyncio.sleep(SHARE_EVERY_S)
-            news = {
-                name: Spent(name, int(one.untold[0]), int(one.untold[1]), one.turns)
+            news = [
+                (one, Spent(name, int(one.untold[0]), int(one.untold[1]), one.turns))
                 for name, one in self._meters.items()
                 if any(one.untold) or one.turns or name in told
-            }
-            if news and await tell(tuple(news.values())):
-                for name, spent in news.items():
-                    if (meter := self._meters.get(name)) is not None:
-                        meter.untold[0] -= spent.requests
-                        meter.untold[1] -= spent.tokens
-                told = {name for name, spent in news.items() if spent.turns}
+            ]
+            if news and await tell(tuple(spent for _, spent in news)):
+                for meter, spent in news:
+                    meter.untold[0] -= spent.requests
+                    meter.untold[1] -= spent.tokens
+                told = {spent.key for _, spent in news if spent.turns}
 
     def heard(self, spent: Sequence[tuple[str, Spent]]) -> None:
         now = self._clock()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 from deploy.cli.commands.key import app as key_commands
 from router import keys as api_keys
 from router.config import ServedModel
-from router.keys import Key, KeysFileError, Limits, Scope, hash_of, inline, load, parse
+from router.errors import Unauthorized
+from router.keys import Key, Keys, KeysFileError, Limits, Scope, hash_of, inline, load, parse
 from tests.support.fake_fleet import MODEL, ask, fleet, get, user
 from tests.support.waiting import until
 
@@ -62,6 +64,23 @@ def test_a_file_says_what_a_key_may_do() -> None:
         ("- id: b\n  owner: o\n  hash: ''\n  limits:\n    turn: 1\n", "f:5: unknown field 'limits.turn'"),
         ("- id: b\n  owner: o\n  hash: ''\n  scopes: [root]\n", "f:4: scopes"),
         ("- id: b\n  owner: o\n  hash: ''\n  expires: 2027-02-31\n", "f:4: expires: a day as in"),
+        (ENTRY + "- {[a]: b}\n", "f:2: a name is a word"),
+        (ENTRY + "- {id: b,\n  id: c}\n", "f:3: 'id' stands twice"),
+        (ENTRY + "- *a\n", "f:2: say it again instead of *a"),
+        (ENTRY + "---\n" + ENTRY, "f:3: a second document begins"),
+        ("- &a [*a]\n", "f:1: say it again"),
+        ("[" * 3000, "f:1: more than 8 lists"),
+        ("- " * 50_000, "f:1: more than 8 lists"),
+        ("[" * 100_000 + "]" * 100_000, "f:1: more than 8 lists"),  # ended the process
+        *(
+            (f"- id: b\n  owner: o\n  hash: ''\n  limits:\n    {limit}\n", "f:5: limits.")
+            for limit in (
+                *(f"stored_gib: {wrong}" for wrong in (".inf", "inf", "nan", "1e300", "-1")),
+                *(f"{name}: {'9' * 400}" for name in ("requests_per_minute", "tokens_per_minute", "turns")),
+                f"batches: {'9' * 400}",
+                "waiting_share: nan",
+            )
+        ),
     ],
 )
 def test_a_wrong_file_says_where_it_is_wrong(text: str, said: str) -> None:
@@ -141,7 +160,55 @@ async def until_async(condition: Any) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_without_its_file_nobody_is_let_in(tmp_path: Path) -> None:
+WRONG = ("- {[a]: b}\n", "[" * 60_000 + "]" * 60_000, "- {id: one}\n", "\0", "#" * (9 << 20))
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
+async def test_after_a_wrong_file_a_good_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(api_keys, "LOOK_EVERY_S", 0.02)
+    file = tmp_path / "keys"
+    file.write_text(entry("good", "search"))
+    known = Keys((), str(file))
+    watching = asyncio.create_task(known.watch())
+    file.write_text(text)
+    await until(lambda: "conserve_keys_stale 1.0" in generate_latest().decode())
+    assert known.of_secret("good").owner == "search"
+    file.write_text("[]\n")
+    await until(lambda: "conserve_keys_stale 0.0" in generate_latest().decode())
+    with pytest.raises(Unauthorized):
+        known.of_secret("good")
+    watching.cancel()
+
+
+@pytest.mark.parametrize("text", [None, "[]\n", *WRONG], ids=["none", "empty", *map(str, range(len(WRONG)))])
+def test_without_a_good_file_nobody_is_let_in(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    known = Keys((), str(file))
+    for secret in ("", "any"):
+        with pytest.raises(Unauthorized):
+            known.of_secret(secret)
+
+
+def test_a_pipe_is_no_file_of_keys_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(KeysFileError, match="there is nothing in it"):
+        load(tmp_path / "keys")
+
+
+def test_an_id_of_the_fleet_file_is_that_keys(tmp_path: Path) -> None:
+    """Its limits would be those of two keys."""
+    given = inline(("first",), ())
+    text = ENTRY.replace("one", given[0].id)
+    assert parse(text, "f", given)[0].hash == given[0].hash
+    with pytest.raises(KeysFileError, match="f:1: id: is that of another key, which the fleet file has"):
+        parse(text.replace(hash_of("first"), hash_of("other")), "f", given)
+
+
+async def test_without_its_file_a_gateway_answers_401(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys_file=str(tmp_path / "none")) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 401
 

@@ -3,16 +3,20 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.keys import Limits, hash_of
-from router.rates import Bucket
+from router import rates
+from router.directory.messages import Spent
+from router.errors import RateLimited
+from router.keys import Key, Limits, hash_of
+from router.rates import Bucket, Meters
 from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
@@ -131,6 +135,30 @@ async def test_what_is_refused_costs_no_tokens(tmp_path: Path) -> None:
             assert refused.status in (400, 429) and refused.error["code"] != "rate_limit_exceeded"
 
 
+@pytest.mark.parametrize("status", [400, 500])
+async def test_what_an_engine_refuses_costs_no_tokens(tmp_path: Path, status: int) -> None:
+    fails = {"fail_status": status, "fail_body": '{"error":{"message":"a bad schema"}}'}
+    async with limited(tmp_path, {"tokens_per_minute": 9000}, engine=fails) as made:
+        assert [(await alice(made.urls[0], "x" * 4000)).status for _ in range(4)] == [status] * 4
+
+
+async def test_who_leaves_while_waiting_for_a_place_pays_nothing(tmp_path: Path) -> None:
+    kv = {"kv_tokens": 6000}
+    async with limited(
+        tmp_path, {"tokens_per_minute": 9000}, place_wait_s=9.0, engine=kv, decoders=1, prefillers=0
+    ) as made:
+        held = await ask(made.urls[0], [user("b" * 3900)], headers={**BOB, "x-session-id": "q"}, max_tokens=1)
+        assert held.status == 200
+        for number in range(4):
+            waiting = asyncio.create_task(alice(made.urls[0], "x" * 3900))
+            await until(lambda number=number: made.gateways[0].server.stats.requests == number + 2)
+            await until(lambda: made.directory.table.waiting)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await until(lambda: not made.directory.table.waiting)
+        assert left(await alice(made.urls[0], "x", max_tokens=1), "tokens") > 8000
+
+
 async def test_turns_at_once(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 2}, engine={"token_s": 0.05}, gateways=2) as made:
         going = [asyncio.create_task(alice(made.urls[0], f"{n}", max_tokens=100)) for n in range(2)]
@@ -152,6 +180,70 @@ async def test_a_body_that_does_not_come_is_no_turn(tmp_path: Path) -> None:
         await until(lambda: made.gateways[0].server.stats.requests == 1)
         assert (await alice(made.urls[0], "hi")).status == 200
         writer.close()
+
+
+class Headers:
+    def add_header(self, name: bytes, value: bytes) -> None:
+        pass
+
+
+def granted(meters: Meters, key: Key, times: int) -> int:
+    count = 0
+    for _ in range(times):
+        with suppress(RateLimited):
+            meters.request(key, Headers())
+            count += 1
+    return count
+
+
+def alices(**limits: Any) -> Key:
+    return Key("of-alice", "a", hash_of("alice"), limits=Limits(**limits))
+
+
+def test_another_limit_begins_with_what_was_used() -> None:
+    meters = Meters({}.get, lambda: 0.0)
+    assert granted(meters, alices(requests_per_minute=10), 20) == 10
+    for turns in range(1, 5):
+        assert granted(meters, alices(requests_per_minute=10, turns=turns), 20) == 0
+    meters = Meters({}.get, lambda: 0.0)
+    assert granted(meters, alices(requests_per_minute=10), 4) == 4
+    assert granted(meters, alices(requests_per_minute=100), 200) == 6
+
+
+def test_turns_under_way_count_against_another_limit() -> None:
+    meters = Meters({}.get, lambda: 0.0)
+    with meters.turn(alices(turns=1), Headers()), pytest.raises(RateLimited):
+        meters.turn(alices(turns=1, requests_per_minute=5), Headers()).__enter__()
+
+
+async def test_what_was_told_of_a_key_whose_limit_changed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "SHARE_EVERY_S", 0.001)
+    meters, told = Meters({}.get, lambda: 0.0), list[int]()
+
+    async def tell(news: tuple[Spent, ...]) -> bool:
+        told.append(sum(one.requests for one in news))
+        if len(told) == 1:
+            granted(meters, alices(requests_per_minute=700), 2)
+        return True
+
+    granted(meters, alices(requests_per_minute=600), 300)
+    sharing = asyncio.create_task(meters.share(tell))
+    await until(lambda: len(told) >= 2)
+    sharing.cancel()
+    assert told[:2] == [300, 2]
+
+
+def test_meters_are_bounded_and_the_oldest_goes() -> None:
+    def key(number: int) -> Key:
+        return Key(f"k{number}", "o", "", limits=Limits(requests_per_minute=1))
+
+    meters = Meters({}.get, lambda: 0.0)
+    assert granted(meters, key(0), 1) == 1
+    for number in range(1, 12_000):
+        assert granted(meters, key(number), 1) == 1
+        assert granted(meters, key(0), 1) == 0  # one that comes often stays
+    assert len(meters) == 10_000
+    assert [granted(meters, key(number), 1) for number in (1, 11_999)] == [1, 0]
 
 
 async def test_a_limit_is_the_fleets(tmp_path: Path) -> None:
