@@ -42,6 +42,7 @@ from router.http import (
     RelayEnd,
     Request,
     Responder,
+    StreamObserver,
     UpstreamPool,
     UpstreamRequest,
     relay,
@@ -54,7 +55,7 @@ from router.rates import Meters
 from router.readers import Readers
 from router.reading import Api, Reading
 from router.shares import Shares
-from router.turn import Models, read_turn, text_headers
+from router.turn import Models, TokenRatio, read_turn, text_headers
 
 audit = logging.getLogger("conserve.audit")
 
@@ -104,7 +105,8 @@ class Routes:
         self._dashboard = DashboardRoutes(config, directory, keys)
         self._since = int(time.time())
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
-        passing = PassingRoutes(self._models_of, directory, pool, readers, self._groups)
+        tokens = TokenRatio(config.tokens_per_byte).tokens
+        passing = PassingRoutes(self._models_of, directory, pool, readers, self._groups, meters, tokens)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -155,7 +157,7 @@ class Routes:
     async def _within_limits(self, key: Key, request: Request, responder: Responder) -> None:
         try:
             if request.method not in ("GET", "HEAD"):
-                self._meters.request(key, responder)
+                self._meters.request(key, responder, _address(request))
             await self._answer(key, request, responder)
         except RateLimited:
             await asyncio.sleep(REFUSAL_S)  # or asking again at once would cost as much as being served
@@ -165,7 +167,7 @@ class Routes:
         if not self._audits:
             return
         who = (key.id, key.owner) if key is not None else ("-", "-")
-        address = request.peer[0] if request.peer is not None else "-"
+        address = _address(request) or "-"
         conversation = responder.added(b"x-conversation-id").decode() or "-"
         what = request.method, request.path[:200], conversation, status or "-"
         line = "key=%s owner=%s address=%s action=%r path=%r conversation=%s status=%s"
@@ -202,7 +204,7 @@ class Routes:
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
         context = self._directory.engines.max_context
         turn = await read_turn(api, request, key.owner, *known, context, self._answers)
-        with self._meters.turn(key, responder) as charge:
+        with self._meters.turn(key, responder, _address(request)) as charge:
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)
@@ -245,6 +247,10 @@ class Routes:
         if self.http_counts is not None:
             self.http_counts.bring()
         responder.respond(200, generate_latest(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])
+
+
+def _address(request: Request) -> str:
+    return request.peer[0] if request.peer is not None else ""
 
 
 def _host(request: Request) -> str:
@@ -369,8 +375,12 @@ class PassingRoutes:
         pool: UpstreamPool,
         readers: Readers,
         groups: PrefixGroups,
+        meters: Meters,
+        tokens: Callable[[int], int],
     ) -> None:
+        """`tokens`: what so many bytes are estimated at."""
         self._models_of = models_of
+        self._meters, self._estimate = meters, tokens
         self._readers, self._groups = readers, groups
         self._directory = directory
         self._pool = pool
@@ -385,7 +395,16 @@ class PassingRoutes:
                 f"the model {model.name!r} generates text and has no embeddings; ask a model that has",
                 param="model",
             )
-        await self._pass(request, responder, with_fields(raw, self._groups.fields(key.owner, body)))
+        sent, observer = with_fields(raw, self._groups.fields(key.owner, body)), StreamObserver()
+        with self._meters.turn(key, responder, _address(request)) as charge:
+            charge.reserve(self._estimate(sum(map(len, raw))))
+            charge.computing = True
+            end = await self._pass(request, responder, sent, observer)
+            seen = observer.observation()
+            if seen.status == 200:
+                charge.settle(seen.usage.prompt_tokens if seen.usage else None, 0)
+            elif end is not RelayEnd.CLIENT_GONE:
+                charge.refund()
 
     async def tokens(self, key: Key, request: Request, responder: Responder) -> None:
         raw, _ = await self._read(key, request)
@@ -404,13 +423,19 @@ class PassingRoutes:
         read = await self._readers.read(asked, raw)
         return raw, read.fields
 
-    async def _pass(self, request: Request, responder: Responder, raw: tuple[bytes, ...]) -> None:
+    async def _pass(
+        self,
+        request: Request,
+        responder: Responder,
+        raw: tuple[bytes, ...],
+        observer: StreamObserver | None = None,
+    ) -> RelayEnd:
         passed = UpstreamRequest("POST", request.path.encode(), [_JSON], raw, repeatable=True)
         engines = self._directory.engines.usable()[:_ATTEMPTS]
         if not engines:
             raise Unavailable("no engine of this fleet is up; try again", retry_after_s=5.0)
         for engine in engines:
-            outcome = await relay(self._pool, Endpoint.parse(engine.http), passed, responder)
+            outcome = await relay(self._pool, Endpoint.parse(engine.http), passed, responder, observer)
             if outcome.end is not RelayEnd.NOT_STARTED:
-                return
+                return outcome.end
         raise outcome.error or EngineUnreachable("no engine answered; try again", retry_after_s=5.0)

@@ -319,7 +319,7 @@ class Keys:
         return key
 
     def limits_of(self, id: str) -> Limits | None:
-        """Of a key of this id, or where any may come, of that."""
+        """Of the key of this id, or where any may come, of whoever does."""
         key = self._by_id.get(id)
         return key.limits if key is not None else self._limits if self._open else None
 

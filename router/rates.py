@@ -127,7 +127,7 @@ FREE = Charge(None, None, time.monotonic)
 
 
 class Meters:
-    """Of all keys that have limits."""
+    """Of all keys that have limits, or where any key may come, of all addresses."""
 
     def __init__(
         self, limits_of: Callable[[str], Limits | None], clock: Callable[[], float] = time.monotonic
@@ -139,9 +139,9 @@ class Meters:
     def __len__(self) -> int:
         return len(self._meters)
 
-    def request(self, key: Key, responder: Responder) -> None:
+    def request(self, key: Key, responder: Responder, address: str = "") -> None:
         """One more request that has work done; refused where that is one too many."""
-        meter = self._of(key.id, key.limits)
+        meter = self._of(_whose(key, address), key.limits)
         if meter is None or meter.requests is None:
             return
         now = self._clock()
@@ -155,8 +155,8 @@ class Meters:
             raise _over(f"{meter.requests.most} requests a minute", wait_s, "requests_per_minute")
 
     @contextmanager
-    def turn(self, key: Key, responder: Responder) -> Iterator[Charge]:
-        meter = self._of(key.id, key.limits)
+    def turn(self, key: Key, responder: Responder, address: str = "") -> Iterator[Charge]:
+        meter = self._of(_whose(key, address), key.limits)
         if meter is None:
             yield FREE
             return
@@ -219,6 +219,11 @@ class Meters:
                 meter.tokens.take(one.tokens, now)
             meter.elsewhere = {name: was for name, was in meter.elsewhere.items() if now - was[1] < _HEARD_S}
             meter.elsewhere[gateway] = one.turns, now
+
+
+def _whose(key: Key, address: str) -> str:
+    """Keys that anybody may make up are counted by where they come from."""
+    return key.id if key.hash else address
 
 
 def _over(limit: str, wait_s: float, which: str) -> RateLimited:

@@ -197,19 +197,23 @@ class GatewayLimitsSpec(Spec):
     """Longest silence of an engine within a stream, or of a client that does not read."""
 
 
+_Count = Annotated[int, Field(gt=0, le=10**12)]
+_Secret = Annotated[str, Field(pattern=r"^[!-~]([ -~]*[!-~])?$")]  # what a header can say
+
+
 class KeyLimitsSpec(Spec):
     """What an API key may take where the keys file says nothing else; without a number there is no bound."""
 
-    requests_per_minute: Annotated[int, Field(gt=0)] | None = COMMON.requests_per_minute
-    tokens_per_minute: Annotated[int, Field(gt=0)] | None = COMMON.tokens_per_minute
+    requests_per_minute: _Count | None = COMMON.requests_per_minute
+    tokens_per_minute: _Count | None = COMMON.tokens_per_minute
     """Computed ones: of prompts what no cache held, and answers."""
-    turns: Annotated[int, Field(gt=0)] | None = COMMON.turns
+    turns: _Count | None = COMMON.turns
     """At once."""
     waiting_share: Annotated[float, Field(gt=0, le=1)] | None = COMMON.waiting_share
     """Of the places where first turns wait for capacity, what turns of its owner may take."""
-    stored_gib: Gib | None = COMMON.stored_gib
+    stored_gib: Annotated[Gib, Field(le=1 << 30)] | None = COMMON.stored_gib
     """Of files of its owner."""
-    batches: Annotated[int, Field(ge=0)] | None = COMMON.batches
+    batches: Annotated[int, Field(ge=0, le=10**12)] | None = COMMON.batches
     """Of its owner that have not ended."""
 
 
@@ -233,9 +237,9 @@ class GatewaySpec(Spec):
     `localhost` alone by default, or any page in a browser could call it under a name of its own."""
     keys_file: Annotated[str, Field(pattern=r"^(/|~/)")] | None = default(GatewayConfig, "keys_file")
     """API keys, of which it holds hashes: `conserve key new` adds one. It is read again when it changes."""
-    api_keys: list[str] = []
+    api_keys: list[_Secret] = []
     """Accepted keys in clear, each an owner. With none, and no `keys_file`, any caller may."""
-    admin_keys: list[str] = []
+    admin_keys: list[_Secret] = []
     """Keys in clear that see every conversation and open the dashboard; without any keys it is open."""
     shared_prefixes: list[str] = []
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for

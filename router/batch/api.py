@@ -3,6 +3,7 @@
 import asyncio
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -43,7 +44,9 @@ def make_app(
 ) -> Starlette:
     """`owner_of` names the caller; `changed` tells the dispatcher that there is something to do."""
     api = BatchApi(store, blobs, config, owner_of, changed, clock)
-    return Starlette(routes=api.routes(), exception_handlers=OPENAI_ERRORS)
+    app = Starlette(routes=api.routes(), exception_handlers=OPENAI_ERRORS)
+    app.router.redirect_slashes = False  # it would send clients to this process's own address
+    return app
 
 
 class BatchApi:
@@ -57,6 +60,7 @@ class BatchApi:
         clock: Callable[[], float],
     ) -> None:
         self._files, self._batches = store.files, store.batches
+        self._coming: Counter[str] = Counter()  # bytes of each owner's uploads under way
         self._blobs = blobs
         self._config = config
         self._owner_of = owner_of
@@ -77,11 +81,23 @@ class BatchApi:
         ]
 
     async def upload(self, request: Request) -> Response:
+        """What an owner's other uploads may still write counts as stored."""
         owner = self._owner_of(request)
+        length = int(request.headers.get("content-length") or self._config.limits.file_bytes)
+        others, self._coming[owner] = self._coming[owner], self._coming[owner] + length
+        try:
+            return await self._upload(request, owner, others)
+        finally:
+            self._coming[owner] -= length
+            if not self._coming[owner]:
+                del self._coming[owner]
+
+    async def _upload(self, request: Request, owner: str, others: int) -> Response:
         file_id = f"file-{secrets.token_hex(16)}"
         content_type = request.headers.get("content-type", "")
         most = _most(request, MOST_BYTES)
-        if await asyncio.to_thread(self._files.full, owner, most, self._clock()):
+        free = most - others if most is not None else None
+        if await asyncio.to_thread(self._files.full, owner, free, self._clock()):
             raise _too_much()
         writer = await asyncio.to_thread(self._blobs.create, file_id)
         try:

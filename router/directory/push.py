@@ -7,6 +7,7 @@ name was doing ended with it.
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from router.directory.messages import Spent
 
@@ -33,7 +34,7 @@ class GatewayStream:
         self.ended: list[tuple[str, str]] = []
         self.foreign: list[str] = []
         self.taken_back: list[str] = []
-        self.spent: list[tuple[str, Spent]] = []
+        self.spent: dict[tuple[str, str], Spent] = {}  # gateway, key
         self.engines = True  # the first message has them
         self.overrun = False
         self._wake = asyncio.Event()
@@ -48,11 +49,18 @@ class GatewayStream:
             self.overrun = True
         self._wake.set()
 
+    def spend(self, by: str, news: Spent) -> None:
+        if (before := self.spent.get((by, news.key))) is not None:
+            requests, tokens = before.requests + news.requests, before.tokens + news.tokens
+            news = replace(news, requests=requests, tokens=tokens)
+        self.spent[by, news.key] = news
+
     def take(
         self,
     ) -> tuple[list[tuple[str, str]], list[str], list[str], bool, list[tuple[str, Spent]]]:
-        taken = self.ended, self.foreign, self.taken_back, self.engines, self.spent
-        self.ended, self.foreign, self.taken_back, self.engines, self.spent = [], [], [], False, []
+        spent = [(gateway, one) for (gateway, _), one in self.spent.items()]
+        taken = self.ended, self.foreign, self.taken_back, self.engines, spent
+        self.ended, self.foreign, self.taken_back, self.engines, self.spent = [], [], [], False, {}
         return taken
 
 
@@ -112,10 +120,11 @@ class GatewayStreams:
                 one.wake()
 
     def tell_spent(self, by: str, spent: Iterable[Spent]) -> None:
-        news = [(by, one) for one in spent]
+        spent = list(spent)
         for gateway, stream in self._by_gateway.items():
             if gateway != by and not gateway.startswith(f"{BATCH}."):
-                stream.spent += news
+                for one in spent:
+                    stream.spend(by, one)
                 stream.wake()
 
     def tell_engines(self) -> None:

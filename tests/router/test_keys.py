@@ -281,6 +281,14 @@ def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> No
     again = conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2")
     assert "is that of the key k2 too" in str(again.exception)
     assert [one.id for one in load(file)] == ["k1", "k2"]
+    file.chmod(0o664)
+    if os.geteuid() == 0:
+        os.chown(file, 1234, 2345)
+    before = file.stat()
+    assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k3").exit_code == 0
+    assert conserve_key("revoke", "k3", "--file", str(file)).exit_code == 0
+    after = file.stat()  # or gateways of that group could not read it
+    assert [after.st_mode, after.st_uid, after.st_gid] == [before.st_mode, before.st_uid, before.st_gid]
     assert "k2" in conserve_key("list", "--file", str(file)).stdout
     assert conserve_key("revoke", "k1", "--file", str(file)).exit_code == 0
     assert [one.id for one in load(file)] == ["k2"] and file.read_text().startswith("# ours\n")

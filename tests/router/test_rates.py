@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import rates
+from router.config import ServedModel
 from router.directory.messages import Spent
 from router.errors import RateLimited
 from router.keys import Key, Limits, hash_of
 from router.rates import Bucket, Meters
-from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, user
+from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
 BOB = {"authorization": "Bearer bob"}
@@ -235,7 +236,7 @@ async def test_what_was_told_of_a_key_whose_limit_changed_meanwhile(monkeypatch:
 
 def test_meters_are_bounded_and_the_oldest_goes() -> None:
     def key(number: int) -> Key:
-        return Key(f"k{number}", "o", "", limits=Limits(requests_per_minute=1))
+        return Key(f"k{number}", "o", hash_of(""), limits=Limits(requests_per_minute=1))
 
     meters = Meters({}.get, lambda: 0.0)
     assert granted(meters, key(0), 1) == 1
@@ -244,6 +245,36 @@ def test_meters_are_bounded_and_the_oldest_goes() -> None:
         assert granted(meters, key(0), 1) == 0  # one that comes often stays
     assert len(meters) == 10_000
     assert [granted(meters, key(number), 1) for number in (1, 11_999)] == [1, 0]
+
+
+async def test_keys_that_are_made_up_are_counted_by_their_address(tmp_path: Path) -> None:
+    async with fleet(tmp_path, key_limits=Limits(requests_per_minute=2)) as made:
+        said = [{"authorization": f"Bearer {number}"} for number in range(3)]
+        got = [await ask(made.urls[0], [user("hi")], headers=one) for one in said]
+        assert [one.status for one in got] == [200, 200, 429]
+
+
+async def test_embeddings_are_turns_and_tokens(tmp_path: Path) -> None:
+    models = (ServedModel(MODEL, embeddings=True),)
+    limits = {"tokens_per_minute": 3000, "turns": 1}
+    async with limited(tmp_path, limits, models=models, engine={"token_s": 0.3}) as made:
+        one, other = (asyncio.create_task(embed(made.urls[0], "x" * 1000)) for _ in range(2))
+        assert sorted(answer.status for answer in await asyncio.gather(one, other)) == [200, 429]
+        began = time.monotonic()
+        second = await embed(made.urls[0], "x" * 1500)
+        third = await embed(made.urls[0], "x" * 1000)
+        assert (second.status, third.status) == (200, 429) and time.monotonic() - began < 8
+        assert left(second, "tokens") < 1000
+
+
+async def test_embeddings_that_fail_cost_no_tokens(tmp_path: Path) -> None:
+    models, fails = (ServedModel(MODEL, embeddings=True),), {"fail_status": 400, "fail_body": "{}"}
+    async with limited(tmp_path, {"tokens_per_minute": 3000}, models=models, engine=fails) as made:
+        assert [(await embed(made.urls[0], "x" * 2000)).status for _ in range(3)] == [400] * 3
+
+
+async def embed(url: str, text: str) -> Answer:
+    return await ask(url, text, headers={"authorization": "Bearer alice"}, path="/v1/embeddings")
 
 
 async def test_a_limit_is_the_fleets(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ class FakeEngine:
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
             app.router.add_post(path, self._generate)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/embeddings", self._embed)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -257,6 +258,16 @@ class FakeEngine:
         stop = {"stop_reason": "end_turn", "stop_sequence": None}
         await pieces.write(_named("message_delta", delta=stop, usage=usage))
         await pieces.write(_named("message_stop"))
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        """A token a byte of the input."""
+        if self.fail_status:
+            return web.Response(status=self.fail_status, text=self.fail_body, content_type="application/json")
+        await asyncio.sleep(self.token_s)
+        tokens = len((await request.json())["input"])
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5] * 3000}]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+        return web.json_response({"object": "list", "data": data, "usage": usage})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()

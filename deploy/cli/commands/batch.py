@@ -49,6 +49,8 @@ def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator
         with openai.OpenAI(base_url=base, api_key=key or "none", timeout=_TIMEOUT_S) as api:
             yield api
     except openai.APIStatusError as refused:
+        if isinstance(refused, openai.AuthenticationError) and key is None:
+            raise DeployError(f"the fleet asks for a key: say --api-key, or set ${API_KEY}") from refused
         raise DeployError(f"{refused.status_code}: {_message(refused)}") from refused
     except openai.APIConnectionError as broken:
         raise DeployError(f"no answer from {broken.request.url}: is the fleet up?") from broken

@@ -5,7 +5,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,8 +132,12 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
         parse(text, str(path))
         changed = change(text)
         parse(changed, str(path))
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        write_atomically(path, changed, mode)
+        before = path.stat() if path.exists() else None
+        write_atomically(path, changed, before.st_mode & 0o777 if before is not None else 0o600)
+        if before is not None:  # or the gateways might be kept from it
+            with suppress(PermissionError):
+                os.chown(path, before.st_uid, before.st_gid)
+            path.chmod(before.st_mode & 0o777)  # whatever the umask
 
 
 @contextmanager

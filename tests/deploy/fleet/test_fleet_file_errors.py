@@ -146,7 +146,7 @@ def test_the_key_a_component_names_is_found_in_the_file(monkeypatch: pytest.Monk
 def test_a_key_without_a_near_one_lists_the_valid_keys() -> None:
     found = only_mistake(GOOD + "gateway:\n  xyzzy: 1\n")
     assert found.startswith(
-        "fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, api_keys"
+        "fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, "
     )
 
 
@@ -195,6 +195,14 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
         (
             "gateway:\n  api_keys: [replace-me]\n",
             "fleet.yaml:12: gateway.api_keys: 'replace-me' is known to everybody",
+        ),
+        (
+            "gateway:\n  api_keys: [cl\u00e9]\n",
+            "fleet.yaml:12: gateway.api_keys[0]",
+        ),
+        (
+            "gateway: {key_limits: {stored_gib: 1e300}}\n",
+            "fleet.yaml:11: gateway.key_limits.stored_gib",
         ),
         (
             "gateway: {api_keys: [a]}\nslos:\n  default: {}\n  gold: {keys: [b]}\n",

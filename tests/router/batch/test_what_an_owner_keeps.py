@@ -1,9 +1,12 @@
 """Bytes of files and unended batches of one owner are bounded, by what its key says; others' are not."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
+import aiohttp
 import openai
 import pytest
 
@@ -42,6 +45,44 @@ async def test_files_fill_what_the_key_may_store(idle: Gateway, files: Path) -> 
         await upload(two, b"x" * 2 * MIB)
         await one.files.delete(first.id)
         await upload(one, b"x" * 2 * MIB)
+
+
+async def test_uploads_under_way_count_as_stored(idle: Gateway) -> None:
+    host, _, port = idle.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port.partition("/")[0]))
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\n"
+        f"content-type: multipart/form-data; boundary=b\r\ncontent-length: {3 * MIB}\r\n\r\n--b\r\n"
+    )
+    writer.write(head.encode())
+    async with idle.client("sk-one") as one, idle.client("sk-two") as two:
+        await refused_upload(one)
+        await upload(two, b"x" * MIB)
+        writer.close()
+        async with asyncio.timeout(10):
+            while True:
+                with suppress(openai.PermissionDeniedError):
+                    await upload(one, b"x" * MIB)
+                    break
+                await asyncio.sleep(0.05)
+
+
+async def refused_upload(client: openai.AsyncOpenAI) -> None:
+    async with asyncio.timeout(10):
+        while True:  # until the other one has begun
+            try:
+                file = await upload(client, b"x" * 1000)
+            except openai.PermissionDeniedError as refused:
+                assert refused.code == "stored_bytes_exceeded"
+                return
+            await client.files.delete(file.id)
+
+
+async def test_a_slash_too_many_leads_nowhere(idle: Gateway) -> None:
+    async with aiohttp.ClientSession() as session:
+        headers = {"authorization": "Bearer sk-one"}
+        async with session.get(f"{idle.url}/v1/files/", headers=headers, allow_redirects=False) as answer:
+            assert answer.status in (404, 405) and "location" not in answer.headers
 
 
 async def test_batches_that_have_not_ended_are_bounded(idle: Gateway) -> None:

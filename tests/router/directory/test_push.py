@@ -5,8 +5,8 @@ from pathlib import Path
 from placement.fleet.answers import Refusal
 from router.chains import of_body, seed
 from router.directory.client import DirectoryClient
-from router.directory.messages import Ask
-from router.directory.push import process_name, supersedes
+from router.directory.messages import Ask, Spent
+from router.directory.push import GatewayStreams, process_name, supersedes
 from tests.support.fake_fleet import fleet
 from tests.support.waiting import until
 
@@ -18,6 +18,19 @@ def test_only_a_later_process_of_the_same_name_supersedes() -> None:
     assert not supersedes(first, first)
     assert not supersedes(process_name("gateway-10"), first)
     assert not supersedes(process_name("my.gateway-1"), first)
+
+
+def test_what_gateways_have_granted_is_added_up_for_who_does_not_read() -> None:
+    streams = GatewayStreams()
+    slow = streams.join("slow")
+    for _ in range(2000):
+        streams.tell_spent("a", [Spent(f"k{number}", 1, 10, number) for number in range(100)])
+        streams.tell_spent("b", [Spent("k0", 1, -3, 7)])
+    assert not slow.overrun
+    *_, spent = slow.take()
+    assert len(spent) == 101
+    assert ("a", Spent("k5", 2000, 20_000, 5)) in spent and ("b", Spent("k0", 2000, -6000, 7)) in spent
+    assert not slow.take()[-1]
 
 
 async def test_a_successor_is_believed_while_the_old_stream_still_seems_open(tmp_path: Path) -> None:
