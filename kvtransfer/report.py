@@ -29,8 +29,11 @@ class ReportScheduler(SchedulerSide):
         self._groups = context.groups
         self._full = next((n for n, group in enumerate(context.groups) if not group.window), 0)
         self._full_groups = sum(1 for group in context.groups if not group.window)
+        self._per_token = max(1, self._full_groups)
+        self._beside = beside_tokens(context.groups) if self._full_groups else 0
         self._requests: dict[str, Any] = {}
         self._loaded: set[str] = set()  # requests whose background load ended
+        self._here: dict[str, int] = {}  # tokens of KV a request found that give way to nobody, as it came
         self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
         # What a scheduler of ours learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
         self.prompt_rate = PromptRate()
@@ -58,6 +61,7 @@ class ReportScheduler(SchedulerSide):
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
         self._known[request.request_id] = self._known_of(request)
+        self._here[request.request_id] = self._here_of(request)
         self._notify()
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
@@ -67,6 +71,7 @@ class ReportScheduler(SchedulerSide):
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         self._requests.pop(request.request_id, None)
         self._known.pop(request.request_id, None)
+        self._here.pop(request.request_id, None)
         if request.request_id in self._residence.loading - self._loaded:
             self._departing.add(request.request_id)
         self._loaded.discard(request.request_id)
@@ -104,6 +109,7 @@ class ReportScheduler(SchedulerSide):
             requests = list(self._requests.values())
             offline_blocks = self._blocks_of([r for r in requests if r.priority > 0])
             ending = self._ending_blocks()
+            lacking = sum(map(self._lacks, requests))
             free = int(self._pool.get_num_free_blocks()) + len(ending)
             used = int(self._pool.num_gpu_blocks) - 1 - free
             retained_free, idle, on_host = self._idle_blocks(ending)
@@ -146,8 +152,9 @@ class ReportScheduler(SchedulerSide):
             waiting_prompt_tokens=sum(map(self._to_compute, requests)),
             prompt_tokens_per_s=self.prompt_rate.tokens_per_s,
             prompt_share=self.prompt_share if running else 1.0,
-            kv_per_token=max(1, self._full_groups),
-            kv_per_conversation=beside_tokens(self._groups) if self._full_groups else 0,
+            waiting_kv_tokens=lacking,
+            kv_per_token=self._per_token,
+            kv_per_conversation=self._beside,
         )
 
     def _to_compute(self, request: Any) -> int:
@@ -156,6 +163,25 @@ class ReportScheduler(SchedulerSide):
             return 0
         known = max(request.num_computed_tokens, self._known.get(request.request_id, 0))
         return int(max(0, request.num_prompt_tokens - known))
+
+    def _lacks(self, request: Any) -> int:
+        """Of KV, before a turn that waits can run."""
+        if request.priority > 0 or (request.num_output_tokens and request.status == RequestStatus.RUNNING):
+            return 0
+        has = self._blocks_of([request]) * self._block_tokens or self._here.get(request.request_id, 0)
+        return int(max(0, request.num_tokens * self._per_token + self._beside - has))
+
+    def _here_of(self, request: Any) -> int:
+        """What is counted as held already; not what is on the host too, and gives way at no cost."""
+        blocks = 0
+        for block in request.block_hashes:
+            found = self._pool.get_cached_block(block, [self._full])
+            if not found:
+                break
+            if not found[0].ref_cnt and self._residence.host.stored(block_key(block, self._full)):
+                break
+            blocks += 1
+        return blocks * self._block_tokens * self._per_token
 
     def _known_of(self, request: Any) -> int:
         """Of what comes from a prefiller nothing is computed here, and of what is on the host."""

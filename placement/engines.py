@@ -61,6 +61,8 @@ class EngineState:
     prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
     prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
 
+    # Of KV, for waiting turns to run: also what comes from the host or from a prefiller.
+    waiting_kv_tokens: int = 0
     kv_per_token: int = 1  # where layers that keep all of a prompt are several groups of blocks
     kv_per_conversation: int = 0  # blocks of windows and of states, however short it is
 

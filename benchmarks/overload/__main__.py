@@ -2,10 +2,11 @@
 
 python -m benchmarks.overload --computed [--quick] [--json FILE] [--traces FILE]
 
-`preempt` is plain vLLM behind the same placing: running turns are computed again, idle KV is lost. `park`:
-both go to the host. `drop`: parameters give way as well (placement/overload/). `pipeline always` are pairs by
-configuration, and `KV without limit` is what no policy about memory can be better than. Computed on the
-simulator's clock; no fleet drops parameters yet. docs/overload.md has the tables, and what they say.
+`preempt` is plain vLLM behind the same placing, without the gate (`fill`): running turns are computed again,
+idle KV is lost. `park`: both go to the host. `drop`: parameters give way as well (placement/overload/).
+`pipeline always` are pairs by configuration, and `KV without limit` is what to measure a policy about memory
+by. Computed on the simulator's clock; no fleet drops parameters yet. docs/overload.md has the tables, and
+what they say.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ from traces.simulator.tiers import SimulatedFleet
 
 TBT_S = 0.25  # SLO target that a plan must keep: 5 x the TBT of the unloaded 14B model
 LOOK_S = 1.0  # between two looks at the fleet: the directory's
-UNLIMITED = 20  # times the KV: what no policy about memory can be better than
+UNLIMITED = 20  # times the KV: what to measure a policy about memory by
 NO_GATE = 1e6  # plain vLLM takes whatever comes into its queue
 
 DROP = DroppingSettings(DropLimits(TBT_S), LOOK_S)

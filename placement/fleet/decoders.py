@@ -72,9 +72,7 @@ class Decoders:
         self._table["live"][row] = state.live_tokens
         self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
         self._table["offline"][row] = state.offline_tokens
-        self._table["waiting"][row] = state.waiting_prompt_tokens * state.kv_per_token
-        if state.waiting_prompt_tokens:
-            self._table["waiting"][row] += state.waiting * state.kv_per_conversation
+        self._table["waiting"][row] = state.waiting_kv_tokens
         self._table["per_token"][row] = state.kv_per_token
         self._table["beside"][row] = state.kv_per_conversation
         self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]

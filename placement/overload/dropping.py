@@ -73,7 +73,7 @@ class DropLimits:
     tbt_s: float  # SLO target
     most_engines: int = 4  # of a group
     exchange_s: float = 5.0  # that running turns may stand still
-    # Share of the KV that a plan gives beyond what is lacking: demand that is declared goes on growing, and
+    # Share of the KV that is given beyond what is lacking, once: demand that is declared goes on growing, and
     # where few engines have room, all new turns go there and wait for each other's prompts.
     reserve: float = 0.3
     link_share: float = 0.1  # of an iteration that may be spent between engines
@@ -126,7 +126,9 @@ def plan_drop(
     gained, why = 0, NotDropped.ALONE
     wanted = lacking_tokens
     if wanted > 0:
-        wanted += limits.reserve * shape.kv_tokens * sum(len(group) for group in groups)
+        whole = shape.kv_tokens * sum(len(group) for group in groups)
+        had = sum(len(group) * shape.kv_each(len(group)) for group in groups) - whole
+        wanted += max(0, limits.reserve * whole - had)  # once: a later plan adds what is lacking still
     while gained < wanted and len(queue) > 1:
         first, second = heappop(queue), heappop(queue)
         members = (*first[3], *second[3])

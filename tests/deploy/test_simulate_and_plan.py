@@ -13,7 +13,7 @@ from placement.engines import Role
 from placement.errors import PlacementError
 from traces.errors import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, write
-from traces.simulator.policies import System
+from traces.simulator.policies import OverloadPolicy, System
 from traces.simulator.profiles import find, from_json
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,6 +43,12 @@ def test_simulate_compares_what_gives_way(trace: Path, tmp_path: Path) -> None:
         f"elastic, {way}" for way in ("off", "preempt", "park", "drop")
     ]
     assert all(one["conversations"] == 20 and one["drops"] == 0 for one in found)
+
+
+def test_what_gives_way_by_default_is_what_park_says() -> None:
+    file = load_fleet(FLEET)
+    default, park = (simulation_settings(file, None, 0.1, 0, way) for way in (None, OverloadPolicy.PARK))
+    assert default == park
 
 
 def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ class SimulatedEngine:
         self.batch = Iteration(profile.latency)
         self.prefilled = self.decoded = self.recomputed = 0  # tokens
         self.preempted = 0  # times
-        self.restoring = 0  # turns on their way back
+        self.restoring: list[LiveConversation] = []  # turns on their way back
         self.idle_s = self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.gaps = Gaps()  # of all engines, in a simulation
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
@@ -140,6 +140,11 @@ class SimulatedEngine:
 
     def waiting_prompt_tokens(self) -> int:
         return sum(live.todo for live in self.waiting)
+
+    def waiting_kv_tokens(self) -> int:
+        """For those that are to run here; a prefill leg's KV is its decoder's."""
+        there = sum(max(0, one.context + one.todo - one.held) for one in self.waiting if one.left)
+        return there + sum(one.context + one.todo for one in self.restoring)
 
     def prompt_tokens_per_s(self) -> float:
         return self._prompt_rate.tokens_per_s
@@ -324,12 +329,12 @@ class SimulatedEngine:
             self.kv.resident -= live.held
             live.held = 0
             self.waiting.remove(live)
-            self.restoring += 1
+            self.restoring.append(live)
             back = self.host.send(live.context * self.profile.kv_bytes_per_token, self._events.now)
             self._events.at(back, self._restored, live)
 
     def _restored(self, live: Any) -> None:
-        self.restoring -= 1
+        self.restoring.remove(live)
         self.submit(live)
 
     def _schedule(self, iterations: int, seconds: float) -> None:

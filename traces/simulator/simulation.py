@@ -89,10 +89,11 @@ class SimulatedEngines:
                 offline_tokens=0,
                 free_tokens=max(0, kv.free),
                 running=engine.running,
-                waiting=len(engine.waiting) + engine.restoring,
+                waiting=len(engine.waiting) + len(engine.restoring),
                 confirmed=dict.fromkeys((live.key for live in confirmed), self._seq),
                 idle_tokens=kv.idle if self._idle_reported else 0,
                 waiting_prompt_tokens=engine.waiting_prompt_tokens(),
+                waiting_kv_tokens=engine.waiting_kv_tokens(),
                 prompt_tokens_per_s=engine.prompt_tokens_per_s(),
                 prompt_share=engine.prompt_share(),
             )

@@ -7,6 +7,7 @@ from placement.fleet.prefillers import PrefillCurve, curve_of, prompt_seconds
 from placement.fleet.provisioning import PowerCurve
 from placement.iteration.latency import LatencyModel
 from placement.overload.dropping import EngineShape
+from traces.errors import TraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class EngineProfile:
     layers: int = 0
     layer_bytes: float = 0.0  # parameters of a layer
     activation_bytes: float = 0.0  # of a token between two layers
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes_per_token <= 0:
+            raise TraceError(f"kv_bytes_per_token is {self.kv_bytes_per_token:g}: give what a token takes")
 
     @property
     def shape(self) -> EngineShape | None:

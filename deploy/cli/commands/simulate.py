@@ -70,7 +70,7 @@ def simulation_settings(
         park_after_s=file.conversation.park_after,
         linger_s=file.conversation.ttl,
         prefillers_cache=all(cached is not False for cached in prefixes),  # vLLM's default
-        reserved_until_held=overload is not None,
+        reserved_until_held=True,
         dropping=_dropping(file) if overload is OverloadPolicy.DROP else None,
         seed=seed,
     )
@@ -135,7 +135,8 @@ def simulate(
         str,
         typer.Option(
             help=f"What gives way when the KV does not suffice, one or several: {', '.join(OverloadPolicy)}; "
-            "by default park. drop exists in the simulator only"
+            "by default park. preempt: as plain vLLM behind the fleet's gate, which keeps first turns out; "
+            "drop exists in the simulator only"
         ),
     ] = "",
     profile: Annotated[

@@ -131,3 +131,27 @@ def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: d
         assert bool(state.kv_per_conversation) == bool(beside)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("where", "lacks"), [("kept", 40), ("on the host too", 360), ("parked", 360)])
+def test_a_turn_that_comes_back_lacks_its_whole_history_where_nothing_holds_it(
+    where: str, lacks: int
+) -> None:
+    host_kv_gib = 0.0 if where == "kept" else 0.005
+    engine = SimulatedEngine(
+        ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=host_kv_gib), blocks=60
+    )
+    try:
+        prompt = [n % 250 for n in range(10 * BLOCK_TOKENS)]
+        engine.add("first", prompt, 2, session="s")
+        engine.run(2000)
+        copied(engine, host_kv_gib)
+        if where == "parked":
+            assert engine.residence.park("s")
+        engine.add("back", prompt + [9] * 40, 2, session="s")
+        state = engine.side("report").snapshot()
+        assert (state.waiting_kv_tokens, state.waiting_prompt_tokens) == (lacks, 40)
+        engine.run(2000)
+        assert engine.side("report").snapshot().waiting_kv_tokens == 0
+    finally:
+        engine.close()

@@ -35,8 +35,8 @@ def test_what_waits_is_counted_in_blocks_of_the_pool() -> None:
     made = placer()
     made.engine_up(info("d0", kv_tokens=40_000))
     report = replace(state("d0", seq=1), kv_per_token=4, kv_per_conversation=500)
-    made.observe(replace(report, waiting=2, waiting_prompt_tokens=5_000), 0.0)
-    assert looked(made, []).asked == pytest.approx((4 * 5_000 + 2 * 500) / 38_000)
+    made.observe(replace(report, waiting=2, waiting_prompt_tokens=50, waiting_kv_tokens=21_000), 0.0)
+    assert looked(made, []).asked == pytest.approx(21_000 / 38_000)  # as the engine counts it
 
     made.observe(replace(report, seq=2), 0.0)
     needs = [9_000, 3_000]

@@ -107,6 +107,13 @@ def test_a_reserve_is_for_demand_that_goes_on_growing() -> None:
     assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).drops
 
 
+def test_the_reserve_is_bought_once() -> None:
+    engines = [one for group in alone(8) for one in group]
+    pairs = [engines[at : at + 2] for at in range(0, 8, 2)]
+    made = plan_drop(pairs, SHAPE, 1, replace(LIMITS, reserve=0.3))
+    assert [len(group.engines) for group in made.merged] == [4] and made.why_no_more is NotDropped.ENOUGH
+
+
 def test_groups_that_are_split_already_are_where_a_plan_goes_on() -> None:
     pairs = [[Member("a", 1e5, 50), Member("b", 1e5, 50)], [Member("c", 2e5, 50), Member("d", 2e5, 50)]]
     made = plan_drop(pairs, SHAPE, 1, LIMITS)

@@ -1,5 +1,7 @@
 """A profile from conversations that a replay played alone: simulated alone, they take as long again."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,13 @@ def test_prefill_and_decoding_take_what_was_measured() -> None:
     tokens = engine.chunk_tokens
     measured = ALONE.step_s + ALONE.per_token_s * tokens + ALONE.per_product_s * tokens * tokens / 2
     assert prefill_seconds(engine, tokens) == pytest.approx(measured, rel=0.1)
+
+
+def test_a_token_without_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(asdict(find("laptop")) | {"kv_bytes_per_token": 0}))
+    with pytest.raises(ProfileError, match="kv_bytes_per_token is 0"):
+        find(str(path))
 
 
 def test_a_result_of_a_replay_is_a_profile(tmp_path: Path) -> None:

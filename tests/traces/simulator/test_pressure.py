@@ -42,6 +42,21 @@ def test_only_a_fleet_that_parks_forgets_nothing_when_it_is_overbooked(pressure:
         assert totals.recomputed_tokens > 8_000
 
 
+def test_a_turn_that_gave_way_lacks_all_of_its_kv_until_it_is_back() -> None:
+    simulation = Simulation(fleet(decoders=1, kv_tokens=KV), settings(Pressure.PARK, 9.0))
+    lacked: list[int] = []
+
+    def look(_: object) -> None:
+        engines = simulation.fleet.engines.values()
+        lacked.extend(one.waiting_kv_tokens() // len(one.restoring) for one in engines if one.restoring)
+        if simulation.events.more:
+            simulation.events.at(simulation.events.now + 0.01, look, None)
+
+    simulation.events.at(0.0, look, None)
+    simulation.run(growing())
+    assert lacked and min(lacked) >= 8_000
+
+
 def test_conversations_between_turns_take_no_room_from_new_ones_where_they_can_be_parked() -> None:
     """Four idle conversations fill the decoder; a fifth comes."""
     idle = [
