@@ -253,7 +253,7 @@ async def test_unknown_paths_and_methods(made: Fleet) -> None:
     assert (await get(f"{made.urls[0]}/v1/models/none", headers=KEY))[0] == 404
     status, ready = await get(f"{made.urls[0]}/ready")
     assert (status, ready["engines"]) == (200, 2)
-    status, text = await get(f"{made.urls[0]}/metrics")
+    status, text = await get(f"{made.urls[0]}/metrics", headers={"authorization": "Bearer boss"})
     assert "conserve_conversations_live" in text
     assert "conserve_client_connections 1.0" in text
 
