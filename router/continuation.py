@@ -15,7 +15,7 @@ from router import metrics
 from router.errors import ApiError, EngineLost
 from router.http import RelayEnd, RelayOutcome, Responder, SentPieces, break_off
 from router.legs import decoder_lost
-from router.reading import Api
+from router.reading import CHEAP_BYTES, Api
 from router.turn import Turn
 
 log = logging.getLogger("conserve.router.continuation")
@@ -25,12 +25,15 @@ LONGEST_S = 120.0  # from the first cut to the last try
 _SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
 # Of what an engine does with tokens that it takes for a prompt's, and not for its own.
 _COUNTED_OUTPUT = ("frequency_penalty", "presence_penalty", "bad_words", "thinking_token_budget")
+# None in the place of a large value: it is said, and not read.
+_LISTS = ("bad_words", "logprob_token_ids", "include", "thinking")
 _PROBABILITIES = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def why_not(turn: Turn) -> str | None:
     """Why a stream could not go on elsewhere, as far as its request says."""
-    body = turn.body
+    body, large = turn.body, sum(map(len, turn.raw)) > CHEAP_BYTES
+    unread = {name for name in _LISTS if large and body.get(name, 0) is None}
     if not turn.prompt.hints.resume:
         return "opted_out"
     if turn.prompt.identity.previous_response:
@@ -39,11 +42,12 @@ def why_not(turn: Turn) -> str | None:
     if several or body.get("use_beam_search") or _several_prompts(turn):
         return "several_answers"
     said = [body.get(name) for name in _PROBABILITIES]
-    if any(one is not None and one is not False for one in said) or "logprobs" in str(body.get("include")):
+    listed = "logprobs" in str(body.get("include")) or unread & {"include", "logprob_token_ids"}
+    if listed or any(one is not None and one is not False for one in said):
         return "logprobs"
     thinking = body.get("thinking")
     budget = isinstance(thinking, Mapping) and thinking.get("type") == "enabled"
-    if budget or any(body.get(name) for name in _COUNTED_OUTPUT):
+    if budget or unread or any(body.get(name) for name in _COUNTED_OUTPUT):
         return "counted_output"
     return None
 
@@ -54,27 +58,31 @@ def _number(value: Any) -> float:
 
 def _several_prompts(turn: Turn) -> bool:
     prompt = turn.body.get("prompt")
-    return turn.api is Api.COMPLETIONS and isinstance(prompt, list) and turn.prompt.exact_tokens is None
+    several = isinstance(prompt, list) and len(prompt) > 1 and turn.prompt.exact_tokens is None
+    return several and turn.api is Api.COMPLETIONS
 
 
 class Continuation:
     """Of one turn: what its client has of the stream, and how often it was cut."""
 
     def __init__(self, turn: Turn, clock: Callable[[], float]) -> None:
-        self._why_not = why_not(turn)
-        can = turn.body.get("stream") is True and self._why_not is None
-        self.sent = SentPieces() if can else None
+        streams = turn.body.get("stream") is True
+        self._why_not = why_not(turn) if streams else None
+        self.sent = SentPieces() if streams and self._why_not is None else None
         self._sampled = turn.body.get("temperature") != 0
         self._clock = clock
-        self._tries = 0
+        self._tries = 0  # since the client last got something new
+        self._had = 0  # pieces, at the last try
         self._first_cut: float | None = None
+        self._was_cut = False
         self._fails_as = "set_aside"  # what it is counted as if it ends now
 
     def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
         """What another engine is asked. Raises what ended the stream when it was cut too often."""
         assert self.sent is not None
-        now = self._clock()
-        self._first_cut = self._first_cut or now
+        now, pieces, self._was_cut = self._clock(), self.sent.pieces, True
+        if pieces > self._had or self._first_cut is None:
+            self._tries, self._had, self._first_cut = 0, pieces, now
         self._fails_as = "cut_again"
         if self._tries >= MOST_TRIES or now - self._first_cut > LONGEST_S:
             raise outcome.error or EngineLost("The engine was lost in the middle of its answer; try again.")
@@ -92,18 +100,20 @@ class Continuation:
             self._fails_as = "refused"
             status = outcome.response.status if outcome.response is not None else 0
             raise outcome.error or EngineLost(f"No other engine goes on with this answer (status {status}).")
-        if outcome.end is not RelayEnd.CLIENT_GONE:
-            metrics.STREAMS_CUT.labels("resumed").inc()
-        self._fails_as = "set_aside"
+        self._fails_as = "set_aside" if outcome.end is RelayEnd.CUT else "cut_again"
         return outcome
 
     def broken_off(self, responder: Responder, error: ApiError) -> RelayOutcome:
         break_off(responder, error)
-        metrics.STREAMS_CUT.labels(self._fails_as).inc()
         log.warning("stream not resumed why=%s reason=%r", self._fails_as, str(error))
         return RelayOutcome(RelayEnd.BROKEN, responder.status, error)
 
-    def noted(self, outcome: RelayOutcome) -> None:
-        """An engine ended under it, and that was its end."""
+    def ended(self, outcome: RelayOutcome) -> None:
+        """Counts what came of a stream whose engine ended under it."""
         if outcome.end is RelayEnd.BROKEN:
-            metrics.STREAMS_CUT.labels(self._why_not or "not_lined").inc()
+            said = self._why_not or (self.sent.why_not if self.sent is not None else None)
+            first = said if isinstance(outcome.error, EngineLost) else None
+            if why := self._fails_as if self._was_cut else first:
+                metrics.STREAMS_CUT.labels(why).inc()
+        elif self._was_cut and outcome.end is RelayEnd.COMPLETE:
+            metrics.STREAMS_CUT.labels("resumed").inc()

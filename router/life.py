@@ -149,6 +149,7 @@ class Life:
                 if again and not responder.disconnected:
                     route = await self._bind_again(turn, who, route, responder)
                     ran = await self._run(turn, route, responder, stream)
+                cause = route.cause
                 while ran.outcome.end is RelayEnd.CUT:
                     route, ran = await self._go_on(turn, who, route, ran, responder, stream)
             except ClientLeft:
@@ -156,7 +157,8 @@ class Life:
                     turn.charge.refund()
                 metrics.TURNS.labels("client_gone").inc()
                 return
-            self._close(turn, who, route, ran)
+            stream.ended(ran.outcome)
+            self._close(turn, who, route, ran, cause)
             if legs.decoder_lost(ran.outcome):
                 self._losses.check(turn.prompt.chain.end.digest)
             legs.answer_what_is_left(ran.outcome, responder)
@@ -355,7 +357,6 @@ class Life:
             raise
         if legs.died_under_it(outcome):
             self._losses.note(turn.prompt.chain.end.digest, route.decoder)
-            stream.noted(outcome)
         if trace is not None:
             trace.decoded(outcome.end, outcome.end is RelayEnd.COMPLETE, observer.first_token_at)
         return Ran(outcome, observer, prefilled)
@@ -406,7 +407,7 @@ class Life:
 
     # Report
 
-    def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran) -> None:
+    def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran, first_cause: str) -> None:
         outcome, seen = ran.outcome, ran.observer.observation()
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
             if self._answers is not None and turn.kept is not None:
@@ -415,7 +416,7 @@ class Life:
             note_prefix(
                 turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen
             )
-        done = self._metrics.ended(turn, route.known, route.cause, outcome, seen)
+        done = self._metrics.ended(turn, route.known, first_cause, outcome, seen)
         if turn.trace is not None:
             counts = done.prompt_tokens, done.completion_tokens
             turn.trace.answered(*counts, seen.response_id, seen.finish_reason)
@@ -427,8 +428,7 @@ class Life:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
             if done.prompt_tokens and not turn.prompt.identity.previous_response:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
-            cached = (seen.usage and seen.usage.cached_tokens) or 0
-            computed = max(0, done.prompt_tokens - cached)  # a resumed answer's own tokens may be cached too
+            computed = max(0, done.prompt_tokens - ((seen.usage and seen.usage.cached_tokens) or 0))
             turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
             by_id = seen.response_id if turn.api is Api.RESPONSES else None
             answer = chains.response_end(turn.prompt.seed, by_id) if by_id else None

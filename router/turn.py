@@ -72,6 +72,11 @@ class Turn:
         """Offline work: it waits for capacity and belongs to no conversation."""
         return self.body.get("service_tier") == "flex"
 
+    @property
+    def resumed_tokens(self) -> int:
+        """That another engine generated: in the prompt of the one that goes on."""
+        return sum(map(len, self.resume["outputs"])) if self.resume is not None else 0
+
 
 async def read_turn(
     api: Api,
@@ -155,6 +160,7 @@ class TokenRatio:
         """Never above what an engine takes: images and files are far fewer tokens than bytes."""
         exact = turn.prompt.exact_tokens
         estimate = exact if exact is not None else self.tokens(turn.prompt_bytes)
+        estimate += turn.resumed_tokens
         return max(1, min(estimate, max_context) if max_context else estimate)
 
     def heads(self, turn: Turn) -> tuple[Head, ...]:

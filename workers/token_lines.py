@@ -4,7 +4,8 @@ Middleware of vLLM's server, asked for by gateways with a header. In front of ea
 a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. When
 the engine ends, the gateway sends the request to another one with these outputs: they are put through the
 same parsers in the same steps, the pieces that the client has are left out, and what follows is what would
-have followed. All ids are drawn from a seed, and are the same again.
+have followed. All ids are drawn from a seed, and are the same again. What fails before it is past these
+pieces is refused with a status: an answer that begins there would look whole.
 """
 
 import hashlib
@@ -28,7 +29,13 @@ CREATED = b"x-stream-created"  # when the answer began, as the client was told
 REQUEST_ID = b"x-request-id"  # vLLM names the answer after it
 NOT_TO_BE_CONTINUED = b"-"
 
+# How an error of vLLM's looks as a piece, in each API.
+_ERROR = re.compile(rb'event: error\n|data: \{"error"|event: response\.failed\n')
+_REFUSED = b'{"error":{"message":"this engine cannot go on with the answer","type":"InternalServerError"}}'
+
 _CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
+
+_COUNT = re.compile(rb"[0-9]{1,9}")
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
@@ -47,7 +54,8 @@ class TokenLines:
         self._created, self._created_here = created, b""
         self._outputs = b""  # since the last piece
         self._generations = 0
-        self._streams = self._engine_died = False
+        self._streams = self._engine_died = self._refused = False
+        self._held: AsgiMessage | None = None  # the head, until there is a piece that the client lacks
 
     def next_id(self) -> str:
         self._drawn += 1
@@ -60,6 +68,8 @@ class TokenLines:
         async with aclosing(outputs):
             try:
                 async for output in outputs:
+                    if output.outputs[0].finish_reason == "abort":
+                        self._engine_died = True  # it is told to end: nobody else aborts what is still read
                     self._outputs += ",".join(map(str, output.outputs[0].token_ids)).encode() + b";"
                     yield output
                     if self.replay is not None:
@@ -77,10 +87,21 @@ class TokenLines:
             )
             if self._streams:
                 message["headers"] = [*headers, (PIECES, b"%d" % self._had)]
+                if self._had:
+                    self._held = message
+                    return
         elif self._streams:
+            if self._refused:
+                return
             if self._engine_died:
+                await self._send_head()
                 return  # nor an end: the server cuts the connection, and the gateway goes on elsewhere
             body = message.get("body", b"")
+            ended = not message.get("more_body", False)
+            short = ended and (self._had or (self.replay is not None and self.replay.left))
+            if self._held is not None and (short or _ERROR.match(body)):
+                await self._refuse()
+                return
             if body and not body.startswith(b": "):  # a comment, which keeps the connection alive
                 if body.find(b"\n\n") != len(body) - 2:  # the client may get one of several events
                     self._outputs += NOT_TO_BE_CONTINUED
@@ -90,10 +111,24 @@ class TokenLines:
                     self._had -= 1
                     return
                 message["body"] = line + body
-            elif self._had and not message.get("more_body", False):
-                logger.error("an answer ended before the place where it was to go on")
-                return
+                await self._send_head()
+            elif ended:
+                await self._send_head()
+            if self._held is not None:
+                return  # a comment, in front of a piece that the client has
         await self._send(message)
+
+    async def _send_head(self) -> None:
+        head, self._held = self._held, None
+        if head is not None:
+            await self._send(head)
+
+    async def _refuse(self) -> None:
+        logger.error("an answer failed or ended before the place where it was to go on")
+        self._refused, self._held = True, None
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(_REFUSED))]
+        await self._send({"type": "http.response.start", "status": 500, "headers": headers})
+        await self._send({"type": "http.response.body", "body": _REFUSED})
 
     def _dated(self, piece: bytes) -> bytes:
         if not self._created:
@@ -119,10 +154,11 @@ class TokenLinesMiddleware:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: AsgiReceive, send: AsgiSend) -> None:
         said = dict(scope.get("headers", ())) if scope["type"] == "http" else {}
-        if PIECES not in said:
+        pieces, seed, created = said.get(PIECES, b""), said.get(SEED, b""), said.get(CREATED, b"")
+        if not (_COUNT.fullmatch(pieces) and seed):  # the gateway sees that there are no lines
             await self._app(scope, receive, send)
             return
-        lines = TokenLines(send, int(said[PIECES]), said[SEED].decode(), said.get(CREATED, b""))
+        lines = TokenLines(send, int(pieces), seed.decode("latin-1"), created)
         if REQUEST_ID not in said:
             scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID, lines.next_id().encode())]}
         token = _CURRENT.set(lines)

@@ -20,6 +20,7 @@ CREATED = b"x-stream-created"
 LINE = re.compile(rb"^:[0-9,;-]*\n", re.MULTILINE)
 CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
 NOT_TO_BE_CONTINUED = b"-"
+MOST_BYTES = 256 * 1024  # of a stream's lines, some 30,000 tokens: they are held, and read in one go
 
 
 class SentPieces:
@@ -55,15 +56,27 @@ class SentPieces:
         return [[int(token) for token in one.split(b",")] if one else [] for one in each]
 
     @property
+    def why_not(self) -> str | None:
+        """Why another engine cannot go on with it."""
+        if not self.lined:
+            return "not_lined"
+        if len(self.lines) >= MOST_BYTES:
+            return "too_long"
+        if self.torn:
+            return "torn"
+        return "not_exact" if NOT_TO_BE_CONTINUED in self.lines else None
+
+    @property
     def can_go_on(self) -> bool:
-        return self.lined and not self.torn and NOT_TO_BE_CONTINUED not in self.lines
+        return self.why_not is None
 
     def cut(self, data: bytes) -> bytes:
         """Whole events without their lines."""
         if not self._created and (found := CREATED_AT.search(data)):
             self._created = found[1]
-        for line in LINE.findall(data):
-            self.lines += line
+        if len(self.lines) < MOST_BYTES:
+            for line in LINE.findall(data):
+                self.lines += line
         return LINE.sub(b"", data)
 
     def cut_chunk(self, framed: bytes, start: int) -> bytes | None:
@@ -71,5 +84,6 @@ class SentPieces:
         end = framed.find(b"\n", start) + 1
         if framed[start : start + 1] != b":" or framed[start + 1 : start + 2] == b" ":
             return None
-        self.lines += framed[start:end]
+        if len(self.lines) < MOST_BYTES:
+            self.lines += framed[start:end]
         return b"%x\r\n" % (len(framed) - end - 2) + framed[end:]

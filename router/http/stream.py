@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.http.responder import Responder
-from router.http.sent import SentPieces
+from router.http.sent import MOST_BYTES, SentPieces
 
 log = logging.getLogger("conserve.router.http.stream")
 
@@ -401,7 +401,8 @@ class Pump:
                 passage.aside(engine, data)
                 continue
             if lines is not None:
-                lines += data[len(size_lines[size]) : line_end]
+                if len(lines) < MOST_BYTES:
+                    lines += data[len(size_lines[size]) : line_end]
                 data = CONTENT_LINES[size - line_end - 2] + data[line_end:]
                 size = len(data)
             observer = passage.observer

@@ -23,6 +23,11 @@ def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
     return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 
 
+def test_what_another_engine_generated_is_a_part_of_the_prompt() -> None:
+    resumed = replace(turn(1_000), resume={"outputs": [[1, 2], [], [3]]})
+    assert TokenRatio(1.0).prompt_tokens(resumed, 0) == 1_003
+
+
 def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
     return Known(
         "k", "d0", 1, prompt_bytes=prompt_bytes, completion_tokens=completion, context_tokens=context

@@ -11,9 +11,18 @@ import aiohttp
 import orjson
 import pytest
 
+from router import chains
+from router.config import SloClass, SloTargets
+from router.continuation import Continuation, why_not
+from router.errors import EngineLost
+from router.hints import Hints
+from router.http import RelayEnd, RelayOutcome
+from router.identity import Explicit
+from router.reading import CHEAP_BYTES, Api, Prompt
+from router.turn import Turn
 from tests.router.test_failures import engine_process
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, fleet, get, user
+from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -236,6 +245,38 @@ async def test_an_engine_that_cannot_go_on_refuses_at_once(tmp_path: Path) -> No
         await until(lambda: other.aborted == 1 and other.running == 0)
 
 
+async def test_one_that_breaks_after_it_went_on_is_counted_once(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=2, prefillers=0, engine={"token_s": 0.01}) as made:
+        before = await cuts(made)
+        for engine in made.engines.values():
+            engine.cut_after = 5 if engine.name == "d0" else 9
+        answer = await ask(made.urls[0], [user("q")], stream=True, max_tokens=20, temperature=0)
+        assert events(answer.body)[-1]["error"]["code"] == "request_set_aside"
+        assert await counted(made, before) == {"set_aside": 1}
+
+
+async def test_a_later_turn_that_goes_on_elsewhere_is_a_later_turn(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=2, prefillers=0, engine={"token_s": 0.01}) as made:
+        said = {"x-session-id": "s"}
+        first = [user("q")]
+        await ask(made.urls[0], first, headers=said)
+        before = await first_tokens(made)
+        for engine in made.engines.values():
+            engine.cut_after = 5 if engine.seen else 0
+        later = [*first, assistant("w"), user("r")]
+        answer = await ask(made.urls[0], later, headers=said, stream=True, max_tokens=20, temperature=0)
+        assert events(answer.body)[-1] == "[DONE]"
+        await made.settle()
+        after = await first_tokens(made)
+        assert {turn: after[turn] - before.get(turn, 0) for turn in after} == {"first": 0, "later": 1}
+
+
+async def first_tokens(made: Fleet) -> dict[str, float]:
+    _, text = await get(f"{made.urls[0]}/metrics")
+    lines = [line for line in text.splitlines() if line.startswith("conserve_ttft_seconds_count{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
 async def test_without_another_decoder_it_ends_in_an_error_that_says_so(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=0.2) as made:
         before = await cuts(made)
@@ -256,3 +297,42 @@ async def test_a_client_that_leaves_in_between_leaves_nothing_behind(tmp_path: P
         await until(lambda: made.directory.table.waiting == 0)
         await until(lambda: not [one for one in made.directory.table.conversations if one.running])
         await gone.stop()
+
+
+def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
+    seed = chains.seed("s", "m")
+    prompt = Prompt(
+        seed, Explicit(None, None, "", None), chains.of_text(seed, b""), 0, b"", b"", None, Hints()
+    )
+    body = {"stream": True, **body}
+    return Turn(api, (b"x" * size,), body, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "size", "why"),
+    [
+        ({"prompt": ["A"]}, 0, None),
+        ({"prompt": ["A", "B"]}, 0, "several_answers"),
+        ({"bad_words": None}, 0, None),
+        ({"bad_words": None}, CHEAP_BYTES + 1, "counted_output"),
+        ({"logprob_token_ids": None}, CHEAP_BYTES + 1, "logprobs"),
+        ({"n": None, "logprobs": None, "prompt": None}, CHEAP_BYTES + 1, None),
+    ],
+)
+def test_what_a_request_says_against_it(body: dict[str, Any], size: int, why: str | None) -> None:
+    assert why_not(a_turn(Api.COMPLETIONS, body, size)) == why
+
+
+def test_a_stream_of_hours_may_be_cut_often_but_not_in_one_place() -> None:
+    now = 0.0
+    turn = a_turn(Api.CHAT, {"temperature": 0})
+    stream = Continuation(turn, lambda: now)
+    assert stream.sent is not None
+    cut = RelayOutcome(RelayEnd.CUT, 200, EngineLost("lost"))
+    for _ in range(5):
+        now += 3600
+        stream.sent.lines += b":7;\n"
+        assert stream.next_try(turn, cut).resume is not None
+    stream.next_try(turn, cut)
+    with pytest.raises(EngineLost):
+        stream.next_try(turn, cut)

@@ -177,3 +177,13 @@ def test_sampled_ones_keep_what_was_sent_and_go_on(engine: Engine) -> None:
 def test_several_prompts_are_not_to_be_continued(engine: Engine) -> None:
     body = {**GREEDY, "prompt": ["A", "B"], "max_tokens": 4}
     assert b"-" in b"".join(line for line, _ in stream(engine, COMPLETIONS, body, []))
+
+
+def test_tokens_that_do_not_follow_the_grammar_are_refused(engine: Engine) -> None:
+    path, asked = CASES["regex"]
+    resume = {"kv_transfer_params": {"resume": {"outputs": [[ord("z")], [ord("z")]]}}}
+    headers = {"Content-Type": "application/json", "X-Stream-Pieces": "2", "X-Stream-Seed": "5eed"}
+    connection = http.client.HTTPConnection("127.0.0.1", engine.http, timeout=240)
+    connection.request("POST", path, json.dumps({**GREEDY, **asked, **resume}), headers)
+    answer = connection.getresponse()
+    assert answer.status == 500 and b"cannot go on" in answer.read()

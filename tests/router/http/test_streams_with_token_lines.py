@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.http import RelayEnd, Request, Responder, SentPieces
+from router.http.sent import MOST_BYTES
 from router.http.stream import Passage
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import EngineConnection
@@ -131,10 +132,39 @@ async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
         engine.reset()
 
     _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint, sent=SentPieces())
+    sent = SentPieces()
+    gateway = Gateway(pool_of(), endpoint, sent=sent)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         answer = await client.answer()
         assert b"engine_lost" in answer.body
-        assert gateway.outcomes[0].end is RelayEnd.BROKEN
+        assert gateway.outcomes[0].end is RelayEnd.BROKEN and sent.why_not == "torn"
+
+
+async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of: Any) -> None:
+    taken = asyncio.Semaphore(0)
+    tokens = b":" + b"123456;" * 1200 + b"\n"
+    number = MOST_BYTES // len(tokens) + 10
+
+    async def script(engine: EngineConnection) -> None:
+        await engine.request()
+        await engine.write(HEAD)
+        for _ in range(number):
+            await engine.chunk(tokens + token("t"))
+            await taken.acquire()
+        engine.reset()
+
+    _, endpoint = await engine_of(script)
+    sent = SentPieces()
+    gateway = Gateway(pool_of(), endpoint, sent=sent)
+    _, port = await serve(gateway)
+    async with await Client.connect(port) as client:
+        client.ask(b"/", b"{}")
+        await client.head()
+        for _ in range(number):
+            assert await client.chunk() == token("t")
+            taken.release()
+        await eventually(lambda: gateway.outcomes)
+    assert gateway.outcomes[0].end is RelayEnd.BROKEN and sent.why_not == "too_long"
+    assert len(sent.lines) < MOST_BYTES + len(tokens)
