@@ -140,7 +140,9 @@ async def test_what_is_refused_costs_no_tokens(tmp_path: Path) -> None:
 async def test_what_an_engine_refuses_costs_no_tokens(tmp_path: Path, status: int) -> None:
     fails = {"fail_status": status, "fail_body": '{"error":{"message":"a bad schema"}}'}
     async with limited(tmp_path, {"tokens_per_minute": 9000}, engine=fails) as made:
-        assert [(await alice(made.urls[0], "x" * 4000)).status for _ in range(4)] == [status] * 4
+        got = [await alice(made.urls[0], f"{number}" * 4000) for number in range(3)]
+        assert [one.status for one in got] == [status] * 3
+        assert [left(one, "tokens") // 1000 for one in got] == [4] * 3  # each reserved its own only
 
 
 async def test_who_leaves_while_waiting_for_a_place_pays_nothing(tmp_path: Path) -> None:
