@@ -62,17 +62,14 @@ def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_pref
     (victim, messages), (bystander, others) = on["decode-1"], on["decode-0"]
     messages.append({"role": "user", "content": "Go on at length."})
     others.append({"role": "user", "content": "Go on at length."})
-    stream = Stream(fleet.url, fleet.model, messages, victim, 3000)
+    stream = Stream(fleet.url, fleet.model, messages, victim, 600)
     other = Stream(fleet.url, fleet.model, others, bystander, 100)
     stream.until_text(10)
     node = next(name for name, host in HOSTS.items() if host == hosts[lost])
     nodes.lose(node)
-    stream.end(120)
-    assert stream.finished and stream.error is not None and stream.broken is None, stream.broken
-    other.end(120)
-    assert other.finished and other.error is None and other.broken is None
-
-    text_turn(client(fleet.url, victim), fleet.model, messages)
+    for one in (stream, other):  # the victim's goes on on the decoder that is left
+        one.end(120)
+        assert one.finished and one.error is None and one.broken is None
     again = conversation(fleet, victim, 2)
     assert (again["decoder"], again["placements"][-1]["cause"]) == ("decode-0", "rebound")
 
