@@ -78,7 +78,7 @@ def test_the_responses_api_continues_by_response_id(laptop_fleet: RunningFleet) 
     second = sdk.responses.create(
         model=fleet.model, input="And its bridges?", previous_response_id=first.id, max_output_tokens=16
     )
-    assert second.previous_response_id == first.id
+    assert sdk.responses.retrieve(second.id).previous_response_id == first.id
     found = conversation(fleet, "responses", 2)
     assert (found["turns"], found["transfers"]) == (2, 1)
 
