@@ -206,7 +206,7 @@ class Routes:
         turn = await read_turn(api, request, key.owner, *known, context, self._answers)
         with self._meters.turn(key, responder, _address(request)) as charge:
             if self._batch is not None and turn.flex:
-                charge.reserve(self._life.prompt_tokens(turn))  # its end is not seen here
+                charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)
                 if responder.status not in (None, 200):
                     charge.refund()
