@@ -7,10 +7,12 @@ by several conversations.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import TypeAlias, TypeVar
 
+OwnedBlock: TypeAlias = tuple[bytes, int]  # hash and group
 FirstKept = Callable[[int], int]  # of a chain of so many blocks, the first that a group keeps
 
 
@@ -36,6 +38,7 @@ class EvictionRank(IntEnum):
     OFFLINE = 1
     PARKED = 2
     RETAINED = 3
+    SHARED = 4  # by several conversations: what they begin with, and the next one of their kind
 
 
 @dataclass(slots=True)
@@ -59,6 +62,49 @@ class RetainedConversation:
         return EvictionRank.PARKED if self.phase is RetentionPhase.PARKED else EvictionRank.RETAINED
 
 
+class SharedBlocks:
+    """Blocks that several conversations own, in the order in which they go: the longest unused first, and of
+    one beginning its last block. `changed` counts turns that have ended since there were any."""
+
+    def __init__(self) -> None:
+        self._owners: Counter[OwnedBlock] = Counter()
+        self._order: dict[OwnedBlock, None] = {}
+        self._keys: set[bytes] = set()
+        self.changed = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[OwnedBlock]:
+        return iter(list(self._order))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def gain(self, blocks: Sequence[OwnedBlock]) -> None:
+        for block in reversed(blocks):
+            self._owners[block] += 1
+            if self._owners[block] == 2:
+                self._order[block] = None
+                self._keys.add(block_key(*block))
+
+    def lose(self, blocks: Sequence[OwnedBlock]) -> None:
+        _subtract(self._owners, blocks)
+        for block in blocks:
+            if self._owners.get(block, 0) == 1 and block in self._order:
+                del self._order[block]
+                self._keys.remove(block_key(*block))
+
+    def used(self, blocks: Iterable[OwnedBlock]) -> None:
+        """A conversation's, whose turn has ended: others' that were used since are behind them no more."""
+        if not self._order:
+            return
+        self.changed += 1
+        for block in reversed([one for one in blocks if one in self._order]):
+            del self._order[block]
+            self._order[block] = None
+
+
 class RetainedConversations:
     """`changed` counts changes of rank: the order of free blocks is stale when it has moved on."""
 
@@ -74,6 +120,7 @@ class RetainedConversations:
         self._by_key: dict[str, RetainedConversation] = {}
         self._owners: dict[EvictionRank, Counter[bytes]] = {rank: Counter() for rank in EvictionRank}
         self._host_owners: Counter[bytes] = Counter()
+        self.shared = SharedBlocks()
         self.changed = 0
 
     def __len__(self) -> int:
@@ -85,7 +132,7 @@ class RetainedConversations:
     def get(self, key: str) -> RetainedConversation | None:
         return self._by_key.get(key)
 
-    def blocks(self, conversation: RetainedConversation) -> Iterator[tuple[bytes, int]]:
+    def blocks(self, conversation: RetainedConversation) -> Iterator[OwnedBlock]:
         """Hash and group of each block that it owns, in the order of the chain."""
         firsts = [first_kept(len(conversation.chain)) for first_kept in self._groups]
         for at, block_hash in enumerate(conversation.chain):
@@ -95,6 +142,8 @@ class RetainedConversations:
         return [block_key(*block) for block in self.blocks(conversation)]
 
     def rank_of(self, block: bytes) -> EvictionRank:
+        if block in self.shared:
+            return EvictionRank.SHARED
         for rank in (EvictionRank.RETAINED, EvictionRank.PARKED, EvictionRank.OFFLINE):
             if block in self._owners[rank]:
                 return rank
@@ -126,6 +175,7 @@ class RetainedConversations:
     def end_turn(self, conversation: RetainedConversation) -> None:
         conversation.turns -= 1
         conversation.last_used = self._clock()
+        self.shared.used(self.blocks(conversation))
         if conversation.turns:
             return
         if conversation.ended or conversation.offline or not conversation.chain:
@@ -194,22 +244,26 @@ class RetainedConversations:
             self._beyond(chain, len(conversation.chain), same),
         )
         conversation.chain[same:] = chain[same:]
-        self._owners[conversation.rank].update(gained)
-        self._disown(conversation.rank, lost)
+        if not conversation.offline:
+            self.shared.gain(gained)
+            self.shared.lose(lost)
+        gains, losses = [block_key(*one) for one in gained], [block_key(*one) for one in lost]
+        self._owners[conversation.rank].update(gains)
+        self._disown(conversation.rank, losses)
         if conversation.on_host:
-            self._host_owners.update(gained)
-            self._unwant(lost)
+            self._host_owners.update(gains)
+            self._unwant(losses)
         if lost:
             self.changed += 1
 
-    def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[bytes]:
+    def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[OwnedBlock]:
         """What is owned with this chain, and not with one of another length that has `same` blocks of it."""
-        found: list[bytes] = []
+        found: list[OwnedBlock] = []
         for group, first_kept in enumerate(self._groups):
             first, end = first_kept(len(chain)), len(chain)
             before_it = range(first, min(first_kept(other), same, end))
             after_it = range(max(first, same), end)
-            found += [block_key(chain[at], group) for at in (*before_it, *after_it)]
+            found += [(chain[at], group) for at in (*before_it, *after_it)]
         return found
 
     def _disown(self, rank: EvictionRank, blocks: Sequence[bytes]) -> None:
@@ -232,7 +286,10 @@ def _common(mine: Sequence[bytes], other: Sequence[bytes]) -> int:
     return low
 
 
-def _subtract(owners: Counter[bytes], blocks: Sequence[bytes]) -> list[bytes]:
+Block = TypeVar("Block")
+
+
+def _subtract(owners: Counter[Block], blocks: Sequence[Block]) -> list[Block]:
     """Those that have no owner left."""
     gone = []
     for block in blocks:

@@ -5,9 +5,10 @@ retained is only moved, by public methods of vLLM's block pool, towards the end 
 last.
 
 The eviction order of free blocks: nothing's first, then offline work's, parked conversations', retained
-ones'. Of retained conversations the oldest goes first, and of one conversation the last block. vLLM takes
-blocks from one end of its queue, and puts freed ones with a hash at the other: a conversation's blocks are in
-order by themselves, what ends, is parked or is offline is not.
+ones', and last what several conversations begin with. Of retained conversations the oldest goes first, and of
+one conversation the last block. vLLM takes blocks from one end of its queue, and puts freed ones with a hash
+at the other: a conversation's blocks are in order by themselves, what ends, is parked, offline or shared is
+not.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,9 +44,10 @@ def eviction_order(
     conversations: RetainedConversations, block_of: Callable[[bytes, int], Any | None]
 ) -> list[Any]:
     """The free blocks that are somebody's, in the order in which they go, after all that are nothing's."""
+    shared = shared_order(conversations, block_of)
     order: list[Any] = []
-    placed: set[int] = set()
-    # Filled from the end: a block that several conversations share goes with the one that stays longest.
+    placed = set(map(id, shared))
+    # Filled from the end: a block that a turn and an offline request share goes with the turn.
     for conversation in sorted(conversations, key=_staying, reverse=True):
         for owned in conversations.blocks(conversation):
             block = block_of(*owned)
@@ -53,7 +55,15 @@ def eviction_order(
                 placed.add(id(block))
                 order.append(block)
     order.reverse()
-    return order
+    return order + shared
+
+
+def shared_order(
+    conversations: RetainedConversations, block_of: Callable[[bytes, int], Any | None]
+) -> list[Any]:
+    """Its end: the free blocks that several conversations share."""
+    found = (block_of(*owned) for owned in conversations.shared)
+    return [block for block in found if block is not None and block.ref_cnt == 0]
 
 
 def _staying(conversation: RetainedConversation) -> tuple[EvictionRank, bool, float]:
@@ -69,7 +79,8 @@ class RetentionScheduler(SchedulerSide):
         a_group = -(-scheduler.max_num_batched_tokens // self._block_tokens) + scheduler.max_num_seqs
         self.window = a_group * len(context.groups)
         self._pool: Any = None
-        self._ordered_at = -1  # `changed` of the conversations when free blocks were last put in order
+        # `changed` of the conversations, and of what they share, when free blocks were last put in order.
+        self._ordered_at = self._shared_at = -1
 
     def bind(self, manager: Any) -> None:
         self._pool = manager.block_pool
@@ -129,27 +140,31 @@ class RetentionScheduler(SchedulerSide):
     def _relieve(self) -> None:
         conversations = self._residence.conversations
         free = self._pool.get_num_free_blocks()
-        if free - len(conversations.owned(EvictionRank.RETAINED)) >= self.window:
+        kept = len(conversations.owned(EvictionRank.RETAINED)) + len(conversations.shared)
+        if free - kept >= self.window:
             return
         if not in_danger(free_queue(self._pool), self._rank_of, self.window, above=EvictionRank.PARKED):
             return  # most steps on a full accelerator: the count below is a pass over all that is retained
         ranked = (one for one in conversations if one.rank is EvictionRank.RETAINED)
         retained = {owned for one in ranked for owned in conversations.blocks(one)}
-        blocks = (self._block_of(*owned) for owned in retained)
+        blocks = (self._block_of(*owned) for owned in retained.union(conversations.shared))
         retained_free = sum(1 for block in blocks if block is not None and block.ref_cnt == 0)
         self._residence.relieve(self.window - (free - retained_free))
 
     def _put_in_order(self) -> None:
-        """Only when somebody's block is about to be taken and the order may be wrong: it costs a pass."""
-        changed = self._residence.conversations.changed
-        if changed == self._ordered_at:
+        """Only when somebody's block is about to be taken and the order may be wrong: it costs a pass. Where
+        turns have ended and nothing else, that is one over what is shared."""
+        conversations = self._residence.conversations
+        changed, shared = conversations.changed, conversations.shared.changed
+        if (changed, shared) == (self._ordered_at, self._shared_at):
             return
         if not in_danger(free_queue(self._pool), self._rank_of, self.window):
             return
-        order = eviction_order(self._residence.conversations, self._block_of)
+        whole = changed != self._ordered_at
+        order = (eviction_order if whole else shared_order)(conversations, self._block_of)
         self._pool.touch(order)
         self._pool.free_blocks(order)
-        self._ordered_at = changed
+        self._ordered_at, self._shared_at = changed, shared
         self._residence.counts["reordered_blocks"] += len(order)
 
     def _rank_of(self, block: Any) -> EvictionRank:

@@ -68,17 +68,38 @@ def test_what_a_compacted_prompt_does_not_continue_is_given_up() -> None:
     assert sorted(unwanted) == [b"abc", b"abcd", b"abcde", b"abcdef"]
 
 
-def test_a_shared_block_has_the_highest_rank_of_its_owners() -> None:
+def test_what_several_conversations_share_is_above_all_else_until_one_is_left() -> None:
     conversations, _, _ = make()
     turn(conversations, "a", "xya")
+    assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
     turn(conversations, "b", "xyb")
     parked = conversations.get("a")
     assert parked is not None
     conversations.park(parked)
     assert conversations.rank_of(b"xya") is EvictionRank.PARKED
-    assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
+    assert conversations.rank_of(b"xy") is EvictionRank.SHARED
     conversations.end("b")
     assert conversations.rank_of(b"xy") is EvictionRank.PARKED
+    assert list(conversations.shared) == []
+
+
+def test_offline_work_does_not_make_a_beginning_shared() -> None:
+    conversations, _, _ = make()
+    turn(conversations, "a", "xya")
+    running = conversations.begin_turn("offline:1", chain("xyz"), offline=True)
+    conversations.advance(running, chain("xyz"))
+    assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
+
+
+def test_of_shared_beginnings_the_longest_unused_goes_first_and_each_from_its_end() -> None:
+    conversations, _, _ = make()
+    for key, text in (("a", "xya"), ("b", "xyb"), ("c", "pqc"), ("d", "pqd")):
+        turn(conversations, key, text)
+    assert [block for block, _ in conversations.shared] == [b"xy", b"x", b"pq", b"p"]
+    before = conversations.shared.changed
+    turn(conversations, "a", "xya")
+    assert [block for block, _ in conversations.shared] == [b"pq", b"p", b"xy", b"x"]
+    assert conversations.shared.changed == before + 1
 
 
 def test_offline_work_owns_its_blocks_until_it_ends() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.conversations import EvictionRank, RetainedConversations
-from kvtransfer.retention import eviction_order, in_danger
+from kvtransfer.retention import eviction_order, in_danger, shared_order
 
 
 @dataclass(eq=False)
@@ -37,6 +37,24 @@ def test_offline_then_parked_then_the_oldest_kept_and_each_from_its_end() -> Non
     blocks = {name: Block(name) for name in (b"s", b"o1", b"o2", b"p1", b"n1", b"f1")}
     order = [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))]
     assert order == [b"f1", b"p1", b"o2", b"o1", b"n1", b"s"]  # the shared one stays longest
+
+
+def test_what_several_begin_with_goes_after_what_was_used_since() -> None:
+    now = [0.0]
+    conversations = RetainedConversations(lambda: now[0], lambda block: None)
+    for key, chain in (("a", [b"s", b"a"]), ("b", [b"s", b"b"]), ("newest", [b"n"])):
+        now[0] += 1
+        conversation = conversations.begin_turn(key, chain)
+        conversations.advance(conversation, chain)
+        conversations.end_turn(conversation)
+    for key in "ab":
+        parked = conversations.get(key)
+        assert parked is not None
+        conversations.park(parked)
+    blocks = {name: Block(name) for name in (b"s", b"a", b"b", b"n")}
+    order = [block.hash for block in eviction_order(conversations, block_of(blocks))]
+    assert order == [b"a", b"b", b"n", b"s"]
+    assert [block.hash for block in shared_order(conversations, block_of(blocks))] == [b"s"]
 
 
 def test_blocks_in_use_are_left_alone() -> None:
