@@ -131,6 +131,32 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
     assert parent.turns[1].wait_s == 9.0
 
 
+def test_agentx_rows_are_recordings_one_a_line_on_one_clock(tmp_path: Path) -> None:
+    """As its data sets are published: optional fields missing or null, times from the root's start."""
+
+    def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
+        return {"t": t, "type": "s", "model": "claude-opus", "in": 64 * len(blocks) + 7, "out": 5, **more,
+                **({"hash_ids": blocks} if blocks else {})}  # fmt: skip
+
+    agent = {"t": 4.0, "type": "subagent", "agent_id": "a1", "subagent_type": "Explore", "duration_ms": None}
+    entries = [
+        request(0.0, [1, 2, 3], think_time=None, api_time=2.0, stop="tool_use"),
+        {**agent, "requests": [request(4.5, [1, 2, 9]), request(7.0, [1, 2, 9, 10])]},
+        request(9.0, [1, 2, 3, 4], think_time=1.5, ttft=0.2),
+    ]
+    traces = [{"id": name, "models": [], "block_size": 64, "hash_id_scope": "local", "tool_tokens": 0,
+               "system_tokens": 0, "requests": entries} for name in ("one", "two")]  # fmt: skip
+    path = tmp_path / "traces.jsonl"
+    path.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
+    found = import_files([path]).conversations
+    arrivals = {c.id: c.arrival_s for c in found}
+    assert arrivals == {"one": 0.0, "two": 0.0, "one/1": 4.5, "two/1": 4.5}
+    parent = next(c for c in found if c.id == "one")
+    assert [turn.cached_tokens for turn in parent.turns] == [0, 192]
+    assert [turn.wait_s for turn in parent.turns] == [0.0, 1.5]
+    assert parent.turns[0].ending is TurnEnding.TOOL_USE
+
+
 def test_mooncake_conversations_follow_the_hash_chains() -> None:
     source = list(rows("mooncake.jsonl.gz"))
     found = imported("mooncake.jsonl.gz")

@@ -1,9 +1,10 @@
 """Conversations of agents: condensed ones, kv-cache-tester's recordings, SWE-agent's trajectories.
 
-Condensed: one conversation a line, cached tokens already counted. kv-cache-tester's own files: one recording
-a file, prompts as ids of 64-token blocks, sub-agents nested. SWE-agent's and mini-SWE-agent's files hold
-texts and, in `info.model_stats`, how many tokens were sent and received in all: lengths in characters are
-divided by the ratio that makes these totals come out; without them, by `CHARS_PER_TOKEN`.
+Condensed: one conversation a line, cached tokens already counted. kv-cache-tester's own files, and AgentX's
+data sets, which are such recordings: one a file or a line, prompts as ids of 64-token blocks, sub-agents
+nested. SWE-agent's and mini-SWE-agent's files hold texts and, in `info.model_stats`, how many tokens were
+sent and received in all: lengths in characters are divided by the ratio that makes these totals come out;
+without them, by `CHARS_PER_TOKEN`.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 import orjson
 
 from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
-from traces.importers.source import Importer, document, plain_name, rows
+from traces.importers.source import Importer, document, is_one_a_line, plain_name, rows
 
 ENDINGS = {  # any other stop reason, or none, is of a stream that nobody saw end
     "tool_use": TurnEnding.TOOL_USE,
@@ -107,8 +108,9 @@ def _condensed(
 ) -> Iterator[dict[str, Any]]:
     """Requests as the condensed files have them; what they hash is `known` from then on."""
     for request, before, following in zip(requests, [None, *requests], [*requests[1:], None], strict=False):
-        cached = _leading_known(request["hash_ids"], known) * block_tokens
-        known.update(request["hash_ids"])
+        blocks = request.get("hash_ids") or []
+        cached = _leading_known(blocks, known) * block_tokens
+        known.update(blocks)
         gap = request["t"] - before["t"] if before else 0.0
         # Where no stop reason was recorded, a tool result that comes next shows what it was.
         answered = following is not None and "tool_result" in following.get("input_types", ())
@@ -117,9 +119,9 @@ def _condensed(
             "in": request["in"],
             "cached": min(cached, request["in"]),
             "out": request["out"],
-            "think": request.get("think_time", gap),
+            "think": gap if request.get("think_time") is None else request["think_time"],
             "api": request.get("api_time"),
-            "stop": request["stop"] or ("tool_use" if answered else ""),
+            "stop": request.get("stop") or ("tool_use" if answered else ""),
         }
 
 
@@ -130,8 +132,9 @@ def _recorded(
     entries: list[dict[str, Any]],
     block_tokens: int,
     known: set[int],
+    absolute: bool,
 ) -> Iterator[TraceConversation]:
-    """One conversation of a file and, after it, its sub-agents."""
+    """One conversation of a file and, after it, its sub-agents. `absolute`: their times are its own."""
     requests = [entry for entry in entries if entry["type"] != "subagent"]
     inherited = frozenset(known)
     if requests:
@@ -144,25 +147,44 @@ def _recorded(
         )
     agents = [entry for entry in entries if entry["type"] == "subagent"]
     for number, agent in enumerate(agents, start=1):
-        shared = set(inherited).union(*(r["hash_ids"] for r in requests if r["t"] <= agent["t"]))
-        above, start = name if requests else parent, start_s + agent["t"]
+        had = (r.get("hash_ids") or [] for r in requests if r["t"] <= agent["t"])
+        above, start = name if requests else parent, start_s + (0.0 if absolute else agent["t"])
+        inner = agent.get("requests") or []
         yield from _recorded(
-            f"{name}/{number}", above, start, agent.get("requests", []), block_tokens, shared
+            f"{name}/{number}", above, start, inner, block_tokens, set(inherited).union(*had), absolute
         )
 
 
+def _delays(entries: list[dict[str, Any]]) -> Iterator[float]:
+    """From each sub-agent's start to what is in it, as if both were on one clock."""
+    for agent in entries:
+        if agent["type"] == "subagent":
+            inner = agent.get("requests") or []
+            yield from (entry["t"] - agent["t"] for entry in inner)
+            yield from _delays(inner)
+
+
 def read_recording(path: Path) -> Iterator[TraceConversation]:
-    recording = document(path)
-    try:
-        name, entries, block_tokens = recording["id"], recording["requests"], recording["block_size"]
-        yield from _recorded(name, None, 0.0, entries, block_tokens, set())
-    except (KeyError, TypeError) as error:
-        raise TraceError(f"{path}: not a recording of kv-cache-tester: {error!r}") from error
+    for where, recording in _recordings(path):
+        try:
+            name, entries, block_tokens = recording["id"], recording["requests"], recording["block_size"]
+            # kv-cache-tester's clock begins anew with each sub-agent; that of AgentX's data sets goes on.
+            absolute = min(_delays(entries), default=0.0) > -CLOCK_STEP_S
+            yield from _recorded(name, None, 0.0, entries, block_tokens, set(), absolute)
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"{where}: not a recording of kv-cache-tester: {error!r}") from error
+
+
+def _recordings(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if is_one_a_line(path):
+        yield from ((f"{path}:{number}", row) for number, row in rows(path))
+    else:
+        yield str(path), document(path)
 
 
 RECORDING = Importer(
     "kv-cache-tester",
-    "kv-cache-tester recordings (one JSON file each)",
+    "kv-cache-tester recordings and AgentX data sets (JSON, one a file or a line)",
     RECORDING_HEADER,
     (
         {"block_size", "requests", "hash_id_scope"},

@@ -33,6 +33,12 @@ def fields_of(path: Path) -> list[str]:
         return list(_object(first) or _object(first + lines.read()) or ())
 
 
+def is_one_a_line(path: Path) -> bool:
+    """JSON lines, and not one object over several."""
+    with open_text(path) as lines:
+        return _object(lines.readline()) is not None
+
+
 def _object(text: str) -> dict[str, Any] | None:
     try:
         value = orjson.loads(text)
