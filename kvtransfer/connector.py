@@ -48,9 +48,10 @@ from kvtransfer.plugins import (
     WorkerSide,
     selected_plugins,
 )
+from kvtransfer.relied_on import verify
 from kvtransfer.residence import Residence
 from kvtransfer.vllm_internals import CONNECTOR as RELIED_ON
-from kvtransfer.vllm_internals import WORKER, nap_instead_of_spinning, verify
+from kvtransfer.vllm_internals import WORKER, nap_instead_of_spinning
 from kvtransfer.vllm_metrics import ConnectorMetrics, ConnectorStats
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvtransfer.vllm_internals import verify
+from kvtransfer.relied_on import verify
 from workers.coserving import vllm_internals as internals
 from workers.coserving.worker import SafepointWorkerMixin
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kvtransfer.vllm_internals import CONTINUING, ReplayedOutputs, continue_generations, verify
+from kvtransfer.relied_on import verify
+from kvtransfer.vllm_internals import CONTINUING, ReplayedOutputs, continue_generations
 
 logger = logging.getLogger("conserve.workers.token_lines")
 

@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from kvtransfer import vllm_internals
 from kvtransfer.errors import ConnectorConfigError
-from kvtransfer.vllm_internals import CONNECTOR, WORKER, ReliedOn, UnsupportedVllmError, verify
+from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
+from kvtransfer.vllm_internals import CONNECTOR, WORKER
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
@@ -65,7 +65,7 @@ class Mentions:
 
 def test_an_attribute_that_is_only_read_is_not_there() -> None:
     table = ReliedOn({}, {f"{__name__}:Mentions": ("sets", "reads")})
-    assert list(vllm_internals.differences(table)) == ["Mentions.reads is relied on, but does not exist"]
+    assert list(differences(table)) == ["Mentions.reads is relied on, but does not exist"]
 
 
 class HealthyAdapter:
@@ -116,7 +116,7 @@ def test_code_that_does_without_what_was_relied_on_is_refused(monkeypatch: pytes
 
 def test_a_class_that_moved_is_a_difference_and_not_an_import_error() -> None:
     table = ReliedOn({"vllm.v1.core.elsewhere:BlockPool": {"touch": ("self", "blocks")}}, {})
-    assert list(vllm_internals.differences(table)) == [
+    assert list(differences(table)) == [
         "BlockPool.touch(self, blocks) is relied on, but does not exist"
     ]
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
 
-from kvtransfer.vllm_internals import GRAMMARS, advance_grammars, verify
+from kvtransfer.relied_on import verify
+from kvtransfer.vllm_internals import GRAMMARS, advance_grammars
 from placement.iteration.interface import (
     BatchBuilder,
     EngineView,

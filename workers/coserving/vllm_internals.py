@@ -22,7 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvtransfer.vllm_internals import ReliedOn
+from kvtransfer.relied_on import ReliedOn
 from workers.coserving.iterations import ScheduledRequest
 from workers.processes import WorkerError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvtransfer.vllm_internals import verify
+from kvtransfer.relied_on import verify
 from workers.coserving import vllm_internals as internals
 from workers.coserving.safepoint import SafepointAbort
 

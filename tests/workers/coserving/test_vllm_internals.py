@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from kvtransfer.vllm_internals import ReliedOn, UnsupportedVllmError, verify
+from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, verify
 from workers.coserving import vllm_internals as internals
 
 TABLES = (internals.SCHEDULING, internals.WORKING)

@@ -1,0 +1,105 @@
+"""What is relied on of vLLM, as tables, and how an engine finds that its vLLM differs from one."""
+
+import dis
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import CodeType
+from typing import Any
+
+import vllm
+
+from kvtransfer.errors import KVTransferError
+
+WRITTEN_FOR = "0.32"
+PINNED = "0.32.0"
+
+
+class UnsupportedVllmError(KVTransferError, RuntimeError):
+    """This vLLM is not the one that was relied on; the message says where they differ and what to install."""
+
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReliedOn:
+    """What a package of ours takes for granted of vLLM. Keys are classes, as `module:Class`."""
+
+    signatures: Mapping[str, Names]  # parameters by method
+    attributes: Names  # fields, properties, or what `__init__` sets
+    uses: Mapping[str, Names] = field(default_factory=dict)  # names that a method's code refers to
+
+
+def verify(relied: ReliedOn, release: str = vllm.__version__) -> None:
+    """Raises a sentence that names the first difference and the release that was relied on."""
+    if not release.startswith(WRITTEN_FOR + "."):
+        raise UnsupportedVllmError(
+            f"this engine's connector was written for vLLM {WRITTEN_FOR} and this is {release}: "
+            f"install vllm=={PINNED}"
+        )
+    for difference in differences(relied):
+        raise UnsupportedVllmError(f"{difference} in this vLLM ({release}): install vllm=={PINNED}")
+
+
+def differences(relied: ReliedOn) -> Iterator[str]:
+    for path, methods in relied.signatures.items():
+        for name, wanted in methods.items():
+            method = getattr(_owner(path), name, None)
+            found = tuple(inspect.signature(method).parameters) if callable(method) else None
+            if found != wanted:
+                said = f"has the parameters ({', '.join(found)})" if found is not None else "does not exist"
+                yield f"{_short(path)}.{name}({', '.join(wanted)}) is relied on, but {said}"
+    for path, names in relied.attributes.items():
+        owner = _owner(path)
+        for name in names:
+            if not _has_attribute(owner, name):
+                yield f"{_short(path)}.{name} is relied on, but does not exist"
+    for path, methods in relied.uses.items():
+        for name, used in methods.items():
+            for missing in sorted(set(used) - _names(getattr(_owner(path), name, None))):
+                yield f"{_short(path)}.{name} is relied on to use {missing}, but does not"
+
+
+def _owner(path: str) -> Any:
+    """The class, or the module where the path names none; None when there is no such thing."""
+    module, _, name = path.partition(":")
+    try:
+        found = import_module(module)
+        return getattr(found, name) if name else found
+    except (ImportError, AttributeError):
+        return None
+
+
+def _short(path: str) -> str:
+    return path.rpartition(":")[2].rpartition(".")[2]
+
+
+def _has_attribute(owner: Any, name: str) -> bool:
+    return hasattr(owner, name) or any(
+        name in getattr(one, "__annotations__", {})
+        or name in _stored(one.__dict__.get("__init__"))
+        for one in getattr(owner, "__mro__", ())
+    )
+
+
+def _code(function: Any) -> CodeType | None:
+    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+
+
+def _stored(function: Any) -> set[str]:
+    """The attributes that a function assigns."""
+    instructions = dis.get_instructions(code) if (code := _code(function)) is not None else ()
+    return {str(one.argval) for one in instructions if one.opname == "STORE_ATTR"}
+
+
+def _names(function: Any) -> set[str]:
+    """Every name that a function's code refers to, functions within it included."""
+    code = _code(function)
+    return _names_in(code) if code is not None else set()
+
+
+def _names_in(code: CodeType) -> set[str]:
+    within = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*within)
