@@ -15,7 +15,7 @@ from router.batch.forwarding import BatchForwarding
 from router.config import GatewayConfig, load
 from router.directory.client import DirectoryClient
 from router.errors import GatewayConfigError
-from router.http import Server, UpstreamPool, settle_heap
+from router.http import Endpoint, Server, UpstreamPool, settle_heap
 from router.keys import Keys
 from router.life import Life
 from router.logs import log_to_stderr
@@ -36,6 +36,7 @@ class Gateway:
         self.config = config
         self.directory = DirectoryClient(config.directory, config.name, secret=config.directory_secret)
         self.pool = UpstreamPool(config.upstream)
+        self.directory.engines.on_gone = lambda http: self.pool.lose(Endpoint.parse(http))
         self.tracer = _tracer(config)
         self._answers = Answers(config.answers) if config.answers.path else None
         life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)

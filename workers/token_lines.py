@@ -71,6 +71,9 @@ class TokenLines:
                 async for output in outputs:
                     if output.outputs[0].finish_reason == "abort":
                         self._engine_died = True  # it is told to end: nobody else aborts what is still read
+                    if self.replay is not None and output.num_cached_tokens:
+                        most = len(output.prompt_token_ids or ())  # the first engine's answer is no prompt
+                        output.num_cached_tokens = min(output.num_cached_tokens, most)
                     self._outputs += ",".join(map(str, output.outputs[0].token_ids)).encode() + b";"
                     yield output
                     if self.replay is not None:

@@ -3,7 +3,7 @@ the directory pushed them. Enough to serve later turns while the directory is aw
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -109,6 +109,8 @@ class EngineList:
     """The engines as the directory pushed them."""
 
     def __init__(self) -> None:
+        self.on_gone: Callable[[str], object] = lambda http: None
+        """Told host:port where an engine was and none is any more: who waits for it need not."""
         self._records: dict[str, EngineRecord] = {}
         self._changed = asyncio.Event()
 
@@ -146,6 +148,7 @@ class EngineList:
         return [record.info for record in able]
 
     def take(self, pushed: Engines) -> None:
+        were = {record.info.http for record in self._records.values()}
         if pushed.settled:  # before, the directory may not have heard of all that are alive
             for gone in self._records.keys() - {record.info.engine for record in pushed.engines}:
                 del self._records[gone]
@@ -159,6 +162,8 @@ class EngineList:
             metrics.ENGINE_KV_TOKENS.labels(name, "in_use").set(record.kv_in_use)
             for kind, field in _KV_KINDS.items():
                 metrics.ENGINE_KV_TOKENS.labels(name, kind).set(getattr(state, field))
+        for http in were - {record.info.http for record in self._records.values()}:
+            self.on_gone(http)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -130,6 +130,11 @@ class UpstreamPool:
                 return
         places.open -= 1
 
+    def lose(self, endpoint: Endpoint) -> None:
+        """Nobody is there any more, and the system may be long in saying so: a machine that vanished."""
+        for connection in [one for one in self._all if one.endpoint == endpoint]:
+            connection.lose()
+
     # The connections' side
 
     def connection_free(self, connection: UpstreamConnection) -> None:

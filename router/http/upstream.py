@@ -219,6 +219,10 @@ class UpstreamConnection(asyncio.Protocol):
         if not self.closed:
             self._transport.abort()
 
+    def lose(self) -> None:
+        """The engine is known to be gone."""
+        self._fail(EngineLost("The engine is gone; try again."))
+
     def park(self, now: float) -> None:
         """In the pool, waiting for its next exchange."""
         self._deadline = now + self._limits.idle_timeout_s

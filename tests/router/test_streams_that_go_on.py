@@ -277,6 +277,32 @@ async def first_tokens(made: Fleet) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_waits_for_a_machine_that_vanished_goes_on_when_the_directory_knows(
+    tmp_path: Path, stream: bool
+) -> None:
+    """Its socket says nothing, and `idle_timeout` is a minute."""
+    async with fleet(tmp_path, prefillers=0) as made:
+        before = await cuts(made)
+        for engine in made.engines.values():
+            engine.silent_after, engine.token_s = 5, 0.005 if stream else 60.0
+        told: dict[str, Any] = {"stream": stream, "max_tokens": 20, "temperature": 0}
+        task = asyncio.create_task(ask(made.urls[0], [user("q")], **told))
+        await until(made.decoder_requests)
+        await asyncio.sleep(0.2)
+        (gone,) = (one for one in made.engines.values() if one.seen)
+        made.engines.pop(gone.name)  # it reports no more
+        for engine in made.engines.values():
+            engine.silent_after, engine.token_s = 0, 0.005
+        made.directory.engine_down(gone.name)
+        answer = await asyncio.wait_for(task, 10)
+        assert answer.status == 200
+        if stream:
+            assert contents(events(answer.body)) == [f"w{n} " for n in range(20)]
+            assert await counted(made, before) == {"resumed": 1}
+        await gone.stop()
+
+
 async def test_without_another_decoder_it_ends_in_an_error_that_says_so(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=0.2) as made:
         before = await cuts(made)

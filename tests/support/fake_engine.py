@@ -74,6 +74,7 @@ class FakeEngine:
     dies_of: bytes = b""  # a request with this in it: the connection breaks, as when the process ends
     fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
     cut_after: int = 0  # tokens of a stream, whose connection then breaks
+    silent_after: int = 0  # tokens of a stream, of which then nothing is heard, as when its machine vanishes
     lines: bool = True  # it says a stream's tokens when it is asked to, as workers/token_lines.py does
     port: int = 0
     reports: int = 0  # of its state
@@ -315,6 +316,8 @@ class _Pieces:
             return
         if self._engine.cut_after and number >= self._engine.cut_after and self._request.transport:
             self._request.transport.abort()
+        if self._engine.silent_after and number == self._engine.silent_after:
+            await asyncio.Event().wait()
         await asyncio.sleep(self._engine.token_s)
 
     async def write(self, data: bytes) -> None:

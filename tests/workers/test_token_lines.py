@@ -17,7 +17,10 @@ from tests.kvtransfer.engine.engines import Engine, running
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 MIDDLEWARE = "workers.token_lines.TokenLinesMiddleware"
-ARGUMENTS = (*("--middleware", MIDDLEWARE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),)
+ARGUMENTS = (
+    *("--middleware", MIDDLEWARE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "--enable-prompt-tokens-details",
+)
 QUESTION = [{"role": "user", "content": "Compare the weather of the two cities."}]
 CITY = CITY_TOOL["function"]["parameters"]
 RESPONSES_TOOL = {"type": "function", **CITY_TOOL["function"]}
@@ -172,6 +175,16 @@ def test_sampled_ones_keep_what_was_sent_and_go_on(engine: Engine) -> None:
     assert len(tokens([*whole[:12], *rest])) == 30
     usage = next(json.loads(p[6:])["usage"] for _, p in rest if b'"usage"' in p)
     assert usage["completion_tokens"] == 30
+
+
+def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engine: Engine) -> None:
+    body = {**GREEDY, "prompt": "Long enough. " * 12, "max_tokens": 120}
+    body["stream_options"] = {"include_usage": True}
+    whole = stream(engine, COMPLETIONS, body, [])
+    rest = stream(engine, COMPLETIONS, body, [line for line, _ in whole[:110]], date_of(whole))
+    usage = next(json.loads(p[6:])["usage"] for _, p in rest if b'"usage":{' in p)
+    cached = (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
+    assert 0 <= cached <= usage["prompt_tokens"]
 
 
 def test_several_prompts_are_not_to_be_continued(engine: Engine) -> None:
