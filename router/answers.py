@@ -1,9 +1,10 @@
 """Stored answers of the Responses API, so that a decoder's end costs KV and not history.
 
 A row is one answer: what its request added to the prompt and what was answered, the answer before it, and the
-response itself. A request that names an answer (`previous_response_id`) goes to engines with its whole input,
-like any other; engines store nothing. One SQLite file serves the gateway processes of a machine; each has one
-thread that writes and reads it. What nobody named for `keep_s` goes, and the oldest beyond `max_bytes`.
+response itself; of a `conversation`, which its newest answer is. A request that names either goes to engines
+with its whole input, like any other; engines store nothing. One SQLite file serves the gateway processes of a
+machine; each has one thread that writes and reads it. What nobody named for `keep_s` goes, and the oldest
+beyond `max_bytes`.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ import orjson
 
 from router import metrics
 from router.config import AnswersConfig
-from router.errors import Unavailable
-from router.http import StreamObserver
+from router.errors import BadIdentity, BadRequest, Unavailable
+from router.http import RawHeaders, StreamObserver
+from router.identity import named_conversation
 from router.refusals import no_such_response
 
 log = logging.getLogger("conserve.router.answers")
@@ -36,6 +38,8 @@ _ENDS = (b"event: response.completed", b"event: response.incomplete")
 _TABLE = """CREATE TABLE IF NOT EXISTS answers (
     owner TEXT, id TEXT, previous TEXT, added BLOB, response BLOB, bytes INTEGER, used_at REAL,
     PRIMARY KEY (owner, id)) WITHOUT ROWID"""
+_CONVERSATIONS = """CREATE TABLE IF NOT EXISTS conversations (
+    owner TEXT, id TEXT, newest TEXT, used_at REAL, PRIMARY KEY (owner, id)) WITHOUT ROWID"""
 _INDEX = "CREATE INDEX IF NOT EXISTS answers_by_use ON answers (used_at, bytes)"
 _CHAIN = f"""WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 1 FROM answers WHERE owner = :owner AND id = :id
@@ -47,12 +51,28 @@ _CHAIN = f"""WITH RECURSIVE chain (id, previous, depth) AS (
 Result = TypeVar("Result")
 
 
+SAYS = b"x-response-says"  # to engines: fields of the answer, where its history is not theirs
+
+
 @dataclass(frozen=True, slots=True)
-class ToBeKept:
-    """What is kept with an answer, once it is there."""
+class History:
+    """Where a request's answer stands."""
 
     pieces: tuple[bytes, ...]  # the request, as it came
-    previous: str | None
+    previous: str | None  # the answer before it
+    conversation: str | None
+    kept: bool  # with its answer, once that is there
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """By the answer."""
+        if self.conversation is not None:
+            return {"previous_response_id": None, "conversation": {"id": self.conversation}}
+        return {"previous_response_id": self.previous}
+
+    @property
+    def headers(self) -> RawHeaders:
+        return [(SAYS, orjson.dumps(self.said))] if self.previous or self.conversation else []
 
 
 class AnswerObserver(StreamObserver):
@@ -93,11 +113,18 @@ class Answers:
 
     async def with_history(
         self, owner: str, pieces: tuple[bytes, ...], body: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], ToBeKept | None]:
+    ) -> tuple[dict[str, Any], History]:
         """Fields for the engine in place of the client's, and what to keep. 404: it is not the owner's."""
-        previous = body.get("previous_response_id")
+        previous, conversation = body.get("previous_response_id") or None, named_conversation(body)
+        if previous is not None and not isinstance(previous, str):
+            raise BadIdentity("previous_response_id must be a string")
+        if previous and conversation:
+            text = "previous_response_id and conversation each bring a history: send one of them"
+            raise BadRequest(text, param="conversation")
+        if conversation:
+            previous = await self._run(self._newest, owner, conversation)
         fields: dict[str, Any] = {"store": False}
-        if isinstance(previous, str) and previous:
+        if previous:
             whole = await self._run(self._whole_input, owner, previous, pieces)
             for _ in range(_TRIES):
                 if whole is not None:
@@ -108,9 +135,9 @@ class Answers:
                 raise no_such_response()
             fields |= {"input": orjson.Fragment(whole), "previous_response_id": None}
         kept = body.get("store") is not False and sum(map(len, pieces)) <= MOST_BYTES
-        return fields, ToBeKept(pieces, previous or None) if kept else None
+        return fields, History(pieces, previous, conversation, kept)
 
-    def keep(self, owner: str, kept: ToBeKept, response: bytes) -> None:
+    def keep(self, owner: str, kept: History, response: bytes) -> None:
         """In the thread, soon; what is asked of it afterwards finds it."""
         if response:
             self._thread.submit(self._keep, owner, kept, response)
@@ -120,6 +147,10 @@ class Answers:
 
     async def forget(self, owner: str, name: str) -> bool:
         return await self._run(self._forget, owner, name)
+
+    async def leave(self, owner: str, conversation: str) -> bool:
+        """What it is called next has no history."""
+        return await self._run(self._leave, owner, conversation)
 
     async def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
@@ -134,13 +165,15 @@ class Answers:
 
     def _open(self) -> sqlite3.Connection:
         if self._database is None:
-            path = Path(self._config.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(0o600)
-            database = sqlite3.connect(path, _LOCKED_S, isolation_level=None, check_same_thread=False)
+            name = self._config.path or ":memory:"
+            if self._config.path:
+                path = Path(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(0o600)
+            database = sqlite3.connect(name, _LOCKED_S, isolation_level=None, check_same_thread=False)
             database.execute("PRAGMA journal_mode = WAL")
-            database.execute(_TABLE)
-            database.execute(_INDEX)
+            for statement in (_TABLE, _INDEX, _CONVERSATIONS):
+                database.execute(statement)
             self._database = database
         return self._database
 
@@ -156,16 +189,30 @@ class Answers:
         lists = [*(zlib.decompress(row[2]) for row in rows), own]
         return b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
 
-    def _keep(self, owner: str, kept: ToBeKept, response: bytes) -> None:
+    def _newest(self, owner: str, conversation: str) -> str | None:
+        """The last answer of it that was stored; None: this is the first."""
+        named, database = (owner, conversation), self._open()
+        touched = "UPDATE conversations SET used_at = ? WHERE owner = ? AND id = ? RETURNING newest"
+        row = database.execute(touched, (self._clock(), *named)).fetchone()
+        return str(row[0]) if row is not None else None
+
+    def _leave(self, owner: str, conversation: str) -> bool:
+        gone = "DELETE FROM conversations WHERE owner = ? AND id = ?"
+        return bool(self._open().execute(gone, (owner, conversation)).rowcount)
+
+    def _keep(self, owner: str, kept: History, response: bytes) -> None:
         try:
             answer = orjson.loads(response)
             answer = answer.get("response", answer)
-            answer |= {"previous_response_id": kept.previous, "store": True}
+            answer |= {**kept.said, "store": True}
             asked = _items(orjson.loads(b"".join(kept.pieces)).get("input"))
             added = zlib.compress(orjson.dumps([*asked, *map(_as_input, answer["output"])]), 1)
             shown = zlib.compress(orjson.dumps(answer), 1)
             row = owner, answer["id"], kept.previous, added, shown, len(added) + len(shown), self._clock()
             self._open().execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            if kept.conversation is not None:
+                newest = owner, kept.conversation, answer["id"], self._clock()
+                self._open().execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)", newest)
             metrics.ANSWERS.labels("kept").inc()
             self._prune()
         except (sqlite3.Error, orjson.JSONDecodeError, KeyError, TypeError) as wrong:
@@ -184,6 +231,7 @@ class Answers:
         if (row := database.execute(over, (self._config.max_bytes,)).fetchone()) is not None:
             old = max(old, row[0])
         gone = database.execute("DELETE FROM answers WHERE used_at <= ?", (old,)).rowcount
+        database.execute("DELETE FROM conversations WHERE used_at <= ?", (old,))
         metrics.ANSWERS.labels("pruned").inc(gone)
 
     def _find(self, owner: str, name: str) -> bytes | None:

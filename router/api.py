@@ -85,8 +85,8 @@ class Routes:
         readers: Readers,
         keys: Keys,
         meters: Meters,
+        answers: Answers,
         batch: BatchForwarding | None = None,
-        answers: Answers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._served = config.models_by_name
@@ -101,7 +101,8 @@ class Routes:
         self._groups = PrefixGroups(config.shared_prefixes)
         self._shares = Shares(max(1, int(config.owner_share * config.limits.max_connections)))
         self._classes = Classes(config)
-        self._conversations = ConversationRoutes(directory)
+        stored = AnswerRoutes(answers)
+        self._conversations = ConversationRoutes(directory, answers)
         self._dashboard = DashboardRoutes(config, directory, keys)
         self._since = int(time.time())
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
@@ -124,10 +125,8 @@ class Routes:
         self._below: dict[str, dict[str, KeyedHandler]] = {
             f"{_CONVERSATIONS}/": {"GET": self._conversations.get, "DELETE": self._conversations.delete},
             f"{_MODELS}/": {"GET": self._model},
+            _RESPONSES: {"GET": stored.get, "DELETE": stored.delete},
         }
-        if answers is not None:
-            stored = AnswerRoutes(answers)
-            self._below[_RESPONSES] = {"GET": stored.get, "DELETE": stored.delete}
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.path.startswith(_MESSAGES):
@@ -300,8 +299,8 @@ class AnswerRoutes:
 class ConversationRoutes:
     """GET and DELETE /v1/conversations[/{id}]: what the directory knows of a caller's conversations."""
 
-    def __init__(self, directory: DirectoryClient) -> None:
-        self._directory = directory
+    def __init__(self, directory: DirectoryClient, answers: Answers) -> None:
+        self._directory, self._answers = directory, answers
 
     async def get(self, key: Key, request: Request, responder: Responder) -> None:
         found = await self._directory.describe(_conversation(key, request))
@@ -312,7 +311,8 @@ class ConversationRoutes:
     async def delete(self, key: Key, request: Request, responder: Responder) -> None:
         conversation = _conversation(key, request)
         known = await self._directory.end(conversation, "deleted")
-        if not known:
+        had_history = await self._answers.leave(key.owner, conversation_id(conversation))
+        if not (known or had_history):
             raise _unknown()
         gone = {"id": conversation_id(conversation), "object": "conversation.deleted", "deleted": True}
         responder.respond(200, orjson.dumps(gone), [_JSON])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from placement.engines import EngineInfo
 from placement.fleet.answers import Refusal
-from router import chains, metrics
+from router import metrics
 from router.chains import Chain
 from router.classes import ahead_s
 from router.config import GatewayConfig
@@ -23,7 +23,7 @@ from router.directory.messages import Ask, Placed
 from router.errors import ClientLeft, DirectoryUnreachable, Unavailable
 from router.http import Responder
 from router.identity import How, conversation_key, resolve_prefix
-from router.refusals import no_such_response, refused, unreachable
+from router.refusals import refused, unreachable
 from router.turn import TokenRatio, Turn, TurnMetrics
 
 log = logging.getLogger("conserve.router.binding")
@@ -76,31 +76,19 @@ class Binder:
     async def identify(self, turn: Turn) -> Identified:
         said, number = turn.prompt.identity, self._directory.next_turn()
         parent = conversation_key(turn.space, said.parent) if said.parent else None
+        chain = turn.prompt.chain
         if said.id is not None:
-            if said.previous_response:
-                await self._check_response(turn, said.previous_response)
             key = conversation_key(turn.space, said.id)
-            matched = self._directory.cache.nodes.find_of(turn.prompt.chain, key)
-            who = Identified(key, How.EXPLICIT, parent, turn.prompt.chain, matched, number)
+            matched = self._directory.cache.nodes.find_of(chain, key)
+            who = Identified(key, How.EXPLICIT, parent, chain, matched, number)
         else:
-            chain = turn.prompt.chain
-            if said.previous_response:
-                chain = chains.of_pointer(turn.prompt.seed, said.previous_response, chain)
             found, running = await self._directory.find(chain)
             got = resolve_prefix(found, chain.end.digest, running, said.name)
-            if got.how is How.NEW and said.previous_response:
-                raise no_such_response()
             key = got.conversation or conversation_key(turn.space, said.new_id())
             matched = got.known_bytes if got.conversation else 0
             who = Identified(key, got.how, got.parent or parent, chain, matched, number)
         metrics.labelled(metrics.IDENTIFIED, who.how).inc()
         return who
-
-    async def _check_response(self, turn: Turn, name: str) -> None:
-        """An engine knows responses by their ids alone, whoever asks: the caller must have had it here."""
-        found, _ = await self._directory.find(chains.of_pointer(turn.prompt.seed, name, turn.prompt.chain))
-        if found is None:
-            raise no_such_response()
 
     def uncached_tokens(self, turn: Turn, who: Identified) -> int:
         """Tokens of the prompt that are to be computed, as far as anybody can tell now."""
@@ -114,7 +102,7 @@ class Binder:
 
     async def bind(self, turn: Turn, who: Identified, responder: Responder) -> Route:
         known = self._directory.bound(who.key)
-        if known is None or self._moves(turn, known):
+        if known is None or self._directory.leaving(known):  # off a decoder that is draining
             return await self._place(turn, who, responder)
         decoder = self._directory.engines.get(known.engine)
         assert decoder is not None
@@ -125,13 +113,7 @@ class Binder:
         self._directory.turn_began(known, who.turn, who.chain.end)
         return Route(known, decoder, None, who.turn, "bound")
 
-    def _moves(self, turn: Turn, known: Known) -> bool:
-        """Off a decoder that is draining, unless only that one has what the client refers to."""
-        return self._directory.leaving(known) and not turn.prompt.identity.previous_response
-
     def _through_prefiller(self, turn: Turn, uncached: int) -> bool:
-        if turn.prompt.identity.previous_response:
-            return False  # only the decoder has what the client refers to
         prompt = max(uncached, self._ratio.prompt_tokens(turn, 0))
         config = self._config
         return config.policy.later_turn_through_prefiller(config.redisaggregation, uncached, prompt)

@@ -175,18 +175,6 @@ def of_text(start: bytes, text: bytes) -> Chain:
     return Chain(tuple(links), tuple(sizes), end, len(text), text)
 
 
-def of_pointer(start: bytes, name: str, rest: Chain) -> Chain:
-    """A request that names its predecessor instead of repeating it (`previous_response_id`)."""
-    before = response_end(start, name).link
-    link = xxh3_128_digest(before + rest.end.digest)
-    return Chain((before, link), (0, rest.total_bytes), End(link), rest.total_bytes)
-
-
-def response_end(start: bytes, name: str) -> End:
-    """The node of a response's id."""
-    return End(xxh3_128_digest(start + b"response\0" + name.encode("utf-8", "surrogatepass")))
-
-
 def messages_of(body: Mapping[str, Any]) -> list[object] | None:
     """The messages of any API's body, the system's first; None of one that has a plain prompt."""
     messages = body.get("messages")

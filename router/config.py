@@ -89,7 +89,7 @@ class BatchAddress:
 class AnswersConfig:
     """Where answers of the Responses API are kept, and how many of them for how long."""
 
-    path: str = ""  # of a SQLite file; empty: none are, and engines get `previous_response_id` as it came
+    path: str = ""  # of a SQLite file; empty: in this process's memory
     keep_s: float = 24 * 3600.0  # since one was named last
     max_bytes: int = 1 << 30
 

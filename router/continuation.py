@@ -36,8 +36,6 @@ def why_not(turn: Turn) -> str | None:
     unread = {name for name in _LISTS if large and body.get(name, 0) is None}
     if not turn.prompt.hints.resume:
         return "opted_out"
-    if turn.prompt.identity.previous_response:
-        return "previous_response"  # which only its decoder has
     several = any(_number(body.get(name)) > 1 for name in ("n", "best_of"))
     if several or body.get("use_beam_search") or _several_prompts(turn):
         return "several_answers"

@@ -38,7 +38,7 @@ class Gateway:
         self.pool = UpstreamPool(config.upstream)
         self.directory.engines.on_gone = lambda http: self.pool.lose(Endpoint.parse(http))
         self.tracer = _tracer(config)
-        self._answers = Answers(config.answers) if config.answers.path else None
+        self._answers = Answers(config.answers)
         life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
         self._life = life
         self._batch = batch = (
@@ -49,8 +49,8 @@ class Gateway:
         self._meters = Meters(self._keys.limits_of)
         self.directory.on_spent = self._meters.heard
         guards = self._keys, self._meters
-        known = config, self.directory, self.pool, life, self._readers, *guards
-        routes = Routes(*known, batch=batch, answers=self._answers)
+        known = config, self.directory, self.pool, life, self._readers, *guards, self._answers
+        routes = Routes(*known, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
         routes.http_counts = HttpCounts(self.server, self.pool)
@@ -86,8 +86,7 @@ class Gateway:
         if self._batch is not None:
             await self._batch.close()
         self._readers.close()
-        if self._answers is not None:
-            await self._answers.close()
+        await self._answers.close()
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)

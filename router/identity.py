@@ -4,7 +4,7 @@ Ids stand in headers or in the body, and the order here is the order of preceden
 caller's API key. Only what was made to name a conversation does so by itself. A cache key says which prompts
 share prefixes: one key may stand for a whole application, so that prompts of different keys never meet, and
 within one the prompts decide. A correlation id, which proxies stamp on each request, only chooses among
-equals. `previous_response_id` is not an id but a pointer to a conversation, followed like a prefix.
+equals. A `previous_response_id` has become the whole input when ids are looked for (`answers.py`).
 Where a request's prompt ended is a *node*; the longest known node of a new prompt decides:
 
 * none: a new conversation;
@@ -54,7 +54,6 @@ class Explicit:
     id: str | None
     parent: str | None
     source: str  # the header or body field the id came from, empty without one
-    previous_response: str | None
     group: str = ""  # prompts of different groups share nothing: a cache key, a session in the metadata
     hint: str = ""  # what a conversation found without an id is named after
 
@@ -133,14 +132,11 @@ def hint_of(raw: object) -> str | None:
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:
     found, source, parent = _from_headers(headers)
-    previous = body.get("previous_response_id")
-    if previous is not None and not isinstance(previous, str):
-        raise BadIdentity("previous_response_id must be a string")
     if found is None:
         found, source = _from_body(body)
     groups = _groups(body)
     hint = next(iter(groups), hint_of(headers.get(CORRELATION_HEADER))) or ""
-    return Explicit(found, parent, source, previous or None, "\0".join(groups), hint)
+    return Explicit(found, parent, source, "\0".join(groups), hint)
 
 
 def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
@@ -171,14 +167,18 @@ def _claude_code(session: str, headers: Mapping[str, str]) -> tuple[str, str | N
 
 
 def _from_body(body: Mapping[str, Any]) -> tuple[str | None, str]:
+    if (found := clean_id(body.get("session_id"), "session_id")) is not None:
+        return found, "session_id"
+    found = named_conversation(body)
+    return found, "conversation" if found is not None else ""
+
+
+def named_conversation(body: Mapping[str, Any]) -> str | None:
+    """`conversation`: its id, or an object that has it."""
     conversation = body.get("conversation")
     if isinstance(conversation, Mapping):
         conversation = conversation.get("id")
-    for source, raw in (("session_id", body.get("session_id")), ("conversation", conversation)):
-        found = clean_id(raw, source)
-        if found is not None:
-            return found, source
-    return None, ""
+    return clean_id(conversation, "conversation")
 
 
 def _groups(body: Mapping[str, Any]) -> list[str]:
@@ -218,17 +218,17 @@ class NodeTable:
         self._per_conversation = per_conversation
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
         self._tails: dict[bytes, dict[int, int]] = {}  # link -> length of a tail known there -> how many
-        self._tips: dict[str, tuple[bytes, ...]] = {}  # newest request, then other names of it
+        self._tips: dict[str, bytes] = {}  # newest request
         self._of: dict[str, deque[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def tips(self, conversation: str) -> tuple[bytes, ...]:
-        return self._tips.get(conversation, ())
+    def tip(self, conversation: str) -> bytes | None:
+        return self._tips.get(conversation)
 
-    def record(self, end: End, conversation: str, *, alias: bool = False) -> None:
-        """A request of `conversation` ended here: its new tip. An alias (a response's id) is one tip more."""
+    def record(self, end: End, conversation: str) -> None:
+        """A request of `conversation` ended here: its new tip."""
         digest = end.digest
         node = self._nodes.get(digest)
         if node is None:
@@ -244,9 +244,7 @@ class NodeTable:
             mine.append(digest)
             if len(mine) > self._per_conversation:
                 self._leave(mine.popleft(), conversation)
-        tips = self._tips.get(conversation, ()) if alias else ()
-        if digest not in tips:
-            self._tips[conversation] = (*tips, digest)
+        self._tips[conversation] = digest
         while len(self._nodes) > self._capacity:
             self._evict(next(iter(self._nodes)))
 
@@ -260,7 +258,7 @@ class NodeTable:
         if node is None:
             return ()
         self._nodes.move_to_end(digest)
-        return tuple(Holder(one, digest in self._tips.get(one, ())) for one in node.conversations)
+        return tuple(Holder(one, digest == self._tips.get(one)) for one in node.conversations)
 
     def tails(self, link: bytes) -> Sequence[int]:
         """Lengths of the tails known after a link, longest first."""
@@ -299,9 +297,7 @@ class NodeTable:
             mine.remove(digest)
             if not mine:
                 del self._of[conversation]
-            tips = tuple(tip for tip in self._tips.get(conversation, ()) if tip != digest)
-            self._tips[conversation] = tips
-            if not tips:
+            if self._tips.get(conversation) == digest:
                 del self._tips[conversation]
             self._leave(digest, conversation)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from placement.objectives import tbt_s
-from router import chains, legs, metrics
+from router import legs, metrics
 from router.answers import AnswerObserver, Answers
 from router.binding import Binder, Identified, Route
 from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
@@ -24,7 +24,6 @@ from router.http import Observation, RelayEnd, Responder, UpstreamPool
 from router.identity import conversation_id
 from router.losses import Losses
 from router.prefixes import note_prefix
-from router.reading import Api
 from router.returns import Returns
 from router.running import Prefilled, Ran, Runner
 from router.turn import TokenRatio, Turn, TurnMetrics
@@ -45,7 +44,8 @@ class Life:
         pool: UpstreamPool,
         clock: Callable[[], float] = time.monotonic,
         tracer: "TurnTracer | None" = None,
-        answers: Answers | None = None,
+        *,
+        answers: Answers,
     ) -> None:
         self._directory, self._answers, self._tracer, self._clock = directory, answers, tracer, clock
         self._ratio = TokenRatio(config.tokens_per_byte)
@@ -118,9 +118,8 @@ class Life:
     def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran, first_cause: str) -> None:
         outcome, seen = ran.outcome, ran.observer.observation()
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
-            if self._answers is not None and turn.kept is not None:
-                assert isinstance(ran.observer, AnswerObserver)
-                self._answers.keep(turn.space, turn.kept, ran.observer.response)
+            if isinstance(ran.observer, AnswerObserver) and turn.history is not None:
+                self._answers.keep(turn.space, turn.history, ran.observer.response)
             note_prefix(
                 turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen
             )
@@ -134,19 +133,16 @@ class Life:
             self._directory.turn_ended(route.known, route.turn, 0, 0)
         else:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
-            if done.prompt_tokens and not turn.prompt.identity.previous_response:
+            if done.prompt_tokens:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
             computed = max(0, done.prompt_tokens - ((seen.usage and seen.usage.cached_tokens) or 0))
             turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
-            by_id = seen.response_id if turn.api is Api.RESPONSES else None
-            answer = chains.response_end(turn.prompt.seed, by_id) if by_id else None
             first_token_s, handover_s = _took(route, ran.prefilled, seen)
             self._directory.turn_ended(
                 route.known,
                 route.turn,
                 prompt,
                 done.completion_tokens,
-                answer,
                 tool_call=seen.called_tool,
                 met=done.met,
                 missed=done.missed,

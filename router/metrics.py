@@ -183,8 +183,8 @@ SET_ASIDE = Counter(
 STREAMS_CUT = Counter(
     "conserve_streams_cut_total",
     "Streams whose engine ended under them: resumed (they went on, on another one); or why they ended in an "
-    "error: opted_out, previous_response, several_answers, logprobs, counted_output (penalties and budgets "
-    "that count an answer's tokens), not_lined (the engine did not say its tokens), "
+    "error: opted_out, several_answers, logprobs, counted_output (penalties and budgets that count an "
+    "answer's tokens), not_lined (the engine did not say its tokens), "
     "not_exact (it said that it cannot be continued), torn (the client has a part of an event), too_long "
     "(256 KiB of token lines), no_place, set_aside, cut_again (too often, for too long, or broken "
     "otherwise), refused (by the next engine).",

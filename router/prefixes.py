@@ -72,7 +72,7 @@ def note_prefix(
         if (broken := broken_by(before, turn, later)) is not None:
             metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
     known.asked = None
-    if turn.prompt.marks and not turn.prompt.identity.previous_response:
+    if turn.prompt.marks:
         chain = turn.prompt.chain
         known.asked = Asked(
             chain.end.link,

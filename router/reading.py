@@ -111,11 +111,10 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
 
 def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
     field = _PROMPT_FIELD[api]
-    if body.get("service_tier") == "flex" and body.get("previous_response_id"):
-        raise BadRequest(
-            "offline work belongs to no conversation: send the messages instead", param="previous_response_id"
-        )
-    if field not in body and not (api is Api.RESPONSES and "previous_response_id" in body):
+    pointer = next((name for name in ("previous_response_id", "conversation") if body.get(name)), None)
+    if body.get("service_tier") == "flex" and api is Api.RESPONSES and pointer:
+        raise BadRequest("offline work belongs to no conversation: send the messages instead", param=pointer)
+    if field not in body and not (api is Api.RESPONSES and pointer):
         raise BadRequest(f"{field} is missing", param=field)
     _check_size(field, body, asked.max_context)
     user = body.get("user")

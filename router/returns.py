@@ -52,7 +52,7 @@ class Returns:
         """A turn called a tool: the conversation goes on when that has ended."""
         known.left_at = self._clock()
         after_s = self._rules.restore_after(turn.prompt.hints.away_s, known.waits)
-        if after_s is None or turn.prompt.identity.previous_response:
+        if after_s is None:
             return
         self._forget(known.key)
         # The request and not the turn is kept: what was read of a prompt takes several times its bytes.

@@ -64,7 +64,7 @@ class Runner:
         turn.charge.computing = True
         if turn.prompt.hints.placement:  # of a turn that is placed again: one header each, in order
             responder.add_header(b"x-conversation-placement", route.in_words.encode())
-        kind = StreamObserver if turn.kept is None else AnswerObserver
+        kind = AnswerObserver if turn.history is not None and turn.history.kept else StreamObserver
         observer = observer or kind(self._clock, lambda _: self._directory.first_token(key))
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None

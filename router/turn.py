@@ -14,7 +14,7 @@ from xxhash import xxh3_128_digest
 from placement.fleet.prefixes import Head
 from placement.objectives import tbt_s, ttfet_s
 from router import metrics
-from router.answers import Answers, ToBeKept
+from router.answers import Answers, History
 from router.classes import Classes, engine_arguments
 from router.config import DEFAULT_CLASS, ServedModel, SloClass
 from router.directory.cache import Known
@@ -55,7 +55,7 @@ class Turn:
     charge: Charge = FREE
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the places where turns wait, for its owner's
-    kept: ToBeKept | None = None  # with its answer
+    history: History | None = None  # of the Responses API
     resume: Mapping[str, Any] | None = None  # for the engine: what of a stream the client has already
 
     @property
@@ -87,15 +87,15 @@ async def read_turn(
     classes: Classes,
     now: float,
     readers: Readers,
-    max_context: int = 0,
-    answers: Answers | None = None,
+    max_context: int,
+    answers: Answers,
 ) -> Turn:
-    pieces, kept = await request.body.read_pieces(), None
+    pieces, history = await request.body.read_pieces(), None
     headers = text_headers(request.headers)
     asked = Reading(api.target.decode(), api, headers, space, frozenset(models), max_context)
     read = await readers.read(asked, pieces)
-    if answers is not None and api is Api.RESPONSES:
-        fields, kept = await answers.with_history(space, pieces, read.fields)
+    if api is Api.RESPONSES:
+        fields, history = await answers.with_history(space, pieces, read.fields)
         pieces = with_fields(pieces, fields)
         if "input" in fields:  # now there is all of it
             read = await readers.read(asked, pieces)
@@ -108,13 +108,13 @@ async def read_turn(
         api=api,
         raw=with_fields(pieces, ours),
         body=read.fields,
-        headers=_forwarded(request.headers),
+        headers=[*_forwarded(request.headers), *(history.headers if history is not None else ())],
         space=space,
         prompt=prompt,
         salt=f"{models[str(read.fields['model'])].name}\0{ours.get('cache_salt', '')}",
         slo_class=slo_class,
         arrived_at=now,
-        kept=kept,
+        history=history,
         flow=next((found for name in FLOW_HEADERS if (found := hint_of(headers.get(name)))), ""),
     )
 
@@ -179,8 +179,6 @@ class TokenRatio:
         conversation before and has only the decoder's own count.
         """
         sent = turn.prompt.chain.total_bytes
-        if turn.prompt.identity.previous_response:
-            return self.tokens(sent)
         if matched_bytes:
             return max(0, self.tokens(sent - matched_bytes) - known.completion_tokens)
         whole = turn.prompt.exact_tokens or self.tokens(turn.prompt_bytes)

@@ -76,7 +76,7 @@ def engine_command(spec: LaunchSpec, start: Start, secret: str, environ: Mapping
     argv += ["--host", spec.host, "--port", str(start.http_port), "--dtype", spec.dtype]
     if spec.max_context:
         argv += ["--max-model-len", str(spec.max_context)]
-    for name, value in (*_OWN_OPTIONS, *_worker_options(spec), *spec.options):
+    for name, value in (*_OWN_OPTIONS, *_middleware(spec), *_worker_options(spec), *spec.options):
         if not any(name == later for later, _ in spec.options) or (name, value) in spec.options:
             argv += _option(name, value)
     connector = _connector(spec, start)
@@ -101,8 +101,13 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
     ("enable-prompt-tokens-details", True),  # an answer says how much of its prompt was cached
     ("disable-uvicorn-access-log", True),
     ("scheduling-policy", "priority"),  # offline requests are told from a conversation's turns by it
-    ("middleware", "workers.token_lines.TokenLinesMiddleware"),  # streams that another engine can go on with
 )
+
+
+def _middleware(spec: LaunchSpec) -> Options:
+    """Of vLLM's server, the innermost first."""
+    names = ["response_fields.ResponseFieldsMiddleware", "token_lines.TokenLinesMiddleware"]
+    return tuple(("middleware", f"workers.{name}") for name in names)
 
 
 def _worker_options(spec: LaunchSpec) -> Options:

@@ -180,7 +180,6 @@ class DirectoryClient:
         turn: int,
         prompt_tokens: int,
         completion_tokens: int,
-        answer: End | None = None,
         *,
         tool_call: bool = False,
         met: Sequence[str] = (),
@@ -193,11 +192,9 @@ class DirectoryClient:
             known.turns += 1
             known.completion_tokens = completion_tokens
             known.context_tokens = prompt_tokens + completion_tokens
-        if answer is not None and self.cache.get(known.key) is known:
-            self.cache.nodes.record(answer, known.key, alias=True)
         counts = prompt_tokens, completion_tokens
         took = first_token_s, handover_s
-        ended = m.TurnEnded(*counts, tool_call, answer, tuple(met), tuple(missed), *took, ttl_s)
+        ended = m.TurnEnded(*counts, tool_call, tuple(met), tuple(missed), *took, ttl_s)
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:

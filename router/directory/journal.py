@@ -205,8 +205,8 @@ def turn_ended(conversation: ConversationRecord) -> Row:
     return Row(_CONVERSATION + conversation.key, _TURNS, orjson.dumps(counts))
 
 
-def node(key: str, at: float, end: End, alias: bool = False) -> Row:
-    place = [end.link.hex(), end.tail_bytes, end.tail_digest.hex(), alias, at]
+def node(key: str, at: float, end: End) -> Row:
+    place = [end.link.hex(), end.tail_bytes, end.tail_digest.hex(), at]
     return Row(_CONVERSATION + key, _NODE + end.digest.hex(), orjson.dumps(place))
 
 
@@ -231,7 +231,7 @@ class Remembered:
     """What the rows say, in order of use."""
 
     engines: list[EngineInfo]
-    conversations: list[tuple[ConversationRecord, tuple[str, int, float] | None, list[tuple[End, bool]]]]
+    conversations: list[tuple[ConversationRecord, tuple[str, int, float] | None, list[End]]]
 
 
 def remembered(rows: list[Row]) -> Remembered:
@@ -268,8 +268,9 @@ def _remembered(rows: list[Row]) -> Remembered:
         for slot, place in slots.items():
             if slot.startswith(_NODE):
                 end = End(bytes.fromhex(place[0]), place[1], bytes.fromhex(place[2]))
-                nodes.append((end, bool(place[3])))
-                record.used_at = max(record.used_at, place[4])
+                record.used_at = max(record.used_at, place[-1])
+                if place[3] is not True:  # a response's id, from before answers were stored
+                    nodes.append(end)
         record.used_at = max(record.used_at, whole["used_at"])
         bound = msgspec.convert(slots[_BINDING][:3], _BOUND) if _BINDING in slots else None
         found.conversations.append((record, bound, nodes))

@@ -98,7 +98,6 @@ class TurnEnded:
     prompt_tokens: int = 0  # 0: the turn came to nothing
     completion_tokens: int = 0
     tool_call: bool = False  # it asked for a tool: the conversation goes on without its user
-    answer: End | None = None  # by which the next turn may name this one (`previous_response_id`)
     met: tuple[str, ...] = ()  # SLO targets of the answer that were met
     missed: tuple[str, ...] = ()
     first_token_s: float = 0.0  # from its placement; 0: it was not placed, or nobody could see the token

@@ -138,14 +138,12 @@ class BindingTable:
         *,
         prompt_tokens: int,
         completion_tokens: int,
-        answer: End | None = None,
         turn: int = 0,
         first_token_s: float = 0.0,
         handover_s: float = 0.0,
         ttl_s: float = 0.0,
     ) -> bool:
-        """`answer` is the node of a response id, by which the next turn may name this one. Without tokens
-        the turn came to nothing; a conversation of which nothing came ends."""
+        """Without tokens the turn came to nothing; a conversation of which nothing came ends."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
             waiter.settle(LEFT)
@@ -169,9 +167,6 @@ class BindingTable:
         elif not conversation.turns and not conversation.running:
             return self.end(key, "failed_first_turn", now)
         self._effects.rows.append(journal.turn_ended(conversation))
-        if answer is not None:
-            self.nodes.record(answer, key, alias=True)
-            self._effects.rows.append(journal.node(key, now, answer, alias=True))
         return True
 
     def end(self, key: str, cause: str, now: float) -> bool:
@@ -300,8 +295,8 @@ class BindingTable:
                 engine, epoch, at = bound
                 with suppress(StaleEpoch):
                     self._bindings.bind(conversation.key, engine, epoch, at)
-            for end, alias in nodes:
-                self.nodes.record(end, conversation.key, alias=alias)
+            for end in nodes:
+                self.nodes.record(end, conversation.key)
 
     def _attempt(self, ask: Ask, now: float) -> Placed | Refusal:
         binding = self._bindings.look_up(ask.key)
@@ -345,7 +340,7 @@ class BindingTable:
         conversation = self.conversations.get(ask.key)
         if not ask.again or ask.end is None or conversation is None:
             return False
-        if conversation.turns or ask.end.digest not in self.nodes.tips(ask.key):
+        if conversation.turns or ask.end.digest != self.nodes.tip(ask.key):
             return False
         self.conversations.turn_ended(conversation, ask.gateway, ask.turn)
         return not conversation.running

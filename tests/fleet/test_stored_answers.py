@@ -33,6 +33,8 @@ def test_a_killed_decoder_costs_kv_and_not_history(fleet: RunningFleet) -> None:
     assert after["decoder"] != before["decoder"]
 
     said = [[one.model_dump(exclude_none=True) for one in answer.output] for answer in (first, second)]
+    assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
+
     whole = [asked[0], *said[0], asked[1], *said[1], asked[2]]
     spelled_out = client(fleet.url, "spelled-out").responses.create(input=whole, **told)
     assert third.output_text == spelled_out.output_text
@@ -40,3 +42,17 @@ def test_a_killed_decoder_costs_kv_and_not_history(fleet: RunningFleet) -> None:
     shown = sdk.responses.retrieve(third.id)
     assert (shown.output_text, shown.previous_response_id) == (third.output_text, second.id)
     sdk.responses.delete(third.id)
+
+
+def test_a_conversation_is_named_and_not_repeated(fleet: RunningFleet) -> None:
+    told: dict[str, Any] = {"model": fleet.model, "temperature": 0, "max_output_tokens": 16}
+    sdk = client(fleet.url, "named")
+    first = sdk.responses.create(input="Which city?", conversation="conv_named", **told)
+    stream = sdk.responses.create(input="Why?", conversation={"id": "conv_named"}, stream=True, **told)
+    events = [event for event in stream if hasattr(event, "response")]
+    assert {event.response.conversation.id for event in events} == {"conv_named"}
+    second = events[-1].response
+    assert second.usage.input_tokens > first.usage.total_tokens
+    found = conversation(fleet, "named", 2)
+    assert (found["id"], found["turns"]) == ("conv_named", 2)
+    sdk.responses.delete(second.id)

@@ -152,19 +152,6 @@ def test_two_conversations_with_one_first_request_each_go_on() -> None:
     assert decide(table, prompt("a", "r", "s")).conversation == "two"
 
 
-def test_a_request_is_known_by_its_prompt_and_by_its_answers_id() -> None:
-    table = NodeTable(100)
-    table.record(prompt("a").end, "one")
-    table.record(chains.response_end(SEED, "resp_1"), "one", alias=True)
-    by_id = chains.of_pointer(SEED, "resp_1", prompt("b"))
-    assert decide(table, prompt("a", "x", "b")).conversation == "one"
-    assert decide(table, by_id).conversation == "one"
-    table.record(by_id.end, "one")
-    assert decide(table, by_id).how is How.RETRIED
-    assert decide(table, chains.of_pointer(SEED, "resp_1", prompt("c"))).how is How.FORKED
-    assert decide(table, prompt("b")).how is How.NEW  # what follows a pointer is no prompt of its own
-
-
 def test_plain_prompts_that_share_whole_blocks_are_not_confused() -> None:
     table = NodeTable(100)
     shared = b"s" * 700

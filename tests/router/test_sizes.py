@@ -16,10 +16,9 @@ from router.turn import TokenRatio, Turn
 SEED = chains.seed("s", "m")
 
 
-def turn(size: int, previous: str | None = None, tools: int = 0) -> Turn:
+def turn(size: int, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
-    identity = Explicit(None, None, "", previous)
-    prompt = Prompt(SEED, identity, chain, tools, b"", b"", None, Hints())
+    prompt = Prompt(SEED, Explicit(None, None, ""), chain, tools, b"", b"", None, Hints())
     return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 
 

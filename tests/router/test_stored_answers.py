@@ -27,10 +27,14 @@ async def say(made: Fleet, text: str, previous: str | None = None, gateway: int 
     return await ask(made.urls[gateway], text, path=PATH, headers=headers, **body, **more)
 
 
-def name_of(answer: Answer) -> str:
+def whole(answer: Answer) -> dict[str, Any]:
     last = answer.body.rpartition(b"\ndata: ")[2]  # of a stream
     read = orjson.loads(last)
-    return str(read.get("response", read)["id"])
+    return dict(read.get("response", read))
+
+
+def name_of(answer: Answer) -> str:
+    return str(whole(answer)["id"])
 
 
 def prompt(body: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -59,6 +63,49 @@ async def test_a_history_is_sent_whole_to_whatever_decoder(tmp_path: Path, strea
             *(("user", "two"), ("assistant", said), ("user", "three")),
         ]
         assert (seen.body["store"], seen.body["previous_response_id"]) == (False, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("named", ["conv_1", {"id": "conv_1"}])
+async def test_a_conversation_brings_its_history(tmp_path: Path, stream: bool, named: Any) -> None:
+    async with fleet(tmp_path, gateways=2, answers=stored(tmp_path)) as made:
+        first = await say(made, "one", conversation=named, stream=stream)
+        second = await say(made, "two", conversation=named, stream=stream)
+        assert second.conversation == first.conversation == "conv_1"
+        assert whole(second)["conversation"] == {"id": "conv_1"}
+        assert (await say(made, "bob", conversation=named, stream=stream, headers=BOB)).status == 200
+        url = f"{made.urls[0]}/v1/conversations/conv_1"
+        assert (await get(url, "DELETE", headers=ALICE))[0] == 200
+        await say(made, "again", conversation=named, stream=stream)
+        seen = [prompt(one.body) for one in made.decoder_requests()]
+        asked = sorted([content for role, content in one if role == "user"] for one in seen)
+        assert asked == [["again"], ["bob"], ["one"], ["one", "two"]]
+
+
+async def test_answers_say_what_they_go_on_from(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        first = await say(made, "one")
+        second = await say(made, "two", name_of(first))
+        third = await say(made, "three", name_of(second), stream=True, store=False)
+        said = [whole(one)["previous_response_id"] for one in (first, second, third)]
+        assert said == [None, name_of(first), name_of(second)]
+
+
+async def test_two_histories_at_once_and_one_that_is_no_name_are_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        first = await say(made, "one")
+        both = await say(made, "two", name_of(first), conversation="c")
+        assert (both.status, both.error["param"]) == (400, "conversation")
+        assert (await say(made, "two", previous_response_id=["r"])).status == 400
+        offline = await say(made, "two", conversation="c", service_tier="flex")
+        assert (offline.status, offline.error["param"]) == (400, "conversation")
+
+
+async def test_without_a_file_answers_are_in_memory(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as made:
+        first = await say(made, "one")
+        assert (await say(made, "two", name_of(first))).status == 200
+        assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 200
 
 
 async def test_another_gateway_and_a_later_process_have_it(tmp_path: Path) -> None:

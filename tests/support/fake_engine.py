@@ -190,7 +190,7 @@ class FakeEngine:
             await asyncio.sleep(self.token_s * count)
             whole = _whole(request.path, answer_id, count, usage)
             if responses:
-                whole["output"] = _said(body, count)
+                whole |= {"output": _said(body, count), **_history(request)}
             if self.reasons:
                 whole["choices"][0]["message"]["reasoning"] = "because"
             if self.calls_tools:
@@ -216,7 +216,7 @@ class FakeEngine:
                 "type": "response.completed",
                 "response": {"id": answer_id, "status": "completed", "usage": usage},
             }
-            done["response"]["output"] = _said(body, count)  # type: ignore[index]
+            done["response"] |= {"output": _said(body, count), **_history(request)}  # type: ignore[operator]
             await pieces.write(b"event: response.completed\n" + _event(done))
         else:
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -357,6 +357,12 @@ def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
     calls = [{"type": "function_call", "id": "fc_1", "call_id": "c1", "name": tool["name"], "arguments": "{}"}
              for tool in (body.get("tools") or [])[:1]]  # fmt: skip
     return said + calls
+
+
+def _history(request: web.Request) -> dict[str, Any]:
+    """As workers/response_fields.py has an answer say it."""
+    said = request.headers.get("x-response-says", '{"previous_response_id": null}')
+    return dict(json.loads(said))
 
 
 def _chunk(path: str, answer_id: str, number: int, last: bool, tool: bool = False) -> bytes:

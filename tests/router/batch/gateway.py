@@ -8,11 +8,12 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from placement.engines import EngineInfo, EngineState, Role
+from router.answers import Answers
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
 from router.classes import Classes
-from router.config import BatchAddress, GatewayConfig, ServedModel
+from router.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
 from router.http import Request, Responder, Server, UpstreamLimits, UpstreamPool
 from router.identity import PrefixGroups
 from router.keys import Keys
@@ -69,6 +70,7 @@ class FrontGateway:
         self._pool = UpstreamPool(upstream)
         self._forwarding = BatchForwarding(BatchAddress(batch), secret, self._pool)
         self._server = Server(self._handle)
+        self._answers = Answers(AnswersConfig())
         self.url = ""
 
     async def start(self) -> str:
@@ -79,7 +81,7 @@ class FrontGateway:
         key = self.keys.caller(request.headers)
         if request.path == "/v1/chat/completions":
             models = self._config.models_by_name
-            known = models, PrefixGroups(), Classes(self._config), 0.0, Readers()
+            known = models, PrefixGroups(), Classes(self._config), 0.0, Readers(), 0, self._answers
             turn = await read_turn(Api.CHAT, request, key.owner, *known)
             await self._forwarding.flex(turn, responder)
         else:

@@ -357,7 +357,7 @@ def same(made: BindingTable, again: BindingTable) -> None:
         if one and other:
             assert (one.turns, one.used_at) == (other.turns, other.used_at)
             assert orjson.dumps(one.notes) == orjson.dumps(other.notes)
-        assert again.nodes.tips(key) == made.nodes.tips(key)
+        assert again.nodes.tip(key) == made.nodes.tip(key)
 
 
 def test_a_turns_end_may_overtake_its_beginning() -> None:

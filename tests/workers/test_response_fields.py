@@ -1,0 +1,62 @@
+"""What an answer says of its history stands where the engine has null, whatever the answer looks like."""
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from workers.response_fields import ResponseFieldsMiddleware
+
+SAYS = {"previous_response_id": None, "conversation": {"id": "conv_1"}}
+TEXT = 'a model may write "previous_response_id":null itself'
+
+
+async def passed(messages: list[dict[str, Any]], says: dict[str, Any] | None) -> list[dict[str, Any]]:
+    got: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(dict(message))
+
+    async def send(message: Any) -> None:
+        got.append(message)
+
+    headers = [(b"x-response-says", json.dumps(says).encode())] if says else []
+    scope = {"type": "http", "headers": headers}
+    await ResponseFieldsMiddleware(app)(scope, None, send)  # type: ignore[arg-type]
+    return got
+
+
+def start(kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), *more]}
+
+
+@pytest.mark.parametrize("says", [SAYS, {"previous_response_id": "resp_0"}])
+async def test_a_whole_answer_and_its_length(says: dict[str, Any]) -> None:
+    answer = {"id": "resp_1", "output": [TEXT], "previous_response_id": None}
+    body = json.dumps(answer, separators=(",", ":")).encode()
+    sent = [
+        start(b"application/json", (b"Content-Length", b"%d" % len(body))),
+        {"type": "http.response.body", "body": body},
+    ]
+    head, whole = await passed(sent, says)
+    assert json.loads(whole["body"]) == answer | says
+    assert dict(head["headers"])[b"Content-Length"] == b"%d" % len(whole["body"])
+
+
+async def test_events_that_have_the_answer_and_others() -> None:
+    events = [{"type": "response.created", "response": {"previous_response_id": None}}, {"delta": TEXT}]
+    written = [b"data: " + json.dumps(one, separators=(",", ":")).encode() + b"\n\n" for one in events]
+    bodies = [{"type": "http.response.body", "body": one, "more_body": True} for one in written]
+    head, first, second = await passed([start(b"text/event-stream"), *bodies], SAYS)
+    assert json.loads(first["body"][6:])["response"] == SAYS
+    assert second == bodies[1]
+    assert head == start(b"text/event-stream")
+
+
+async def test_other_requests_pass_as_they_are() -> None:
+    body = b'{"previous_response_id":null}'
+    sent = [start(b"application/json"), {"type": "http.response.body", "body": body}]
+    assert await passed(sent, None) == sent
