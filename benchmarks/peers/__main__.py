@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.output import command, write_json
-from benchmarks.peers import figures, page
+from benchmarks.peers import cpu, figures, page
 from benchmarks.peers.contenders import Bench, DoesNotRun, PeerSetup, PlainEngines, contenders
 from benchmarks.peers.figures import PeerRow
 from benchmarks.peers.loads import Play, plays
@@ -71,12 +71,15 @@ class PeerRun:
             time.sleep(SETTLE_S)
             for one in self.plays:
                 salt = f"{number} {contender.name} {one.name}"
+                before = cpu.now()
                 played = self._replayed(url, one.conversations, salt, self.play_limit_s)
-                seen = figures.row(contender.name, one.name, number, contender.peer, played)
+                spent, others = cpu.now().since(before)
+                seen = figures.row(contender.name, one.name, number, contender.peer, played, spent, others)
                 self.rows.append(seen)
                 print(
                     f"  {one.name}: TTFET p50 {seen.ttfet_p50_s:.2f} p95 {seen.ttfet_p95_s:.2f} s, E2E p95 "
-                    f"{seen.e2e_p95_s:.2f} s, gap p99 {seen.gap_p99_s:.3f} s, {seen.failed} failed",
+                    f"{seen.e2e_p95_s:.2f} s, gap p99 {seen.gap_p99_s:.3f} s, {seen.failed} failed; "
+                    f"CPU {seen.cpu_s:.0f} s, others {seen.others_cpu_s:.0f} s",
                     flush=True,
                 )
 
@@ -119,6 +122,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write a page there, its plot in figures/ beside it")
     parser.add_argument("--provisional", default="", help="why the page's figures are not to be trusted yet")
     options = parser.parse_args()
+    cpu.mark()
     quick, rounds = options.quick, 1 if options.quick else options.rounds
     ends_at = time.monotonic() + (QUICK_S if quick else float("inf"))
     loads = plays(options.trace, quick)

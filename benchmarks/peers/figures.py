@@ -30,6 +30,9 @@ class PeerRow:
     e2e_p95_s: float
     gap_p99_s: float  # over answers, of the longest time between two pieces of text
     recomputed_tokens: int
+    cpu_s: float  # of its engines, router and all that stands beside them
+    others_cpu_s: float  # of everybody else on the machine: how quiet it was
+    cpu_by_kind: Mapping[str, float]
 
 
 RATIOS = {
@@ -38,11 +41,20 @@ RATIOS = {
     "e2e_p95_vs_best_peer": "e2e_p95_s",
     "gap_p99_vs_best_peer": "gap_p99_s",
     "later_ttft_p95_vs_best_peer": "later_ttft_p95_s",
+    "cpu_vs_best_peer": "cpu_s",
 }
 TIMES = tuple(name for name in PeerRow.__dataclass_fields__ if name.endswith("_s"))
 
 
-def row(contender: str, trace: str, turn: int, peer: bool, run: Replay) -> PeerRow:
+def row(
+    contender: str,
+    trace: str,
+    turn: int,
+    peer: bool,
+    run: Replay,
+    cpu_s: Mapping[str, float],
+    others_cpu_s: float,
+) -> PeerRow:
     summary = summarise(run)
 
     def at(name: str, percentile: int) -> float:
@@ -56,6 +68,9 @@ def row(contender: str, trace: str, turn: int, peer: bool, run: Replay) -> PeerR
         *(at("ttft_first_turn", 50), at("ttft_first_turn", 95), at("ttft_later_turns", 95)),
         *(at("e2e_served", 95), at("longest_gap", 99)),
         recomputed_tokens=summary.recomputed_tokens or 0,
+        cpu_s=sum(seconds for kind, seconds in cpu_s.items() if kind != "player"),
+        others_cpu_s=others_cpu_s,
+        cpu_by_kind={kind: round(seconds, 1) for kind, seconds in cpu_s.items()},
     )
 
 

@@ -18,6 +18,8 @@ COLUMNS = {
     "e2e_p95_s": "E2E p95",
     "gap_p99_s": "longest gap p99",
     "recomputed_tokens": "recomputed tokens",
+    "cpu_s": "CPU",
+    "others_cpu_s": "others' CPU",
     "failed": "failed",
     "refused": "refused",
 }
@@ -32,7 +34,8 @@ placing; with `placement: {{first_turns: prefiller}}` it is the conversation pap
 routers (`cache_aware`) stand over plain vLLM; Ray Serve LLM runs the engines in its replicas, with its
 prefix-aware router. Seconds, tools and people left out: time to the first token that speaks to the user
 (TTFET), to the first token of first and of later turns, to the end of a conversation (E2E), and the longest
-time between two pieces of an answer. Medians of the rounds; failed conversations, refusals and tokens
+time between two pieces of an answer; CPU time of a contender's engines and all beside them, and what other
+processes of the machine took meanwhile. Medians of the rounds; failed conversations, refusals and tokens
 computed again are sums.
 """
 PROVISIONAL = """

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def a_row(contender: str, seconds: float, turn: int = 0, trace: str = "real", failed: int = 0) -> PeerRow:
     peer = not contender.startswith("ours")
-    return PeerRow(contender, trace, turn, peer, 20, failed, 0, *[seconds] * 7, recomputed_tokens=5)
+    return PeerRow(contender, trace, turn, peer, 20, failed, 0, *[seconds] * 7, 5, seconds, 0.0, {})
 
 
 def test_ratios_are_to_the_best_peer_of_the_same_round_and_the_worst_trace_counts() -> None:
