@@ -1,0 +1,65 @@
+"""CPU time of one play: a contender's processes by kind, and everybody else's on the machine.
+
+What a contender's processes are is told by a mark in their environment, which their children inherit: Ray's
+daemons and engines leave the process tree of the command that starts them. Times to the first token on two
+shared cores stray by half; CPU seconds of the same conversations hardly do.
+"""
+
+import os
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from secrets import token_hex
+
+import psutil
+
+MARK = "CONSERVE_BENCHMARK_RUN"
+# The first that a command line holds is its kind.
+KINDS = (
+    ("VLLM::Worker", "model"),
+    ("VLLM::EngineCore", "engine core"),
+    ("api_server", "engine server"),
+    ("router.gateway", "router"),
+    ("launch_router", "router"),
+    ("vllm-router", "router"),
+    ("router.batch", "batch"),
+    ("ray", "ray"),
+)
+
+
+def mark() -> None:
+    os.environ[MARK] = token_hex(8)
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """Seconds so far, by process, and of the whole machine."""
+
+    processes: dict[tuple[int, str], float]
+    machine: float
+
+    def since(self, before: "CpuTime") -> tuple[dict[str, float], float]:
+        """By kind, and what nobody of the run took. A process that ended in between is nobody's."""
+        took: defaultdict[str, float] = defaultdict(float)
+        for process, seconds in self.processes.items():
+            took[process[1]] += seconds - before.processes.get(process, 0.0)
+        return dict(took), max(0.0, self.machine - before.machine - sum(took.values()))
+
+
+def now() -> CpuTime:
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error), process.oneshot():
+            if process.environ().get(MARK) != os.environ[MARK]:
+                continue
+            times = process.cpu_times()
+            found[process.pid, _kind(process)] = times.user + times.system
+    busy = psutil.cpu_times()
+    return CpuTime(found, sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0))
+
+
+def _kind(process: psutil.Process) -> str:
+    if process.pid == os.getpid():
+        return "player"
+    said = " ".join(process.cmdline())
+    return next((kind for part, kind in KINDS if part in said), "others of it")
