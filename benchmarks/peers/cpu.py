@@ -1,8 +1,8 @@
 """CPU time of one play: a contender's processes by kind, and everybody else's on the machine.
 
-What a contender's processes are is told by a mark in their environment, which their children inherit: Ray's
-daemons and engines leave the process tree of the command that starts them. Times to the first token on two
-shared cores stray by half; CPU seconds of the same conversations hardly do.
+A contender's processes have a mark in their environment or descend from one that has: Ray's daemons leave
+the process tree of the command that starts them, and engines write their titles over their environment.
+Times to the first token on two shared cores stray by half; CPU seconds of the same conversations hardly do.
 """
 
 import os
@@ -47,15 +47,24 @@ class CpuTime:
 
 
 def now() -> CpuTime:
+    marked: dict[int, bool] = {}
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error), process.oneshot():
-            if process.environ().get(MARK) != os.environ[MARK]:
-                continue
-            times = process.cpu_times()
-            found[process.pid, _kind(process)] = times.user + times.system
+            if _is_of_the_run(process, marked):
+                times = process.cpu_times()
+                found[process.pid, _kind(process)] = times.user + times.system
     busy = psutil.cpu_times()
     return CpuTime(found, sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0))
+
+
+def _is_of_the_run(process: psutil.Process, known: dict[int, bool]) -> bool:
+    if process.pid not in known:
+        known[process.pid] = False  # also of one that ends while it is asked
+        parent = process.parent()
+        own = process.environ().get(MARK) == os.environ[MARK]
+        known[process.pid] = own or (parent is not None and _is_of_the_run(parent, known))
+    return known[process.pid]
 
 
 def _kind(process: psutil.Process) -> str:
