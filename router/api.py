@@ -13,6 +13,7 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
+from router.addresses import Addresses
 from router.answers import Answers
 from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
 from router.batch.forwarding import BatchForwarding
@@ -65,6 +66,7 @@ _MESSAGES = Api.MESSAGES.target.decode()
 _CONVERSATIONS = "/v1/conversations"
 _RESPONSES = f"{Api.RESPONSES.target.decode()}/"
 _BATCHES, _METRICS = "/v1/batches", "/metrics"
+_PROBED = ("/health", "/ready")
 _PAGE = 50
 _MAX_PAGE = 200
 _ATTEMPTS = 2
@@ -97,6 +99,7 @@ class Routes:
         self._batch, self._answers = batch, answers
         self._clock = clock
         self._keys, self._meters = keys, meters
+        self._address = Addresses(config.trusted_proxies).of
         self._models_of = lru_cache(None)(partial(_models_of, self._served))
         self._groups = PrefixGroups(config.shared_prefixes)
         self._shares = Shares(max(1, int(config.owner_share * config.limits.max_connections)))
@@ -107,7 +110,8 @@ class Routes:
         self._since = int(time.time())
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
         tokens = TokenRatio(config.tokens_per_byte).tokens
-        passing = PassingRoutes(self._models_of, directory, pool, readers, self._groups, meters, tokens)
+        charging = meters, self._address, tokens
+        passing = PassingRoutes(self._models_of, directory, pool, readers, self._groups, *charging)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -131,7 +135,8 @@ class Routes:
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.path.startswith(_MESSAGES):
             responder.error_shape = ANTHROPIC
-        if self._hosts and (name := _host(request)) and name not in self._hosts:
+        known = not self._hosts or request.path in _PROBED  # by a pod's address, say
+        if not known and (name := _host(request)) and name not in self._hosts:
             raise Misdirected(f"this gateway is not called {name[:100]!r}: gateway.hosts has its names")
         if request.path.startswith(DASHBOARD):
             await self._dashboard(request, responder)
@@ -146,7 +151,7 @@ class Routes:
         try:
             key = self._keys.caller(request.headers)
             key.check(request.method)
-            with self._shares.one(key.owner):
+            with self._shares.one(key.owner if key.hash else self._address(request)):
                 await self._within_limits(key, request, responder)
         except ApiError as refused:
             self._note(key, request, responder, refused.status)
@@ -156,7 +161,7 @@ class Routes:
     async def _within_limits(self, key: Key, request: Request, responder: Responder) -> None:
         try:
             if request.method not in ("GET", "HEAD"):
-                self._meters.request(key, responder, _address(request))
+                self._meters.request(key, responder, self._address(request))
             await self._answer(key, request, responder)
         except RateLimited:
             await asyncio.sleep(REFUSAL_S)  # or asking again at once would cost as much as being served
@@ -166,7 +171,7 @@ class Routes:
         if not self._audits:
             return
         who = (key.id, key.owner) if key is not None else ("-", "-")
-        address = _address(request) or "-"
+        address = self._address(request) or "-"
         conversation = responder.added(b"x-conversation-id").decode() or "-"
         what = request.method, request.path[:200], conversation, status or "-"
         line = "key=%s owner=%s address=%s action=%r path=%r conversation=%s status=%s"
@@ -203,7 +208,7 @@ class Routes:
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
         context = self._directory.engines.max_context
         turn = await read_turn(api, request, key.owner, *known, context, self._answers)
-        with self._meters.turn(key, responder, _address(request)) as charge:
+        with self._meters.turn(key, responder, self._address(request)) as charge:
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)
@@ -246,10 +251,6 @@ class Routes:
         if self.http_counts is not None:
             self.http_counts.bring()
         responder.respond(200, generate_latest(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])
-
-
-def _address(request: Request) -> str:
-    return request.peer[0] if request.peer is not None else ""
 
 
 def _host(request: Request) -> str:
@@ -376,11 +377,12 @@ class PassingRoutes:
         readers: Readers,
         groups: PrefixGroups,
         meters: Meters,
+        address: Callable[[Request], str],
         tokens: Callable[[int], int],
     ) -> None:
-        """`tokens`: what so many bytes are estimated at."""
+        """`address`: a caller's; `tokens`: what so many bytes are estimated at."""
         self._models_of = models_of
-        self._meters, self._estimate = meters, tokens
+        self._meters, self._address, self._estimate = meters, address, tokens
         self._readers, self._groups = readers, groups
         self._directory = directory
         self._pool = pool
@@ -396,7 +398,7 @@ class PassingRoutes:
                 param="model",
             )
         sent, observer = with_fields(raw, self._groups.fields(key.owner, body)), StreamObserver()
-        with self._meters.turn(key, responder, _address(request)) as charge:
+        with self._meters.turn(key, responder, self._address(request)) as charge:
             charge.reserve(self._estimate(sum(map(len, raw))))
             charge.computing = True
             end = await self._pass(request, responder, sent, observer)

@@ -86,6 +86,14 @@ class BatchAddress:
 
 
 @checked(frozen=True, config=_STRICT)
+class TlsConfig:
+    """Files in PEM: the certificate with its chain, and its key."""
+
+    cert: str
+    key: str
+
+
+@checked(frozen=True, config=_STRICT)
 class AnswersConfig:
     """Where answers of the Responses API are kept, and how many of them for how long."""
 
@@ -103,6 +111,7 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     reuse_port: bool = False  # several gateway processes on one port
+    tls: TlsConfig | None = None  # without it the port speaks plain HTTP
     metrics_host: str = "127.0.0.1"  # where this very process has its metrics too, on a port of its own
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     handover: Handover = Handover.TOGETHER
@@ -115,6 +124,7 @@ class GatewayConfig:
     keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
     keys_file: str | None = None  # of more keys; read again when it changes
     hosts: tuple[str, ...] = ()  # names by which it may be called; without any, by all
+    trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is taken
     audit: bool = False  # a line for every request
     key_limits: Limits = COMMON  # of keys that say nothing else
     shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do

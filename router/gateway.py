@@ -15,7 +15,7 @@ from router.batch.forwarding import BatchForwarding
 from router.config import GatewayConfig, load
 from router.directory.client import DirectoryClient
 from router.errors import GatewayConfigError
-from router.http import Endpoint, Server, UpstreamPool, settle_heap
+from router.http import Certificate, Endpoint, Server, UpstreamPool, settle_heap
 from router.keys import Keys
 from router.life import Life
 from router.logs import log_to_stderr
@@ -44,6 +44,7 @@ class Gateway:
         self._batch = batch = (
             BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
         )
+        self._certificate = Certificate(config.tls.cert, config.tls.key) if config.tls else None
         self._readers = Readers()
         self._keys = Keys(config.keys, config.keys_file, config.key_limits)
         self._meters = Meters(self._keys.limits_of)
@@ -53,7 +54,7 @@ class Gateway:
         routes = Routes(*known, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
-        routes.http_counts = HttpCounts(self.server, self.pool)
+        routes.http_counts = HttpCounts(self.server, self.pool, self._certificate)
 
     async def start(self) -> int:
         """Serve; returns the port. The directory may come later: until then new conversations wait."""
@@ -63,8 +64,13 @@ class Gateway:
             asyncio.create_task(self._keys.watch()),
             asyncio.create_task(self._meters.share(self.directory.tell_spent)),
         ]
-        port = await self.server.start(self.config.host, self.config.port, reuse_port=self.config.reuse_port)
-        log.info("serving gateway=%s address=%s:%d", self.config.name, self.config.host, port)
+        if self._certificate is not None:
+            self._watching.append(asyncio.create_task(self._certificate.watch()))
+        listens = self.config.host, self.config.port
+        shared, certificate = self.config.reuse_port, self._certificate
+        port = await self.server.start(*listens, reuse_port=shared, certificate=certificate)
+        scheme = "https" if certificate is not None else "http"
+        log.info("serving gateway=%s address=%s://%s:%d", self.config.name, scheme, self.config.host, port)
         return port
 
     async def stop(self, drain_s: float) -> None:
@@ -117,11 +123,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     log_to_stderr()
     try:
-        config = load(options.config)
+        run(load(options.config))
     except GatewayConfigError as wrong:
         print(wrong, file=sys.stderr)
         return 2
-    run(config)
     return 0
 
 

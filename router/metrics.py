@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
-    from router.http import Server, UpstreamPool
+    from router.http import Certificate, Server, UpstreamPool
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
@@ -289,6 +289,20 @@ CLIENT_TIMEOUTS = Counter(
     "Clients cut off for what did not come in time: head, body, idle, write.",
     ["what"],
 )
+TLS_HANDSHAKES = Counter(
+    "conserve_tls_handshakes_total",
+    "TLS handshakes of clients by how they ended: done, refused (versions, ciphers or what is no TLS), "
+    "not_tls (plain HTTP, answered with 400), late (10 s), left, too_many (connections).",
+    ["outcome"],
+)
+TLS_STALE = Gauge(
+    "conserve_tls_stale",
+    "1 while the files of the certificate are missing or wrong: the one read before is in use, and the log "
+    "says what is wrong.",
+)
+TLS_EXPIRES = Gauge(
+    "conserve_tls_expires_timestamp_seconds", "When the certificate in use expires; 0 without TLS."
+)
 ENGINE_CONNECTION_PROBLEMS = Counter(
     "conserve_engine_connection_problems_total",
     "connect_failed, none_free (all stayed in use), found_dead (a kept-alive one; the request went again).",
@@ -321,6 +335,7 @@ from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
 from_zero(ANSWERS, "kept", "pruned", "failed")
+from_zero(TLS_HANDSHAKES, "done", "refused", "not_tls", "late", "left", "too_many")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 
@@ -333,9 +348,12 @@ def labelled(metric: _Metric, *labels: str) -> _Metric:
 class HttpCounts:
     """The HTTP layer's own counts as metrics, brought over when they are asked for."""
 
-    def __init__(self, server: "Server", pool: "UpstreamPool") -> None:
+    def __init__(
+        self, server: "Server", pool: "UpstreamPool", certificate: "Certificate | None" = None
+    ) -> None:
         self._server = server
         self._pool = pool
+        self._certificate = certificate
         self._brought: dict[tuple[Counter, str], int] = {}
 
     def bring(self) -> None:
@@ -344,6 +362,10 @@ class HttpCounts:
         ENGINE_CONNECTIONS.set(pool.connections)
         self._raise(HTTP_REFUSALS, server.refusals)
         self._raise(CLIENT_TIMEOUTS, server.timeouts)
+        self._raise(TLS_HANDSHAKES, server.handshakes)
+        if self._certificate is not None:
+            TLS_STALE.set(self._certificate.stale)
+            TLS_EXPIRES.set(self._certificate.expires.timestamp())
         engine = {
             "connect_failed": pool.connect_failures,
             "none_free": pool.acquire_timeouts,

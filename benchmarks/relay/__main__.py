@@ -3,7 +3,8 @@
     python -m benchmarks.relay [--quick] [--json FILE] [--plot FILE] [--page FILE] [--peers DIR]
 
 One fake engine, one client that checks what it gets, and in turn between them: nothing, our relay alone, our
-whole gateway (identity, binding by a directory, relay, metrics), HAProxy, FastAPI with httpx, and the peers'
+whole gateway (identity, binding by a directory, relay, metrics), our relay and HAProxy with and without TLS
+(handshakes included: each stream is a connection), FastAPI with httpx, and the peers'
 routers found under ``--peers`` (or ``$CONSERVE_PEERS``; see requirements/peers.txt). Every subject gets each
 load in every repetition (Ray Serve, whose processes work while they idle, after the others); figures are
 medians, ratios medians of the repetitions' own. Subjects run on one processor; engine, directory and client
@@ -78,7 +79,12 @@ def scenarios(quick: bool) -> list[Scenario]:
 def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[str, Any]:
     share = subject.share
     given = Load(
-        **{**asdict(load), "port": subject.port, "connections": max(4, int(load.connections * share))}
+        **{
+            **asdict(load),
+            "port": subject.port,
+            "tls": subject.tls,
+            "connections": max(4, int(load.connections * share)),
+        }
     )
     before = subject.cpu_seconds()
     client = subprocess.run(
@@ -116,7 +122,10 @@ def run(quick: bool, peers: Path | None) -> Runs:
             directory.start(work / "directory.log", others)
             url = f"http://127.0.0.1:{engine.port}"
             contenders = [subjects.ours(url), subjects.our_gateway(directory.port, work)]
-            contenders += filter(None, [subjects.haproxy(engine.port, work)])
+            cert, key = subjects.certificate(work)
+            contenders.append(subjects.ours_sealed(url, cert, key))
+            proxies = [subjects.haproxy(engine.port, work), subjects.haproxy(engine.port, work, cert)]
+            contenders += filter(None, proxies)
             contenders.append(subjects.httpx_proxy(url))
             if peers is not None:
                 contenders += subjects.peers(peers, engine.port, work, slow_ones=not quick)

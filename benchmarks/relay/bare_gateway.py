@@ -1,4 +1,7 @@
-"""Our relay with nothing around it: one endpoint, the observer on. ``python -m … PORT ENGINE_URL``."""
+"""Our relay with nothing around it: one endpoint, the observer on.
+
+``python -m … PORT ENGINE_URL [CERT KEY]``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import uvloop
 
 from router.http import (
+    Certificate,
     Endpoint,
     RelayEnd,
     Request,
@@ -20,7 +24,7 @@ from router.http import (
 )
 
 
-async def serve(port: int, engine: str) -> None:
+async def serve(port: int, engine: str, cert: str = "", key: str = "") -> None:
     pool = UpstreamPool()
     endpoint = Endpoint.parse(engine)
 
@@ -35,11 +39,11 @@ async def serve(port: int, engine: str) -> None:
         observer.observation()
 
     server = Server(handle)
-    await server.start("127.0.0.1", port)
+    await server.start("127.0.0.1", port, certificate=Certificate(cert, key) if cert else None)
     settle_heap()
     await server.run_until_signal(1.0)
     await pool.close()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), sys.argv[2]))
+    uvloop.run(serve(int(sys.argv[1]), *sys.argv[2:]))

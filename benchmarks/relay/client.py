@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import re
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class Load:
     prompt_bytes: int = 512
     fresh: bool = False
     """Each request is the first of a conversation of its own."""
+    tls: bool = False
 
 
 @dataclass
@@ -173,13 +175,17 @@ async def ask_all(load: Load) -> Tally:
     loop = asyncio.get_running_loop()
     tally = Tally()
     until = time.monotonic() + load.seconds
+    sealed = ssl._create_unverified_context() if load.tls else None
     spread = 1.0 / load.rate if load.rate and not load.in_step else 0.0
 
     async def ask(number: int) -> None:
         await asyncio.sleep(random.random() * max(spread, load.connections / 5000))
         try:
             _, asker = await loop.create_connection(
-                lambda: Asker(load, tally, requests_of(load, number), until), "127.0.0.1", load.port
+                lambda: Asker(load, tally, requests_of(load, number), until),
+                "127.0.0.1",
+                load.port,
+                ssl=sealed,
             )
         except OSError as error:
             tally.errors.append(f"connect: {error}")

@@ -12,6 +12,7 @@ STEP, MANY, FEW, WHOLE = "256x40 in step", "1000x40", "100x20", "whole answers"
 FIRST = "first turns"
 RUST_PEERS = ("sglang-router", "vllm-router")
 OURS = "conserve"
+SEALED = "conserve tls"
 GATEWAY = "conserve gateway"
 
 CPU = "cpu_ms_per_1k_tokens"
@@ -77,6 +78,10 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
         "requests_per_core_vs_best_peer": against_rust(WHOLE, OURS, min, "requests_per_core_s"),
         "added_ttft_p50_ms": (first - direct) * 1e3 if first is not None and direct is not None else None,
         "late_streams": of(MANY, OURS, "late_streams"),
+        "tls_cpu_vs_plain": against(STEP, SEALED, OURS),
+        "tls_cpu_vs_plain_1000_streams": against(MANY, SEALED, OURS),
+        "tls_cpu_vs_haproxy": against(STEP, SEALED, "haproxy tls"),
+        "tls_requests_per_core_vs_plain": against(WHOLE, SEALED, OURS, "requests_per_core_s"),
         "gateway_cpu_vs_haproxy": against(STEP, GATEWAY, "haproxy"),
         "gateway_cpu_vs_best_peer": against_rust(STEP, GATEWAY),
         "gateway_cpu_vs_best_peer_1000_streams": against_rust(MANY, GATEWAY),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ import psutil
 from benchmarks.relay.client import API_KEY
 
 PACKAGE = "benchmarks.relay"
+OPENSSL = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
+OPENSSL += " -nodes -days 2 -subj /CN=localhost"
 HAPROXY = """
 global
   nbthread 1
@@ -32,7 +36,7 @@ defaults
   http-reuse always
   option http-no-delay
 frontend clients
-  bind 127.0.0.1:{port}
+  bind 127.0.0.1:{port}{sealed}
   default_backend engines
 backend engines
   server engine 127.0.0.1:{engine}
@@ -60,6 +64,7 @@ class Subject:
     share: float = 1.0
     start_limit_s: float = 30.0
     ready_path: str = "/health"
+    tls: bool = False
     restless: bool = False
     """It takes time on its processor when nobody asks: nobody else is measured beside it."""
     process: subprocess.Popen[bytes] | None = None
@@ -76,11 +81,13 @@ class Subject:
         os.sched_setaffinity(self.process.pid, processors)
 
     def wait_until_ready(self) -> bool:
+        url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}{self.ready_path}"
+        trust = ssl._create_unverified_context() if self.tls else None
         limit = time.monotonic() + self.start_limit_s
         while time.monotonic() < limit and self.process is not None and self.process.poll() is None:
             with (
                 contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}{self.ready_path}", timeout=1) as answer,
+                urllib.request.urlopen(url, timeout=1, context=trust) as answer,
             ):
                 if answer.status == 200:
                     return True
@@ -146,6 +153,21 @@ def ours(url: str) -> Subject:
     return Subject("conserve", python("bare_gateway", str(port), url), port)
 
 
+def certificate(work: Path) -> tuple[Path, Path]:
+    """A certificate with its key, P-256, and the key alone."""
+    cert, key = work / "cert.pem", work / "key.pem"
+    command = [*shlex.split(OPENSSL), "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    cert.write_bytes(cert.read_bytes() + key.read_bytes())  # as HAProxy wants it
+    return cert, key
+
+
+def ours_sealed(url: str, cert: Path, key: Path) -> Subject:
+    port = free_port()
+    command = python("bare_gateway", str(port), url, str(cert), str(key))
+    return Subject("conserve tls", command, port, tls=True)
+
+
 def directory(engine_port: int, work: Path) -> Subject:
     port = free_port()
     return Subject("directory", python("directory", str(port), str(engine_port), str(work), SECRET), port)
@@ -172,14 +194,16 @@ def httpx_proxy(url: str) -> Subject:
     return Subject("fastapi+httpx", python("httpx_proxy", str(port), url), port, share=1 / 8)
 
 
-def haproxy(engine_port: int, work: Path) -> Subject | None:
+def haproxy(engine_port: int, work: Path, cert: Path | None = None) -> Subject | None:
+    """With a certificate it speaks TLS."""
     binary = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     if binary is None:
         return None
     port = free_port()
-    settings = work / "haproxy.cfg"
-    settings.write_text(HAPROXY.format(port=port, engine=engine_port))
-    return Subject("haproxy", [binary, "-db", "-f", str(settings)], port)
+    name, sealed = ("haproxy tls", f" ssl crt {cert} alpn http/1.1") if cert else ("haproxy", "")
+    settings = work / f"{name}.cfg"
+    settings.write_text(HAPROXY.format(port=port, engine=engine_port, sealed=sealed))
+    return Subject(name, [binary, "-db", "-f", str(settings)], port, tls=cert is not None)
 
 
 def peers(folder: Path, engine_port: int, work: Path, *, slow_ones: bool) -> list[Subject]:

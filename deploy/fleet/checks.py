@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -19,6 +20,7 @@ from placement.errors import PlacementError
 from placement.fleet.prefillers import PrefillCurve
 from router.classes import PRIORITY_S
 from router.hints import HIGHEST_PRIORITY
+from router.http import Certificate, TlsError
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving
@@ -185,6 +187,17 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
             f"whoever reaches {gateway.host} may call without a key: set gateway.keys_file "
             "(`conserve key new`), or gateway.open: true where only those reach it who may",
         )
+
+
+def check_files(fleet: FleetSpec) -> Iterator[Problem]:
+    """What a gateway would not start with. Where gateways run on other machines, the files may be there."""
+    tls = fleet.gateway.tls
+    if tls is None or (fleet.ray.address is not None and not Path(tls.cert).expanduser().exists()):
+        return
+    try:
+        Certificate(tls.cert, tls.key)
+    except TlsError as wrong:
+        yield Problem(("gateway", "tls", wrong.which), str(wrong))
 
 
 def _coserving(fleet: FleetSpec) -> Iterator[Problem]:

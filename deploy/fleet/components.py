@@ -27,6 +27,7 @@ from router.config import (
     ServedModel,
     SloClass,
     SloTargets,
+    TlsConfig,
     TracingConfig,
 )
 from router.directory.directory import DirectorySettings
@@ -262,6 +263,8 @@ def gateway_config(
         fleet.gateway,
         key_limits=configured(Limits, fleet.gateway.key_limits),
         keys=inline(fleet.gateway.api_keys, fleet.gateway.admin_keys),
+        tls=configured(TlsConfig, fleet.gateway.tls) if fleet.gateway.tls else None,
+        trusted_proxies=tuple(fleet.gateway.trusted_proxies),
         directory=directory,
         directory_secret=secret,
         models=_models(fleet),
@@ -296,10 +299,11 @@ def asks_for_keys(fleet: FleetSpec) -> bool:
 
 
 def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
-    given = fleet.gateway.hosts
-    if given or asks_for_keys(fleet) or fleet.gateway.host not in LOOPBACK:
-        return tuple(given)
-    return LOOPBACK
+    """The names that callers know, and those by which commands on the gateways' machine call it."""
+    given, host = fleet.gateway.hosts, fleet.gateway.host
+    if given:
+        return tuple(dict.fromkeys((*given, *LOOPBACK, host)))
+    return () if asks_for_keys(fleet) or host not in LOOPBACK else LOOPBACK
 
 
 def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:

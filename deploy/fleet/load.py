@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.errors import DeployError
-from deploy.fleet.checks import check
+from deploy.fleet.checks import check, check_files
 from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec
 
@@ -101,18 +101,19 @@ class Positions:
                 self.visit(value, inner)
 
 
-def load_fleet(file: Path) -> FleetSpec:
-    """The fleet of `file`, or FleetFileError with all that is wrong."""
+def load_fleet(file: Path, *, to_start: bool = False) -> FleetSpec:
+    """The fleet of `file`, or FleetFileError with all that is wrong. `to_start`: also with the files that
+    it names."""
     name = str(file)
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FleetFileError(name, [(1, f"cannot be read: {reason}")]) from error
-    return parse_fleet(text, name)
+    return parse_fleet(text, name, to_start=to_start)
 
 
-def parse_fleet(text: str, name: str) -> FleetSpec:
+def parse_fleet(text: str, name: str, *, to_start: bool = False) -> FleetSpec:
     try:
         where, root = Positions(), yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
@@ -130,7 +131,7 @@ def parse_fleet(text: str, name: str) -> FleetSpec:
     except ValidationError as error:
         problems = (from_pydantic(detail) for detail in error.errors(include_url=False))  # type: ignore[arg-type]
         raise _error(name, where, list(dict.fromkeys(problems))) from error
-    if beyond_types := list(check(fleet)):
+    if beyond_types := list(check(fleet)) or list(check_files(fleet) if to_start else ()):
         raise _error(name, where, beyond_types)
     return fleet
 

@@ -6,6 +6,7 @@ where a key sets a field of a component's configuration, it is that field's.
 
 import re
 from dataclasses import MISSING, fields
+from ipaddress import ip_network
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -78,6 +79,11 @@ Arguments = dict[
         WithJsonSchema({"type": ["boolean", "integer", "number", "string", "array", "object"]}),
     ],
 ]
+
+def _network(text: str) -> str:
+    ip_network(text)  # says itself what it expects
+    return text
+
 
 SMALL_MODEL = "small"
 MIB = 1 << 20
@@ -226,16 +232,32 @@ class AnswersSpec(Spec):
     """Of all of them; beyond it those go that were longest not named."""
 
 
+_File = Annotated[str, Field(pattern=r"^(/|~/)")]
+
+
+class TlsSpec(Spec):
+    """Files in PEM on the gateways' machine; they are read again when they change, as ACME clients do it."""
+
+    cert: _File
+    """The certificate, and behind it those of its issuers (`fullchain.pem`)."""
+    key: _File
+
+
 class GatewaySpec(Spec):
     host: str = default(GatewayConfig, "host")
     port: Port = default(GatewayConfig, "port")
     processes: Annotated[int, Field(gt=0, le=64)] = 1
+    tls: TlsSpec | None = None
+    """Without it the port speaks plain HTTP."""
+    trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = []
+    """Addresses or networks (10.0.0.0/8) whose `X-Forwarded-For` says who calls: for limits of callers
+    without keys, connections and the audit. What others say there is ignored."""
     open: bool = False
     """It listens beyond this machine and asks for no key, and that is meant."""
     hosts: list[str] = []
     """Names by which it may be called (`Host`). Where no key is asked for and only this machine can reach it,
     `localhost` alone by default, or any page in a browser could call it under a name of its own."""
-    keys_file: Annotated[str, Field(pattern=r"^(/|~/)")] | None = default(GatewayConfig, "keys_file")
+    keys_file: _File | None = default(GatewayConfig, "keys_file")
     """API keys, of which it holds hashes: `conserve key new` adds one. It is read again when it changes."""
     api_keys: list[_Secret] = []
     """Accepted keys in clear, each an owner. With none, and no `keys_file`, any caller may."""

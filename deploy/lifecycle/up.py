@@ -5,11 +5,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from deploy.endpoint import endpoint_of, trust_of
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
 from deploy.fleet.hardware import engine_resources
@@ -121,14 +123,10 @@ def _start(ray: Any, fleet: FleetSpec, home: FleetHome, record: RunRecord, tell:
     gateways = actors.start_gateways(address)
     until_engines_serve(ray, fleet, keepers, home, tell)
     tell("waiting for the gateway")
-    until_gateway_answers(ray, gateways, endpoint_of(fleet), home)
+    until_gateway_answers(ray, gateways, fleet, home)
     actors.start_autoscaler(address)
     home.write_run(replace(record, directory=address, endpoint=endpoint_of(fleet)))
     return endpoint_of(fleet)
-
-
-def endpoint_of(fleet: FleetSpec) -> str:
-    return f"http://{_reachable(fleet.gateway.host)}:{fleet.gateway.port}"
 
 
 def directory_address(ray: Any, directory: Any) -> str:
@@ -194,17 +192,18 @@ def _failure(name: str, status: KeeperStatus, home: FleetHome) -> str:
     return f"engine {name} cannot start: {status.failure}\n  the end of {home.engine(name) / 'log'}:\n{lines}"
 
 
-def until_gateway_answers(ray: Any, gateways: Any, endpoint: str, home: FleetHome) -> None:
+def until_gateway_answers(ray: Any, gateways: Any, fleet: FleetSpec, home: FleetHome) -> None:
+    endpoint, trust = endpoint_of(fleet), trust_of(fleet)
     deadline = time.monotonic() + GATEWAY_LIMIT_S
     reason = "no answer"
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"{endpoint}/ready", timeout=2) as answer:
+            with urllib.request.urlopen(f"{endpoint}/ready", timeout=2, context=trust) as answer:
                 if answer.status == 200:
                     return
         except urllib.error.HTTPError as error:
             reason = f"{error.code} {error.read(300).decode(errors='replace')}"
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             reason = str(error)
         _ask(ray, gateways.pids.remote(), "the gateways' actor")
         time.sleep(0.2)
@@ -226,7 +225,3 @@ def _last_line(error: Exception) -> str:
     """Of what Ray says; its indented lines are ids."""
     lines = str(error).strip().splitlines()
     return next((line for line in reversed(lines) if not line.startswith(("\t", " "))), repr(error))
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host

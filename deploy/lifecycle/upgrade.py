@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from deploy.endpoint import endpoint_of
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.changes import Difference, FleetChanges, differences, not_while_running, plan
@@ -14,7 +15,6 @@ from deploy.lifecycle.cluster import connect
 from deploy.lifecycle.up import (
     Tell,
     directory_address,
-    endpoint_of,
     refuse_taken_port,
     until_engines_serve,
     until_gateway_answers,
@@ -67,8 +67,8 @@ class Upgrade:
         """Bindings and conversations stay. If an engine does not start as it should be, it is put back as it
         was, and what comes after it is left alone."""
         made = self.plan
-        moves = self.endpoint != endpoint_of(self._old)
-        if moves:
+        before, after = self._old.gateway, self._new.gateway
+        if (before.host, before.port) != (after.host, after.port):
             refuse_taken_port(self._new)
         self._after.end_actor(AUTOSCALER)  # it would count engines that come and go
         for name in self._after.engines():
@@ -99,7 +99,7 @@ class Upgrade:
         tell("gateways: new ones start, old ones finish their streams")
         self._after.end_actor(GATEWAYS)
         gateways = self._after.start_gateways(address)
-        until_gateway_answers(self._ray, gateways, self.endpoint, self._home)
+        until_gateway_answers(self._ray, gateways, self._new, self._home)
 
     def _start(self, engine: EngineName, tell: Tell) -> None:
         try:

@@ -16,11 +16,12 @@ from router.http.responder import Handler, Responder
 from router.http.sent import SentPieces
 from router.http.server import Server
 from router.http.stream import Observation, StreamObserver, TokenUsage, usage_of
+from router.http.tls import Certificate, TlsError
 from router.http.upstream import Endpoint, UpstreamRequest
 
 __all__ = [
-    "Endpoint", "Handler", "Headers", "Observation", "RawHeaders", "RelayEnd", "RelayOutcome", "Request",
-    "Responder", "SentPieces", "Server", "ServerLimits", "StreamObserver", "TokenUsage", "UpstreamLimits",
-    "UpstreamPool", "UpstreamRequest", "UpstreamResponse", "break_off", "end_to_end", "fetch", "forward",
-    "relay", "settle_heap", "usage_of",
+    "Certificate", "Endpoint", "Handler", "Headers", "Observation", "RawHeaders", "RelayEnd",
+    "RelayOutcome", "Request", "Responder", "SentPieces", "Server", "ServerLimits", "StreamObserver",
+    "TlsError", "TokenUsage", "UpstreamLimits", "UpstreamPool", "UpstreamRequest", "UpstreamResponse",
+    "break_off", "end_to_end", "fetch", "forward", "relay", "settle_heap", "usage_of",
 ]

@@ -22,6 +22,8 @@ class ServerLimits:
     max_headers: int = 100
     max_head_bytes: int = 64 * KIB
     max_body_bytes: int = 32 * MIB
+    handshake_timeout_s: float = 10.0
+    """Of TLS, where the server speaks it."""
     head_timeout_s: float = 30.0
     """From a request's first byte to the end of its head."""
     body_timeout_s: float = 30.0

@@ -40,7 +40,8 @@ class Responder:
 
     __slots__ = (
         "_chunked", "_disconnect_callbacks", "_extra", "_head_only", "_host", "_http10",
-        "_keep_alive", "_resumed", "_to_send", "_transport", "_unsent", "disconnected", "error_shape",
+        "_keep_alive", "_resumed", "_sealed", "_to_send", "_transport", "_unsent", "disconnected",
+        "error_shape",
         "finished", "on_pause", "on_resume", "paused", "started", "status",
     )
 
@@ -52,8 +53,11 @@ class Responder:
         head_only: bool = False,
         http10: bool = False,
         keep_alive: bool = True,
+        sealed: bool = False,
     ) -> None:
+        """`sealed`: what is written to the transport is not what goes over its socket."""
         self._host = host
+        self._sealed = sealed
         self._transport = transport
         self._head_only = head_only
         self._http10 = http10
@@ -172,7 +176,9 @@ class Responder:
 
     def free_socket(self) -> int | None:
         """The client's socket, if chunks may be written to it past the transport, where nothing waits."""
-        if not self._chunked or self._unsent or self.disconnected or self._transport.is_closing():
+        if self._sealed or not self._chunked or self._unsent:
+            return None
+        if self.disconnected or self._transport.is_closing():
             return None
         if self._transport.get_write_buffer_size():
             return None

@@ -13,14 +13,16 @@ import logging
 import signal
 import socket
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from router.errors import ApiError, ExpectationFailed, InternalError, RequestTimeout, Unavailable
 from router.http.limits import ServerLimits, Sweeper
 from router.http.request import Request, RequestBody, RequestHead, RequestParser
 from router.http.responder import Handler, Responder
+from router.http.tls import Certificate, Handshakes
 
 log = logging.getLogger("conserve.router.http.server")
 
@@ -38,6 +40,8 @@ class ServerStats:
     """By error code: refusals made here, before any handler ran."""
     timeouts: dict[str, int] = field(default_factory=dict)
     """By what did not come in time: head, body, idle, write."""
+    handshakes: dict[str, int] = field(default_factory=dict)
+    """Of TLS, by how they ended: done, refused, not_tls, late, left, too_many."""
 
 
 class Server:
@@ -50,15 +54,24 @@ class Server:
         self.draining = False
         self.loop = asyncio.get_running_loop()
         self._listener: asyncio.Server | None = None
+        self._handshakes: Handshakes | None = None
         self._connections: set[ServerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._emptied = asyncio.Event()
         self._sweeper = Sweeper(self.loop, self.limits.shortest_s)
 
-    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
-        """Listen; returns the port (the system chooses one for port 0)."""
+    async def start(
+        self, host: str, port: int, *, reuse_port: bool = False, certificate: Certificate | None = None
+    ) -> int:
+        """Listen; returns the port (the system chooses one for port 0). With a certificate, for TLS alone."""
+        connect = partial(ServerConnection, self)
+        accepted: Callable[[], asyncio.Protocol] = connect
+        if certificate is not None:
+            self._handshakes = Handshakes(certificate, self.limits, connect, self._full)
+            self.stats.handshakes = self._handshakes.ended
+            accepted = self._handshakes.accepted
         self._listener = await self.loop.create_server(
-            lambda: ServerConnection(self),
+            accepted,
             host,
             port,
             reuse_port=reuse_port,
@@ -73,6 +86,8 @@ class Server:
         self.draining = True
         if self._listener is not None:
             self._listener.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
         for connection in tuple(self._connections):
             connection.close_if_idle()
         whole = await self._empty_within(bound_s)
@@ -115,6 +130,10 @@ class Server:
         except TimeoutError:
             return False
         return True
+
+    def _full(self) -> bool:
+        under_way = self._handshakes.under_way if self._handshakes is not None else 0
+        return self.draining or self.stats.connections + under_way >= self.limits.max_connections
 
     # The connections' side
 
@@ -164,8 +183,9 @@ class ServerConnection(asyncio.Protocol):
     While a request waits for its turn nothing more is read, which bounds what a pipelining client can queue.
     """
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, server: Server, below: asyncio.Transport | None = None) -> None:
+        """`below`: the transport under that of TLS."""
+        self._server, self._below = server, below
         self._limits = server.limits
         self.loop = server.loop
         self._parser = RequestParser(server.limits, self)
@@ -285,6 +305,7 @@ class ServerConnection(asyncio.Protocol):
             head_only=item.method == "HEAD",
             http10=item.http_version == "1.0",
             keep_alive=item.keep_alive,
+            sealed=self._below is not None,
         )
         if self._write_deadline is not None:
             responder.paused = True
@@ -363,13 +384,13 @@ class ServerConnection(asyncio.Protocol):
             self._request.body.drop()
         while self._pauses:
             self._resume_reading()
-        if not self._transport.can_write_eof():
-            self._transport.close()
-            return
-        self._transport.write_eof()
         now = self.loop.time()
         self._deadline = now + self._limits.linger_s
         self._flush_deadline = now + self._limits.write_stall_s
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:  # TLS says that it ends, and drops what still comes
+            self._transport.close()
 
     def abort(self) -> None:
         if not self._closed:
@@ -401,7 +422,10 @@ class ServerConnection(asyncio.Protocol):
     def _check_linger(self, now: float) -> None:
         if self._responder is not None:
             return
-        if self._transport.get_write_buffer_size() and now < self._flush_deadline:
+        unsent = self._transport.get_write_buffer_size()
+        if self._below is not None:
+            unsent += self._below.get_write_buffer_size()
+        if unsent and now < self._flush_deadline:
             self._deadline = now + self._limits.linger_s
         elif now > self._deadline:
             self.abort()

@@ -10,6 +10,7 @@ import pytest
 
 from router.http import ServerLimits
 from router.identity import EVERYBODY, PrefixGroups, namespace
+from router.keys import inline
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
@@ -92,7 +93,8 @@ async def test_a_later_turn_says_what_the_first_said(made: Fleet) -> None:
 
 async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connections(tmp_path: Path) -> None:
     limits = ServerLimits(max_connections=20)
-    async with fleet(tmp_path, limits=limits, owner_share=0.2) as made:
+    keys = inline(["alice", "bob"], [])
+    async with fleet(tmp_path, limits=limits, owner_share=0.2, keys=keys) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer alice\r\n"

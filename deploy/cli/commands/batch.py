@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from deploy.cli.common import FleetOption, home_of
+from deploy.endpoint import trust_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.lifecycle.status import serving
@@ -37,16 +38,20 @@ def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator
     """At `url`, or where the named fleet serves on this machine. What it refuses is a DeployError."""
     import openai
 
-    key = api_key or os.environ.get(API_KEY)
+    key, trust = api_key or os.environ.get(API_KEY), None
     if url is None:
         home = home_of(fleet)
         url = serving(home).endpoint
-        if key is None and home.fleet_file.exists():
-            key = next(iter(load_fleet(home.fleet_file).gateway.api_keys), None)
+        if home.fleet_file.exists():
+            up = load_fleet(home.fleet_file)
+            key, trust = key or next(iter(up.gateway.api_keys), None), trust_of(up)
     base = url.rstrip("/")
     base = base if base.endswith("/v1") else f"{base}/v1"
+    calls = openai.DefaultHttpxClient(verify=trust or True)
     try:
-        with openai.OpenAI(base_url=base, api_key=key or "none", timeout=_TIMEOUT_S) as api:
+        with openai.OpenAI(
+            base_url=base, api_key=key or "none", timeout=_TIMEOUT_S, http_client=calls
+        ) as api:
             yield api
     except openai.APIStatusError as refused:
         if isinstance(refused, openai.AuthenticationError) and key is None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.common import FleetName, Progress, home_of
+from deploy.endpoint import curl
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import bring_down
@@ -23,7 +24,7 @@ LOOK_EVERY_S = 1.0
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="a fleet file")]) -> None:
     """Say whether a fleet file is valid, and where it is not."""
-    fleet = load_fleet(file)
+    fleet = load_fleet(file, to_start=True)
     refuse_wrong_keys(fleet)
     tiers = ", ".join(f"{tier.replicas} x {tier.name} ({tier.role})" for tier in fleet.tiers)
     print(f"{file}: valid: fleet '{fleet.name}', model {fleet.model.name}, {tiers}")
@@ -41,7 +42,7 @@ def up(
     ] = False,
 ) -> None:
     """Bring a fleet up and serve until Ctrl-C. On a running fleet, change what differs while it serves."""
-    fleet = load_fleet(file)
+    fleet = load_fleet(file, to_start=True)
     if port is not None:
         fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
     refuse_wrong_keys(fleet)
@@ -71,7 +72,7 @@ def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
         progress.tell("interrupted: everything is down again")
         raise typer.Exit(130) from None
     progress.tell(f"serving on {endpoint}")
-    print(f"\n{curl_line(fleet, endpoint)}\n\nTo look at it: {endpoint}/dashboard", flush=True)
+    print(f"\n{curl_line(fleet)}\n\nTo look at it: {endpoint}/dashboard", flush=True)
     if detach:
         print(f"It goes on without this terminal. To end it: conserve down {fleet.name}", flush=True)
         return
@@ -112,14 +113,14 @@ def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
         progress.tell(f"serving on {upgrade.endpoint}, as the file says")
 
 
-def curl_line(fleet: FleetSpec, endpoint: str) -> str:
+def curl_line(fleet: FleetSpec) -> str:
     asked = fleet.gateway.api_keys or fleet.gateway.keys_file
     key = ' -H "Authorization: Bearer $CONSERVE_API_KEY"' if asked else ""
     body = (
         f'{{"model": "{fleet.model.name}", "max_tokens": 32, '
         '"messages": [{"role": "user", "content": "Hello"}]}'
     )
-    return f"curl {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"{curl(fleet)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
 def _interrupt(_signal: int, _frame: object) -> None:

@@ -1,6 +1,7 @@
 """conserve top: the dashboard in the terminal, from one answer of the gateway's /dashboard/state."""
 
 import json
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.cli.common import FleetName, home_of
+from deploy.endpoint import trust_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.lifecycle.status import serving
@@ -147,12 +149,12 @@ def top(
     once: Annotated[bool, typer.Option(help="Print once and end.")] = False,
 ) -> None:
     """Engines and conversations as they move. Ctrl-C ends it."""
-    console = Console()
+    console, trust = Console(), None
     if not url:
         home = home_of(fleet)
-        url = serving(home).endpoint
-        key = key or next(iter(load_fleet(home.fleet_file).gateway.admin_keys), "")
-    state = look(url, key)
+        url, up = serving(home).endpoint, load_fleet(home.fleet_file)
+        key, trust = key or next(iter(up.gateway.admin_keys), ""), trust_of(up)
+    state = look(url, key, trust)
     if once:
         console.print(render(state, timelines=20))
         return
@@ -164,7 +166,7 @@ def top(
                 live.update(render(state, timelines), refresh=True)
                 time.sleep(every)
                 try:
-                    state, missed = look(url, key), 0
+                    state, missed = look(url, key, trust), 0
                 except DeployError as wrong:
                     missed += 1
                     if missed >= PATIENCE:
@@ -174,12 +176,12 @@ def top(
             return
 
 
-def look(url: str, key: str) -> dict[str, Any]:
+def look(url: str, key: str, trust: ssl.SSLContext | None = None) -> dict[str, Any]:
     request = urllib.request.Request(f"{url.rstrip('/')}/dashboard/state")
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trust) as answer:
             state: dict[str, Any] = json.load(answer)
     except urllib.error.HTTPError as wrong:
         hint = "; pass --key with one that has the scope admin" if wrong.code in (401, 403) else ""

@@ -165,7 +165,9 @@ def _write(out: Path, trace: Trace) -> None:
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace in our format: see `conserve trace`")],
-    url: Annotated[str, typer.Option(help="OpenAI endpoint, without /v1")],
+    url: Annotated[
+        str, typer.Option(help="OpenAI endpoint, without /v1; of https, SSL_CERT_FILE is trusted")
+    ],
     model: Annotated[str, typer.Option(help="Else the first the endpoint lists")] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token")] = "",
     label: Annotated[str, typer.Option(help="Name of the run in reports")] = "",

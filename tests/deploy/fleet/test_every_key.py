@@ -39,7 +39,7 @@ from placement.fleet.prefillers import PrefillCurve
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import AnswersConfig, GatewayConfig, ServedModel, SloTargets, TracingConfig
+from router.config import AnswersConfig, GatewayConfig, ServedModel, SloTargets, TlsConfig, TracingConfig
 from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
 from router.identity import namespace
@@ -52,7 +52,7 @@ from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
 CONFIGURATIONS = {
-    *(GatewayConfig, AnswersConfig, Limits, ServedModel, SloTargets, TracingConfig),
+    *(GatewayConfig, AnswersConfig, Limits, ServedModel, SloTargets, TlsConfig, TracingConfig),
     *(ServerLimits, UpstreamLimits),
     *(BatchConfig, BatchLimits, DispatchSettings),
     *(DirectorySettings, Thresholds),
@@ -141,6 +141,7 @@ def key_limits(got: Everything) -> Limits:
 
 
 LMCACHE = {"kv__kv_tiers": ["host", "lmcache"], "coserving__enabled": False}
+TLS = {"gateway__tls__cert": "/c", "gateway__tls__key": "/k"}
 COLLOCATED = {"coserving__enabled": False, "policy": "collocated"}
 CASES = {
     "name": case("other", lambda got: got.gateway.fleet),
@@ -183,7 +184,12 @@ CASES = {
     "tiers.args": case({"max-num-seqs": 8}, lambda got: "--max-num-seqs 8" in got.argv, True),
     "tiers.env": case({"A_NAME": "c"}, lambda got: got.env.get("A_NAME"), "c"),
     "gateway.host": case("0.0.0.0", lambda got: got.gateway.host, gateway__keys_file="/keys.yaml"),
-    "gateway.hosts": case(["llm.example"], lambda got: got.gateway.hosts, ("llm.example",)),
+    "gateway.hosts": case(["llm.example"], lambda got: got.gateway.hosts[:1], ("llm.example",)),
+    "gateway.tls.cert": case("/c.pem", lambda got: got.gateway.tls.cert, **TLS),
+    "gateway.tls.key": case("/k.pem", lambda got: got.gateway.tls.key, **TLS),
+    "gateway.trusted_proxies": case(
+        ["10.0.0.0/8"], lambda got: got.gateway.trusted_proxies, ("10.0.0.0/8",)
+    ),
     "gateway.port": case(8001, lambda got: got.gateway.port),
     "gateway.keys_file": case("/keys.yaml", lambda got: got.gateway.keys_file),
     "gateway.api_keys": case(["k"], lambda got: got.gateway.keys, inline(["k"], [])),
@@ -331,7 +337,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     ServerLimits: {
         "max_url_bytes idle_timeout_s write_high_bytes write_low_bytes read_high_bytes linger_s": CONSTANT,
-        "body_grace_s body_bytes_per_s": CONSTANT
+        "handshake_timeout_s body_grace_s body_bytes_per_s": CONSTANT
     },
     UpstreamLimits: {
         "max_connections acquire_timeout_s connect_timeout_s idle_timeout_s max_head_bytes": CONSTANT

@@ -1,0 +1,100 @@
+"""Callers' addresses: proxies that are trusted say who calls, and nobody else."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.addresses import Addresses
+from router.http import Headers, Request, ServerLimits
+from router.keys import Limits
+from tests.support.fake_fleet import ask, fleet, user
+from tests.support.waiting import until
+
+PROXIES = ["10.0.0.0/8", "fd00::/8", "127.0.0.1"]
+
+
+def request(peer: str, *forwarded: str, **others: str) -> Request:
+    raw = [(b"X-Forwarded-For", one.encode()) for one in forwarded]
+    raw += [(name.encode(), value.encode()) for name, value in others.items()]
+    return Request("GET", "/", b"/", b"", Headers(raw), "1.1", True, None, (peer, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "caller"),
+    [
+        ("10.0.0.1", ["192.0.2.7"], "192.0.2.7"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("192.0.2.1", ["198.51.100.9"], "192.0.2.1"),  # not a proxy of ours
+        ("10.0.0.1", ["1.1.1.1, 192.0.2.7"], "192.0.2.7"),  # the first is what the caller itself wrote
+        ("10.0.0.1", ["192.0.2.7, 10.2.3.4"], "192.0.2.7"),  # two proxies
+        ("10.0.0.1", ["6.6.6.6", "192.0.2.7", "10.2.3.4"], "192.0.2.7"),  # in several lines
+        ("10.0.0.1", ["10.9.9.9"], "10.9.9.9"),  # called from within
+        ("10.0.0.1", ["192.0.2.7:4711"], "192.0.2.7"),
+        ("10.0.0.1", ["[2001:db8::7]:4711"], "2001:db8::7"),
+        ("10.0.0.1", ["2001:db8::7"], "2001:db8::7"),
+        ("::ffff:10.0.0.1", ["192.0.2.7"], "192.0.2.7"),
+        ("fd00::1", ["192.0.2.7"], "192.0.2.7"),
+        ("10.0.0.1", ["192.0.2.7, unknown"], "10.0.0.1"),
+        ("10.0.0.1", ["192.0.2.7, unknown, 10.2.3.4"], "10.2.3.4"),
+        ("10.0.0.1", ["9" * 60_000], "10.0.0.1"),
+    ],
+)
+def test_the_last_that_no_proxy_of_ours_is(peer: str, forwarded: list[str], caller: str) -> None:
+    assert Addresses(PROXIES).of(request(peer, *forwarded)) == caller
+    assert Addresses([]).of(request(peer, *forwarded)) == peer
+
+
+def test_no_other_header_says_it() -> None:
+    said = request("10.0.0.1", Forwarded="for=192.0.2.7", **{"X-Real-IP": "192.0.2.7"})
+    assert Addresses(PROXIES).of(said) == "10.0.0.1"
+
+
+async def test_limits_and_audit_are_of_whom_the_proxy_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"key_limits": Limits(requests_per_minute=1), "audit": True}
+    caplog.set_level(logging.INFO, "conserve.audit")
+    async with fleet(tmp_path, trusted_proxies=("127.0.0.0/8",), **given) as made:
+        statuses = [
+            (await ask(made.urls[0], [user("hi")], headers={"x-forwarded-for": caller})).status
+            for caller in ("192.0.2.1", "192.0.2.2", "9.9.9.9, 192.0.2.1")
+        ]
+    assert statuses == [200, 200, 429]
+    assert [line.split("address=")[1].split()[0] for line in caplog.messages if "address=" in line] == [
+        "192.0.2.1", "192.0.2.2", "192.0.2.1",
+    ]
+
+
+async def test_who_is_no_proxy_names_nobody(tmp_path: Path) -> None:
+    limits = Limits(requests_per_minute=1)
+    async with fleet(tmp_path, trusted_proxies=("10.0.0.0/8",), key_limits=limits) as made:
+        statuses = [
+            (await ask(made.urls[0], [user("hi")], headers={"x-forwarded-for": caller})).status
+            for caller in ("192.0.2.1", "192.0.2.2")
+        ]
+    assert statuses == [200, 429]
+
+
+async def test_invented_keys_are_one_callers_share_of_the_connections(tmp_path: Path) -> None:
+    async with fleet(
+        tmp_path, limits=ServerLimits(max_connections=20), owner_share=0.2, trusted_proxies=("127.0.0.1",)
+    ) as made:
+        host, _, port = made.urls[0].removeprefix("http://").partition(":")
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n"
+            "x-forwarded-for: 192.0.2.1\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        )
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        for number, (_, writer) in enumerate(slow):
+            writer.write(head.format(f"invented-{number}").encode())
+        await until(lambda: made.gateways[0].server.stats.requests == 4)
+        statuses = [
+            (await ask(made.urls[0], [user("hi")], headers={"x-forwarded-for": f"192.0.2.{caller}"})).status
+            for caller in (1, 2)
+        ]
+        for _, writer in slow:
+            writer.close()
+    assert statuses == [429, 200]
