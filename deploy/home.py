@@ -13,7 +13,6 @@ DEFAULT_HOME = "~/.conserve"
 LONGEST_SOCKET_PATH = 107  # what the kernel takes for a Unix socket
 
 
-PROFILES = "profiles.json"  # measured latency models, of all fleets
 POWER = "power.json"  # limits GPUs had before we changed them; of the machine, because limits are
 
 
@@ -59,6 +58,7 @@ class FleetHome:
     journal = Below("directory", "journal")
     gateways = Below("gateway")
     batch = Below("batch")
+    profiles = Below("profiles.json")  # measured latency models of its engines
     engines = Below("engines")
 
     @classmethod

@@ -38,6 +38,7 @@ class ReportScheduler(SchedulerSide):
         # What a scheduler of ours learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
         self.prompt_rate = PromptRate()
         self.prompt_share = 1.0  # of its time, what requests that decode leave to prompts
+        self.prefill_curve: tuple[float, float, float] | None = None
         self.counts: Counter[str] = Counter()
         self._departing: set[str] = set()  # ended requests whose blocks vLLM holds until their load ends
         self._manager: Any = None
@@ -155,6 +156,7 @@ class ReportScheduler(SchedulerSide):
             waiting_kv_tokens=lacking,
             kv_per_token=self._per_token,
             kv_per_conversation=self._beside,
+            prefill_curve=self.prefill_curve,
         )
 
     def _to_compute(self, request: Any) -> int:

@@ -60,6 +60,8 @@ class EngineState:
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
     prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
     prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
+    # Of n tokens alone: a + b n + c n n seconds, by its latency model, which follows its iterations.
+    prefill_curve: tuple[float, float, float] | None = None
 
     # Of KV, for waiting turns to run: also what comes from the host or from a prefiller.
     waiting_kv_tokens: int = 0

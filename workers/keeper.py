@@ -16,6 +16,7 @@ from workers.launch import LaunchSpec, Start, engine_command
 from workers.leased import LeasedProcess, last_epoch, start_slot
 from workers.lmcache_server import LmcacheServer
 from workers.processes import Backoff, WorkerError, free_port
+from workers.profiles import StartingKnowledge
 from workers.status import ConnectorFeed, KeeperPhase, StatusStore
 
 log = logging.getLogger("conserve.workers.keeper")
@@ -64,11 +65,12 @@ class Keeper:
         secret: str,
         control: str,
         shared_tier: LmcacheServer | None = None,
+        known: StartingKnowledge | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._settings, self._store, self._feed = spec, settings, store, feed
         self._secret, self._control, self._clock = secret, control, clock
-        self._shared_tier = shared_tier
+        self._shared_tier, self._known = shared_tier, known or StartingKnowledge()
         self._process: LeasedProcess | None = None
         metrics.from_zero(spec.engine)
         self._backoff = Backoff(settings.backoff_first_s, settings.backoff_longest_s, settings.calm_after_s)
@@ -162,7 +164,7 @@ class Keeper:
         spec = self._spec
         # Later than any epoch before, also of the same engine on a node that is gone with its records.
         epoch = max(last_epoch(spec.directory) + 1, int(time.time()))
-        start = Start(epoch, free_port(spec.host), free_port(spec.host), lmcache)
+        start = Start(epoch, free_port(spec.host), free_port(spec.host), lmcache, self._known)
         log_from = engine_log.log_size(spec.directory / "log")
         self._process = LeasedProcess.start(
             spec.directory,

@@ -4,13 +4,15 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
 from kvtransfer import feed
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
+from workers.coserving.config import with_knowledge
+from workers.profiles import StartingKnowledge
 
 FEED_SOCKET = "engine.sock"
 # Set in every process of a fleet, so that what belongs to one can be found and ended.
@@ -61,6 +63,7 @@ class Start:
     http_port: int
     transfer_port: int
     lmcache: str = ""  # host:port of the node's LMCache server; empty: none answers
+    known: StartingKnowledge = field(default_factory=StartingKnowledge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def engine_command(spec: LaunchSpec, start: Start, secret: str, environ: Mapping
     if spec.worker_class:
         argv += ["--worker-cls", spec.worker_class]
     if spec.additional:
-        argv += ["--additional-config", spec.additional]
+        argv += ["--additional-config", with_knowledge(spec.additional, start.known)]
     env = _environment(spec, secret, environ)
     if connector is not None:
         env.update(connector.environment())

@@ -1,7 +1,8 @@
-"""Measured latency models on disk: one JSON file, keyed by model, hardware and vLLM version."""
+"""Measured latency models of a fleet's engines: one JSON file, keyed by what its times depend on."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,31 @@ from workers.processes import WorkerError, write_atomically
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
     model: str
+    dtype: str
     hardware: str
+    tensor: int  # ranks that share a layer
+    pipeline: int
+    power_cap_w: float | None
+    graphs: str
     vllm: str
 
     def __str__(self) -> str:
-        return f"{self.model} | {self.hardware} | vllm {self.vllm}"
+        cap = "no cap" if self.power_cap_w is None else f"{self.power_cap_w:g} W"
+        ranks = f"TP {self.tensor} | PP {self.pipeline}"
+        what = (self.model, self.dtype, self.hardware, ranks, cap, self.graphs, f"vllm {self.vllm}")
+        return " | ".join(what)
+
+
+Coefficients = Mapping[str, float]  # of a LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class StartingKnowledge:
+    """What engines are told at their start of what was measured; not part of what they are, so that running
+    ones may be adopted by whoever knows more."""
+
+    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # by key, of all the fleet's engines
+    power_cap_w: float | None = None  # of this one's GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +56,14 @@ class ProfileStore:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def find(self, key: ProfileKey) -> Profile | None:
-        entry = self._read().get(str(key))
-        if entry is None:
-            return None
+    def coefficients(self) -> dict[str, Coefficients]:
+        """Of all models, by key."""
+        entries = self._read()
         try:
-            return Profile(
-                LatencyModel(**entry["model"]),
-                tuple(RegionError(**error) for error in entry["errors"]),
-                float(entry["layer_seconds"]),
-                float(entry["measured_at"]),
-            )
+            return {key: asdict(LatencyModel(**entry["model"])) for key, entry in entries.items()}
         except (KeyError, TypeError, ValueError) as wrong:
             raise ProfileStoreError(
-                f"the profile of {key} in {self._path} is damaged ({wrong}); run `conserve profile` again"
+                f"{self._path} is damaged ({wrong}); run `conserve profile` again"
             ) from wrong
 
     def save(self, key: ProfileKey, profile: Profile) -> None:

@@ -17,7 +17,6 @@ from deploy.home import FleetHome
 from kvtransfer.errors import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError
-from placement.fleet.prefillers import PrefillCurve
 from router.classes import PRIORITY_S
 from router.hints import HIGHEST_PRIORITY
 from router.http import Certificate, TlsError
@@ -262,8 +261,6 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
     yield (("batch",),), lambda: components.batch_config(fleet, home, address, "secret", "127.0.0.1", 1)
     for index, tier in enumerate(fleet.tiers):
         path: KeyPath = ("tiers", index)
-        if (curve := tier.prefill_curve) is not None:
-            yield ((*path, "prefill_curve"),), partial(components.configured, PrefillCurve, curve)
         if (limits := tier.autoscale) is not None:
             yield ((*path, "autoscale"),), partial(components.scale_limits, fleet, limits)
         engine = components.EngineName(f"{tier.name}-0", tier)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
-from deploy.home import POWER, PROFILES, FleetHome, conserve_home
+from deploy.home import POWER, FleetHome
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.fleet.capacity import ScaleLimits, Thresholds
@@ -50,9 +50,8 @@ from workers.power.engine_power import PowerSettings
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_BLOCK_TOKENS = 16  # vLLM's, on GPUs
 
-# Of prefillers until their tier is profiled: an 8B model on one GPU, the small model on one core. The placer
-# corrects it by what prompts take. Of decoders nothing is guessed: they compute first turns when they have
-# reported a rate.
+# Of prefillers until they report what a prompt takes: an 8B model on one GPU, the small model on one core. Of
+# decoders nothing is guessed: they compute first turns when they have reported a rate.
 GUESSED_CURVES = {
     Device.CPU: PrefillCurve(0.03, 3e-4, 1e-8),
     Device.CUDA: PrefillCurve(0.02, 1e-4, 1e-9),
@@ -159,7 +158,6 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
     return CoServingConfig(
         serving=configured(ServingSettings, block, slo=ServingSlo(ttft_s=block.ttft, tbt_s=block.tbt)),
         safepoint_every=block.safepoint_layers,
-        profiles=str(conserve_home() / PROFILES),
     )
 
 
@@ -232,13 +230,8 @@ def redisaggregation(fleet: FleetSpec) -> Redisaggregation:
 
 
 def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
-    curves = {}
-    for tier in fleet.tiers:
-        if tier.prefill_curve:
-            curves[tier.name] = configured(PrefillCurve, tier.prefill_curve)
-        elif tier.role is not Role.DECODE:
-            curves[tier.name] = GUESSED_CURVES[Device(fleet.engine.device)]
-    return curves
+    guess = GUESSED_CURVES[Device(fleet.engine.device)]
+    return {tier.name: guess for tier in fleet.tiers if tier.role is not Role.DECODE}
 
 
 def directory_settings(fleet: FleetSpec) -> DirectorySettings:

@@ -11,9 +11,10 @@ from typing import Any
 
 from deploy.fleet import vllm_options
 from deploy.fleet.architecture import BYTES, Architecture, find_architecture
-from deploy.fleet.hardware import ACCELERATORS, Accelerator, Parallel, arguments, parallel
+from deploy.fleet.hardware import Parallel, arguments, parallel
 from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
+from placement.accelerators import ACCELERATORS, Accelerator
 from placement.engines import Role
 
 GIB = 1 << 30

@@ -140,14 +140,6 @@ class EngineSpec(Spec):
     """An engine whose keeper is gone for so long ends itself; until then it can be adopted with its KV."""
 
 
-class CurveSpec(Spec):
-    """Seconds to prefill n tokens: a + b*n + c*n*n, as `conserve profile` measures it."""
-
-    a: Annotated[float, Field(ge=0)]
-    b: Annotated[float, Field(ge=0)]
-    c: Annotated[float, Field(ge=0)]
-
-
 class AutoscaleSpec(Spec):
     """Limits within which replicas follow the load; without this block their number is fixed."""
 
@@ -156,10 +148,10 @@ class AutoscaleSpec(Spec):
 
 
 class HardwareSpec(Spec):
-    """What a tier's nodes are, for `conserve check` and for guesses before anything is measured."""
+    """What a tier's nodes are, for `conserve check`."""
 
     accelerator: str | None = None
-    """A name of `deploy/fleet/hardware.py`, as in `H100`."""
+    """A name of `placement/accelerators.py`, as in `H100`."""
     node_gpus: Annotated[int, Field(gt=0, le=256)] = 8
     """GPUs of one node: an engine is on one."""
     nodes: Annotated[int, Field(gt=0, le=4096)] | None = None
@@ -180,9 +172,6 @@ class TierSpec(Spec):
     hardware: HardwareSpec = HardwareSpec()
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
-    prefill_curve: CurveSpec | None = None
-    """Of a tier that prefills; without it a coarse guess for the device, corrected by what prompts take. Of a
-    tier that decodes, for elastic placing; without it only what its engines report."""
     args: Arguments = {}
     """Added to the engine's arguments, for this tier only."""
     env: dict[str, str] = {}

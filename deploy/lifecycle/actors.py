@@ -12,13 +12,15 @@ from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, always, control_r
 from deploy.ray.directory_actor import DirectoryActor
 from deploy.ray.gateway_actor import GatewaysActor
 from deploy.ray.keepers import Keepers
+from workers.profiles import ProfileStore
 
 LOCAL_HOST = "127.0.0.1"
 
 
 class Actors(Keepers):
     def __init__(self, fleet: FleetSpec, home: FleetHome) -> None:
-        super().__init__(fleet, home, home.secret(), LOCAL_HOST if fleet.ray.address is None else None)
+        host = LOCAL_HOST if fleet.ray.address is None else None
+        super().__init__(fleet, home, home.secret(), host, ProfileStore(home.profiles).coefficients())
 
     def start_keepers(self) -> dict[str, Any]:
         return {engine.name: self.start(engine) for engine in engines(self._fleet)}
@@ -32,7 +34,8 @@ class Actors(Keepers):
     def start_autoscaler(self, directory: str) -> None:
         """If a tier follows the load."""
         if any(tier.autoscale is not None for tier in self._fleet.tiers):
-            self._start(AutoscalerActor, AUTOSCALER, directory, self._secret, self._host)
+            told = (directory, self._secret, self._host, self._profiles)
+            self._start(AutoscalerActor, AUTOSCALER, *told)
 
     def _start(self, kind: type, name: str, *arguments: object) -> Any:
         actor = ray.remote(kind).options(**always(name), **control_resources(self._fleet))

@@ -6,6 +6,7 @@ It asks Ray for keepers with the tier's resources; where Ray's own autoscaler ru
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from deploy.fleet import FleetSpec
 from deploy.fleet.components import EngineName, scale_limits
@@ -15,6 +16,7 @@ from deploy.lifecycle import status as ask
 from deploy.ray.common import Background, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
 from placement.fleet.capacity import TierScaler, load_of
+from workers.profiles import Coefficients
 from workers.status import KeeperPhase
 
 log = logging.getLogger("conserve.deploy.autoscaler")
@@ -24,11 +26,17 @@ GIVE_UP_AFTER = 3  # starts of an engine that fail
 
 class AutoscalerActor:
     def __init__(
-        self, fleet: FleetSpec, home: FleetHome, directory: str, secret: str, host: str | None
+        self,
+        fleet: FleetSpec,
+        home: FleetHome,
+        directory: str,
+        secret: str,
+        host: str | None,
+        profiles: Mapping[str, Coefficients],
     ) -> None:
         log_to_stderr()
         self._fleet, self._directory, self._secret = fleet, directory, secret
-        self._keepers = Keepers(fleet, home, secret, host)
+        self._keepers = Keepers(fleet, home, secret, host, profiles)
         self._scaled = [
             (tier, TierScaler(scale_limits(fleet, tier.autoscale)))
             for tier in fleet.tiers

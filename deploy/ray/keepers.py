@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -25,6 +26,7 @@ from workers.keeper import Keeper
 from workers.launch import FEED_SOCKET
 from workers.power.engine_power import EnginePower, visible_gpus
 from workers.processes import write_atomically
+from workers.profiles import Coefficients, StartingKnowledge
 from workers.status import ConnectorFeed, KeeperStatus, StatusStore
 
 log = logging.getLogger("conserve.deploy.keepers")
@@ -41,7 +43,13 @@ class KeeperActor:
     """The Ray actor of one engine: places a keeper, and restarts it. All else is in `workers`."""
 
     def __init__(
-        self, fleet: FleetSpec, engine: EngineName, home: FleetHome, secret: str, host: str | None
+        self,
+        fleet: FleetSpec,
+        engine: EngineName,
+        home: FleetHome,
+        secret: str,
+        host: str | None,
+        profiles: Mapping[str, Coefficients],
     ) -> None:
         """`host`: where this node is reached; None: by the address that Ray knows it by."""
         log_to_stderr()
@@ -55,6 +63,7 @@ class KeeperActor:
         self._settings, self._secret = keeper_settings(fleet), secret
         self._power = power_settings(fleet, engine, home, visible_gpus())
         self._shared_tier = shared_tier(fleet, engine, home)
+        self._known = StartingKnowledge(profiles, engine.tier.power_cap_w)
         self._control = ""
         self._keeper: Keeper | None = None
         self._background = Background(self._work)
@@ -66,7 +75,7 @@ class KeeperActor:
     def status(self) -> KeeperStatus:
         return self._store.status
 
-    def compare(self, fleet: FleetSpec, engine: EngineName) -> str:
+    def compare(self, fleet: FleetSpec, engine: EngineName, profiles: Mapping[str, Coefficients]) -> str:
         """What it would take to become what `fleet` says (deploy.fleet.changes.Need)."""
         spec = engine_spec(fleet, engine, self._home, self._spec.host)
         moved = engine_resources(fleet, engine.tier) != engine_resources(self._fleet, self._engine.tier)
@@ -74,8 +83,9 @@ class KeeperActor:
             return Need.ENGINE.value
         power = power_settings(fleet, engine, self._home, visible_gpus())
         store = shared_tier(fleet, engine, self._home)
-        ours = (self._settings, self._power, self._shared_tier)
-        same = (keeper_settings(fleet), power, store) == ours
+        ours = (self._settings, self._power, self._shared_tier, self._known)
+        known = StartingKnowledge(profiles, engine.tier.power_cap_w)
+        same = (keeper_settings(fleet), power, store, known) == ours
         return (Need.NOTHING if same else Need.KEEPER).value
 
     def end(self) -> bool:
@@ -98,6 +108,7 @@ class KeeperActor:
             secret=self._secret,
             control=self._control,
             shared_tier=self._shared_tier,
+            known=self._known,
         )
         try:
             async with EnginePower(self._power):
@@ -124,8 +135,16 @@ def end_in_order(background: Background, store: StatusStore, keeper: Keeper | No
 
 
 class Keepers:
-    def __init__(self, fleet: FleetSpec, home: FleetHome, secret: str, host: str | None) -> None:
+    def __init__(
+        self,
+        fleet: FleetSpec,
+        home: FleetHome,
+        secret: str,
+        host: str | None,
+        profiles: Mapping[str, Coefficients],
+    ) -> None:
         self._fleet, self._home, self._secret, self._host = fleet, home, secret, host
+        self._profiles = profiles  # what was measured of the fleet's engines
 
     def engines(self) -> list[str]:
         """Those that have a keeper, whatever it is doing."""
@@ -136,7 +155,7 @@ class Keepers:
         actor = ray.remote(KeeperActor).options(
             **always(keeper_name(engine.name)), **resources(engine_resources(self._fleet, engine.tier))
         )
-        return actor.remote(self._fleet, engine, self._home, self._secret, self._host)
+        return actor.remote(self._fleet, engine, self._home, self._secret, self._host, self._profiles)
 
     def status(self, engine: str) -> KeeperStatus | None:
         """None: it does not answer, as one that waits for a node, or whose node is lost."""
@@ -149,7 +168,7 @@ class Keepers:
     def need(self, engine: EngineName) -> Need:
         """What this engine needs to become what the fleet file says now."""
         try:
-            return Need(self._ask(engine.name, "compare", self._fleet, engine))
+            return Need(self._ask(engine.name, "compare", self._fleet, engine, self._profiles))
         except (RayError, ValueError):
             return Need.PLACE
 

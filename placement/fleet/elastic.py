@@ -35,7 +35,7 @@ class PrefillWaiting(NamedTuple):
 class DecoderPrompts:
     """Prompts on an engine that decodes: what it reported, and what was placed there since."""
 
-    curve: PrefillCurve | None  # None: nothing is known of it but what it reports
+    curve: PrefillCurve | None  # None: nothing is known of it but its rate
     waiting_tokens: int = 0
     tokens_per_s: float = 0.0  # lately; 0: it has computed none yet
     share: float = 1.0
@@ -77,8 +77,11 @@ class Elastic:
         self._local = {key: name for key, name in self._local.items() if name != engine}
         self._remote = {key: turn for key, turn in self._remote.items() if turn.decoder != engine}
 
-    def observe(self, state: EngineState, now: float) -> None:
+    def observe(self, state: EngineState, now: float, curve: PrefillCurve | None = None) -> None:
+        """`curve`: the engine's own, a guess until it has computed prompts."""
         queue = self._queues[state.engine]
+        if curve is not None and state.prompt_tokens_per_s:
+            queue.curve = curve
         queue.waiting_tokens = state.waiting_prompt_tokens
         queue.tokens_per_s, queue.share = state.prompt_tokens_per_s, state.prompt_share
         for key, (_, at) in tuple(queue.placed.items()):

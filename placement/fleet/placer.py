@@ -88,7 +88,8 @@ class Placement:
 
 class Placer:
     def __init__(self, settings: PlacerSettings, curves: Mapping[str, PrefillCurve]) -> None:
-        """`curves` by tier: of all tiers of prefillers, and of those of decoders where they are known."""
+        """`curves` by tier, until engines report theirs: of all tiers of prefillers, and of those of decoders
+        where they are known."""
         self.settings = settings
         self._curves = curves
         self._infos: dict[str, EngineInfo] = {}
@@ -142,7 +143,10 @@ class Placer:
         if info is None or state.epoch != info.epoch or state.seq <= (last := self._seqs[state.engine]):
             return False
         self._seqs[state.engine] = state.seq
+        curve = PrefillCurve(*state.prefill_curve) if state.prefill_curve else None
         if state.engine in self._prefillers:
+            if curve is not None:
+                self._prefillers.reported(state.engine, curve)
             self._prefillers.set_draining(state.engine, state.draining)
             if state.running == 0 and state.waiting == 0:
                 before = now - self.settings.forget_prefill_after_s
@@ -151,7 +155,7 @@ class Placer:
             if state.engine in holders:
                 holders.observe(state, last)
         if self._elastic:
-            self._elastic.observe(state, now)
+            self._elastic.observe(state, now, curve)
         return True
 
     def place(self, turn: FirstTurn, now: float) -> Placement | Refusal:

@@ -2,7 +2,8 @@
 
 The curve says how many seconds of a prefiller's time a prompt takes. Attention makes that quadratic in the
 prompt, and the prompt's length is known at arrival: what can be read becomes what has to be known, when a
-prefiller will be free. The curve's form is profiled or guessed; its scale follows what prompts took.
+prefiller will be free. The curve is a guess until the engine reports the one of its latency model, which was
+profiled or follows its iterations; its scale follows what prompts took.
 """
 
 from collections import OrderedDict
@@ -80,6 +81,7 @@ class Queued(NamedTuple):
     placed_at: float
 
 
+TYPICAL = 8192  # tokens, at which two curves are compared
 REMEMBERED = 0.9  # of what was learned, at each prompt
 SLOWEST, FASTEST = 20.0, 0.05
 
@@ -103,6 +105,10 @@ class Learned:
         self.expected_s = REMEMBERED * self.expected_s + expected_s
         self.since = now
 
+    def redraw(self, factor: float) -> None:
+        """The curve says `factor` times what it said before."""
+        self.expected_s *= factor
+
     @property
     def scale(self) -> float:
         """Of the curve."""
@@ -121,6 +127,7 @@ class Prefillers:
         self._table = EngineTable(free_at=0.0, behind=0.0, a=0.0, b=0.0, c=0.0, closed=inf)
         self._queues: dict[str, OrderedDict[str, Queued]] = {}
         self._where: dict[str, str] = {}  # conversation -> prefiller
+        self._guesses: dict[str, PrefillCurve] = {}
         self._curves: dict[str, PrefillCurve] = {}
         self._learned: dict[str, Learned] = {}  # an engine that restarts is as fast as it was
 
@@ -133,9 +140,18 @@ class Prefillers:
     def add(self, engine: str, curve: PrefillCurve) -> None:
         self._table.add(engine, free_at=-inf, closed=0.0)
         self._queues[engine] = OrderedDict()
-        if self._curves.get(engine) != curve:
-            self._curves[engine], self._learned[engine] = curve, Learned()
+        if self._guesses.get(engine) != curve:
+            self._guesses[engine] = self._curves[engine] = curve
+            self._learned[engine] = Learned()
         self._draw(engine)
+
+    def reported(self, engine: str, curve: PrefillCurve) -> None:
+        """The engine's own. What was learned of its prompts stays, as a scale of this curve."""
+        before = self._curves[engine]
+        if curve != before:
+            self._learned[engine].redraw(curve.seconds(TYPICAL) / before.seconds(TYPICAL))
+            self._curves[engine] = curve
+            self._draw(engine)
 
     def remove(self, engine: str) -> tuple[str, ...]:
         """Forget an engine; returns the conversations whose prefill was queued there."""

@@ -9,7 +9,9 @@ import pytest
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
+from workers.coserving.config import CoServingConfig
 from workers.launch import Device, LaunchSpec, Start, engine_command
+from workers.profiles import StartingKnowledge
 
 SECRET = "a-secret-of-16-chars"
 SPEC = LaunchSpec(
@@ -77,6 +79,15 @@ def test_rays_environment_does_not_reach_an_engine() -> None:
     assert "RAY_JOB_ID" not in env
     assert "OMP_NUM_THREADS" not in env
     assert env["HOME"] == "/h"
+
+
+def test_what_was_measured_of_engines_like_it_reaches_it_at_its_start() -> None:
+    """And is not part of what it is: who knows more may adopt it."""
+    spec = replace(SPEC, additional=json.dumps(CoServingConfig().to_additional_config()))
+    known = StartingKnowledge({"engines like it": {"per_token": 1e-4}}, 400.0)
+    argv = engine_command(spec, replace(START, known=known), SECRET, {}).argv
+    told = CoServingConfig.from_additional_config(json.loads(value(argv, "--additional-config")))
+    assert told == CoServingConfig(profiles=known.profiles, power_cap_w=400.0)
 
 
 def test_specs_that_need_other_engines_have_other_fingerprints() -> None:

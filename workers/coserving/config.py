@@ -1,16 +1,14 @@
 """Settings of an engine's co-serving, carried in vLLM's `--additional-config` under the key `coserving`."""
 
-import logging
-import os
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.latency import CONSERVATIVE, LatencyModel
 from workers.processes import WorkerError
-from workers.profiles import ProfileKey, ProfileStore
+from workers.profiles import Coefficients, StartingKnowledge
 
 KEY = "coserving"
 SCHEDULER_CLASS = "workers.coserving.scheduler.CoServingScheduler"
@@ -28,8 +26,10 @@ class CoServingConfigError(WorkerError, ValueError):
 class CoServingConfig:
     serving: ServingSettings = field(default_factory=ServingSettings)
     model: LatencyModel = CONSERVATIVE
-    profiled: bool = False  # True: `model` was measured; else a profile is looked for, else it is a guess
-    profiles: str = ""  # file with the measured latency models; empty: none
+    profiled: bool = False  # True: `model` was measured; else one of `profiles` is, or a guess is made
+    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # measured latency models, by key
+    power_cap_w: float | None = None  # of this engine's GPUs, for the key
+    planned: bool = True  # False: vLLM's own rules, for measuring
     safepoint_every: int = 1  # layers between two checks of the flag
     iteration_log: str = ""  # file that gets one JSON line an iteration; empty: none
 
@@ -61,37 +61,8 @@ class CoServingConfig:
             ) from wrong
 
 
-logger = logging.getLogger("conserve.workers.starting_model")
-
-
-def hardware_name() -> str:
-    """The accelerator, or the processor and the threads that compute."""
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(0))
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
-    return f"{name} x{os.environ.get('OMP_NUM_THREADS') or os.cpu_count()}"
-
-
-def key_of(model: str) -> ProfileKey:
-    import vllm
-
-    return ProfileKey(Path(model).name, hardware_name(), vllm.__version__)
-
-
-def starting_model(config: CoServingConfig, key: ProfileKey) -> LatencyModel:
-    """Says so when there is no profile: the engine admits little offline work until it knows itself."""
-    if config.profiled:
-        return config.model
-    found = ProfileStore(Path(config.profiles)).find(key) if config.profiles else None
-    if found is not None:
-        logger.info("latency profile found key=%s median_error=%.3f", key, found.errors[0].median)
-        return found.model
-    logger.warning(
-        "no latency profile key=%s store=%s: starting from a conservative model; run `conserve profile`",
-        key,
-        config.profiles or "none",
-    )
-    return config.model
+def with_knowledge(additional: str, known: StartingKnowledge) -> str:
+    """The value of vLLM's `--additional-config`, and what an engine is told at a start."""
+    config = CoServingConfig.from_additional_config(json.loads(additional))
+    told = replace(config, profiles=known.profiles, power_cap_w=known.power_cap_w)
+    return json.dumps(told.to_additional_config())

@@ -6,13 +6,14 @@ Decisions are in placement/iteration/. Nothing here decides.
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
 
 from kvtransfer.relied_on import verify
 from kvtransfer.vllm_internals import GRAMMARS, advance_grammars
+from placement.fleet.prefillers import curve_of
 from placement.iteration.interface import (
     BatchBuilder,
     EngineView,
@@ -25,14 +26,16 @@ from placement.iteration.latency import BatchWork, SelfCorrecting
 from placement.iteration.policies import make_policy
 from placement.iteration.prompts import PromptSharing
 from workers.coserving import vllm_internals as internals
-from workers.coserving.config import CoServingConfig, key_of, starting_model
+from workers.coserving.config import CoServingConfig
 from workers.coserving.iterations import IterationLog, IterationRecord, PendingIteration, ScheduledRequest
 from workers.coserving.requests import TrackedRequest, TrackedRequests
+from workers.coserving.starting_model import guess_of, key_of, starting_model
 
 log = logging.getLogger("conserve.workers.coserving.planned")
 
 Step = TypeVar("Step")
 
+CURVE_S = 10.0  # how often the curve of prompts is reported anew: fitting it takes milliseconds
 LOOK_UP_S = 0.5  # how long it stands what of a waiting prompt is cached: walking its blocks is no free thing
 
 
@@ -48,8 +51,10 @@ class PlannedScheduling(internals.OpenScheduling):
         super().__init__(*args, **kwargs)
         config = self.adapted(CoServingConfig.from_additional_config(self.vllm_config.additional_config))
         self.policy = make_policy(config.serving)
-        model = starting_model(config, key_of(self.vllm_config.model_config.model))
-        self.latency = SelfCorrecting(model)
+        key = key_of(self.vllm_config, config.power_cap_w)
+        guess = guess_of(self.vllm_config, key.hardware)
+        self.latency = SelfCorrecting(starting_model(config, key, guess))
+        self._planned = config.planned
         self.checkpoint = self.plugin("checkpoint")
         self._transfer = self.plugin("transfer")
         self._report = self.plugin("report")
@@ -66,6 +71,8 @@ class PlannedScheduling(internals.OpenScheduling):
         self._unplanned = 0
         self._budget = 0  # offline tokens that fit into the iteration planned last
         self._ended = 0.0  # the iteration before
+        self._curve_at = 0.0  # when the curve of prompts was last reported
+        self._report_curve(0.0)
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
         """What of the engine's settings this scheduler has a say in."""
@@ -136,7 +143,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self._report.counts["prompts_unplanned"] += 1
 
     def needs_plan(self) -> bool:
-        return not self.pause_state.value  # paused: vLLM's own rules
+        return self._planned and not self.pause_state.value  # paused: vLLM's own rules
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
         """What there is of a plan beside the order and the tokens of requests."""
@@ -281,8 +288,18 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.prompt_rate.see(iteration.prompt_tokens, seconds)
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
+        if now >= self._curve_at + CURVE_S:
+            self._report_curve(now)
         self.count(iteration, seconds, late)
         self._log.write(self.entry(iteration, now, seconds, late))
+
+    def _report_curve(self, now: float) -> None:
+        """What a prompt takes here alone, as far as is known: placers go by it."""
+        if self._report is None:
+            return
+        self._curve_at, model = now, self.latency.fitted
+        chunk = PromptSharing.chunk(model, self.max_num_scheduled_tokens)
+        self._report.prefill_curve = astuple(curve_of(model, chunk))
 
     def drop_finished(self, requests: Iterable[Any]) -> None:
         for request in requests:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import os
 import random
@@ -11,7 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from workers.coserving.config import (
 )
 from workers.coserving.iterations import IterationRecord, read_iterations
 from workers.coserving.safepoint import Flag
+from workers.launch import FLEET_MARK, LaunchSpec, Start, engine_command
 from workers.profiles import Profile
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -49,13 +51,17 @@ class StandaloneShape:
 
 
 @dataclass
-class StandaloneEngine:
+class LoggedEngine:
     llm: Any  # vLLM's AsyncLLM
-    flag: Flag
     log: Path
 
     def iterations(self) -> list[IterationRecord]:
         return read_iterations(self.log)
+
+
+@dataclass
+class StandaloneEngine(LoggedEngine):
+    flag: Flag
 
     async def empty(self) -> None:
         """No request and no cached prefix is left."""
@@ -124,11 +130,46 @@ async def coserving_engine(
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"dtype": "float32", **own, **more}))
         flag = Flag(connector.safepoint)
         try:
-            yield StandaloneEngine(llm, flag, log)
+            yield StandaloneEngine(llm, log, flag)
         finally:
             llm.shutdown()
             flag.close()
             flag.remove()
+
+
+@asynccontextmanager
+async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
+    """The engine that a keeper would launch, alone: without HTTP, peers and host memory, and planned by
+    vLLM's own rules, so that an iteration is what it is asked for."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        log = Path(folder) / "iterations.jsonl"
+        config = CoServingConfig.from_additional_config(json.loads(spec.additional or "{}"))
+        alone = replace(
+            spec,
+            directory=Path(folder),
+            connector=replace(spec.connector or ConnectorConfig(), transfer=False, host_kv_gib=0.0),
+            additional=json.dumps(
+                replace(config, planned=False, iteration_log=str(log)).to_additional_config()
+            ),
+        )
+        command = engine_command(alone, Start(1, 0, 0), "", os.environ)
+        # What is marked ends with the fleet, which may be up.
+        os.environ.update({name: value for name, value in command.env.items() if name != FLEET_MARK})
+        given = make_arg_parser(FlexibleArgumentParser()).parse_args(list(command.argv[3:]))
+        arguments = AsyncEngineArgs.from_cli_args(given)
+        arguments.disable_log_stats = True
+        # Defaults are those of the server, which differ.
+        llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+        try:
+            yield LoggedEngine(llm, log)
+        finally:
+            llm.shutdown()
 
 
 CHECK_SHARE = 0.005  # of an iteration's time that checking the flag may cost
@@ -170,7 +211,16 @@ def _powers(first: int, last: int) -> list[int]:
     return [*values, last]
 
 
-async def measure(engine: StandaloneEngine, grid: Grid, seed: int = 0) -> list[Sample]:
+def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
+    """Of what the engine takes."""
+    config = engine.llm.vllm_config
+    most = int(config.scheduler_config.max_num_batched_tokens)
+    longest = min(int(config.model_config.max_model_len), 4 * most)
+    requests, block = int(config.scheduler_config.max_num_seqs), int(config.cache_config.block_size)
+    return Grid(most, longest, requests, block, repeats)
+
+
+async def measure(engine: LoggedEngine, grid: Grid, seed: int = 0) -> list[Sample]:
     """Provokes every point, `repeats` times over."""
     rng = random.Random(seed)
     points = list(grid.points())
@@ -183,7 +233,7 @@ async def measure(engine: StandaloneEngine, grid: Grid, seed: int = 0) -> list[S
     return samples_of(engine.iterations()[before:], grid.repeats)
 
 
-async def warm_up(engine: StandaloneEngine, grid: Grid, rng: random.Random) -> None:
+async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
     """Every block of KV is used once: memory touched for the first time costs an iteration a third more.
 
     The first iterations also compile and allocate.
@@ -221,7 +271,7 @@ def _size(tokens: int) -> int:
     return round(math.log(max(tokens, 1)) / math.log(1.06))
 
 
-async def _provoke(engine: StandaloneEngine, point: Point, rng: random.Random) -> None:
+async def _provoke(engine: LoggedEngine, point: Point, rng: random.Random) -> None:
     """The context is computed first and stays in the prefix cache; then the requests come together."""
     prompts = [[rng.randint(32, 120) for _ in range(point.context)] for _ in range(point.requests)]
     if point.context:
@@ -232,7 +282,7 @@ async def _provoke(engine: StandaloneEngine, point: Point, rng: random.Random) -
     await asyncio.gather(*asked)
 
 
-async def _ask(engine: StandaloneEngine, prompt: list[int], output: int) -> None:
+async def _ask(engine: LoggedEngine, prompt: list[int], output: int) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)

@@ -69,6 +69,10 @@ class EnginePower:
             if guard.stdin:
                 guard.stdin.close()
 
+    @property
+    def capped(self) -> bool:
+        return self._capped
+
     def _cap(self) -> None:
         settings = self._settings
         if self._guard is None:

@@ -2,19 +2,25 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from deploy.fleet import load_fleet
-from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
-from deploy.home import PROFILES, conserve_home
-from deploy.small_model import ModelShape, make_model
+from deploy.fleet.components import EngineName, engine_spec, power_settings
+from deploy.fleet.hardware import parallel
+from deploy.fleet.schema import FleetSpec, TierSpec
+from deploy.home import FleetHome
+from deploy.small_model import ensure_model
 from placement.fleet.prefillers import curve_of
 from placement.iteration.latency import Sample
+from workers.power.engine_power import EnginePower, visible_gpus
+from workers.power.nvml import PowerError
 from workers.profiles import Profile, ProfileKey, ProfileStore
 
 app = typer.Typer()
@@ -22,16 +28,12 @@ console = Console()
 CHECK_SECONDS = 2e-7  # of one look at the flag (benchmarks.coserving measures it)
 
 
-def store_path() -> Path:
-    return conserve_home() / PROFILES
-
-
 @app.command()
 def profile(
     file: Annotated[Path, typer.Argument(help="a fleet file")],
     tier: Annotated[str, typer.Argument(help="name of a tier; its engine is started here, alone")],
     repeats: Annotated[int, typer.Option(help="times every shape of iteration is provoked", min=1)] = 3,
-    out: Annotated[Path | None, typer.Option(help="profile store; by default that of $CONSERVE_HOME")] = None,
+    out: Annotated[Path | None, typer.Option(help="by default what the fleet's engines are told of")] = None,
     picture: Annotated[Path | None, typer.Option(help="also draw predicted against measured (PNG)")] = None,
 ) -> None:
     """Measure iterations of many shapes, fit the latency model, show its error by region, and store it."""
@@ -40,8 +42,9 @@ def profile(
     if chosen is None:
         names = ", ".join(one.name for one in fleet.tiers)
         raise typer.BadParameter(f"no tier is called {tier!r}; {file} has {names}", param_hint="TIER")
-    key, found, samples, chunk = asyncio.run(_measure(fleet, chosen, repeats))
-    path = out or store_path()
+    home = FleetHome.of(fleet.name)
+    key, found, samples, chunk = asyncio.run(_measure(fleet, chosen, home, repeats))
+    path = out or home.profiles
     ProfileStore(path).save(key, found)
     show(key, found, chunk)
     console.print(f"stored in {path}")
@@ -51,47 +54,36 @@ def profile(
 
 
 async def _measure(
-    fleet: FleetSpec, tier: TierSpec, repeats: int
+    fleet: FleetSpec, tier: TierSpec, home: FleetHome, repeats: int
 ) -> tuple[ProfileKey, Profile, list[Sample], int]:
     from workers.coserving import profile as profiling
-    from workers.coserving.config import CoServingConfig, key_of
-    from workers.coserving.profile import StandaloneShape, coserving_engine
+    from workers.coserving.starting_model import key_of
 
-    arguments = {name.replace("-", "_"): value for name, value in {**fleet.engine.args, **tier.args}.items()}
-    max_tokens = int(arguments.pop("max_num_batched_tokens", 2048))
-    max_requests = int(arguments.pop("max_num_seqs", 64))
-    max_context = fleet.model.max_context or 8192
-    block = int(arguments.pop("block_size", 32))
-    if fleet.model.dtype != "auto":
-        arguments["dtype"] = fleet.model.dtype
-    shape = StandaloneShape(
-        _model(fleet), blocks=arguments.pop("num_gpu_blocks_override", None), block_tokens=block,
-        max_tokens=max_tokens, max_running=max_requests, max_context=max_context,
-        compiled=not arguments.pop("enforce_eager", False),
-        ranks=int(arguments.pop("tensor_parallel_size", 1)),
-        environment={**_threads(fleet), **fleet.engine.env, **tier.env}, arguments=arguments,
-    )  # fmt: skip
-    async with coserving_engine(shape, CoServingConfig()) as engine:
-        grid = profiling.Grid(max_tokens, min(max_context, 4 * max_tokens), max_requests, block, repeats)
-        samples = await profiling.measure(engine, grid)
-        key = key_of(engine.llm.model_config.model)
-        layers = engine.llm.model_config.hf_text_config.num_hidden_layers
-    return key, profiling.profile_of(samples, layers, time.time()), samples, max_tokens
+    home.root.mkdir(parents=True, exist_ok=True)
+    ensure_model(fleet, home)
+    engine = EngineName(f"{tier.name}-profiled", tier)
+    spec = engine_spec(fleet, engine, home, "127.0.0.1")
+    async with under_cap(fleet, engine, home), profiling.launched_engine(spec) as running:
+        grid = profiling.grid_of(running, repeats)
+        samples = await profiling.measure(running, grid)
+        key = key_of(running.llm.vllm_config, tier.power_cap_w)
+        layers = running.llm.model_config.hf_text_config.num_hidden_layers
+    return key, profiling.profile_of(samples, layers, time.time()), samples, grid.max_tokens
 
 
-def _threads(fleet: FleetSpec) -> dict[str, str]:
-    """As the fleet's engines are bound: the profile is of so many threads."""
-    if fleet.engine.threads is None:
-        return {}
-    return {"OMP_NUM_THREADS": str(fleet.engine.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-def _model(fleet: FleetSpec) -> Any:
-    if fleet.model.path != SMALL_MODEL:
-        return fleet.model.path
-    out = store_path().parent / "profiled-model"
-    make_model(out, ModelShape())
-    return out
+@asynccontextmanager
+async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> AsyncIterator[None]:
+    """The tier's, on as many GPUs of this machine as an engine takes."""
+    ranks = parallel(fleet, engine.tier).gpus
+    gpus = visible_gpus() or tuple(str(index) for index in range(ranks))
+    async with EnginePower(power_settings(fleet, engine, home, gpus[:ranks])) as power:
+        cap = engine.tier.power_cap_w
+        if cap is not None and not power.capped:
+            raise PowerError(
+                f"the cap of {cap:g} W could not be set (it takes root, or nvidia-smi -pl beforehand): a "
+                "profile of other clocks would be taken for this tier's"
+            )
+        yield
 
 
 def draw(profile: Profile, samples: list[Sample], path: Path) -> None:
@@ -130,6 +122,6 @@ def show(key: ProfileKey, found: Profile, chunk_tokens: int) -> None:
     )
     curve = curve_of(model, chunk_tokens)
     console.print(
-        "in the fleet file, if the tier prefills: "
-        f"prefill_curve: {{a: {curve.a:.3g}, b: {curve.b:.3g}, c: {curve.c:.3g}}}"
+        f"a prompt of n tokens alone: {curve.a:.3g} + {curve.b:.3g} n + {curve.c:.3g} n² seconds, "
+        "which its engines report"
     )

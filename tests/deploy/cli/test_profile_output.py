@@ -1,27 +1,57 @@
-"""What `conserve profile` says can be copied into the fleet file."""
+"""What `conserve profile` says, and that it measures under the tier's cap or not at all."""
 
-import re
+from pathlib import Path
 
 import pytest
 
 from deploy.cli.commands import profile
-from deploy.fleet import parse_fleet
 from placement.fleet.prefillers import curve_of
 from placement.iteration.latency import CONSERVATIVE
+from tests.workers.power.machine import PERMISSION, Machine, build
 from workers.profiles import Profile, ProfileKey
 
+KEY = ProfileKey("m", "float32", "cpu", 1, 1, None, "eager", "0.32")
+CAPPED = """\
+policy: collocated
+tiers: [{name: all, role: mixed, power_cap_w: 200}]
+"""
+MEASURES = """
+import asyncio, sys
+from pathlib import Path
+from deploy.cli.commands.profile import under_cap
+from deploy.fleet import parse_fleet
+from deploy.fleet.components import EngineName
+from deploy.home import FleetHome
+from tests.workers.power.machine import Machine
 
-def test_the_prefill_curve_it_prints_is_taken_by_a_fleet_file(
+async def main():
+    fleet = parse_fleet(sys.argv[1], "fleet.yaml")
+    async with under_cap(fleet, EngineName("all-0", fleet.tiers[0]), FleetHome.of(fleet.name)):
+        print(Machine(Path(), Path(sys.argv[2]), Path()).limits())
+
+asyncio.run(main())
+"""
+
+
+def test_it_says_what_a_prompt_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profile, "console", profile.Console(width=200))
-    profile.show(ProfileKey("m", "cpu", "0.32"), Profile(CONSERVATIVE, (), 1e-3, 0.0), 2_048)
-    line = re.search(r"prefill_curve: \{.*\}", capsys.readouterr().out)
-    assert line is not None
-    fleet = parse_fleet(
-        f"policy: collocated\ntiers: [{{name: p, role: mixed, replicas: 1, {line.group()}}}]\n", "f.yaml"
-    )
-    taken = fleet.tiers[0].prefill_curve
+    profile.show(KEY, Profile(CONSERVATIVE, (), 1e-3, 0.0), 2_048)
     wanted = curve_of(CONSERVATIVE, 2_048)
-    assert taken is not None
-    assert (taken.a, taken.b, taken.c) == pytest.approx((wanted.a, wanted.b, wanted.c), rel=0.01)
+    assert f"{wanted.a:.3g} + {wanted.b:.3g} n + {wanted.c:.3g} n²" in capsys.readouterr().out
+
+
+def test_it_measures_under_the_tiers_cap_and_sets_it_back(tmp_path: Path) -> None:
+    machine = Machine.of(build(tmp_path / "nvml"), tmp_path)
+    done = machine.python(MEASURES, CAPPED, str(machine.state))
+    assert done.stdout.strip() == "[200.0, 300.0]", done.stderr
+    assert machine.limits() == [300.0, 300.0]
+
+
+def test_it_does_not_measure_without_the_cap(tmp_path: Path) -> None:
+    machine = Machine.of(build(tmp_path / "nvml"), tmp_path)
+    machine.write(0, "fails", PERMISSION)
+    done = machine.python(MEASURES, CAPPED, str(machine.state))
+    assert not done.stdout
+    assert "the cap of 200 W could not be set" in done.stderr

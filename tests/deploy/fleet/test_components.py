@@ -15,7 +15,6 @@ from deploy.fleet.components import (
     keeper_settings,
     placer_settings,
     power_settings,
-    prefill_curves,
     shared_tier,
 )
 from deploy.fleet.hardware import engine_resources
@@ -137,7 +136,7 @@ def test_the_gateways_limits_reach_both_of_its_sides() -> None:
 def test_policy_and_times_reach_who_decides_by_them() -> None:
     baseline = parse_fleet(
         "policy: collocated\n"
-        "tiers: [{name: all, role: mixed, replicas: 2, prefill_curve: {a: 1, b: 2, c: 3}}]\n"
+        "tiers: [{name: all, role: mixed, replicas: 2}]\n"
         "conversation: {ttl: 5m, headroom_tokens: 7, redisaggregate_tokens: 11}\n",
         "f.yaml",
     )
@@ -145,7 +144,6 @@ def test_policy_and_times_reach_who_decides_by_them() -> None:
     assert settings.policy is PlacingPolicy.COLLOCATED
     assert (settings.headroom_tokens, settings.redisaggregation.above_tokens) == (7, 11)
     assert directory_settings(baseline).ttl_s == 300
-    assert prefill_curves(baseline)["all"].seconds(10) == 1 + 20 + 300
     connector = engine_spec(baseline, EngineName("all-0", baseline.tiers[0]), HOME, "h").connector
     assert connector is not None and not connector.transfer
 

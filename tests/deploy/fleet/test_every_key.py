@@ -23,7 +23,6 @@ from deploy.fleet.components import (
     keeper_settings,
     placer_settings,
     power_settings,
-    prefill_curves,
     scale_limits,
     shared_tier,
 )
@@ -35,7 +34,6 @@ from kvtransfer.config import ConnectorConfig
 from placement.fleet.capacity import ScaleLimits, Thresholds
 from placement.fleet.placer import PlacerSettings
 from placement.fleet.policies import Redisaggregation
-from placement.fleet.prefillers import PrefillCurve
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
@@ -56,7 +54,7 @@ CONFIGURATIONS = {
     *(ServerLimits, UpstreamLimits),
     *(BatchConfig, BatchLimits, DispatchSettings),
     *(DirectorySettings, Thresholds),
-    *(PlacerSettings, Redisaggregation, PrefillCurve, ScaleLimits),
+    *(PlacerSettings, Redisaggregation, ScaleLimits),
     *(LaunchSpec, KeeperSettings, PowerSettings, ConnectorConfig),
     *(CoServingConfig, ServingSettings, ServingSlo),
 }
@@ -65,8 +63,7 @@ BASE: dict[str, Any] = {
     "name": "base",
     "tiers": [
         {"name": "prefill", "role": "prefill"},
-        {"name": "decode", "role": "decode", "replicas": 2, "autoscale": {"min": 1, "max": 8},
-         "prefill_curve": {"a": 1, "b": 1, "c": 1}},
+        {"name": "decode", "role": "decode", "replicas": 2, "autoscale": {"min": 1, "max": 8}},
     ],
     "coserving": {"enabled": True},
     "observe": {"tracing": {"endpoint": "http://collector:4318"}},
@@ -89,7 +86,7 @@ class Everything:
         self.keeper = keeper_settings(fleet)
         self.power = power_settings(fleet, decode, home, ("0",))
         self.shared_tier = shared_tier(fleet, decode, home)
-        self.placer, self.curves = placer_settings(fleet), dict(prefill_curves(fleet))
+        self.placer = placer_settings(fleet)
         self.directory = directory_settings(fleet)
         self.gateway = gateway_config(fleet, "gateway-0", "10.0.0.1:9", "secret", "10.0.0.1:8")
         self.batch = batch_config(fleet, home, "10.0.0.1:9", "secret", "10.0.0.1", 8)
@@ -178,9 +175,6 @@ CASES = {
     "tiers.autoscale.max": case(9, lambda got: got.scale and got.scale.most),
     "tiers.resources": case({"GPU": 1, "rack": 1}, lambda got: got.resources["resources"], {"rack": 1}),
     "tiers.power_cap_w": case(200, lambda got: got.power.cap_w),
-    "tiers.prefill_curve.a": case(5, lambda got: got.curves["decode"].a),
-    "tiers.prefill_curve.b": case(6, lambda got: got.curves["decode"].b),
-    "tiers.prefill_curve.c": case(7, lambda got: got.curves["decode"].c),
     "tiers.args": case({"max-num-seqs": 8}, lambda got: "--max-num-seqs 8" in got.argv, True),
     "tiers.env": case({"A_NAME": "c"}, lambda got: got.env.get("A_NAME"), "c"),
     "gateway.host": case("0.0.0.0", lambda got: got.gateway.host, gateway__keys_file="/keys.yaml"),
@@ -354,7 +348,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     LaunchSpec: {"host": IDENTITY},
     PowerSettings: {"record": IDENTITY, "interval_s": CONSTANT},
     ConnectorConfig: {"engine epoch host port feed lmcache safepoint": IDENTITY},
-    CoServingConfig: {"model profiled profiles iteration_log": MEASURED},
+    CoServingConfig: {"model profiled profiles power_cap_w planned iteration_log": MEASURED},
 }  # fmt: skip
 
 # Fields that a fleet sets from another key than the one they are named for, so that their own default is for

@@ -112,7 +112,6 @@ def test_a_mistake_is_located_and_explained(wrong: str, right: str, expected: st
     assert any(found.startswith(expected) for found in mistakes(GOOD.replace(wrong, right, 1)))
 
 
-CURVE = "    prefill_curve: {a: 0, b: 0, c: 0}\n"
 NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:99999\n"
 
 
@@ -122,8 +121,6 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
         (GOOD.replace("30s", "0"), "fleet.yaml:10: conversation.park_after: expected greater than 0, not 0"),
         (GOOD + "transfer: {lease: 0}\n", "fleet.yaml:11: transfer.lease: expected greater than 0, not 0"),
         (GOOD + "transfer: {timeout: 0s}\n", "fleet.yaml:11: transfer.timeout: expected greater than 0"),
-        (GOOD.replace("  - name: decode\n", f"{CURVE}  - name: decode\n"),
-         "fleet.yaml:5: tiers[0].prefill_curve: prefill curve a=0.0 b=0.0 c=0.0: coefficients must"),
         (GOOD + NO_RECEIVER, "fleet.yaml:14: observe.tracing.endpoint: endpoint: 'http://here:99999' is not"),
     ],
 )  # fmt: skip

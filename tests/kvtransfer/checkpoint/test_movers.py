@@ -14,9 +14,14 @@ BLOCKS = 6
 
 @pytest.fixture
 def device() -> list[Any]:
-    """Two layers, of different types."""
+    """Layers of different types: in 32, 16 and 8 bit, and one of latent attention."""
     torch.manual_seed(0)
-    return [torch.randn(BLOCKS, 2, 3, 4), torch.randn(BLOCKS, 2, 5, 4).to(torch.bfloat16)]
+    return [
+        torch.randn(BLOCKS, 2, 3, 4),
+        torch.randn(BLOCKS, 2, 5, 4).to(torch.bfloat16),
+        torch.randn(BLOCKS, 2, 1, 16, 3).to(torch.float8_e4m3fn),
+        torch.randn(BLOCKS, 16, 36).to(torch.bfloat16),
+    ]
 
 
 @pytest.fixture(params=[HostMover, lambda device: CudaMover(device, None)], ids=["host", "cuda"])
@@ -55,6 +60,6 @@ def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
 ) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 1)
     assert HostMover(device).bounce.shape == (THREADS, len(bytes_of(device, 0)))
-    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 1000)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 10_000)
     assert HostMover(device).bounce.dtype == np.uint8
-    assert len(HostMover(device).bounce) == THREADS * (1000 // 176)
+    assert len(HostMover(device).bounce) == THREADS * (10_000 // len(bytes_of(device, 0)))

@@ -214,3 +214,27 @@ def test_a_piece_that_is_not_whole_does_not_land() -> None:
         view[:] = bytes(len(view))
     assert not kv[7].any()
     memory.close()
+
+
+KINDS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "fp8": ((BLOCK_TOKENS, 2, 32), torch.float8_e4m3fn),
+    "latent": ((BLOCK_TOKENS, 576), torch.bfloat16),  # DeepSeek-V3's
+    "latent in fp8 with scales": ((BLOCK_TOKENS, 656), torch.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
+def test_kv_of_kinds_that_no_cpu_here_computes_arrives_as_it_was(kind: str, staged: bool) -> None:
+    shape, dtype = KINDS[kind]
+    theirs, mine = torch.randn(200, *shape).to(dtype), torch.zeros(200, *shape).to(dtype)
+
+    def memory(kv: torch.Tensor) -> BlockMemory:
+        there = {"layer": kv}
+        return StagedBlockMemory(there, 200, 1 << 20) if staged else HostBlockMemory(there, 200)
+
+    into = list(range(100, 200))
+    with serving(exported(memory(theirs), "t")) as port:
+        source, me = TransferSource("127.0.0.1", port, "t", 1, "p"), TransferEnd(1, 0, 1, 5.0, SECRET)
+        fetch(source, [0], [into], memory(mine), me, Cancellation())
+    assert torch.equal(mine[100:].view(torch.uint8), theirs[:100].view(torch.uint8))

@@ -112,3 +112,49 @@ def test_a_large_later_turn_goes_through_the_prefiller_to_its_own_decoder(fleet:
         placer.place(FirstTurn(f"f{i}", 3_000), 0.0)
     busy = placer.place_later(LaterTurn("c", "d2", 3_000_000, 2_900_000), 0.0)
     assert busy.decoder == "d2"
+
+
+def prefill_s(placer: Placer, tokens: int) -> float:
+    answer = placer.place(FirstTurn(f"asked for {tokens}", tokens), 0.0)
+    assert isinstance(answer, Placement) and answer.receipt.prefiller.chosen
+    placer.release(f"asked for {tokens}", 0.0)
+    return answer.receipt.prefiller.chosen.prefill_s
+
+
+def test_the_engines_own_curve_takes_the_place_of_the_guess(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9)
+    assert prefill_s(placer, 20_000) == pytest.approx(CURVE.seconds(20_000))
+    placer.observe(state("p0", 0, 1, prefill_curve=(0.01, 2e-5, 1e-10)), 0.0)
+    assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000))
+    placer.observe(state("p0", 0, 2), 0.0)  # one that says nothing is as it was
+    assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000))
+    placer.engine_up(engine("p0", Role.PREFILL, epoch=2))
+    assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000)), "as fast as it was"
+
+
+def test_what_was_learned_of_a_guess_is_not_learned_twice_when_the_curve_comes(fleet: MakeFleet) -> None:
+    """Prompts took a tenth of the guess; then the engine reports a curve that says so itself."""
+    placer, now = fleet(kv_tokens=10**9), 0.0
+    took = CURVE.seconds(8192) / 10
+    for number in range(60):
+        assert isinstance(placer.place(FirstTurn(f"c{number}", 8192), now), Placement)
+        now += took
+        placer.prefill_done(f"c{number}", now, tokens=8192)
+    assert prefill_s(placer, 8192) == pytest.approx(took, rel=0.05)
+    tenth = (CURVE.a / 10, CURVE.b / 10, CURVE.c / 10)
+    placer.observe(state("p0", 0, 1, prefill_curve=tenth), now)
+    assert prefill_s(placer, 8192) == pytest.approx(took, rel=0.05)
+
+
+def test_a_decoders_curve_counts_once_it_has_computed_prompts() -> None:
+    settings = PlacerSettings(fill=1.0, first_turns=FirstTurns.ELASTIC)
+    placer = Placer(settings, {"prefill": SLOW})
+    placer.engine_up(engine("p0", Role.PREFILL, kv_tokens=10**9))
+    placer.engine_up(engine("d0", kv_tokens=10**9))
+    sooner = (0.0, 1e-6, 0.0)
+    placer.observe(state("d0", 0, 1, prefill_curve=sooner), 0.0)
+    first = placer.place(FirstTurn("a", 20_000), 0.0)
+    assert isinstance(first, Placement) and first.prefiller == "p0"
+    placer.observe(state("d0", 0, 2, prefill_curve=sooner, prompt_tokens_per_s=1000.0), 0.0)
+    second = placer.place(FirstTurn("b", 20_000), 0.0)
+    assert isinstance(second, Placement) and second.prefiller is None

@@ -1,18 +1,24 @@
 """Co-serving settings survive vLLM's command line, and wrong ones are told."""
 
 import json
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import pytest
 
 from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import CONSERVATIVE, LatencyModel, RegionError
-from workers.coserving.config import CoServingConfig, CoServingConfigError, starting_model
-from workers.profiles import Profile, ProfileKey, ProfileStore
+from placement.iteration.latency import CONSERVATIVE, LatencyModel
+from workers.coserving.config import CoServingConfig, CoServingConfigError, with_knowledge
+from workers.coserving.starting_model import starting_model
+from workers.profiles import ProfileKey, StartingKnowledge
 
+MEASURED = LatencyModel(1e-4, 1e-8, 1e-7, 1e-3)
 SET = CoServingConfig(
-    ServingSettings("bros", TurnTargets(0.5, 0.05), margin=0.2), LatencyModel(1e-4, 1e-8, 0, 1e-3), True, 4
+    ServingSettings("bros", TurnTargets(0.5, 0.05), margin=0.2),
+    LatencyModel(1e-4, 1e-8, 0, 1e-3),
+    profiled=True,
+    safepoint_every=4,
 )
+KEY = ProfileKey("small", "float32", "CPU x2", 1, 1, None, "eager", "0.32.0")
 
 
 def test_settings_survive_the_command_line() -> None:
@@ -30,15 +36,18 @@ def test_wrong_settings_are_told(wrong: dict[str, object]) -> None:
         CoServingConfig.from_additional_config({"coserving": wrong})
 
 
-def test_a_measured_model_is_used_and_its_absence_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    key = ProfileKey("small", "CPU x2", "0.32.0")
-    measured = LatencyModel(1e-4, 1e-8, 1e-7, 1e-3)
-    config = CoServingConfig(profiles=str(tmp_path / "profiles.json"))
-    assert starting_model(config, key) == CONSERVATIVE
+def test_what_an_engine_is_told_at_its_start_reaches_it() -> None:
+    known = StartingKnowledge({str(KEY): asdict(MEASURED)}, 400.0)
+    told = json.loads(with_knowledge(json.dumps(SET.to_additional_config()), known))
+    wanted = replace(SET, profiles=known.profiles, power_cap_w=400.0)
+    assert CoServingConfig.from_additional_config(told) == wanted
+
+
+def test_a_measured_model_is_used_and_its_absence_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    guess = LatencyModel(1e-5, 1e-9, 1e-8, 1e-2)
+    assert starting_model(CoServingConfig(), KEY, None) == CONSERVATIVE
+    assert starting_model(CoServingConfig(), KEY, guess) == guess
     assert "run `conserve profile`" in caplog.text
-    profile = Profile(measured, (RegionError("all", 9, 0.01, 0.02, 0.03),), 0.001, 0.0)
-    ProfileStore(tmp_path / "profiles.json").save(key, profile)
-    assert starting_model(config, key) == measured
-    assert starting_model(config, ProfileKey("small", "CPU x4", "0.32.0")) == CONSERVATIVE
+    knows = CoServingConfig(profiles={str(KEY): asdict(MEASURED)})
+    assert starting_model(knows, KEY, guess) == MEASURED
+    assert starting_model(knows, replace(KEY, hardware="CPU x4"), guess) == guess

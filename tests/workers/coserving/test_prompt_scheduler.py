@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from placement.fleet.prefillers import PrefillCurve, curve_of
 from placement.iteration.interface import TurnTargets
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.prompts import PromptSharing
@@ -31,10 +32,12 @@ def words(count: int, seed: int = 0) -> list[int]:
 class Stepped(ModelFreeEngine):
     """Steps one after the other, or overlapping by one as with asynchronous scheduling."""
 
-    def __init__(self, model: Path, overlapping: bool = False, **more: Any) -> None:
+    def __init__(
+        self, model: Path, overlapping: bool = False, believed: LatencyModel = MODEL, **more: Any
+    ) -> None:
         self.now = 100.0
         super().__init__(
-            model, slo=TBT, scheduler=PROMPT_SCHEDULER, latency=MODEL, overlapping=overlapping,
+            model, slo=TBT, scheduler=PROMPT_SCHEDULER, latency=believed, overlapping=overlapping,
             clock=lambda: self.now, **more,
         )  # fmt: skip
         self.steps: list[dict[str, int]] = []
@@ -201,3 +204,18 @@ def test_the_simulators_engine_gives_the_same_first_tokens(small_model: Path) ->
     assert sorted(seen, key=seen.__getitem__) == sorted(simulated, key=simulated.__getitem__)
     for key, at in simulated.items():
         assert abs(seen[key] - at) < TBT.tbt_s, f"{key}: {seen[key]:.3f} s here, {at:.3f} s simulated"
+
+
+@BOTH
+def test_the_curve_that_placers_hear_of_follows_what_prompts_take(
+    small_model: Path, overlapping: bool
+) -> None:
+    """An engine that was measured on another day, when it was three times as slow."""
+    engine = Stepped(small_model, overlapping, believed=MODEL.scaled(3))
+    report, (chunk, tokens) = engine.scheduler.plugin("report"), (192, 4096)
+    right = curve_of(MODEL, chunk).seconds(tokens)
+    assert PrefillCurve(*report.prefill_curve).seconds(tokens) == pytest.approx(3 * right, rel=0.01)
+    asked = {f"p{number}": (words(150 + number, number), 2) for number in range(80)}
+    start(engine, asked)
+    engine.finish(asked)
+    assert PrefillCurve(*report.prefill_curve).seconds(tokens) == pytest.approx(right, rel=0.15)

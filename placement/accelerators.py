@@ -1,0 +1,41 @@
+"""Accelerators by name, as their makers state them: what checks and guesses of latency go by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    memory_gib: float
+    tflops: float  # dense, in 16 bit
+    bandwidth_gbs: float  # of its memory
+    power_w: tuple[int, int]  # limits that can be set
+    source: str
+    bfloat16: bool = True
+
+
+# Of the larger board where a name stands for several. Where a sheet states operations with sparsity, half of
+# them. The lowest power limit is in no sheet: it is what `nvidia-smi -q -d POWER` gives as "Min Power Limit"
+# on such boards.
+ACCELERATORS: Mapping[str, Accelerator] = {
+    "T4": Accelerator(15, 65, 320, (60, 70), "NVIDIA T4 data sheet", bfloat16=False),
+    "V100": Accelerator(32, 125, 900, (100, 300), "NVIDIA V100 data sheet, SXM2 32 GB", bfloat16=False),
+    "A10": Accelerator(24, 125, 600, (60, 150), "NVIDIA A10 data sheet"),
+    "A10G": Accelerator(24, 70, 600, (60, 300), "NVIDIA A10G data sheet"),
+    "L4": Accelerator(24, 121, 300, (40, 72), "NVIDIA L4 data sheet"),
+    "A40": Accelerator(48, 149.7, 696, (100, 300), "NVIDIA A40 data sheet"),
+    "L40S": Accelerator(48, 362, 864, (100, 350), "NVIDIA L40S data sheet"),
+    "A100-40GB": Accelerator(40, 312, 1555, (100, 400), "NVIDIA A100 data sheet, SXM 40 GB"),
+    "A100-80GB": Accelerator(80, 312, 2039, (100, 400), "NVIDIA A100 data sheet, SXM 80 GB"),
+    "H100-PCIe": Accelerator(80, 756, 2000, (200, 350), "NVIDIA H100 data sheet, PCIe"),
+    "H100": Accelerator(80, 989, 3350, (200, 700), "NVIDIA H100 data sheet, SXM"),
+    "H200": Accelerator(141, 989, 4800, (200, 700), "NVIDIA H200 data sheet, SXM"),
+    "B200": Accelerator(180, 2250, 8000, (200, 1000), "NVIDIA DGX B200 data sheet, of one of eight"),
+}
+
+
+def accelerator_of(device: str) -> Accelerator | None:
+    """By the name that a driver has for it, as in `NVIDIA A100-SXM4-80GB`; None: it is none of these."""
+    words = set(device.upper().replace("-", " ").split())
+    fitting = [name for name in ACCELERATORS if set(name.upper().split("-")) <= words]
+    return ACCELERATORS[max(fitting, key=len)] if fitting else None
