@@ -8,7 +8,8 @@ FROM python:3.11-slim-bookworm
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc g++ libnuma1 wget \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 conserve
+    && useradd --create-home --uid 1000 conserve \
+    && install --directory --owner=conserve --group=conserve --mode=0700 /var/lib/conserve
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir "$(ls /wheels/conserve-*.whl)[cuda]"
 USER conserve

@@ -41,7 +41,7 @@ def started(work: Path) -> dict[str, Subject]:
     batch = Subject("batch", [], free_port(), ready_path="/metrics")
     address = f"127.0.0.1:{directory.port}"
     of_gateway = json.loads((work / "gateway.json").read_text())
-    of_gateway |= {"batch": {"http": f"127.0.0.1:{batch.port}"}}
+    of_gateway |= {"batch": {"http": f"127.0.0.1:{batch.port}", "key": subjects.SECRET}}
     (work / "gateway.json").write_text(json.dumps(of_gateway))
     of_batch = {
         "store_url": f"sqlite:///{work / 'batch.sqlite'}",
@@ -49,6 +49,7 @@ def started(work: Path) -> dict[str, Subject]:
         "models": [{"name": "m"}],
         "directory": address,
         "secret": subjects.SECRET,
+        "key": subjects.SECRET,
         "port": batch.port,
     }
     (work / "batch.json").write_text(json.dumps(of_batch))

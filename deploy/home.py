@@ -1,5 +1,6 @@
 """Where a fleet keeps its state on this machine (`docs/architecture.md`, State on disk)."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -90,13 +91,12 @@ class FleetHome:
         if longest > LONGEST_SOCKET_PATH:
             raise DeployError(f"{self.root} is too long for sockets; set CONSERVE_HOME to a shorter path")
 
-    def secret(self) -> str:
-        """The fleet's shared secret, made once."""
-        return _kept_secret(self.root / "secret")
-
     def ray_token(self) -> Path:
-        _kept_secret(self.ray / "token")
-        return self.ray / "token"
+        """The file of the token of a cluster of our own, made once."""
+        file = self.ray / "token"
+        with contextlib.suppress(FileExistsError), os.fdopen(_new_file(file), "w") as opened:
+            opened.write(secrets.token_urlsafe(32))
+        return file
 
     def read_run(self) -> RunRecord | None:
         try:
@@ -108,9 +108,5 @@ class FleetHome:
         write_atomically(self.run_file, json.dumps(asdict(record)) + "\n")
 
 
-def _kept_secret(file: Path) -> str:
-    if not file.exists():
-        draft = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(draft, "w") as opened:
-            opened.write(secrets.token_urlsafe(32))
-    return file.read_text().strip()
+def _new_file(file: Path) -> int:
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

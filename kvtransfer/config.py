@@ -28,6 +28,7 @@ class ConnectorConfig:
     port: int = 0  # transfer server of rank 0; rank r listens on port + r; 0: no server
     lease_s: float = 60.0  # how long a finished prefill's KV waits for its decoder
     timeout_s: float = 30.0  # longest silence of a peer before a transfer is given up
+    encrypt: bool = False  # blocks on their way between engines; whoever reads the network else reads prompts
     staging_gib: float = 0.25  # GPU only: pinned host memory of all ranks that blocks pass through in turns
     feed: str = ""  # Unix socket of the state feed; empty: no feed
     park_after_s: float = 60.0  # idle time after which a conversation is parked
@@ -51,6 +52,8 @@ class ConnectorConfig:
             raise ConnectorConfigError(f"host_kv_gib must be 0 or more, not {self.host_kv_gib!r}")
         if self.backend not in ("tcp", "nixl"):
             raise ConnectorConfigError(f"backend must be tcp or nixl, not {self.backend!r}")
+        if self.encrypt and self.backend != "tcp":
+            raise ConnectorConfigError("encrypt is of the backend tcp: NIXL moves KV in the clear")
         if self.lmcache and not self.lmcache.rpartition(":")[2].isdigit():
             raise ConnectorConfigError(f"lmcache must be host:port, not {self.lmcache!r}")
         if self.lmcache and self.safepoint:
@@ -116,10 +119,10 @@ def _connector(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def transfer_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The fleet's shared secret: from the environment, because arguments are visible to every local user."""
+    """The key of transfers: from the environment, because arguments are visible to every local user."""
     secret = environ.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
-        raise ConnectorConfigError(f"{SECRET_VARIABLE} must hold the fleet's secret (16 characters or more)")
+        raise ConnectorConfigError(f"{SECRET_VARIABLE} must hold the key of transfers (16 characters+)")
     return secret.encode()
 
 

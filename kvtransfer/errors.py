@@ -27,7 +27,7 @@ class Reason(StrEnum):
     NO_CAPACITY = "no_capacity"  # no slot of a staging window in time
     STALLED = "stalled"  # the prefill or the peer made no progress in time
     SHORT = "short"  # fewer blocks than the prompt has
-    CORRUPT = "corrupt"  # a checksum did not match
+    CORRUPT = "corrupt"  # a tag did not match: changed on its way
     UNREACHABLE = "unreachable"  # no connection, or it broke
     CANCELLED = "cancelled"  # the decoder's request ended first
     INTERNAL = "internal"  # a defect of ours; the log has it

@@ -82,6 +82,7 @@ class BatchAddress:
     """Where the batch process listens, and what it takes."""
 
     http: str  # host:port
+    key: str = ""  # that it asks for
     max_file_bytes: int = 2 << 30
 
 
@@ -130,6 +131,7 @@ class GatewayConfig:
     shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
     owner_share: float = 0.5  # of the connections, for requests of one owner
     directory_secret: str = ""
+    engine_key: str = ""  # that engines ask for; empty: none is shown
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracing: TracingConfig | None = None

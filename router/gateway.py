@@ -35,14 +35,14 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.directory = DirectoryClient(config.directory, config.name, secret=config.directory_secret)
-        self.pool = UpstreamPool(config.upstream)
+        self.pool = UpstreamPool(config.upstream, config.engine_key)
         self.directory.engines.on_gone = lambda http: self.pool.lose(Endpoint.parse(http))
         self.tracer = _tracer(config)
         self._answers = Answers(config.answers)
         life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
         self._life = life
         self._batch = batch = (
-            BatchForwarding(config.batch, config.directory_secret, self.pool) if config.batch else None
+            BatchForwarding(config.batch, self.pool) if config.batch else None
         )
         self._certificate = Certificate(config.tls.cert, config.tls.key) if config.tls else None
         self._readers = Readers()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from workers.engine_key import KEY_HEADER
 from workers.processes import WorkerError
 
 
@@ -24,9 +25,9 @@ _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class EngineHttp:
-    def __init__(self, address: str, served_name: str, *, embeds: bool = False) -> None:
+    def __init__(self, address: str, served_name: str, key: str = "", *, embeds: bool = False) -> None:
         """`embeds`: it makes embeddings instead of text."""
-        self.address, self._name, self._embeds = address, served_name, embeds
+        self.address, self._name, self._key, self._embeds = address, served_name, key, embeds
         self._session: aiohttp.ClientSession | None = None
 
     async def healthy(self, timeout_s: float) -> bool:
@@ -74,7 +75,8 @@ class EngineHttp:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            headers = {KEY_HEADER.decode(): self._key} if self._key else None
+            self._session = aiohttp.ClientSession(headers=headers)
         return self._session
 
 

@@ -12,7 +12,7 @@ from placement.engines import EngineInfo
 from workers import engine_log, metrics
 from workers.engine_http import EngineFacts, EngineHttp, EngineHttpError
 from workers.engine_log import Diagnosis, diagnose
-from workers.launch import LaunchSpec, Start, engine_command
+from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.leased import LeasedProcess, last_epoch, start_slot
 from workers.lmcache_server import LmcacheServer
 from workers.processes import Backoff, WorkerError, free_port
@@ -62,14 +62,14 @@ class Keeper:
         store: StatusStore,
         feed: ConnectorFeed,
         *,
-        secret: str,
+        keys: EngineKeys,
         control: str,
         shared_tier: LmcacheServer | None = None,
         known: StartingKnowledge | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._settings, self._store, self._feed = spec, settings, store, feed
-        self._secret, self._control, self._clock = secret, control, clock
+        self._keys, self._control, self._clock = keys, control, clock
         self._shared_tier, self._known = shared_tier, known or StartingKnowledge()
         self._process: LeasedProcess | None = None
         metrics.from_zero(spec.engine)
@@ -168,7 +168,7 @@ class Keeper:
         log_from = engine_log.log_size(spec.directory / "log")
         self._process = LeasedProcess.start(
             spec.directory,
-            engine_command(spec, start, self._secret, os.environ),
+            engine_command(spec, start, self._keys, os.environ),
             fingerprint=spec.fingerprint(),
             epoch=epoch,
             ports=(start.http_port, start.transfer_port),
@@ -180,7 +180,7 @@ class Keeper:
     def _http(self, process: LeasedProcess) -> EngineHttp:
         address = f"{self._spec.host}:{process.record.ports[0]}"
         embeds = ("runner", "pooling") in self._spec.options
-        return EngineHttp(address, self._spec.served_name, embeds=embeds)
+        return EngineHttp(address, self._spec.served_name, self._keys.http, embeds=embeds)
 
     async def _bring_up(self, running: Running) -> EngineInfo:
         record = running.process.record

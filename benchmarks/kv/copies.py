@@ -139,17 +139,18 @@ def _restore(copier: Copier, copies: list[BlockCopy]) -> None:
 
 
 def transfers(shape: MadeShape, prompts: int = 1) -> dict[str, float]:
-    """One prompt over a connection of this machine, computed before it is asked for; on a GPU, `direct` is
-    between host memories."""
+    """One prompt over a connection of this machine, computed before it is asked for; on a GPU, `direct` and
+    `encrypted` are between host memories."""
     theirs, mine = shape.made(True), shape.made(False)
     on_host = [{name: layer.cpu() for name, layer in kv.items()} for kv in (theirs, mine)]
     cuda = cuda_of(theirs["layer0"])
     staged = [StagedBlockMemory(kv, shape.blocks, shape.window_bytes, cuda) for kv in (theirs, mine)]
     direct = [HostBlockMemory(kv, shape.blocks) for kv in on_host]
     size = sum(layer.nbytes for layer in theirs.values())
-    seconds: dict[str, list[float]] = {"direct": [], "staged": []}
+    seconds: dict[str, list[float]] = {"direct": [], "encrypted": [], "staged": []}
     for _ in range(shape.rounds):
         seconds["direct"].append(transfer_s(direct[0], direct[1], shape, prompts))
+        seconds["encrypted"].append(transfer_s(direct[0], direct[1], shape, prompts, encrypt=True))
         seconds["staged"].append(transfer_s(staged[0], staged[1], shape, prompts))
     for memory in staged:
         memory.close()
@@ -160,13 +161,17 @@ def transfers(shape: MadeShape, prompts: int = 1) -> dict[str, float]:
         "transfer_direct_gbs": gbs["direct"],
         "transfer_staged_gbs": gbs["staged"],
         "staged_transfer_vs_direct": gbs["staged"] / gbs["direct"],
+        "transfer_encrypted_gbs": gbs["encrypted"],
+        "encrypted_transfer_vs_direct": gbs["encrypted"] / gbs["direct"],
     }
 
 
-def transfer_s(producer: BlockMemory, consumer: BlockMemory, shape: MadeShape, prompts: int) -> float:
+def transfer_s(
+    producer: BlockMemory, consumer: BlockMemory, shape: MadeShape, prompts: int, *, encrypt: bool = False
+) -> float:
     """Of all blocks, as so many prompts at once."""
     exports = Exports(producer, shape.block_tokens, LIMIT_S, time.monotonic)
-    end = TransferEnd(1, 0, 1, LIMIT_S, secrets.token_bytes(16))
+    end = TransferEnd(1, 0, 1, LIMIT_S, secrets.token_bytes(16), encrypt)
     listener = socket.create_server(("127.0.0.1", 0))
     TransferServer(listener, end, exports)
     port = int(listener.getsockname()[1])

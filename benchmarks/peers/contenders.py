@@ -24,7 +24,7 @@ from deploy.fleet import FleetSpec
 from deploy.fleet.components import engine_spec, engines
 from deploy.home import FleetHome
 from placement.engines import Role
-from workers.launch import Start, engine_command
+from workers.launch import EngineKeys, Start, engine_command
 from workers.processes import free_port
 
 HOST = "127.0.0.1"
@@ -202,7 +202,7 @@ class PlainEngines:
         decoder = next(engine for engine in engines(bench.fleet) if engine.tier.role is not Role.PREFILL)
         spec = engine_spec(bench.fleet, decoder, FleetHome(bench.work / "home"), HOST)
         spec = replace(spec, connector=None, scheduler_class=None, additional=None)
-        command = engine_command(spec, Start(1, port, 0), "", os.environ)
+        command = engine_command(spec, Start(1, port, 0), EngineKeys(), os.environ)
         argv, env = [*command.argv], dict(command.env)
         if self._moves_kv is not None:
             env |= self._moves_kv

@@ -15,9 +15,10 @@ from deploy.fleet.components import (
 )
 from deploy.fleet.schema import FleetSpec
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys
 
 # Engines of one fleet that differ in these do not understand each other's KV, so not one by one.
-WHOLE_FLEET = ("name", "policy", "model", "engine.device", "transfer.backend", "ray")
+WHOLE_FLEET = ("name", "policy", "model", "engine.device", "transfer.backend", "transfer.encrypt", "ray")
 WHOLE_FLEET_ARGUMENTS = ("block-size", "kv-cache-dtype")
 
 SECRET = ("key", "secret", "token", "database", "headers", "env")
@@ -119,8 +120,9 @@ def _directory(fleet: FleetSpec) -> object:
 
 def _gateways(fleet: FleetSpec, home: FleetHome) -> object:
     """The batch process too, which the same actor keeps."""
-    batch = batch_config(fleet, home, "", "-", "", 0) if fleet.batch.enabled else None
-    return fleet.gateway.processes, gateway_config(fleet, "", "", "", ""), batch
+    keys = FleetKeys("the same for both", fleet.name)
+    batch = batch_config(fleet, home, "", keys, "", 0) if fleet.batch.enabled else None
+    return fleet.gateway.processes, gateway_config(fleet, "", "", keys, ""), batch
 
 
 def _autoscaler(fleet: FleetSpec) -> object:

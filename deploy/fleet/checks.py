@@ -14,6 +14,7 @@ from deploy.fleet.engine_checks import check_engines
 from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys
 from kvtransfer.errors import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError
@@ -257,8 +258,9 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
     yield (("engine",),), lambda: components.keeper_settings(fleet)
     yield (("conversation",), ("capacity",)), lambda: components.placer_settings(fleet)
     yield (("conversation",), ("capacity",)), lambda: components.directory_settings(fleet)
-    yield offered, lambda: components.gateway_config(fleet, "gateway", address, "secret", address)
-    yield (("batch",),), lambda: components.batch_config(fleet, home, address, "secret", "127.0.0.1", 1)
+    keys = FleetKeys("of no fleet at all", fleet.name)
+    yield offered, lambda: components.gateway_config(fleet, "gateway", address, keys, address)
+    yield (("batch",),), lambda: components.batch_config(fleet, home, address, keys, "127.0.0.1", 1)
     for index, tier in enumerate(fleet.tiers):
         path: KeyPath = ("tiers", index)
         if (limits := tier.autoscale) is not None:

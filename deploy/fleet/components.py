@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome
+from deploy.keys import FleetKeys, Purpose
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.fleet.capacity import ScaleLimits, Thresholds
@@ -43,7 +44,7 @@ from workers.coserving.config import (
     CoServingConfig,
 )
 from workers.keeper import KeeperSettings
-from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, LaunchSpec
+from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
 from workers.lmcache_server import LmcacheServer
 from workers.power.engine_power import PowerSettings
 
@@ -81,6 +82,10 @@ def engines(fleet: FleetSpec) -> Iterator[EngineName]:
     for tier in fleet.tiers:
         for index in range(tier.replicas):
             yield EngineName(f"{tier.name}-{index}", tier)
+
+
+def engine_keys(keys: FleetKeys) -> EngineKeys:
+    return EngineKeys(keys.of(Purpose.ENGINES), keys.of(Purpose.TRANSFER))
 
 
 def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str) -> LaunchSpec:
@@ -247,7 +252,7 @@ def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:
 
 
 def gateway_config(
-    fleet: FleetSpec, name: str, directory: str, secret: str, batch: str, answers: str = ""
+    fleet: FleetSpec, name: str, directory: str, keys: FleetKeys, batch: str, answers: str = ""
 ) -> GatewayConfig:
     """`batch`: host:port of the batch process. `answers`: the file of stored answers."""
     tracing, kept = fleet.observe.tracing, fleet.gateway.answers
@@ -259,11 +264,12 @@ def gateway_config(
         tls=configured(TlsConfig, fleet.gateway.tls) if fleet.gateway.tls else None,
         trusted_proxies=tuple(fleet.gateway.trusted_proxies),
         directory=directory,
-        directory_secret=secret,
+        directory_secret=keys.of(Purpose.DIRECTORY),
+        engine_key=keys.of(Purpose.ENGINES),
         models=_models(fleet),
         fleet=fleet.name,
         name=name,
-        batch=BatchAddress(batch, _file_bytes(fleet)) if fleet.batch.enabled else None,
+        batch=_batch_address(fleet, batch, keys) if fleet.batch.enabled else None,
         reuse_port=True,  # a changed gateway listens before the old one ends
         metrics_host=directory.rpartition(":")[0],  # the directory's machine is the gateways'
         policy=PlacingPolicy(fleet.policy),
@@ -285,6 +291,10 @@ def gateway_config(
         limits=_server_limits(fleet, max_connections=fleet.gateway.limits.connections),
         upstream=_upstream_limits(fleet),
     )
+
+
+def _batch_address(fleet: FleetSpec, address: str, keys: FleetKeys) -> BatchAddress:
+    return BatchAddress(address, keys.of(Purpose.BATCH), _file_bytes(fleet))
 
 
 def asks_for_keys(fleet: FleetSpec) -> bool:
@@ -336,7 +346,7 @@ def _file_bytes(fleet: FleetSpec) -> int:
 
 
 def batch_config(
-    fleet: FleetSpec, home: FleetHome, directory: str, secret: str, host: str, port: int
+    fleet: FleetSpec, home: FleetHome, directory: str, keys: FleetKeys, host: str, port: int
 ) -> BatchConfig:
     batch = fleet.batch
     return BatchConfig(
@@ -344,7 +354,9 @@ def batch_config(
         files_url=batch.files or str(home.batch / "files"),
         models=_models(fleet),
         directory=directory,
-        secret=secret,
+        secret=keys.of(Purpose.DIRECTORY),
+        key=keys.of(Purpose.BATCH),
+        engine_key=keys.of(Purpose.ENGINES),
         host=host,
         port=port,
         limits=BatchLimits(file_bytes=_file_bytes(fleet), requests_per_batch=batch.max_requests),

@@ -302,6 +302,9 @@ class SloSpec(Spec):
 
 class TransferSpec(Spec):
     backend: Literal["tcp", "nixl"] = default(ConnectorConfig, "backend")
+    encrypt: bool = default(ConnectorConfig, "encrypt")
+    """KV on its way between engines (`tcp`). It is authenticated with or without; whoever reads the network
+    reads prompts without. What it costs: docs/measurements/kv.md."""
     lease: Period = default(ConnectorConfig, "lease_s")
     """How long a prefiller holds KV for its decoder."""
     staging_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = default(ConnectorConfig, "staging_gib")

@@ -20,23 +20,22 @@ LOCAL_HOST = "127.0.0.1"
 class Actors(Keepers):
     def __init__(self, fleet: FleetSpec, home: FleetHome) -> None:
         host = LOCAL_HOST if fleet.ray.address is None else None
-        super().__init__(fleet, home, home.secret(), host, ProfileStore(home.profiles).coefficients())
+        super().__init__(fleet, home, host, ProfileStore(home.profiles).coefficients())
 
     def start_keepers(self) -> dict[str, Any]:
         return {engine.name: self.start(engine) for engine in engines(self._fleet)}
 
     def start_directory(self) -> Any:
-        return self._start(DirectoryActor, DIRECTORY, self._secret, self._host)
+        return self._start(DirectoryActor, DIRECTORY, self._host)
 
     def start_gateways(self, directory: str) -> Any:
-        return self._start(GatewaysActor, GATEWAYS, directory, self._secret)
+        return self._start(GatewaysActor, GATEWAYS, directory)
 
     def start_autoscaler(self, directory: str) -> None:
         """If a tier follows the load."""
         if any(tier.autoscale is not None for tier in self._fleet.tiers):
-            told = (directory, self._secret, self._host, self._profiles)
-            self._start(AutoscalerActor, AUTOSCALER, *told)
+            self._start(AutoscalerActor, AUTOSCALER, directory, self._host, self._profiles)
 
     def _start(self, kind: type, name: str, *arguments: object) -> Any:
         actor = ray.remote(kind).options(**always(name), **control_resources(self._fleet))
-        return actor.remote(self._fleet, self._home, *arguments)
+        return actor.remote(self._sealed, self._home, *arguments)

@@ -1,16 +1,19 @@
 """The Ray cluster of a fleet: start our own, or connect to the one the fleet file names."""
 
+import logging
 import os
 import shutil
 import sys
 import time
 from typing import Any
 
+import grpc
 import psutil
 
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
 from deploy.home import FleetHome, RunRecord
+from deploy.keys import token
 from deploy.ray.own_cluster import (
     LOOPBACK,
     OwnCluster,
@@ -23,6 +26,10 @@ from workers import processes
 from workers.engine_log import last_lines
 from workers.processes import free_port
 
+log = logging.getLogger("conserve.deploy.cluster")
+
+AUTO = "auto"  # Ray finds it: on a node of the cluster
+ANYBODY_MAY = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # where no token is asked for
 START_LIMIT_S = 120.0
 REACH_LIMIT_S = 5.0
 LOGS = ("node.log", "head.log", "supervisor.log")
@@ -62,7 +69,10 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
     if own:
         _until_node_is_up(home, record)
     else:
-        _until_listens(record.ray_address)
+        token(os.environ)  # or nothing that the fleet's processes say to each other would be secret
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if record.ray_address != AUTO:
+            _until_listens(record.ray_address)
     host = record.ray_address.rpartition(":")[0]
     # Ray finds our address by itself, except where the head is on this machine only.
     ours = {"_node_ip_address": host} if host.startswith("127.") else {}
@@ -78,6 +88,24 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
         reason = str(error).splitlines()[0]
         raise LifecycleError(f"cannot connect to Ray at {record.ray_address}: {reason}") from error
     return ray
+
+
+def refuse_open_cluster(ray: Any) -> None:
+    """Who is in a Ray cluster runs code on all its nodes: one that answers without a token is no place for
+    a fleet. What else this call ends with (a Ray that has it no more, say) is no sign of that."""
+    address = ray.get_runtime_context().gcs_address
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(ANYBODY_MAY)(b"", timeout=REACH_LIMIT_S)
+        except grpc.RpcError as refused:
+            if refused.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                log.warning("not known whether Ray at %s asks for its token: %s", address, refused.code())
+            return
+    raise LifecycleError(
+        f"Ray at {address} answers whoever reaches it, and who is in its cluster runs code on every node: "
+        "end it, `ray get-auth-token --generate`, give each node that token (~/.ray/auth_token), and start "
+        "Ray with RAY_AUTH_MODE=token, as deploy/ray/ and deploy/kubernetes/ do"
+    )
 
 
 def _until_listens(ray_address: str) -> None:

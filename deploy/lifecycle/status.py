@@ -12,6 +12,7 @@ from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, components, load_fleet
 from deploy.fleet.components import EngineName
 from deploy.home import FleetHome, RunRecord
+from deploy.keys import FleetKeys, Purpose
 from deploy.ray.common import replica
 from deploy.ray.control import ControlClient, ControlError
 from router.directory import messages
@@ -23,6 +24,13 @@ LIMIT_S = 3.0
 CONTROL_FILE = "control"
 
 Reply = TypeVar("Reply")
+
+
+def keys_of(fleet: FleetSpec, home: FleetHome) -> FleetKeys:
+    """For commands: a cluster of our own keeps its token with the fleet."""
+    if fleet.ray.address is not None:
+        return FleetKeys.here(home.name)
+    return FleetKeys(home.ray_token().read_text().strip(), home.name)
 
 
 async def directory_status(address: str, secret: str) -> messages.DirectoryStatus | None:
@@ -131,8 +139,8 @@ def fleet_status(home: FleetHome) -> FleetStatus:
 async def _ask_all(
     home: FleetHome, fleet: FleetSpec, address: str
 ) -> tuple[messages.DirectoryStatus | None, dict[str, KeeperReport], list[EngineName]]:
-    secret = home.secret()
-    reply = await directory_status(address, secret) if address else None
+    keys = keys_of(fleet, home)
+    reply = await directory_status(address, keys.of(Purpose.DIRECTORY)) if address else None
     known = _by_name(reply)
     present = _present(fleet, home, known)
 
@@ -143,7 +151,7 @@ async def _ask_all(
         if not control:
             return None
         try:
-            async with ControlClient(control, secret, LIMIT_S) as client:
+            async with ControlClient(control, keys.of(Purpose.KEEPERS), LIMIT_S) as client:
                 return await client.info()
         except ControlError:
             return None  # shown as unreachable

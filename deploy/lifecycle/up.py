@@ -17,7 +17,7 @@ from deploy.fleet import FleetSpec
 from deploy.fleet.hardware import engine_resources
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.cluster import connect, start_own_cluster
+from deploy.lifecycle.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.lifecycle.down import bring_down
 from deploy.ray.common import replica
 from deploy.small_model import ensure_model
@@ -39,7 +39,6 @@ def prepare(fleet: FleetSpec, home: FleetHome) -> None:
         bring_down(home)  # what a run left that was killed
     refuse_taken_port(fleet)
     home.create()
-    home.secret()
     write_fleet(fleet, home)
     ensure_model(fleet, home)
 
@@ -104,6 +103,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
             home.write_run(record)
         ray = connect(fleet, home, record)
         try:
+            refuse_open_cluster(ray)
             return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()

@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import Mapping
 
-from deploy.fleet import FleetSpec
 from deploy.fleet.components import EngineName, scale_limits
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys, Purpose
 from deploy.lifecycle import status as ask
 from deploy.ray.common import Background, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
+from deploy.ray.sealed import SealedFleet
 from placement.fleet.capacity import TierScaler, load_of
 from workers.profiles import Coefficients
 from workers.status import KeeperPhase
@@ -27,16 +28,17 @@ GIVE_UP_AFTER = 3  # starts of an engine that fail
 class AutoscalerActor:
     def __init__(
         self,
-        fleet: FleetSpec,
+        sealed: SealedFleet,
         home: FleetHome,
         directory: str,
-        secret: str,
         host: str | None,
         profiles: Mapping[str, Coefficients],
     ) -> None:
         log_to_stderr()
-        self._fleet, self._directory, self._secret = fleet, directory, secret
-        self._keepers = Keepers(fleet, home, secret, host, profiles)
+        keys = FleetKeys.here(home.name)
+        fleet = self._fleet = sealed.opened(keys)
+        self._directory, self._secret = directory, keys.of(Purpose.DIRECTORY)
+        self._keepers = Keepers(fleet, home, host, profiles)
         self._scaled = [
             (tier, TierScaler(scale_limits(fleet, tier.autoscale)))
             for tier in fleet.tiers

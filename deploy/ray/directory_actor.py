@@ -9,12 +9,13 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from deploy.fleet import FleetSpec
 from deploy.fleet.components import directory_settings, placer_settings, prefill_curves
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys, Purpose
 from deploy.observe.catalogue import serve_metrics
 from deploy.ray.common import Background, engines_of, keeper_name, log_to_stderr
 from deploy.ray.control import ControlClient, ControlError
+from deploy.ray.sealed import SealedFleet
 from placement.engines import EngineInfo
 from placement.fleet.placer import MissingCurve, Placer
 from router.directory.directory import Directory
@@ -30,10 +31,12 @@ RETRY_S = 0.5
 
 
 class DirectoryActor:
-    def __init__(self, fleet: FleetSpec, home: FleetHome, secret: str, host: str | None) -> None:
+    def __init__(self, sealed: SealedFleet, home: FleetHome, host: str | None) -> None:
         log_to_stderr()
         home.create()
-        self._fleet, self._home, self._secret = fleet, home, secret
+        keys = FleetKeys.here(home.name)
+        self._fleet, self._home = sealed.opened(keys), home
+        self._secret, self._keepers_key = keys.of(Purpose.DIRECTORY), keys.of(Purpose.KEEPERS)
         self._host = host or ray.util.get_node_ip_address()
         self._address = ""
         self._handles: dict[str, ray.actor.ActorHandle] = {}
@@ -88,7 +91,7 @@ class DirectoryActor:
 
     def _watch(self, engine: str, server: DirectoryServer, known: EngineInfo | None = None) -> "EngineWatch":
         lease_s = self._fleet.engine.lease
-        return EngineWatch(engine, server, self._keeper_address, self._secret, lease_s, known=known)
+        return EngineWatch(engine, server, self._keeper_address, self._keepers_key, lease_s, known=known)
 
     async def _keeper_address(self, engine: str) -> str:
         """From the keeper itself: its handle, once found, also answers while Ray's head is away."""
@@ -102,11 +105,11 @@ class DirectoryActor:
             raise
 
     async def _release(self, info: EngineInfo, conversation: str) -> None:
-        async with ControlClient(info.control, self._secret) as client:
+        async with ControlClient(info.control, self._keepers_key) as client:
             await client.release(conversation)
 
     async def _withdraw(self, info: EngineInfo, conversation: str) -> bool:
-        async with ControlClient(info.control, self._secret) as client:
+        async with ControlClient(info.control, self._keepers_key) as client:
             return await client.withdraw(conversation)
 
 

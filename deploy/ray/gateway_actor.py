@@ -13,11 +13,12 @@ import psutil
 import router.batch.config
 import router.config
 from deploy.errors import DeployError
-from deploy.fleet import FleetSpec
 from deploy.fleet.components import batch_config, gateway_config
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys
 from deploy.ray.common import Background, log_to_stderr
 from deploy.ray.own_cluster import common_environment
+from deploy.ray.sealed import SealedFleet
 from workers import processes
 from workers.launch import FLEET_MARK, ProcessCommand
 from workers.leased import LeasedProcess
@@ -36,11 +37,12 @@ class PortTaken(DeployError):
 
 
 class GatewaysActor:
-    def __init__(self, fleet: FleetSpec, home: FleetHome, directory: str, secret: str) -> None:
+    def __init__(self, sealed: SealedFleet, home: FleetHome, directory: str) -> None:
         log_to_stderr()
         home.create()
-        self._fleet, self._home = fleet, home
-        self._directory, self._secret = directory, secret
+        self._keys = FleetKeys.here(home.name)
+        self._fleet, self._home = sealed.opened(self._keys), home
+        self._directory = directory
         self._host = directory.rpartition(":")[0]  # the directory's machine is the gateways'
         self._processes: dict[str, LeasedProcess] = {}
         self._background = Background(self._work)
@@ -79,7 +81,7 @@ class GatewaysActor:
 
     async def _keep_batch(self, port: int) -> None:
         """One process: one of another configuration ends before this one starts."""
-        config = batch_config(self._fleet, self._home, self._directory, self._secret, self._host, port)
+        config = batch_config(self._fleet, self._home, self._directory, self._keys, self._host, port)
         text = router.batch.config.dump(config)
         directory = self._home.gateways / BATCH
         directory.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ class GatewaysActor:
 
     async def _keep_gateway(self, name: str, batch: str) -> None:
         answers = str(self._home.gateways / "answers.sqlite")
-        config = gateway_config(self._fleet, name, self._directory, self._secret, batch, answers)
+        config = gateway_config(self._fleet, name, self._directory, self._keys, batch, answers)
         text = router.config.dump(config)
         directory, other = self._place(name, _fingerprint(text))
         grace_s = config.drain_s + GRACE_S

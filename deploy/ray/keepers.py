@@ -15,12 +15,21 @@ from ray.exceptions import RayError
 
 from deploy.fleet import FleetSpec
 from deploy.fleet.changes import Need
-from deploy.fleet.components import EngineName, engine_spec, keeper_settings, power_settings, shared_tier
+from deploy.fleet.components import (
+    EngineName,
+    engine_keys,
+    engine_spec,
+    keeper_settings,
+    power_settings,
+    shared_tier,
+)
 from deploy.fleet.hardware import engine_resources
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys, Purpose
 from deploy.observe.catalogue import serve_metrics
 from deploy.ray.common import Background, always, engines_of, keeper_name, log_to_stderr, resources
 from deploy.ray.control import ControlClient, ControlError, ControlServer
+from deploy.ray.sealed import SealedFleet, engine_named
 from deploy.small_model import ensure_model
 from workers.keeper import Keeper
 from workers.launch import FEED_SOCKET
@@ -44,15 +53,17 @@ class KeeperActor:
 
     def __init__(
         self,
-        fleet: FleetSpec,
-        engine: EngineName,
+        sealed: SealedFleet,
+        name: str,
         home: FleetHome,
-        secret: str,
         host: str | None,
         profiles: Mapping[str, Coefficients],
     ) -> None:
         """`host`: where this node is reached; None: by the address that Ray knows it by."""
         log_to_stderr()
+        self._keys = FleetKeys.here(home.name)
+        fleet = sealed.opened(self._keys)
+        engine = engine_named(fleet, name)
         host = host or ray.util.get_node_ip_address()
         home.create()
         ensure_model(fleet, home)
@@ -60,7 +71,7 @@ class KeeperActor:
         self._spec = engine_spec(fleet, engine, home, host)
         self._spec.directory.mkdir(parents=True, exist_ok=True)
         self._store = StatusStore(engine.name)
-        self._settings, self._secret = keeper_settings(fleet), secret
+        self._settings = keeper_settings(fleet)
         self._power = power_settings(fleet, engine, home, visible_gpus())
         self._shared_tier = shared_tier(fleet, engine, home)
         self._known = StartingKnowledge(profiles, engine.tier.power_cap_w)
@@ -75,8 +86,10 @@ class KeeperActor:
     def status(self) -> KeeperStatus:
         return self._store.status
 
-    def compare(self, fleet: FleetSpec, engine: EngineName, profiles: Mapping[str, Coefficients]) -> str:
-        """What it would take to become what `fleet` says (deploy.fleet.changes.Need)."""
+    def compare(self, sealed: SealedFleet, profiles: Mapping[str, Coefficients]) -> str:
+        """What it would take to become what that fleet says (deploy.fleet.changes.Need)."""
+        fleet = sealed.opened(self._keys)
+        engine = engine_named(fleet, self._engine.name)
         spec = engine_spec(fleet, engine, self._home, self._spec.host)
         moved = engine_resources(fleet, engine.tier) != engine_resources(self._fleet, self._engine.tier)
         if moved or spec.fingerprint() != self._spec.fingerprint():
@@ -96,7 +109,7 @@ class KeeperActor:
 
     async def _work(self) -> None:
         feed = ConnectorFeed(self._spec.engine, self._spec.directory / FEED_SOCKET)
-        server = ControlServer(self._store, feed, self._secret)
+        server = ControlServer(self._store, feed, self._keys.of(Purpose.KEEPERS))
         self._control = await server.start(self._spec.host, self._last_port())
         write_atomically(self._spec.directory / CONTROL_FILE, self._control)
         self._store.tell(self._store.status.phase, metrics=serve_metrics(self._spec.host))
@@ -105,7 +118,7 @@ class KeeperActor:
             self._settings,
             self._store,
             feed,
-            secret=self._secret,
+            keys=engine_keys(self._keys),
             control=self._control,
             shared_tier=self._shared_tier,
             known=self._known,
@@ -136,14 +149,11 @@ def end_in_order(background: Background, store: StatusStore, keeper: Keeper | No
 
 class Keepers:
     def __init__(
-        self,
-        fleet: FleetSpec,
-        home: FleetHome,
-        secret: str,
-        host: str | None,
-        profiles: Mapping[str, Coefficients],
+        self, fleet: FleetSpec, home: FleetHome, host: str | None, profiles: Mapping[str, Coefficients]
     ) -> None:
-        self._fleet, self._home, self._secret, self._host = fleet, home, secret, host
+        self._fleet, self._home, self._host = fleet, home, host
+        self._keys = FleetKeys.here(home.name)
+        self._sealed = SealedFleet.of(fleet, self._keys)
         self._profiles = profiles  # what was measured of the fleet's engines
 
     def engines(self) -> list[str]:
@@ -155,7 +165,7 @@ class Keepers:
         actor = ray.remote(KeeperActor).options(
             **always(keeper_name(engine.name)), **resources(engine_resources(self._fleet, engine.tier))
         )
-        return actor.remote(self._fleet, engine, self._home, self._secret, self._host, self._profiles)
+        return actor.remote(self._sealed, engine.name, self._home, self._host, self._profiles)
 
     def status(self, engine: str) -> KeeperStatus | None:
         """None: it does not answer, as one that waits for a node, or whose node is lost."""
@@ -168,7 +178,7 @@ class Keepers:
     def need(self, engine: EngineName) -> Need:
         """What this engine needs to become what the fleet file says now."""
         try:
-            return Need(self._ask(engine.name, "compare", self._fleet, engine, self._profiles))
+            return Need(self._ask(engine.name, "compare", self._sealed, self._profiles))
         except (RayError, ValueError):
             return Need.PLACE
 
@@ -212,7 +222,8 @@ class Keepers:
         return ray.get(getattr(handle, method).remote(*arguments), timeout=ANSWER_LIMIT_S)
 
     def _client(self, engine: str) -> ControlClient:
-        return ControlClient(self._ask(engine, "control_address"), self._secret)
+        address = self._ask(engine, "control_address")
+        return ControlClient(address, self._keys.of(Purpose.KEEPERS))
 
     async def _resumed(self, engine: str) -> None:
         async with self._client(engine) as client:

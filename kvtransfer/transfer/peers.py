@@ -36,6 +36,7 @@ class TransferEnd:
     ranks: int
     timeout_s: float
     secret: bytes
+    encrypt: bool = False  # blocks on their way
 
 
 class TransferServer:
@@ -70,7 +71,7 @@ class TransferServer:
             with peer:
                 peer.settimeout(HANDSHAKE_S)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._answer(peer)
+                self._answer(wire.Channel(peer))
         except TransferRefused as refused:
             logger.warning("transfer refused to %s: %s", address, refused)
         except OSError as error:
@@ -78,14 +79,14 @@ class TransferServer:
         finally:
             self._slots.release()
 
-    def _answer(self, peer: socket.socket) -> None:
+    def _answer(self, peer: wire.Channel) -> None:
         try:
             wanted = self._authenticate(peer)
             self._check(wanted)
-            peer.settimeout(self._producer.timeout_s)
+            peer.limit(self._producer.timeout_s)
             if wanted.dismiss:
                 self._exports.dismiss(wanted.transfer_id)
-                wire.send_control(peer, wire.Kind.END)
+                peer.send_control(wire.Kind.END)
                 return
             reader = self._exports.attach(
                 wanted.transfer_id, wanted.prompt, wanted.skip, self._producer.timeout_s
@@ -95,18 +96,18 @@ class TransferServer:
             finally:
                 self._exports.leave(reader)
         except TransferRefused as refused:
-            wire.send_refusal(peer, refused)
+            peer.send_refusal(refused)
             raise
 
-    def _authenticate(self, peer: socket.socket) -> wire.Wanted:
-        challenge = wire.nonce()
-        wire.send_control(peer, wire.Kind.CHALLENGE, challenge)
-        answer, given, text = wire.split_open(wire.receive_control(peer, wire.Kind.OPEN))
-        if not wire.proves(given, self._producer.secret, wire.Signer.CONSUMER, challenge, answer, text):
+    def _authenticate(self, peer: wire.Channel) -> wire.Wanted:
+        secret, challenge = self._producer.secret, wire.nonce()
+        peer.send_control(wire.Kind.CHALLENGE, challenge)
+        answer, given, text = wire.split_open(peer.receive_control(wire.Kind.OPEN))
+        if not wire.proves(given, secret, wire.Signer.CONSUMER, challenge, answer, text):
             raise TransferRefused(Reason.UNAUTHORISED, "the consumer does not know this fleet's secret")
-        wire.send_control(
-            peer, wire.Kind.ACCEPT, wire.proof(self._producer.secret, wire.Signer.PRODUCER, answer, challenge)
-        )
+        peer.send_control(wire.Kind.ACCEPT, wire.proof(secret, wire.Signer.PRODUCER, answer, challenge))
+        nonces = challenge, answer
+        peer.seal(secret, wire.Signer.PRODUCER, nonces, encrypt=self._producer.encrypt)
         return wire.Wanted.decode(text)
 
     def _check(self, wanted: wire.Wanted) -> None:
@@ -119,23 +120,27 @@ class TransferServer:
                 f"rank {wanted.rank} of {wanted.ranks} asked rank {mine.rank} of {mine.ranks}: "
                 "prefiller and decoder need the same tensor-parallel size",
             )
+        if wanted.encrypt != mine.encrypt:
+            raise TransferRefused(
+                Reason.MAPPING, "the engines differ in transfer.encrypt: start them alike"
+            )
         if wanted.layout != self._exports.memory.layout:
             raise TransferRefused(
                 Reason.LAYOUT, "the engines differ in model, KV data type or block size; start them alike"
             )
 
-    def _stream(self, peer: socket.socket, reader: Reader) -> None:
+    def _stream(self, peer: wire.Channel, reader: Reader) -> None:
         memory, wait_s = self._exports.memory, self._producer.timeout_s
         while True:
             ready = self._exports.wait_ready(reader, wait_s)
             for layer, first, blocks in ready.runs:
                 for at, piece in pieces(blocks, memory.frame_blocks(layer)):
                     with memory.outgoing(layer, piece, wait_s) as views:
-                        wire.send_blocks(peer, layer, first + at, views, ready.generation, wait_s / 2)
+                        peer.send_blocks(layer, first + at, views, ready.generation, wait_s / 2)
                     self._exports.renew(reader)
             if ready.complete and self._exports.confirm(reader, ready.generation):
-                wire.send_control(peer, wire.Kind.END, generation=ready.generation)
-                wire.receive_control(peer, wire.Kind.RECEIVED)
+                peer.send_control(wire.Kind.END, generation=ready.generation)
+                peer.receive_control(wire.Kind.RECEIVED)
                 return
 
 
@@ -185,14 +190,14 @@ def fetch(
     """Fills `blocks` with the prompt's from `skip` on, both by group; returns the bytes received."""
     with _connected(source, skip, memory.layout, consumer, cancellation) as peer:
         received = _receive(peer, skip, blocks, memory, consumer.timeout_s)
-        wire.send_control(peer, wire.Kind.RECEIVED)
+        peer.send_control(wire.Kind.RECEIVED)
         return received
 
 
 def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) -> None:
     """Tells the producer that nothing of this transfer is needed."""
     with _connected(source, [], memory.layout, consumer, Cancellation(), dismiss=True) as peer:
-        wire.receive_control(peer, wire.Kind.END)
+        peer.receive_control(wire.Kind.END)
 
 
 @contextmanager
@@ -204,23 +209,24 @@ def _connected(
     cancellation: Cancellation,
     *,
     dismiss: bool = False,
-) -> Iterator[socket.socket]:
+) -> Iterator[wire.Channel]:
     """A connection to a producer that knows who asks, and for what."""
     address = source.host, source.port + me.rank
-    wanted = wire.Wanted(
-        source.transfer_id, source.epoch, me.rank, me.ranks, layout, source.prompt, skip, dismiss
-    )
+    which = source.transfer_id, source.epoch, me.rank, me.ranks, layout, source.prompt
+    wanted = wire.Wanted(*which, skip, me.encrypt, dismiss)
     try:
-        with socket.create_connection(address, timeout=me.timeout_s + GRACE_S) as peer:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            cancellation.watch(peer)
-            challenge = wire.receive_control(peer, wire.Kind.CHALLENGE)
+        with socket.create_connection(address, timeout=me.timeout_s + GRACE_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            cancellation.watch(connection)
+            peer = wire.Channel(connection)
+            challenge = peer.receive_control(wire.Kind.CHALLENGE)
             answer, text = wire.nonce(), msgspec.json.encode(wanted)
             mine = wire.proof(me.secret, wire.Signer.CONSUMER, challenge, answer, text)
-            wire.send_control(peer, wire.Kind.OPEN, answer + mine + text)
-            given = wire.receive_control(peer, wire.Kind.ACCEPT)
+            peer.send_control(wire.Kind.OPEN, answer + mine + text)
+            given = peer.receive_control(wire.Kind.ACCEPT)
             if not wire.proves(given, me.secret, wire.Signer.PRODUCER, answer, challenge):
                 raise TransferRefused(Reason.UNAUTHORISED, "the producer does not know this fleet's secret")
+            peer.seal(me.secret, wire.Signer.CONSUMER, (challenge, answer), encrypt=me.encrypt)
             yield peer
     except OSError as error:
         if cancellation.cancelled:
@@ -235,14 +241,14 @@ def pieces(blocks: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _receive(
-    peer: socket.socket, skip: list[int], by_group: Sequence[list[int]], memory: BlockMemory, wait_s: float
+    peer: wire.Channel, skip: list[int], by_group: Sequence[list[int]], memory: BlockMemory, wait_s: float
 ) -> int:
     received = 0
     wanted = [by_group[group] for group in memory.groups]  # by layer
     generation = -1
     arrived = [0] * len(memory.layers)
     while True:
-        header = wire.receive_header(peer)
+        header, payload = peer.receive()
         if header.kind is wire.Kind.BLOCKS:
             if header.generation != generation:  # the prefill began again: what came before is void
                 generation = header.generation
@@ -252,10 +258,9 @@ def _receive(
             at, blocks = header.first - skip[memory.groups[header.layer]], wanted[header.layer]
             if at != arrived[header.layer] or at + header.count > len(blocks):
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
-            sums = wire.receive_checksums(peer, header.count)
             for first, piece in pieces(blocks[at : at + header.count], memory.frame_blocks(header.layer)):
                 with memory.incoming(header.layer, piece, wait_s / 2) as views:
-                    wire.receive_blocks(peer, views, sums[first:], wait_s / 2)
+                    peer.receive_blocks(views, payload, first, wait_s / 2)
                     received += sum(view.nbytes for view in views)
             arrived[header.layer] += header.count
         elif header.kind is wire.Kind.END:
@@ -263,6 +268,6 @@ def _receive(
                 raise TransferRefused(Reason.SHORT, f"layers have {arrived} of {due} blocks")
             return received
         elif header.kind is wire.Kind.REFUSE:
-            raise wire.decode_refusal(wire.receive_exactly(peer, min(header.count, wire.MAX_CONTROL_BYTES)))
+            raise wire.decode_refusal(payload)
         else:
             raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} in the middle of a transfer")

@@ -4,13 +4,15 @@ producer                                  consumer
 CHALLENGE nonce                    ->
                                    <-     OPEN nonce, proof, what is wanted
 ACCEPT proof | REFUSE reason       ->
-BLOCKS checksums, bytes  (many)    ->
+BLOCKS tags, bytes  (many)         ->
 END | REFUSE                       ->
                                    <-     RECEIVED
 
-Both sides show that they know the fleet's secret, without sending it. The nonces are fresh, so that a
+Both sides show that they know the key of transfers, without sending it. The nonces are fresh, so that a
 recorded answer is worth nothing; lengths are part of what is signed, so that bytes cannot move from one field
-to another. What follows on the connection is not encrypted.
+to another. What follows is under keys of this one connection, one for each direction (AES-GCM, whose count of
+messages is the nonce): each frame has a tag, and so has each block, so that nothing on the way can be
+changed, left out, repeated or moved. Blocks are encrypted too where both ends are told to.
 """
 
 import hmac
@@ -25,7 +27,8 @@ from enum import Enum, IntEnum
 from typing import Annotated
 
 import msgspec
-import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvtransfer.errors import Reason, TransferRefused
 
@@ -53,11 +56,13 @@ def proves(given: bytes, secret: bytes, side: Signer, *said: bytes) -> bool:
     return hmac.compare_digest(given, proof(secret, side, *said))
 
 
-VERSION = 1
-MAX_CONTROL_BYTES = 4096
+VERSION = 2
+KEY_BYTES = 16
+TAG_BYTES = 16
+MAX_PAYLOAD_BYTES = 4096  # the tags of 256 blocks
 MAX_VECTORS = 512  # below IOV_MAX of every system
 _HEADER = struct.Struct("<BBHIIQ")
-_CHECKSUM = struct.Struct("<Q")
+_NONCE = struct.Struct(">QI")
 
 
 class Kind(IntEnum):
@@ -75,7 +80,7 @@ class FrameHeader:
     kind: Kind
     layer: int
     first: int  # BLOCKS: index of the first block in the prompt
-    count: int  # BLOCKS: number of blocks; control frames: bytes of payload
+    count: int  # BLOCKS: number of blocks; other frames: bytes of payload
     generation: int
 
 
@@ -92,6 +97,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str  # fingerprint of the KV's shape and data type
     prompt: str  # digest of the prompt whose KV is wanted
     skip: list[Size]  # leading blocks the consumer has already or does not need, by KV cache group
+    encrypt: bool = False  # the blocks; both ends are told alike
     dismiss: bool = False  # nothing is wanted: the producer may release at once
 
     @classmethod
@@ -109,55 +115,139 @@ class RefusalPayload(msgspec.Struct, frozen=True):
     detail: str
 
 
-def checksum(block: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(block)
+class Seal:
+    """One direction of a connection. Both ends count its frames; in a frame, the tag of all of it is number
+    0, and those of its blocks follow."""
+
+    def __init__(self, secret: bytes, side: Signer, *nonces: bytes) -> None:
+        self._cipher = AESGCM(proof(secret, side, b"seal", *nonces)[:KEY_BYTES])
+        self._frames = 0
+
+    def begin(self) -> None:
+        self._frames += 1
+
+    def tag(self, said: bytes | memoryview, number: int = 0) -> bytes:
+        return self._cipher.encrypt(self._nonce(number), b"", said)
+
+    def check(self, said: bytes | memoryview, tag: bytes, number: int = 0) -> None:
+        try:
+            self._cipher.decrypt(self._nonce(number), tag, said)
+        except InvalidTag:
+            raise _changed() from None
+
+    def encrypt(self, block: memoryview, number: int) -> memoryview:
+        """With its tag behind it."""
+        return memoryview(self._cipher.encrypt(self._nonce(number), block, None))
+
+    def decrypt(self, sealed: bytearray, number: int, into: memoryview) -> None:
+        try:
+            self._cipher.decrypt_into(self._nonce(number), sealed, None, into)
+        except InvalidTag:
+            raise _changed() from None
+
+    def _nonce(self, number: int) -> bytes:
+        return _NONCE.pack(self._frames, number)
 
 
-def send_control(peer: socket.socket, kind: Kind, payload: bytes = b"", generation: int = 0) -> None:
-    peer.sendall(_HEADER.pack(kind, VERSION, 0, 0, len(payload), generation) + payload)
+def _changed() -> TransferRefused:
+    return TransferRefused(Reason.CORRUPT, "what came is not what was sent")
 
 
-def send_refusal(peer: socket.socket, refused: TransferRefused) -> None:
-    send_control(peer, Kind.REFUSE, msgspec.json.encode(RefusalPayload(refused.reason, refused.detail[:500])))
+class Channel:
+    """A connection and what seals it, from the handshake's end on."""
 
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._seals: tuple[Seal, Seal] | None = None  # ours, and theirs
+        self._encrypt = False
 
-def send_blocks(
-    peer: socket.socket,
-    layer: int,
-    first: int,
-    blocks: Sequence[memoryview],
-    generation: int,
-    limit_s: float,
-) -> None:
-    """Checksums are of the bytes as they are now; the bytes leave where they are without a copy of ours.
+    def seal(self, secret: bytes, we: Signer, nonces: tuple[bytes, bytes], *, encrypt: bool) -> None:
+        they = Signer.PRODUCER if we is Signer.CONSUMER else Signer.CONSUMER
+        self._seals = Seal(secret, we, *nonces), Seal(secret, they, *nonces)
+        self._encrypt = encrypt
 
-    All of it within `limit_s`: others wait for the memory.
-    """
-    head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, len(blocks), generation)
-    sums = b"".join(_CHECKSUM.pack(checksum(block)) for block in blocks)
-    with _all_within(peer, limit_s) as until:
-        _send_all(peer, [memoryview(head + sums), *blocks], until)
+    def limit(self, seconds: float) -> None:
+        """Longest silence from now on."""
+        self._peer.settimeout(seconds)
 
+    def send_control(self, kind: Kind, payload: bytes = b"", generation: int = 0) -> None:
+        frame = _HEADER.pack(kind, VERSION, 0, 0, len(payload), generation) + payload
+        if self._seals is not None:
+            self._seals[0].begin()
+            frame += self._seals[0].tag(frame)
+        self._peer.sendall(frame)
 
-def receive_header(peer: socket.socket) -> FrameHeader:
-    kind, version, layer, first, count, generation = _HEADER.unpack(receive_exactly(peer, _HEADER.size))
-    if version != VERSION:
-        raise TransferRefused(Reason.PROTOCOL, f"version {version}, not {VERSION}")
-    try:
-        return FrameHeader(Kind(kind), layer, first, count, generation)
-    except ValueError as error:
-        raise TransferRefused(Reason.PROTOCOL, f"frame of unknown kind {kind}") from error
+    def send_refusal(self, refused: TransferRefused) -> None:
+        said = RefusalPayload(refused.reason, refused.detail[:500])
+        self.send_control(Kind.REFUSE, msgspec.json.encode(said))
 
+    def send_blocks(
+        self, layer: int, first: int, blocks: Sequence[memoryview], generation: int, limit_s: float
+    ) -> None:
+        """Tags are of the bytes as they are now; unless they are encrypted, the bytes leave where they are
+        without a copy of ours.
 
-def receive_control(peer: socket.socket, expected: Kind) -> bytes:
-    """The payload of the expected frame; the sender's reason if it refuses instead."""
-    header = receive_header(peer)
-    if header.kind not in (expected, Kind.REFUSE) or header.count > MAX_CONTROL_BYTES:
-        raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} where {expected.name} was due")
-    payload = receive_exactly(peer, header.count)
-    if header.kind is Kind.REFUSE:
-        raise decode_refusal(payload)
-    return payload
+        All of it within `limit_s`: others wait for the memory.
+        """
+        assert self._seals is not None
+        seal = self._seals[0]
+        seal.begin()
+        if self._encrypt:
+            sealed = [seal.encrypt(block, number) for number, block in enumerate(blocks, 1)]
+            tags = b"".join(one[-TAG_BYTES:] for one in sealed)
+            blocks = [one[:-TAG_BYTES] for one in sealed]
+        else:
+            tags = b"".join(seal.tag(block, number) for number, block in enumerate(blocks, 1))
+        head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, len(blocks), generation) + tags
+        with _all_within(self._peer, limit_s) as until:
+            _send_all(self._peer, [memoryview(head + seal.tag(head)), *blocks], until)
+
+    def receive(self) -> tuple[FrameHeader, bytes]:
+        """The next frame with its payload: of BLOCKS the tags, each of a block that follows."""
+        start = receive_exactly(self._peer, _HEADER.size)
+        kind, version, layer, first, count, generation = _HEADER.unpack(start)
+        if version != VERSION:
+            raise TransferRefused(Reason.PROTOCOL, f"version {version}, not {VERSION}")
+        try:
+            header = FrameHeader(Kind(kind), layer, first, count, generation)
+        except ValueError as error:
+            raise TransferRefused(Reason.PROTOCOL, f"frame of unknown kind {kind}") from error
+        size = count * TAG_BYTES if header.kind is Kind.BLOCKS else count
+        if size > MAX_PAYLOAD_BYTES:
+            raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} with {size} bytes")
+        payload = receive_exactly(self._peer, size)
+        if self._seals is not None:
+            self._seals[1].begin()
+            self._seals[1].check(start + payload, receive_exactly(self._peer, TAG_BYTES))
+        return header, payload
+
+    def receive_control(self, expected: Kind) -> bytes:
+        """The payload of the expected frame; the sender's reason if it refuses instead."""
+        header, payload = self.receive()
+        if header.kind is Kind.REFUSE:
+            raise decode_refusal(payload)
+        if header.kind is not expected:
+            raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} where {expected.name} was due")
+        return payload
+
+    def receive_blocks(
+        self, blocks: Sequence[memoryview], tags: bytes, number: int, limit_s: float
+    ) -> None:
+        """Into place, within `limit_s`: those of a frame from this number on. What is not as it was sent
+        raises."""
+        assert self._seals is not None
+        seal = self._seals[1]
+        each = [tags[at * TAG_BYTES : (at + 1) * TAG_BYTES] for at in range(number, number + len(blocks))]
+        sealed = [bytearray(block.nbytes + TAG_BYTES) for block in blocks] if self._encrypt else []
+        into = [memoryview(one)[:-TAG_BYTES] for one in sealed] or list(blocks)
+        with _all_within(self._peer, limit_s) as until:
+            _receive_all(self._peer, into, until)
+        for index, one in enumerate(sealed):
+            one[-TAG_BYTES:] = each[index]
+            seal.decrypt(one, number + index + 1, blocks[index])
+        if not sealed:
+            for index, (block, tag) in enumerate(zip(blocks, each, strict=True), number + 1):
+                seal.check(block, tag, index)
 
 
 def decode_refusal(payload: bytes) -> TransferRefused:
@@ -172,22 +262,6 @@ def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
     """Nonce, proof, and the text of `Wanted`."""
     end = NONCE_BYTES + PROOF_BYTES
     return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
-
-
-def receive_checksums(peer: socket.socket, count: int) -> list[int]:
-    """Of the blocks of a frame, which follow."""
-    return [one for (one,) in _CHECKSUM.iter_unpack(receive_exactly(peer, _CHECKSUM.size * count))]
-
-
-def receive_blocks(
-    peer: socket.socket, blocks: Sequence[memoryview], sums: Sequence[int], limit_s: float
-) -> None:
-    """Receives into place within `limit_s`, and verifies each block."""
-    with _all_within(peer, limit_s) as until:
-        _receive_all(peer, list(blocks), until)
-    for index, (block, expected) in enumerate(zip(blocks, sums, strict=False)):
-        if checksum(block) != expected:
-            raise TransferRefused(Reason.CORRUPT, f"block {index} of {len(blocks)} in a frame")
 
 
 def receive_exactly(peer: socket.socket, size: int) -> bytes:

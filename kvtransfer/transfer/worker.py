@@ -46,7 +46,10 @@ class TransferWorker(WorkerSide):
         self._group_of = {layer: n for n, group in enumerate(context.groups) for layer in group.layers}
         self._states = {layer for group in context.groups if group.state for layer in group.layers}
         ranks = int(context.vllm_config.parallel_config.world_size)
-        self._me = TransferEnd(context.config.epoch, rank, ranks, context.config.timeout_s, transfer_secret())
+        config = context.config
+        self._me = TransferEnd(
+            config.epoch, rank, ranks, config.timeout_s, transfer_secret(), config.encrypt
+        )
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
         self._cancellations: dict[str, Cancellation] = {}
         self._lock = threading.Lock()

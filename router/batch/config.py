@@ -49,7 +49,9 @@ class BatchConfig:
     files_url: str  # a folder or any fsspec URL
     models: tuple[ServedModel, ...]
     directory: str  # host:port
-    secret: str  # the fleet's: the directory asks for it, and so does this process
+    secret: str  # that the directory asks for
+    key: str  # that gateways show this process
+    engine_key: str = ""  # that engines ask for; empty: none is shown
     shared_prefixes: tuple[str, ...] = ()  # as the gateways'
     host: str = "127.0.0.1"
     port: int = 0
@@ -61,8 +63,8 @@ class BatchConfig:
     file_ttl_s: int | None = None  # uploaded and made files are deleted after this long; None keeps them
 
     def __post_init__(self) -> None:
-        if not self.secret:
-            raise ValueError("secret: without the fleet's secret anybody could name any caller")
+        if not self.key:
+            raise ValueError("key: without one anybody could name any caller")
 
 
 def load(path: Path) -> BatchConfig:

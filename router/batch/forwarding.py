@@ -1,7 +1,7 @@
 """The gateway's side of the batch process: requests passed on to it, and how it knows whose they are.
 
 The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
-key, the fleet's secret, which no client has. Of the client's own headers only those below go on.
+key, one that no client has. Of the client's own headers only those below go on.
 """
 
 import hmac
@@ -35,10 +35,10 @@ _ABSENT = "Batches and flex requests are not served at this moment; try again. O
 class BatchForwarding:
     """Flex turns, which wait long, have the gateway's pool; files and batches one of their own."""
 
-    def __init__(self, address: BatchAddress, secret: str, pool: UpstreamPool) -> None:
+    def __init__(self, address: BatchAddress, pool: UpstreamPool) -> None:
         self._address = address
         self._endpoint = Endpoint.parse(f"http://{address.http}")
-        self._secret = secret.encode()
+        self._key = address.key.encode()
         self._pool = pool
         self._short = UpstreamPool(pool.limits)
 
@@ -69,7 +69,7 @@ class BatchForwarding:
 
     def _headers(self, client: RawHeaders, space: str) -> RawHeaders:
         passed = [pair for pair in client if pair[0].lower() in _PASSED]
-        return [*passed, (b"authorization", b"Bearer " + self._secret), (_CALLER, space.encode())]
+        return [*passed, (b"authorization", b"Bearer " + self._key), (_CALLER, space.encode())]
 
 
 def _limits(key: Key) -> RawHeaders:
@@ -79,10 +79,10 @@ def _limits(key: Key) -> RawHeaders:
     return [(name.encode(), b"%d" % most) for name, most in found]
 
 
-def caller_of(headers: Headers, secret: str) -> str:
-    """The name space of whom a gateway speaks for; refuses who does not know the fleet's secret."""
+def caller_of(headers: Headers, key: str) -> str:
+    """The name space of whom a gateway speaks for; refuses who does not know the key of this process."""
     given = headers.get(b"authorization") or b""
     caller = headers.text(_CALLER)
-    if not hmac.compare_digest(given, b"Bearer " + secret.encode()) or not caller:
+    if not hmac.compare_digest(given, b"Bearer " + key.encode()) or not caller:
         raise Unauthorized("the batch process answers the gateways of its fleet only")
     return caller

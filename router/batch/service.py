@@ -59,7 +59,7 @@ class BatchService:
     ) -> None:
         self.config = config
         self._store = Store(config.store_url)
-        self._pool = UpstreamPool(config.upstream)
+        self._pool = UpstreamPool(config.upstream, config.engine_key)
         blobs = Blobs(config.files_url)
         self._dispatcher = Dispatcher(self._store, blobs, engines, self._pool, config, clock)
         changed = self._dispatcher.batches_changed
@@ -107,13 +107,13 @@ class BatchService:
             raise NotFound(f"There is no {request.path[:200]} here.")
 
     def _owner_of(self, request: AppRequest) -> str:
-        return caller_of(Headers(list(request.headers.raw)), self.config.secret)
+        return caller_of(Headers(list(request.headers.raw)), self.config.key)
 
     async def _serve_flex(self, api: Api, request: Request, responder: Responder) -> None:
         """A client that leaves while its turn waits gives its place up."""
         if api is Api.MESSAGES:
             responder.error_shape = ANTHROPIC
-        space = caller_of(request.headers, self.config.secret)
+        space = caller_of(request.headers, self.config.key)
         raw = await request.body.read(_TURN_BYTES)
         working = asyncio.create_task(self._relay_flex(api, request.headers, space, raw, responder))
 

@@ -88,7 +88,7 @@ class Service:
     def __init__(self, secret: str, unavailable: tuple[type[Exception], ...]) -> None:
         """`unavailable`: exceptions of a handler that mean so; their text is the caller's reason."""
         if not secret:
-            raise NoSecret("the fleet's secret is empty: everybody would be answered; give one")
+            raise NoSecret("the secret is empty: everybody would be answered; give one")
         self._secret, self._unavailable = secret.encode(), unavailable
         self._handlers: dict[str, Any] = {}
 
@@ -133,7 +133,7 @@ class Service:
         given = str(dict(context.invocation_metadata()).get(_SECRET, ""))
         if not hmac.compare_digest(given.encode(), self._secret):
             await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the fleet's secret is missing or wrong"
+                grpc.StatusCode.UNAUTHENTICATED, "the secret is missing or wrong"
             )
         try:
             return decoder.decode(data)

@@ -36,8 +36,10 @@ class _Places:
 
 
 class UpstreamPool:
-    def __init__(self, limits: UpstreamLimits | None = None) -> None:
+    def __init__(self, limits: UpstreamLimits | None = None, key: str = "") -> None:
+        """`key`: shown to engines with every request."""
         self.limits = limits or UpstreamLimits()
+        self._key = key
         self.stats = PoolStats()
         self.loop = asyncio.get_running_loop()
         self._places: dict[Endpoint, _Places] = {}
@@ -93,7 +95,12 @@ class UpstreamPool:
             async with asyncio.timeout(self.limits.connect_timeout_s):
                 _, connection = await self.loop.create_connection(
                     lambda: UpstreamConnection(
-                        endpoint, self.limits, self.pump, self.connection_free, self.connection_gone
+                        endpoint,
+                        self.limits,
+                        self.pump,
+                        self.connection_free,
+                        self.connection_gone,
+                        self._key,
                     ),
                     *endpoint,
                 )

@@ -22,8 +22,9 @@ from router.http.stream import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage,
 
 log = logging.getLogger("conserve.router.http.upstream")
 
-# Besides the hop-by-hop ones: ours to write (host, content-length), or met here already (expect).
-NOT_PASSED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+ENGINE_KEY = b"x-conserve-key"
+# Besides the hop-by-hop ones: ours to write (host, content-length, key), or met here already (expect).
+NOT_PASSED = HOP_BY_HOP | {b"host", b"content-length", b"expect", ENGINE_KEY}
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -72,8 +73,9 @@ class UpstreamRequest(NamedTuple):
             return False
         return self.method in SAFE_METHODS if self.repeatable is None else self.repeatable
 
-    def head(self, host: bytes) -> bytes:
-        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method.encode(), self.target, host)]
+    def head(self, first: bytes) -> bytes:
+        """`first`: lines of headers that are the connection's."""
+        lines = [b"%b %b HTTP/1.1\r\n%b" % (self.method.encode(), self.target, first)]
         lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_PASSED)]
         length = sum(map(len, self.body)) if self.stream is None else self.stream.length
         if length is None:
@@ -120,10 +122,13 @@ class UpstreamConnection(asyncio.Protocol):
         pump: Pump | None,
         free: Callable[[UpstreamConnection], None],
         gone: Callable[[UpstreamConnection], None],
+        key: str = "",
     ) -> None:
         """``free`` is told when it can carry another request, ``gone`` once, when it is closed."""
         self.endpoint = endpoint
-        self._host = str(endpoint).encode()
+        self._first = b"host: %b\r\n" % str(endpoint).encode()
+        if key:
+            self._first += b"%b: %b\r\n" % (ENGINE_KEY, key.encode())
         self.exchanges = 0
         """Requests sent on it, this one included."""
         self.closed = False
@@ -166,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._first_byte_s = request.first_byte_timeout_s or self._limits.first_byte_timeout_s
         self._deadline = self._loop.time() + self._first_byte_s
         # One system call: uvloop writes at once, so that two writes would be two packets.
-        head, body = request.head(self._host), request.body
+        head, body = request.head(self._first), request.body
         if sum(map(len, body)) <= CHEAPLY_COPIED:
             self._transport.write(b"".join((head, *body)))
         else:

@@ -61,3 +61,41 @@ def test_every_node_is_patient_with_a_head_that_is_away() -> None:
         (container,) = group["template"]["spec"]["containers"]
         names = {variable["name"] for variable in container["env"]}
         assert "RAY_gcs_rpc_server_reconnect_timeout_s" in names
+
+
+def test_who_has_no_token_is_let_in_nowhere() -> None:
+    options = RAY_JOB["spec"]["rayClusterSpec"]["authOptions"]
+    assert options == {"mode": "token", "secretName": "conserve-ray-token"}
+    text = (ROOT / "deploy" / "kubernetes" / "fleet.yaml").read_text()
+    assert "secret generic conserve-ray-token --from-literal=auth_token=" in text
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.get("groupName", "head"))
+def test_pods_have_no_rights_that_they_do_not_need(group: dict[str, Any]) -> None:
+    pod = group["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
+    assert pod["automountServiceAccountToken"] is False
+    allowed = container["securityContext"]
+    assert allowed == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.get("groupName", "head"))
+def test_keepers_write_where_there_is_a_volume(group: dict[str, Any]) -> None:
+    (container,) = group["template"]["spec"]["containers"]
+    (home,) = (one["value"] for one in container["env"] if one["name"] == "CONSERVE_HOME")
+    mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounted[home] in {one["name"] for one in group["template"]["spec"]["volumes"]}
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"ENV CONSERVE_HOME={home}\n" in dockerfile
+    assert f"--owner=conserve --group=conserve --mode=0700 {home}" in dockerfile
+
+
+def test_the_network_lets_in_callers_the_operator_and_prometheus() -> None:
+    policy = next(document for document in DOCUMENTS if document["kind"] == "NetworkPolicy")["spec"]
+    assert policy["podSelector"] == {} and policy["policyTypes"] == ["Ingress"]
+    within, callers, operator, prometheus = policy["ingress"]
+    assert within == {"from": [{"podSelector": {}}]}
+    assert callers == {"ports": [{"protocol": "TCP", "port": 8000}]}
+    assert operator["ports"] == [{"protocol": "TCP", "port": 8265}]
+    assert "monitoring" in str(prometheus["from"])

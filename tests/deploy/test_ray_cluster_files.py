@@ -10,6 +10,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "~/.ray/auth_token"
 FILES = sorted((ROOT / "deploy" / "ray").glob("*.yaml"))
 
 
@@ -48,6 +49,16 @@ def test_the_loss_of_the_head_ends_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_who_has_no_token_is_let_in_nowhere(path: Path) -> None:
+    """Ray 2.60 asks for none by itself, and `ray up` hands none out."""
+    config = load(path)
+    assert config["file_mounts"][TOKEN] == TOKEN
+    assert "ray get-auth-token --generate && ray up" in path.read_text().splitlines()[0]
+    for command in (config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]):
+        assert re.search(r"\bRAY_AUTH_MODE=token\b.* ~/conserve/bin/ray start ", command)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_what_its_first_line_says_to_make_can_be_made(path: Path) -> None:
     (target,) = re.findall(r"make (\w+)", path.read_text().splitlines()[0])
     assert f"\n{target}:" in (ROOT / "Makefile").read_text()
@@ -56,7 +67,7 @@ def test_what_its_first_line_says_to_make_can_be_made(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_what_is_mounted_exists_or_is_built(path: Path) -> None:
     for source in load(path)["file_mounts"].values():
-        assert source == "dist" or (ROOT / source).is_file(), source
+        assert source in ("dist", TOKEN) or (ROOT / source).is_file(), source
 
 
 def test_on_aws_each_tier_of_the_fleet_has_a_node_type_with_its_resource() -> None:

@@ -10,10 +10,11 @@ from deploy.ray.control import ControlServer
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from workers.keeper import Keeper, KeeperSettings
-from workers.launch import FEED_SOCKET, Device, LaunchSpec
+from workers.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 from workers.status import ConnectorFeed, StatusStore
 
 SECRET = "the-secret-of-this-test"
+KEYS = EngineKeys("the-key-of-its-engine", "the-key-of-transfers")
 LEASE_S = 20.0
 
 
@@ -43,7 +44,7 @@ async def keep(directory: Path, model: str, options: dict[str, object]) -> None:
     (directory / "control").write_text(address)
     settings = KeeperSettings(lease_s=LEASE_S, backoff_first_s=1.0, health_interval_s=0.5)
     wanted = spec(directory, model, options)
-    await Keeper(wanted, settings, board, feed, secret=SECRET, control=address).run()
+    await Keeper(wanted, settings, board, feed, keys=KEYS, control=address).run()
 
 
 if __name__ == "__main__":

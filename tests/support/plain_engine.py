@@ -10,7 +10,7 @@ from types import TracebackType
 
 from deploy.fleet.components import engine_spec, engines
 from tests.support.fleet import RunningFleet
-from workers.launch import Start, engine_command
+from workers.launch import EngineKeys, Start, engine_command
 from workers.processes import free_port
 
 START_LIMIT_S = 600
@@ -21,7 +21,7 @@ class PlainEngine:
         decoder = next(engine for engine in engines(fleet.fleet) if engine.tier.role == "decode")
         spec = replace(engine_spec(fleet.fleet, decoder, fleet.home, "127.0.0.1"), connector=None)
         self._port = free_port("127.0.0.1")
-        self._command = engine_command(spec, Start(1, self._port, 0), "", os.environ)
+        self._command = engine_command(spec, Start(1, self._port, 0), EngineKeys(), os.environ)
         self._log = fleet.base / "plain-engine.log"
         self.url = f"http://127.0.0.1:{self._port}"
 

@@ -10,10 +10,10 @@ import pytest
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
 from workers.coserving.config import CoServingConfig
-from workers.launch import Device, LaunchSpec, Start, engine_command
+from workers.launch import KEY_MIDDLEWARE, KEY_VARIABLE, Device, EngineKeys, LaunchSpec, Start, engine_command
 from workers.profiles import StartingKnowledge
 
-SECRET = "a-secret-of-16-chars"
+KEYS = EngineKeys("the key of engines", "the key of transfers")
 SPEC = LaunchSpec(
     engine="decode-0",
     tier="decode",
@@ -35,7 +35,7 @@ def value(argv: tuple[str, ...], option: str) -> str:
 
 
 def test_the_command_says_what_the_spec_says() -> None:
-    argv = engine_command(SPEC, START, SECRET, {}).argv
+    argv = engine_command(SPEC, START, KEYS, {}).argv
     assert value(argv, "--port") == "1234"
     assert value(argv, "--max-model-len") == "4096"
     assert value(argv, "--max-num-seqs") == "8"
@@ -44,7 +44,7 @@ def test_the_command_says_what_the_spec_says() -> None:
 
 
 def test_the_connector_gets_what_this_start_chose() -> None:
-    transfer = json.loads(value(engine_command(SPEC, START, SECRET, {}).argv, "--kv-transfer-config"))
+    transfer = json.loads(value(engine_command(SPEC, START, KEYS, {}).argv, "--kv-transfer-config"))
     extra = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"])
     assert (extra.engine, extra.epoch, extra.port) == ("decode-0", 9, 2345)
     assert extra.feed == "/state/decode-0/engine.sock"
@@ -52,22 +52,30 @@ def test_the_connector_gets_what_this_start_chose() -> None:
 
 def test_nixl_moves_kv_and_our_connector_keeps_it() -> None:
     spec = replace(SPEC, connector=ConnectorConfig(backend="nixl"))
-    command = engine_command(spec, START, SECRET, {})
+    command = engine_command(spec, START, KEYS, {})
     transfer = json.loads(value(command.argv, "--kv-transfer-config"))
     names = [one["kv_connector"] for one in transfer["kv_connector_extra_config"]["connectors"]]
     assert names == ["NixlConnector", "ConServeConnector"]
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "2345"
 
 
-def test_the_secret_travels_in_the_environment_only() -> None:
-    command = engine_command(SPEC, START, SECRET, {})
-    assert command.env[SECRET_VARIABLE] == SECRET
-    assert SECRET not in " ".join(command.argv)
+def test_keys_travel_in_the_environment_only() -> None:
+    command = engine_command(SPEC, START, KEYS, {})
+    assert (command.env[KEY_VARIABLE], command.env[SECRET_VARIABLE]) == (KEYS.http, KEYS.transfer)
+    assert not any(key in " ".join(command.argv) for key in (KEYS.http, KEYS.transfer))
+
+
+@pytest.mark.parametrize("options", [(), (("middleware", "somebody.Else"),)])
+def test_whatever_a_fleet_adds_the_key_is_asked_for_first(options: tuple[tuple[str, object], ...]) -> None:
+    argv = engine_command(replace(SPEC, options=options), START, KEYS, {}).argv
+    asked = [argv[at + 1] for at, option in enumerate(argv) if option == "--middleware"]
+    # vLLM's server calls the last one first.
+    assert asked.count(KEY_MIDDLEWARE) == 1 and asked[-1] == KEY_MIDDLEWARE
 
 
 def test_a_fleets_own_option_replaces_ours() -> None:
     spec = replace(SPEC, options=(("tool-call-parser", "llama3_json"), ("enable-prefix-caching", False)))
-    argv = engine_command(spec, START, SECRET, {}).argv
+    argv = engine_command(spec, START, KEYS, {}).argv
     assert value(argv, "--tool-call-parser") == "llama3_json"
     assert "--no-enable-prefix-caching" in argv
     assert "--enable-prefix-caching" not in argv
@@ -75,7 +83,7 @@ def test_a_fleets_own_option_replaces_ours() -> None:
 
 def test_rays_environment_does_not_reach_an_engine() -> None:
     around = {"RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1", "HOME": "/h", "PATH": os.environ["PATH"]}
-    env = engine_command(SPEC, START, SECRET, around).env
+    env = engine_command(SPEC, START, KEYS, around).env
     assert "RAY_JOB_ID" not in env
     assert "OMP_NUM_THREADS" not in env
     assert env["HOME"] == "/h"
@@ -85,7 +93,7 @@ def test_what_was_measured_of_engines_like_it_reaches_it_at_its_start() -> None:
     """And is not part of what it is: who knows more may adopt it."""
     spec = replace(SPEC, additional=json.dumps(CoServingConfig().to_additional_config()))
     known = StartingKnowledge({"engines like it": {"per_token": 1e-4}}, 400.0)
-    argv = engine_command(spec, replace(START, known=known), SECRET, {}).argv
+    argv = engine_command(spec, replace(START, known=known), KEYS, {}).argv
     told = CoServingConfig.from_additional_config(json.loads(value(argv, "--additional-config")))
     assert told == CoServingConfig(profiles=known.profiles, power_cap_w=400.0)
 

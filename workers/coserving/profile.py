@@ -27,7 +27,7 @@ from workers.coserving.config import (
 )
 from workers.coserving.iterations import IterationRecord, read_iterations
 from workers.coserving.safepoint import Flag
-from workers.launch import FLEET_MARK, LaunchSpec, Start, engine_command
+from workers.launch import FLEET_MARK, EngineKeys, LaunchSpec, Start, engine_command
 from workers.profiles import Profile
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -158,7 +158,7 @@ async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
                 replace(config, planned=False, iteration_log=str(log)).to_additional_config()
             ),
         )
-        command = engine_command(alone, Start(1, 0, 0), "", os.environ)
+        command = engine_command(alone, Start(1, 0, 0), EngineKeys(), os.environ)
         # What is marked ends with the fleet, which may be up.
         os.environ.update({name: value for name, value in command.env.items() if name != FLEET_MARK})
         given = make_arg_parser(FlexibleArgumentParser()).parse_args(list(command.argv[3:]))

@@ -15,7 +15,8 @@ from rich.table import Table
 from deploy.cli.common import FleetName, FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.lifecycle.status import FleetStatus, capacity, fleet_status, running
+from deploy.keys import Purpose
+from deploy.lifecycle.status import FleetStatus, capacity, fleet_status, keys_of, running
 from deploy.observe.targets import discovery, write
 from deploy.observe.targets import targets as pages
 from placement.fleet.capacity import Recommendation, Signals
@@ -81,12 +82,11 @@ def advise(
 ) -> None:
     """Say whether the fleet has too few engines or more than it needs, with the numbers behind it."""
     home = home_of(fleet)
-    run = running(home)
-    answer = asyncio.run(capacity(run.directory, home.secret()))
+    run, shape = running(home), load_fleet(home.fleet_file)
+    answer = asyncio.run(capacity(run.directory, keys_of(shape, home).of(Purpose.DIRECTORY)))
     if answer is None:
         raise DeployError(f"the directory of '{home.name}' does not answer: see conserve status")
     signals, advice = answer.signals, answer.advice
-    shape = load_fleet(home.fleet_file)
     if as_json:
         print(json.dumps(as_data(signals, advice, shape), indent=2))
         return

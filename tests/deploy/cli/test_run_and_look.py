@@ -51,7 +51,7 @@ def up(base: Path, name: str, record: RunRecord) -> FleetHome:
     """As `conserve up` writes it down."""
     home = FleetHome.of(name, str(base))
     home.create()
-    home.secret()
+    home.ray_token()
     home.fleet_file.write_text(LAPTOP.read_text().replace("name: laptop", f"name: {name}"))
     home.write_run(record)
     return home

@@ -28,6 +28,7 @@ from deploy.fleet.components import (
 )
 from deploy.fleet.hardware import engine_resources
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys
 from deploy.ray.common import control_resources, resources
 from deploy.ray.own_cluster import OwnCluster
 from kvtransfer.config import ConnectorConfig
@@ -45,7 +46,7 @@ from router.keys import Limits, inline
 from tests.support.fleet import ROOT
 from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings
-from workers.launch import LaunchSpec, Start, engine_command
+from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
@@ -81,15 +82,16 @@ class Everything:
         home = FleetHome.of(fleet.name, "/state")
         self.engine = engine_spec(fleet, decode, home, "10.0.0.1")
         start = Start(epoch=1, http_port=2, transfer_port=3)
-        command = engine_command(self.engine, start, "secret", {"PATH": "/bin"})
+        command = engine_command(self.engine, start, EngineKeys(), {"PATH": "/bin"})
         self.argv, self.env = " ".join(command.argv), command.env
         self.keeper = keeper_settings(fleet)
         self.power = power_settings(fleet, decode, home, ("0",))
         self.shared_tier = shared_tier(fleet, decode, home)
         self.placer = placer_settings(fleet)
         self.directory = directory_settings(fleet)
-        self.gateway = gateway_config(fleet, "gateway-0", "10.0.0.1:9", "secret", "10.0.0.1:8")
-        self.batch = batch_config(fleet, home, "10.0.0.1:9", "secret", "10.0.0.1", 8)
+        keys = FleetKeys("a token of a cluster", "base")
+        self.gateway = gateway_config(fleet, "gateway-0", "10.0.0.1:9", keys, "10.0.0.1:8")
+        self.batch = batch_config(fleet, home, "10.0.0.1:9", keys, "10.0.0.1", 8)
         limits = decode.tier.autoscale
         self.scale = scale_limits(fleet, limits) if limits else None
         self.coserving = CoServingConfig.from_additional_config(json.loads(self.engine.additional or "{}"))
@@ -246,6 +248,7 @@ CASES = {
     "transfer.backend": case(
         "nixl", lambda got: (got.engine.connector.backend, got.gateway.handover), ("nixl", "in_turn")
     ),
+    "transfer.encrypt": case(True, lambda got: got.engine.connector.encrypt),
     "transfer.lease": case(16, lambda got: got.engine.connector.lease_s),
     "transfer.staging_gib": case(1.5, lambda got: got.engine.connector.staging_gib),
     "transfer.timeout": case(17, lambda got: got.engine.connector.timeout_s),
@@ -319,11 +322,11 @@ MEASURED = "measured by `conserve profile`, or written for a benchmark"
 CONSTANT = "bounds and periods of the implementation, which nobody should have to know"
 NOT_SET: dict[type, dict[str, str]] = {
     GatewayConfig: {
-        "directory name reuse_port metrics_host directory_secret": IDENTITY,
+        "directory name reuse_port metrics_host directory_secret engine_key": IDENTITY,
         "tokens_per_byte drain_s": CONSTANT,
     },
     AnswersConfig: {"path": IDENTITY},
-    BatchConfig: {"directory secret host port": IDENTITY, "flex_timeout_s": CONSTANT},
+    BatchConfig: {"directory secret key engine_key host port": IDENTITY, "flex_timeout_s": CONSTANT},
     BatchLimits: {"line_bytes reported_errors": CONSTANT},
     DispatchSettings: {
         "max_tries request_timeout_s blind_window backoff_first_s backoff_max_s cancel_grace_s tick_s "

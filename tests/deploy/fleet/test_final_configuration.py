@@ -20,7 +20,7 @@ from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
 from tests.deploy.fleet.test_gpu_hour_mistakes import QWEN3_32B
 from tests.support.final_config import OPTIONS, Commands, Flat, final_configurations
-from workers.launch import LaunchSpec, Start, engine_command
+from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -102,7 +102,7 @@ def of_tier(text: str, name: str, base: Path) -> LaunchSpec:
 
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    made = engine_command(spec, Start(1, 8001, 9001), "a-secret-of-16-chars", {})
+    made = engine_command(spec, Start(1, 8001, 9001), EngineKeys(), {})
     return list(made.argv[3:]), {key: value for key, value in made.env.items() if key.startswith("VLLM_")}
 
 

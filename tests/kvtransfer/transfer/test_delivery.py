@@ -76,21 +76,22 @@ class Pair:
         return refused.value.reason
 
 
-def serving(exports: Exports, timeout_s: float = 10.0) -> tuple[TransferServer, int]:
+def serving(exports: Exports, timeout_s: float = 10.0, encrypt: bool = False) -> tuple[TransferServer, int]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = int(listener.getsockname()[1])
-    return TransferServer(listener, TransferEnd(4, 0, 1, timeout_s, SECRET), exports), port
+    return TransferServer(listener, TransferEnd(4, 0, 1, timeout_s, SECRET, encrypt), exports), port
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+@pytest.fixture(params=[False, True], ids=["in clear", "encrypted"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     now = [0.0]
     theirs, mine = Memory(fill=True), Memory(fill=False)
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
-    server, port = serving(exports)
+    server, port = serving(exports, encrypt=request.param)
     source = TransferSource("127.0.0.1", port, "t", 4, "p")
     generation = exports.open("t", [PROMPT], TOKENS, "p")
-    yield Pair(exports, theirs, mine, source, CONSUMER, now, generation)
+    consumer = dataclasses.replace(CONSUMER, encrypt=request.param)
+    yield Pair(exports, theirs, mine, source, consumer, now, generation)
     server.close()
 
 
@@ -205,11 +206,60 @@ def test_a_prefill_that_begins_again_is_sent_again(pair: Pair) -> None:
     assert pair.mine.blocks(into) == pair.theirs.blocks(elsewhere)
 
 
-def test_a_flipped_byte_on_the_way_is_refused(pair: Pair) -> None:
+HANDSHAKE_BYTES = 20 + 32 + 20 + 32  # of the producer: CHALLENGE and ACCEPT
+OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16 * 30, 20 + 16 * 31 + 100, 20 + 16 * 31 + 29 * 4096 + 7]
+
+
+@pytest.mark.parametrize("at", [*(HANDSHAKE_BYTES + at for at in OF_A_FRAME), 100_000])
+def test_a_flipped_bit_on_the_way_is_refused(pair: Pair, at: int) -> None:
+    """Of a frame's kind, layer, place, number, generation, of its tags and of its blocks."""
+    pair.compute()
+    before = dataclasses.replace(pair.consumer, timeout_s=2.0)
+    with FlippingProxy(pair.source.port, at) as port:
+        pair.source, pair.consumer = dataclasses.replace(pair.source, port=port), before
+        assert pair.refused() in (Reason.CORRUPT, Reason.PROTOCOL, Reason.STALLED, Reason.UNREACHABLE)
+
+
+def test_a_block_in_the_place_of_another_is_refused(pair: Pair) -> None:
+    """Whoever sits between could else swap two frames of one size: layers, or prompts of two connections."""
+    pair.compute()
+    with FrameSwappingProxy(pair.source.port) as port:
+        pair.source = dataclasses.replace(pair.source, port=port)
+        assert pair.refused() is Reason.CORRUPT
+
+
+def test_what_was_recorded_of_one_connection_is_worth_nothing_on_another(pair: Pair) -> None:
+    pair.compute()
+    with FlippingProxy(pair.source.port) as port:
+        recording = dataclasses.replace(pair.source, port=port)
+        fetch(recording, [0], [list(range(len(PROMPT)))], pair.mine, pair.consumer, Cancellation())
+        recorded = bytes(FlippingProxy.last)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def replay() -> None:
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(recorded)
+            peer.recv(1 << 20)
+
+    threading.Thread(target=replay, daemon=True).start()
+    pair.source = dataclasses.replace(pair.source, port=int(listener.getsockname()[1]))
+    assert pair.refused() is Reason.UNAUTHORISED
+    listener.close()
+
+
+def test_prompts_are_not_on_the_wire_where_they_are_encrypted(pair: Pair) -> None:
     pair.compute()
     with FlippingProxy(pair.source.port) as port:
         pair.source = dataclasses.replace(pair.source, port=port)
-        assert pair.refused() is Reason.CORRUPT
+        assert pair.mine.blocks(pair.fetch()) == pair.theirs.blocks(PROMPT)
+    seen = [block in FlippingProxy.last for block in pair.theirs.blocks(PROMPT)]
+    assert all(seen) is not any(not one for one in seen) and seen[0] is not pair.consumer.encrypt
+
+
+def test_who_encrypts_and_who_does_not_are_not_a_pair(pair: Pair) -> None:
+    pair.compute()
+    assert pair.refused(encrypt=not pair.consumer.encrypt) is Reason.MAPPING
 
 
 def test_a_wrong_secret_is_refused_and_gets_no_block(pair: Pair) -> None:
@@ -225,9 +275,10 @@ def test_a_producer_without_the_secret_is_refused() -> None:
     def answer() -> None:
         peer, _ = impostor.accept()
         with peer:
-            wire.send_control(peer, wire.Kind.CHALLENGE, bytes(32))
-            wire.receive_control(peer, wire.Kind.OPEN)
-            wire.send_control(peer, wire.Kind.ACCEPT, bytes(32))
+            channel = wire.Channel(peer)
+            channel.send_control(wire.Kind.CHALLENGE, bytes(32))
+            channel.receive_control(wire.Kind.OPEN)
+            channel.send_control(wire.Kind.ACCEPT, bytes(32))
 
     threading.Thread(target=answer, daemon=True).start()
     source = TransferSource("127.0.0.1", int(impostor.getsockname()[1]), "t", None, "p")
@@ -253,7 +304,7 @@ def test_another_layout_is_refused(pair: Pair) -> None:
 
 def test_a_stalled_prefill_is_given_up(pair: Pair) -> None:
     pair.compute(100)
-    server, port = serving(pair.exports, timeout_s=0.2)
+    server, port = serving(pair.exports, timeout_s=0.2, encrypt=pair.consumer.encrypt)
     pair.source = dataclasses.replace(pair.source, port=port)
     assert pair.refused() is Reason.STALLED
     server.close()
@@ -315,10 +366,12 @@ def eventually(true: Callable[[], bool], limit_s: float = 5) -> bool:
 
 
 class FlippingProxy:
-    """Passes bytes both ways and flips one far into the stream of blocks."""
+    """Passes bytes both ways, keeps what the producer said, and flips a bit of it if told where."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    last = bytearray()
+
+    def __init__(self, port: int, flip_at: int = -1) -> None:
+        self._port, self._flip_at = port, flip_at
         self._listener = socket.create_server(("127.0.0.1", 0))
 
     def __enter__(self) -> int:
@@ -331,17 +384,42 @@ class FlippingProxy:
     def _run(self) -> None:
         consumer, _ = self._listener.accept()
         producer = socket.create_connection(("127.0.0.1", self._port))
-        threading.Thread(target=self._pump, args=(consumer, producer, -1), daemon=True).start()
-        self._pump(producer, consumer, 100_000)
+        threading.Thread(target=self._pump, args=(consumer, producer), daemon=True).start()
+        FlippingProxy.last = bytearray()
+        self._pump(producer, consumer, self._changed)
+
+    def _changed(self, data: bytearray) -> None:
+        passed = len(FlippingProxy.last)
+        FlippingProxy.last += data
+        if passed <= self._flip_at < passed + len(data):
+            data[self._flip_at - passed] ^= 1
 
     @staticmethod
-    def _pump(source: socket.socket, target: socket.socket, flip_at: int) -> None:
-        passed = 0
+    def _pump(
+        source: socket.socket, target: socket.socket, change: Callable[[bytearray], None] = lambda data: None
+    ) -> None:
         try:
             while data := bytearray(source.recv(65536)):
-                if passed <= flip_at < passed + len(data):
-                    data[flip_at - passed] ^= 1
-                passed += len(data)
+                change(data)
                 target.sendall(data)
+        except OSError:
+            return
+        target.close()
+
+
+class FrameSwappingProxy(FlippingProxy):
+    """Sends the first two frames of blocks in the other's place, but for what the consumer counts by."""
+
+    def _run(self) -> None:
+        consumer, _ = self._listener.accept()
+        producer = socket.create_connection(("127.0.0.1", self._port))
+        threading.Thread(target=self._pump, args=(consumer, producer), daemon=True).start()
+        size = 20 + 16 * len(PROMPT) + 16 + BLOCK_BYTES * len(PROMPT)
+        try:
+            for _ in range(2):  # CHALLENGE, and when that is answered ACCEPT
+                consumer.sendall(wire.receive_exactly(producer, HANDSHAKE_BYTES // 2))
+            first, second = (wire.receive_exactly(producer, size) for _ in range(2))
+            consumer.sendall(first[:20] + second[20:] + second[:20] + first[20:])
+            self._pump(producer, consumer)
         except OSError:
             return

@@ -54,6 +54,7 @@ def batch_config(store_url: str, files_url: str, port: int = 0) -> BatchConfig:
         models=(ServedModel(MODEL, embeddings=True),),
         directory="none:1",
         secret=SECRET,
+        key=SECRET,
         port=port,
         dispatch=FAST,
         flex_timeout_s=2.0,
@@ -68,7 +69,7 @@ class FrontGateway:
         self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
         self.keys = Keys((), None)
         self._pool = UpstreamPool(upstream)
-        self._forwarding = BatchForwarding(BatchAddress(batch), secret, self._pool)
+        self._forwarding = BatchForwarding(BatchAddress(batch, secret), self._pool)
         self._server = Server(self._handle)
         self._answers = Answers(AnswersConfig())
         self.url = ""

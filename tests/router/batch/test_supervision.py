@@ -18,7 +18,9 @@ import pytest
 
 from deploy.fleet.load import parse_fleet
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys
 from deploy.ray.gateway_actor import GatewaysActor
+from deploy.ray.sealed import SealedFleet
 from tests.router.batch.processes import free_port
 from tests.support.waiting import until
 from workers.leased import RECORD, ProcessRecord
@@ -54,8 +56,9 @@ async def answering(pid: int, url: str, not_this: int = 0) -> int:
 
 
 def keep(root: str, port: int, directory: str) -> GatewaysActor:
-    fleet = parse_fleet(FLEET % port, "fleet.yaml")
-    return GatewaysActor(fleet, FleetHome(Path(root)), directory, "s3cret")
+    os.environ["RAY_AUTH_TOKEN"] = "the token of its cluster"
+    fleet, home = parse_fleet(FLEET % port, "fleet.yaml"), FleetHome(Path(root))
+    return GatewaysActor(SealedFleet.of(fleet, FleetKeys.here(home.name)), home, directory)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ class BatchProcess:
             models=(ServedModel(MODEL),),
             directory=small.address,
             secret="s3cret",
+            key="of gateways",
             port=self.port,
             dispatch=replace(FAST, request_timeout_s=60.0),
         )
@@ -72,7 +73,7 @@ def processes() -> Iterator[list[BatchProcess]]:
 async def test_batches_beside_conversations(tmp_path: Path, processes: list[BatchProcess]) -> None:
     async with fleet(tmp_path, gateways=0) as small:
         processes.append(BatchProcess(small, tmp_path))
-        batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}")
+        batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}", "of gateways")
         keys = inline(("sk-one", "sk-two"), ())
         url = await small.add_gateway(directory_secret="s3cret", batch=batch_address, keys=keys)
         await processes[0].answers()
@@ -106,7 +107,7 @@ async def test_conversations_do_not_notice_that_the_batch_process_is_killed(
 ) -> None:
     async with fleet(tmp_path, gateways=0, engine={"token_s": 0.02}) as small:
         processes.append(BatchProcess(small, tmp_path))
-        batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}")
+        batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}", "of gateways")
         url = await small.add_gateway(directory_secret="s3cret", batch=batch_address)
         await processes[0].answers()
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0) as client:

@@ -1,0 +1,66 @@
+"""Keys of a fleet: one a purpose, from a token that is where Ray looks; arguments of actors are sealed."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from deploy.fleet import parse_fleet
+from deploy.keys import FleetKeys, Purpose, TokenError, token
+from deploy.ray.sealed import SealedFleet, engine_named
+
+TOKEN = "0123456789abcdef"
+FLEET = """\
+name: sealed
+tiers:
+  - {name: prefill, role: prefill}
+  - {name: decode, role: decode, env: {HF_TOKEN: hf_in_the_environment}}
+gateway:
+  api_keys: [sk-in-the-fleet-file]
+conversation: {ttl: 10m}
+batch: {database: 'postgresql+psycopg://user:password-of-the-database@db/x'}
+"""
+SECRETS = ("sk-in-the-fleet-file", "hf_in_the_environment", "password-of-the-database", TOKEN)
+
+
+def test_each_purpose_each_fleet_and_each_token_has_its_own() -> None:
+    keys = [
+        FleetKeys(given, name).of(purpose)
+        for given in (TOKEN, TOKEN + "x")
+        for name in ("a", "b")
+        for purpose in Purpose
+    ]
+    assert len(set(keys)) == len(keys) == 4 * len(Purpose)
+    assert FleetKeys(TOKEN, "a").of(Purpose.ENGINES) == FleetKeys(TOKEN, "a").of(Purpose.ENGINES)
+    assert not any(TOKEN in key for key in keys) and all(len(key) == 64 for key in keys)
+
+
+def test_a_token_is_where_ray_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(TokenError, match=r"RAY_AUTH_TOKEN is not set, and .*auth_token cannot be read"):
+        token({})
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("by default\n")
+    (tmp_path / "elsewhere").write_text("elsewhere\n")
+    assert token({}) == "by default"
+    assert token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "elsewhere")}) == "elsewhere"
+    both = {"RAY_AUTH_TOKEN": "itself", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "elsewhere")}
+    assert token(both) == "itself"
+    with pytest.raises(TokenError, match="none cannot be read"):
+        token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")})
+
+
+def test_a_token_that_could_be_guessed_is_none() -> None:
+    with pytest.raises(TokenError, match="shorter than 16"):
+        FleetKeys("secret", "a")
+
+
+def test_what_ray_keeps_for_an_actor_shows_nothing() -> None:
+    fleet, keys = parse_fleet(FLEET, "fleet.yaml"), FleetKeys(TOKEN, "sealed")
+    argument = SealedFleet.of(fleet, keys)
+    assert not any(secret.encode() in pickle.dumps(argument) for secret in (*SECRETS, "tiers"))
+    opened = pickle.loads(pickle.dumps(argument)).opened(keys)
+    assert opened == fleet and opened.model_fields_set == fleet.model_fields_set
+    assert engine_named(opened, "decode-7").tier == fleet.tiers[1]
+    with pytest.raises(TokenError, match="another token"):
+        argument.opened(FleetKeys(TOKEN + "x", "sealed"))
