@@ -14,6 +14,7 @@ from tests.fleet.talk import client, conversation, metric, opening, text_turn
 from tests.support.fleet import RunningFleet, conserve, fleet_up
 from tests.support.nodes import Nodes
 from tests.support.shrunk import shrunk
+from tests.support.whole_life import submit
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
@@ -22,8 +23,9 @@ BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 LOOPBACK = {"UCX_TLS": "tcp,self,sysv,posix,cma", "UCX_NET_DEVICES": "lo"}
 HOSTS = {"prefill-node": "127.0.0.3", "decode-node": "127.0.0.4"}
 RESOURCES = {name: {f"{name.removesuffix('-node')}_tier": 1.0} for name in HOSTS}
-TURNS = 6
+TURNS, TRIES, TURNS_A_TRY = 6, 10, 4
 ANEW = {"cache_salt": "anew"}
+IMPATIENT = {"vllm_xargs": {"slo_ttft_ms": 20, "slo_tbt_ms": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By owner; under `file` where they are kept."""
     base = tmp_path_factory.mktemp("keys")
     made = {"file": str(base / "keys.yaml")}
-    for owner in ("carried", "anew"):
+    for owner in ("carried", "anew", "busy", "batches"):
         said = conserve(base, "key", "new", "--owner", owner, "--file", made["file"])
         assert said.returncode == 0, said.stderr
         made[owner] = said.stdout.strip()
@@ -52,6 +54,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def fleet(nodes: Nodes, keys: dict[str, str]) -> Iterator[RunningFleet]:
     def edit(content: Any) -> None:
+        content["tiers"][1]["args"]["max-num-batched-tokens"] = 1024  # longer steps are longer waits for KV
         # NIXL's progress thread takes a core for each idle engine: on two cores a transfer may take 40 s.
         content["transfer"] |= {"backend": BACKEND, "lease": "10m"}
         content["engine"]["env"] |= LOOPBACK
@@ -99,5 +102,35 @@ def test_a_first_turn_moves_once_and_later_turns_find_it(fleet: RunningFleet, ke
     found = conversation(fleet, keys["carried"], TURNS)
     assert found["transfers"] == 1 and found["decoder"] == "decode-0"
     # The same prompt with nothing of it cached: the salt keeps it apart.
+    anew = text_turn(client(fleet.url, keys["anew"]), fleet.model, messages[:-1], extra_body=ANEW)
+    assert anew.text == turns[-1].text
+
+
+def test_arrivals_abort_offline_work_and_nobody_notices(fleet: RunningFleet, keys: dict[str, str]) -> None:
+    """Safepoints fire in an engine whose KV another connector moves beside ours."""
+    page, messages = decoder_page(fleet), opening(92, 100)
+    offline, busy = client(fleet.url, keys["batches"]), client(fleet.url, keys["busy"])
+    turns = [text_turn(busy, fleet.model, messages)]
+
+    def aborts() -> float:
+        return metric(page, "conserve_coserving_aborts_total")
+
+    for attempt in range(TRIES):
+        before = metric(page, "conserve_coserving_offline_tokens_total")
+        submit(offline, fleet.model, attempt)
+        fleet.until(
+            lambda before=before: metric(page, "conserve_coserving_offline_tokens_total") > before,
+            120,
+            "offline work to begin",
+        )
+        for _ in range(TURNS_A_TRY):
+            messages.append({"role": "user", "content": "Go on."})
+            turns.append(text_turn(busy, fleet.model, messages, extra_body=IMPATIENT))
+            if aborts() > 0:
+                break
+        if aborts() > 0:
+            break
+    assert aborts() > 0
+    assert metric(page, "conserve_kv_faults_total") == 0
     anew = text_turn(client(fleet.url, keys["anew"]), fleet.model, messages[:-1], extra_body=ANEW)
     assert anew.text == turns[-1].text
