@@ -20,6 +20,7 @@ from deploy.fleet.components import (
 from deploy.fleet.hardware import engine_resources
 from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
+from deploy.keys import FleetKeys
 from placement.engines import Role
 from placement.fleet.policies import PlacingPolicy
 from router.config import Handover, dump, load
@@ -27,6 +28,7 @@ from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
 CONFIGS = SCHEMA_FILE.parent
 HOME = FleetHome(Path("/state"))
+KEYS = FleetKeys("a token of a cluster", "f")
 
 
 def fleet(name: str) -> FleetSpec:
@@ -110,15 +112,15 @@ def test_an_engines_power_is_that_of_gpus_it_asked_for_not_of_any_it_can_see() -
 
 def test_the_gateways_file_is_read_back_the_same(tmp_path: Path) -> None:
     for name in ("laptop", "a40-paper", "two-nodes"):
-        config = gateway_config(fleet(name), "gateway-0", "10.0.0.1:99", "s" * 20, "10.0.0.1:77")
+        config = gateway_config(fleet(name), "gateway-0", "10.0.0.1:99", KEYS, "10.0.0.1:77")
         file = tmp_path / f"{name}.json"
         file.write_bytes(dump(config))
         assert load(file) == config
 
 
 def test_the_gateway_is_told_how_kv_is_handed_over() -> None:
-    laptop = gateway_config(fleet("laptop"), "g", "d:1", "s", "d:2")
-    nodes = gateway_config(fleet("two-nodes"), "g", "d:1", "s", "d:2")
+    laptop = gateway_config(fleet("laptop"), "g", "d:1", KEYS, "d:2")
+    nodes = gateway_config(fleet("two-nodes"), "g", "d:1", KEYS, "d:2")
     assert (laptop.handover, nodes.handover) == (Handover.TOGETHER, Handover.IN_TURN)
     assert laptop.reuse_port and nodes.reuse_port
 
@@ -128,7 +130,7 @@ def test_the_gateways_limits_reach_both_of_its_sides() -> None:
         "policy: collocated\ntiers: [{name: all, role: mixed, replicas: 1}]\n"
         "gateway: {limits: {first_token_timeout: 7s, idle_timeout: 5s, request_timeout: 3s}}\n"
     )
-    config = gateway_config(parse_fleet(text, "f.yaml"), "g", "d:1", "s", "d:2")
+    config = gateway_config(parse_fleet(text, "f.yaml"), "g", "d:1", KEYS, "d:2")
     assert (config.upstream.first_byte_timeout_s, config.upstream.chunk_timeout_s) == (7, 5)
     assert (config.limits.write_stall_s, config.limits.head_timeout_s) == (5, 3)
 
@@ -157,8 +159,8 @@ def test_tracing_reaches_gateways_and_engines_which_record_what_a_gateway_sample
     plain = fleet("laptop")
     block = "\nobserve: {tracing: {endpoint: 'http://collector:4318/', sample: 0.2}}\n"
     traced = parse_fleet((CONFIGS / "laptop.yaml").read_text() + block, "traced")
-    assert gateway_config(plain, "gateway-0", "127.0.0.1:1", "s", "d:2").tracing is None
-    config = gateway_config(traced, "gateway-0", "127.0.0.1:1", "s", "d:2")
+    assert gateway_config(plain, "gateway-0", "127.0.0.1:1", KEYS, "d:2").tracing is None
+    config = gateway_config(traced, "gateway-0", "127.0.0.1:1", KEYS, "d:2")
     assert config.tracing is not None and config.tracing.sample == 0.2
     off, on = spec_of(plain, "decode-0"), spec_of(traced, "decode-0")
     assert "otlp-traces-endpoint" not in dict(off["options"])  # type: ignore[call-overload]

@@ -217,7 +217,10 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
             "model:\n  embeddings: true\n",
             "fleet.yaml:12: model.embeddings: a model that makes embeddings has no turns: policy",
         ),
-        ("transfer:\n  secret: x\n", "fleet.yaml:12: transfer.secret: unknown key 'secret'; expected one of"),
+        (
+            "transfer:\n  secret: x\n",
+            "fleet.yaml:12: transfer.secret: unknown key 'secret'; did you mean 'encrypt'?",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(block: str, expected: str) -> None:

@@ -205,7 +205,7 @@ def test_a_stale_read_is_refused_and_recomputed(pair: Pair, plain: dict[str, Ans
 
 
 def test_a_flipped_byte_is_found_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
-    with FlippingProxy(pair.port) as port:
+    with FlippingProxy(pair.port, flip_at=100_000) as port:  # amid the blocks
         answer = pair.both_legs("flipped", remote_port=port)
     assert answer.tokens == plain["flipped"].tokens
     assert pair.refusals("corrupt") == 1
