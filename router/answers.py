@@ -10,10 +10,10 @@ beyond `max_bytes`.
 import asyncio
 import logging
 import sqlite3
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import orjson
 
 from router import metrics
+from router.clocks import SteadyClock, Zero
 from router.config import AnswersConfig
-from router.errors import BadIdentity, BadRequest, Unavailable
+from router.errors import BadIdentity, BadRequest, GatewayConfigError, Unavailable
 from router.http import RawHeaders, StreamObserver
 from router.identity import named_conversation
 from router.refusals import no_such_response
@@ -31,16 +32,22 @@ log = logging.getLogger("conserve.router.answers")
 
 MOST_BYTES = 16 << 20  # of one answer, or of a request that is kept with it
 LONGEST_HISTORY = 1_000  # answers
+MOST_WAITING_BYTES = 256 << 20  # of answers that are not written yet
 PRUNE_S = 30.0
 _LOCKED_S = 5.0  # another process writes
 _LATE_S, _TRIES = 0.05, 10  # an answer that another process is about to write
 _ENDS = (b"event: response.completed", b"event: response.incomplete")
-_TABLE = """CREATE TABLE IF NOT EXISTS answers (
-    owner TEXT, id TEXT, previous TEXT, added BLOB, response BLOB, bytes INTEGER, used_at REAL,
-    PRIMARY KEY (owner, id)) WITHOUT ROWID"""
-_CONVERSATIONS = """CREATE TABLE IF NOT EXISTS conversations (
-    owner TEXT, id TEXT, newest TEXT, used_at REAL, PRIMARY KEY (owner, id)) WITHOUT ROWID"""
-_INDEX = "CREATE INDEX IF NOT EXISTS answers_by_use ON answers (used_at, bytes)"
+VERSION = 1
+_SCHEMA = (  # a file of version 0 has some of the first three
+    """CREATE TABLE IF NOT EXISTS answers (
+        owner TEXT, id TEXT, previous TEXT, added BLOB, response BLOB, bytes INTEGER, used_at REAL,
+        PRIMARY KEY (owner, id)) WITHOUT ROWID""",
+    "CREATE INDEX IF NOT EXISTS answers_by_use ON answers (used_at, bytes)",
+    """CREATE TABLE IF NOT EXISTS conversations (
+        owner TEXT, id TEXT, newest TEXT, used_at REAL, PRIMARY KEY (owner, id)) WITHOUT ROWID""",
+    "CREATE TABLE clock (id INTEGER PRIMARY KEY, boot TEXT, zero REAL)",
+    f"PRAGMA user_version = {VERSION}",
+)
 _CHAIN = f"""WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 1 FROM answers WHERE owner = :owner AND id = :id
     UNION ALL SELECT a.id, a.previous, depth + 1 FROM answers a JOIN chain c ON a.id = c.previous
@@ -102,11 +109,17 @@ class AnswerObserver(StreamObserver):
 
 
 class Answers:
-    def __init__(self, config: AnswersConfig, clock: Callable[[], float] = time.time) -> None:
-        self._config, self._clock = config, clock
+    def __init__(self, config: AnswersConfig, clock: SteadyClock | None = None) -> None:
+        self._config, self._clock = config, clock or SteadyClock()
         self._thread = ThreadPoolExecutor(1, "answers")
         self._database: sqlite3.Connection | None = None
         self._pruned_at = 0.0
+        self._waiting_bytes = 0  # of answers that are not written yet
+
+    async def start(self) -> None:
+        """Refuses a file of a newer version. One that cannot be opened is tried again when it is needed."""
+        with suppress(Unavailable):
+            await self._run(self._open)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
@@ -138,9 +151,20 @@ class Answers:
         return fields, History(pieces, previous, conversation, kept)
 
     def keep(self, owner: str, kept: History, response: bytes) -> None:
-        """In the thread, soon; what is asked of it afterwards finds it."""
-        if response:
-            self._thread.submit(self._keep, owner, kept, response)
+        """In the thread, soon; what is asked of it afterwards finds it. Not where too much waits for it."""
+        size = sum(map(len, kept.pieces)) + len(response)
+        if not response:
+            return
+        if self._waiting_bytes + size > MOST_WAITING_BYTES:
+            metrics.ANSWERS.labels("failed").inc()
+            log.warning("an answer is not stored: the disk is slow waiting_bytes=%d", self._waiting_bytes)
+            return
+        self._waiting_bytes += size
+        keeping = asyncio.get_running_loop().run_in_executor(self._thread, self._keep, owner, kept, response)
+        keeping.add_done_callback(lambda _: self._written(size))
+
+    def _written(self, size: int) -> None:
+        self._waiting_bytes -= size
 
     async def find(self, owner: str, name: str) -> bytes | None:
         return await self._run(self._find, owner, name)
@@ -171,11 +195,31 @@ class Answers:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch(0o600)
             database = sqlite3.connect(name, _LOCKED_S, isolation_level=None, check_same_thread=False)
-            database.execute("PRAGMA journal_mode = WAL")
-            for statement in (_TABLE, _INDEX, _CONVERSATIONS):
-                database.execute(statement)
+            try:
+                database.execute("PRAGMA journal_mode = WAL")
+                with database:
+                    database.execute("BEGIN IMMEDIATE")  # other gateway processes start, too
+                    self._prepare(database)
+            except BaseException:
+                database.close()
+                raise
             self._database = database
         return self._database
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            raise GatewayConfigError(
+                f"{self._config.path} has stored answers of version {version}, and this conserve knows "
+                f"{VERSION}: start the version that wrote it, or move the file away"
+            )
+        if version == 0:
+            for statement in _SCHEMA:
+                database.execute(statement)
+        row = database.execute("SELECT boot, zero FROM clock").fetchone()
+        (newest,) = database.execute("SELECT max(used_at) FROM answers").fetchone()
+        zero = self._clock.resume(Zero(*row) if row is not None else None, newest or 0.0)
+        database.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?)", (zero.boot, zero.at))
 
     def _whole_input(self, owner: str, previous: str, pieces: Sequence[bytes]) -> bytes | None:
         database = self._open()

@@ -15,7 +15,14 @@ from router.batch.forwarding import BatchForwarding
 from router.config import GatewayConfig, load
 from router.directory.client import DirectoryClient
 from router.errors import GatewayConfigError
-from router.http import Certificate, Endpoint, Server, UpstreamPool, settle_heap
+from router.http import (
+    Certificate,
+    Endpoint,
+    Server,
+    UpstreamPool,
+    reserve_descriptors,
+    settle_heap,
+)
 from router.keys import Keys
 from router.life import Life
 from router.logs import log_to_stderr
@@ -58,10 +65,12 @@ class Gateway:
 
     async def start(self) -> int:
         """Serve; returns the port. The directory may come later: until then new conversations wait."""
+        reserve_descriptors(self.config.limits.max_connections)
+        await self._answers.start()
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
         self._watching = [
-            asyncio.create_task(self._keys.watch()),
+            asyncio.create_task(self._keys.watch(self._readers)),
             asyncio.create_task(self._meters.share(self.directory.tell_spent)),
         ]
         if self._certificate is not None:

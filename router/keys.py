@@ -8,9 +8,10 @@ owner finds it again. The file is read again when it changes; one that is wrong 
 import asyncio
 import logging
 import os
+import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
@@ -26,6 +27,7 @@ from router import metrics
 from router.errors import Forbidden, GatewayConfigError, Unauthorized
 from router.http import Headers
 from router.identity import namespace
+from router.readers import Readers
 
 log = logging.getLogger("conserve.router.keys")
 
@@ -158,15 +160,25 @@ def parse(text: str, name: str, others: Sequence[Key] = ()) -> tuple[Key, ...]:
 
 
 def load(file: Path, others: Sequence[Key] = ()) -> tuple[Key, ...]:
+    return _parsed(_content(file), file, others)
+
+
+def _content(file: Path) -> bytes:
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             content = opened.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise KeysFileError(f"{file}:1: is longer than {_MOST_BYTES >> 20} MiB")
+    except OSError as wrong:
+        raise KeysFileError(f"{file}:1: cannot be read: {wrong.strerror or wrong}") from wrong
+    if len(content) > _MOST_BYTES:
+        raise KeysFileError(f"{file}:1: is longer than {_MOST_BYTES >> 20} MiB")
+    return content
+
+
+def _parsed(content: bytes, file: Path, others: Sequence[Key]) -> tuple[Key, ...]:
+    try:
         return parse(content.decode(), str(file), others)
-    except (OSError, UnicodeDecodeError) as wrong:
-        reason = getattr(wrong, "strerror", None) or str(wrong)
-        raise KeysFileError(f"{file}:1: cannot be read: {reason}") from wrong
+    except UnicodeDecodeError as wrong:
+        raise KeysFileError(f"{file}:1: cannot be read: {wrong}") from wrong
 
 
 class _List(list[Any]):
@@ -271,6 +283,38 @@ def _twice(keys: Sequence[Key], others: Sequence[Key]) -> Iterator[tuple[Sequenc
 _ADAPTER = TypeAdapter(Key)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedKeys:
+    """Many keys, each unpacked when it is used: taking them over costs a gateway's loop next to nothing."""
+
+    by_hash: Mapping[str, bytes]
+    by_id: Mapping[str, str]  # their hashes
+
+    @classmethod
+    def of(cls, keys: Iterable[Key], limits: Limits) -> "PackedKeys":
+        whole = {key.hash: replace(key, limits=key.limits.over(limits)) for key in keys}
+        by_hash = {hashed: pickle.dumps(key) for hashed, key in whole.items()}
+        return cls(by_hash, {key.id: hashed for hashed, key in whole.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class KeysReading:
+    """What is asked of the reader of a keys file."""
+
+    file: Path
+    given: Sequence[Key]
+    limits: Limits
+    space: str = "\0keys"  # of no owner
+
+    def read(self, pieces: Sequence[bytes]) -> PackedKeys | str:
+        """Of a key that stands in both, what the keys file says. Text: what is wrong with the file."""
+        try:
+            keys = _parsed(b"".join(pieces), self.file, self.given)
+        except KeysFileError as wrong:
+            return str(wrong)
+        return PackedKeys.of((*self.given, *keys), self.limits)
+
+
 class Keys:
     """The keys of a fleet, as a gateway knows them now. Where only admins have any, everybody is let in."""
 
@@ -289,9 +333,9 @@ class Keys:
         self._file = Path(file).expanduser() if file is not None else None
         self._seen: object = None  # what the file was when it was last read
         self._clock = clock
-        self._use(())
+        self._use(PackedKeys.of(given, limits))
         if self._file is not None:
-            self._read(self._file)
+            self._take(self._read(self._file))
 
     def caller(self, headers: Headers) -> Key:
         scheme, _, given = (headers.text(b"authorization") or "").partition(" ")
@@ -307,9 +351,10 @@ class Keys:
         return key
 
     def _known(self, secret: str) -> Key:
-        key = self._by_hash.get(hash_of(secret))
+        key = self._of_hash(hash_of(secret))
         if key is None and self._open:
-            return self._limited(_made(secret, ""))
+            made = _made(secret, "")
+            return replace(made, limits=made.limits.over(self._limits))
         if key is None:
             raise Unauthorized(
                 "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
@@ -320,39 +365,58 @@ class Keys:
 
     def limits_of(self, id: str) -> Limits | None:
         """Of the key of this id, or where any may come, of whoever does."""
-        key = self._by_id.get(id)
+        key = self._of_hash(self._keys.by_id.get(id, ""))
         return key.limits if key is not None else self._limits if self._open else None
 
-    def _limited(self, key: Key) -> Key:
-        return replace(key, limits=key.limits.over(self._limits))
-
-    async def watch(self) -> None:
-        """Until cancelled: read the file again when it has become another one, and nobody writes to it."""
+    async def watch(self, readers: Readers) -> None:
+        """Until cancelled: read the file again when it has become another one, and nobody writes to it. In
+        another process: parsing thousands of keys would hold the loop."""
         last = self._seen
         while self._file is not None:
             await asyncio.sleep(LOOK_EVERY_S)
             before, last = last, await asyncio.to_thread(_state, self._file)
             if last == before != self._seen:
-                await asyncio.to_thread(self._read, self._file)
+                self._take(await self._read_beside(self._file, readers))
 
-    def _read(self, file: Path) -> None:
+    def _asked(self, file: Path) -> KeysReading:
+        return KeysReading(file, self._given, self._limits)
+
+    def _read(self, file: Path) -> PackedKeys | str:
         self._seen = _state(file)
         try:
-            keys = load(file, self._given)
+            return self._asked(file).read((_content(file),))
         except Exception as wrong:  # noqa: BLE001 - whatever it is: the next good one is to be read
-            metrics.KEYS_STALE.set(1)
-            said = wrong if isinstance(wrong, KeysFileError) else f"{file}:1: cannot be read: {wrong!r}"
-            log.error("keys not read, those known before stay in use keys=%d\n%s", len(self._by_hash), said)
-            return
-        metrics.KEYS_STALE.set(0)
-        self._use(keys)
-        log.info("keys read file=%s keys=%d", file, len(keys))
+            return _why(file, wrong)
 
-    def _use(self, keys: Sequence[Key]) -> None:
-        """Of a key that stands in both, what the keys file says."""
-        self._by_hash = {key.hash: self._limited(key) for key in (*self._given, *keys)}
-        self._by_id = {key.id: key for key in self._by_hash.values()}
+    async def _read_beside(self, file: Path, readers: Readers) -> PackedKeys | str:
+        self._seen = await asyncio.to_thread(_state, file)
+        try:
+            content = await asyncio.to_thread(_content, file)
+            return await readers.read_beside(self._asked(file), (content,))
+        except Exception as wrong:  # noqa: BLE001 - as above
+            return _why(file, wrong)
+
+    def _take(self, read: PackedKeys | str) -> None:
+        metrics.KEYS_STALE.set(isinstance(read, str))
+        if isinstance(read, str):
+            count = len(self._keys.by_hash)
+            log.error("keys not read, those known before stay in use keys=%d\n%s", count, read)
+            return
+        self._use(read)
+        log.info("keys read file=%s keys=%d", self._file, len(read.by_hash) - len(self._given))
+
+    def _use(self, keys: PackedKeys) -> None:
+        def unpacked(hashed: str) -> Key | None:
+            packed = keys.by_hash.get(hashed)
+            return pickle.loads(packed) if packed is not None else None
+
+        self._keys = keys
+        self._of_hash = lru_cache(_REMEMBERED)(unpacked)
         self._of_secret = lru_cache(_REMEMBERED)(self._known)
+
+
+def _why(file: Path, wrong: Exception) -> str:
+    return str(wrong) if isinstance(wrong, KeysFileError) else f"{file}:1: cannot be read: {wrong!r}"
 
 
 def _state(file: Path) -> object:

@@ -44,6 +44,11 @@ ENGINES_AWAITED = Gauge(
     "Engines that were up before the directory restarted and have not reported since. New conversations wait "
     "for them, for a bounded time.",
 )
+JOURNAL_ROWS_MISSED = Counter(
+    "conserve_journal_rows_missed_total",
+    "Counts and ends of prompts that were not kept while the disk took nothing and much waited for it. "
+    "After a restart such a conversation goes on, but its newest prompt may not be recognised without an id.",
+)
 PREFILL_LOAD = Gauge(
     "conserve_prefill_load",
     "Seconds of prompts, by the tiers' curves, that arrive a second and prefiller; 1 is saturation.",

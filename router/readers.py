@@ -14,11 +14,11 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from router.errors import ApiError, InternalError, PayloadTooLarge, TooManyRequests
-from router.reading import ReadBody, Reading, is_cheap, read_body
+from router.reading import is_cheap
 
 log = logging.getLogger("conserve.router.readers")
 
@@ -27,7 +27,18 @@ LONGEST_S = 30.0  # for one body
 MOST_WAITING = 8  # costly bodies of one owner, and MOST_WAITING_BYTES of all: they lie in memory meanwhile
 MOST_WAITING_BYTES = 1 << 30
 MOST_MEMORY = 4 << 30  # of a process: a body of 32 MiB of numbers takes 1 GiB as objects
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
 _FRAME = struct.Struct("!QQ")  # bytes of the question, and of the body behind it
+
+
+class Question(Protocol[Answer_co]):
+    """What is asked of a body: plain data, and what makes plain data of it."""
+
+    @property
+    def space(self) -> str: ...
+
+    def read(self, pieces: Sequence[bytes]) -> Answer_co: ...
 
 
 class Readers:
@@ -41,10 +52,12 @@ class Readers:
         self._waiting: Counter[str] = Counter()  # by owner
         self._bytes = 0  # that wait, or are read
 
-    async def read(self, asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
+    async def read(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer:
         """Raises what the client did wrong."""
-        if is_cheap(pieces):
-            return read_body(asked, pieces)
+        return asked.read(pieces) if is_cheap(pieces) else await self.read_beside(asked, pieces)
+
+    async def read_beside(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer:
+        """In another process in any case."""
         owner, size = asked.space, sum(map(len, pieces))
         if self._waiting[owner] >= MOST_WAITING or self._bytes + size > MOST_WAITING_BYTES:
             raise TooManyRequests(
@@ -67,7 +80,7 @@ class Readers:
             raise answer
         return answer
 
-    async def _read(self, asked: Reading, pieces: Sequence[bytes]) -> ReadBody | ApiError:
+    async def _read(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer | ApiError:
         process = self._living() or await _start()
         try:
             async with asyncio.timeout(self._longest_s):
@@ -101,7 +114,9 @@ async def _start() -> Process:
     )
 
 
-async def _ask(process: Process, asked: Reading, pieces: Sequence[bytes]) -> ReadBody | ApiError:
+async def _ask(
+    process: Process, asked: Question[Answer], pieces: Sequence[bytes]
+) -> Answer | ApiError:
     assert process.stdin is not None and process.stdout is not None
     question = pickle.dumps(asked)
     process.stdin.write(_FRAME.pack(len(question), sum(map(len, pieces))) + question)
@@ -109,7 +124,7 @@ async def _ask(process: Process, asked: Reading, pieces: Sequence[bytes]) -> Rea
         process.stdin.write(piece)
         await process.stdin.drain()
     size, _ = _FRAME.unpack(await process.stdout.readexactly(_FRAME.size))
-    answer: ReadBody | ApiError = pickle.loads(await process.stdout.readexactly(size))
+    answer: Answer | ApiError = pickle.loads(await process.stdout.readexactly(size))
     return answer
 
 
@@ -121,10 +136,10 @@ def _end(process: Process) -> None:
 def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
     while len(head := questions.read(_FRAME.size)) == _FRAME.size:
         size, body = _FRAME.unpack(head)
-        asked: Reading = pickle.loads(questions.read(size))
-        answer: ReadBody | ApiError
+        asked: Question[Any] = pickle.loads(questions.read(size))
+        answer: Any
         try:
-            answer = read_body(asked, (questions.read(body),))
+            answer = asked.read((questions.read(body),))
         except ApiError as wrong:
             answer = wrong
         except MemoryError:

@@ -66,6 +66,9 @@ class Reading:
     models: frozenset[str]  # by every name they answer to
     max_context: int  # of the largest engine; 0 while none is known
 
+    def read(self, pieces: Sequence[bytes]) -> "ReadBody":
+        return read_body(self, pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadBody:

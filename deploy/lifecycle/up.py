@@ -21,6 +21,8 @@ from deploy.lifecycle.cluster import connect, refuse_open_cluster, start_own_clu
 from deploy.lifecycle.down import bring_down
 from deploy.ray.common import replica
 from deploy.small_model import ensure_model
+from router.directory.journal import Journal
+from router.http import descriptors_problem
 from workers import processes
 from workers.processes import write_atomically
 from workers.status import KeeperPhase, KeeperStatus
@@ -37,6 +39,9 @@ def prepare(fleet: FleetSpec, home: FleetHome) -> None:
     refuse_missing_model(fleet)
     if home.read_run() is not None:
         bring_down(home)  # what a run left that was killed
+    if home.journal.exists():
+        Journal.check(home.journal)  # else its actor would end again and again
+    refuse_few_descriptors(fleet)
     refuse_taken_port(fleet)
     home.create()
     write_fleet(fleet, home)
@@ -62,6 +67,12 @@ def refuse_taken_port(fleet: FleetSpec) -> None:
         raise LifecycleError(
             f"the gateway cannot listen on {where}; change gateway.port or end what is there"
         )
+
+
+def refuse_few_descriptors(fleet: FleetSpec) -> None:
+    """On this machine; on others only the gateway itself can look."""
+    if problem := descriptors_problem(fleet.gateway.limits.connections):
+        raise LifecycleError(problem)
 
 
 def refuse_missing_model(fleet: FleetSpec) -> None:

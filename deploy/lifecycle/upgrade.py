@@ -15,6 +15,7 @@ from deploy.lifecycle.cluster import connect
 from deploy.lifecycle.up import (
     Tell,
     directory_address,
+    refuse_few_descriptors,
     refuse_taken_port,
     until_engines_serve,
     until_gateway_answers,
@@ -67,6 +68,7 @@ class Upgrade:
         """Bindings and conversations stay. If an engine does not start as it should be, it is put back as it
         was, and what comes after it is left alone."""
         made = self.plan
+        refuse_few_descriptors(self._new)
         before, after = self._old.gateway, self._new.gateway
         if (before.host, before.port) != (after.host, after.port):
             refuse_taken_port(self._new)

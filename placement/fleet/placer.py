@@ -276,6 +276,10 @@ class Placer:
         if self._elastic:
             self._elastic.done(key)
 
+    def to_compute(self, prompt_tokens: int, heads: Sequence[Head], now: float) -> int:
+        """Of a first turn that has no place yet, what no engine has of its prompt, by estimate."""
+        return prompt_tokens - min(max(self._shared.on(heads, now).values(), default=0), prompt_tokens - 1)
+
     def arrived(self, prompt_tokens: int, now: float) -> None:
         """A turn that wants a prefiller came, once, whether or not it can be placed."""
         if not self.settings.policy.disaggregates:

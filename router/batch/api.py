@@ -1,6 +1,7 @@
 """The OpenAI Files and Batch APIs: routes, checked parameters, rendered objects."""
 
 import asyncio
+import logging
 import re
 import secrets
 from collections import Counter
@@ -10,6 +11,7 @@ from urllib.parse import quote
 
 import orjson
 from sqlalchemy import Row
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,8 +22,19 @@ from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S, BatchConfig
 from router.batch.forwarding import MOST_BATCHES, MOST_BYTES
 from router.batch.records import ENDPOINTS, BatchStatus, FileRecord, NewBatch
 from router.batch.store import Store
-from router.errors import BadRequest, Conflict, Forbidden, NotFound, PayloadTooLarge, TooManyRequests
+from router.errors import (
+    ApiError,
+    BadRequest,
+    Conflict,
+    Forbidden,
+    NotFound,
+    PayloadTooLarge,
+    TooManyRequests,
+    Unavailable,
+)
 from router.http.asgi import OPENAI_ERRORS
+
+log = logging.getLogger("conserve.router.batch.api")
 
 _MOST_FILES = 10_000
 _MOST_BATCHES, _DEFAULT_BATCHES = 100, 20
@@ -44,7 +57,7 @@ def make_app(
 ) -> Starlette:
     """`owner_of` names the caller; `changed` tells the dispatcher that there is something to do."""
     api = BatchApi(store, blobs, config, owner_of, changed, clock)
-    app = Starlette(routes=api.routes(), exception_handlers=OPENAI_ERRORS)
+    app = Starlette(routes=api.routes(), exception_handlers={**OPENAI_ERRORS, **_AWAY})
     app.router.redirect_slashes = False  # it would send clients to this process's own address
     return app
 
@@ -208,6 +221,17 @@ class BatchApi:
             raise Conflict(text, code="batch_not_cancellable")
         self._changed()
         return JSONResponse(_batch_object(batch))
+
+
+async def _away(request: Request, error: Exception) -> Response:
+    """A full disk, or a database that is away: nothing was done, and the client is told so."""
+    log.warning("not served method=%s path=%r reason=%r", request.method, request.url.path, str(error))
+    text = "Files and batches cannot be kept or read at this moment; try again."
+    answered: Response = await OPENAI_ERRORS[ApiError](request, Unavailable(text, retry_after_s=5.0))
+    return answered
+
+
+_AWAY = {SQLAlchemyError: _away, OSError: _away}
 
 
 def _no_such_file(file_id: str) -> NotFound:

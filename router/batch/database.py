@@ -4,7 +4,7 @@ One process writes. Each takes the store over with a higher epoch, and every tra
 its own: what a former process that still runs wants to write is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -27,6 +27,7 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    func,
     insert,
     inspect,
     literal_column,
@@ -36,6 +37,7 @@ from sqlalchemy import (
     update,
 )
 
+from router.clocks import SteadyClock, Zero
 from router.errors import GatewayConfigError, Unavailable
 
 metadata = MetaData()
@@ -130,7 +132,7 @@ queue = Table(
     Column("not_before", Float, nullable=False, server_default="0"),
     sqlite_with_rowid=False,
 )
-_FORMER_QUEUE = "batch_requests_pending"  # the index that was the queue of stores made before
+_FORMER_QUEUE = "batch_requests_pending"  # the index that was the queue of some stores of version 0
 
 results = Table(
     "batch_results",
@@ -143,6 +145,17 @@ results = Table(
 )
 
 epochs = Table("batch_epoch", metadata, Column("id", Integer, primary_key=True), _count("epoch"))
+
+# One row: what the tables are, and the zero of the clock that their times are of.
+stores = Table(
+    "batch_store",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("boot", String(64), nullable=False),
+    Column("zero", Float, nullable=False),
+)
+VERSION = 1
 
 _BUSY_TIMEOUT_MS = 30_000
 _WRITES, _DURABLE = "conserve_writes", "conserve_durable"
@@ -175,18 +188,13 @@ class Database:
         self._writing = Lock()
         self._epoch: int | None = None
 
-    def take_over(self) -> None:
-        """From now on this process writes, and no former one."""
+    def take_over(self, clock: SteadyClock) -> None:
+        """From now on this process writes, and no former one; `clock` counts on as theirs did."""
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, connection.begin():
             if not self._sqlite:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_TAKING_OVER})")
-            metadata.create_all(connection)
-            indexes = inspect(connection).get_indexes(requests.name)
-            if any(index["name"] == _FORMER_QUEUE for index in indexes):
-                pending = select(requests.c.batch, requests.c.prefix, requests.c.line)
-                lines = pending.where(requests.c.state == "pending")
-                connection.execute(insert(queue).from_select(["batch", "prefix", "line"], lines))
-                connection.exec_driver_sql(f"DROP INDEX {_FORMER_QUEUE}")
+            _prepare_tables(connection)
+            _resume(connection, clock)
             next_epoch = update(epochs).values(epoch=epochs.c.epoch + 1).returning(epochs.c.epoch)
             epoch = connection.execute(next_epoch).scalar()
             if epoch is None:
@@ -214,6 +222,49 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _prepare_tables(connection: Connection) -> None:
+    """Make them, or bring those of an earlier version up to this one."""
+    there = inspect(connection)
+    version = VERSION  # of a new store
+    if there.has_table(stores.name):
+        version = connection.execute(select(stores.c.version)).scalar_one()
+    elif there.has_table(files.name):
+        version = 0
+    if version > VERSION:
+        raise GatewayConfigError(
+            f"the batch store is of version {version}, and this conserve knows {VERSION}: start the version "
+            "that wrote it, or set another batch.database"
+        )
+    metadata.create_all(connection)
+    for migrate in _MIGRATIONS[version:]:
+        migrate(connection)
+    connection.execute(update(stores).values(version=VERSION))
+
+
+def _queue_as_table(connection: Connection) -> None:
+    indexes = inspect(connection).get_indexes(requests.name)
+    if any(index["name"] == _FORMER_QUEUE for index in indexes):
+        pending = select(requests.c.batch, requests.c.prefix, requests.c.line)
+        lines = pending.where(requests.c.state == "pending")
+        connection.execute(insert(queue).from_select(["batch", "prefix", "line"], lines))
+        connection.exec_driver_sql(f"DROP INDEX {_FORMER_QUEUE}")
+
+
+_MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_queue_as_table,)  # from 0 on
+
+
+def _resume(connection: Connection, clock: SteadyClock) -> None:
+    row = connection.execute(select(stores.c.boot, stores.c.zero)).first()
+    newest = connection.execute(select(func.max(files.c.created_at))).scalar() or 0
+    latest = connection.execute(select(func.max(batches.c.created_at))).scalar() or 0
+    zero = clock.resume(Zero(*row) if row is not None else None, max(newest, latest))
+    values = {"boot": zero.boot, "zero": zero.at}
+    if row is None:
+        connection.execute(insert(stores).values(id=1, version=VERSION, **values))
+    else:
+        connection.execute(update(stores).values(values))
 
 
 def _prepare_sqlite(engine: Any) -> None:

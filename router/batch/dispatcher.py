@@ -57,7 +57,9 @@ class Dispatcher:
         self._executor = Executor(pool, self._in_flight, self._results, settings, self._tried, clock, groups)
         self.flex = FlexQueue(self._in_flight, config.flex_timeout_s, self._wake.set, clock)
         validator = Validator(store, blobs, config, clock)
-        self._lifecycle = BatchLifecycle(store, blobs, validator, settings.cancel_grace_s, clock)
+        self._lifecycle = BatchLifecycle(
+            store, blobs, validator, settings.cancel_grace_s, clock, config.file_ttl_s
+        )
         self._fair = FairShare()
         self._rate = Rate(clock)
         self._dry: dict[int, float] = {}

@@ -14,12 +14,12 @@ from placement.engines import EngineInfo, EngineState
 from router.batch.config import DispatchSettings
 from router.batch.in_flight import Ending, InFlight, Verdict, back_off, judge_error, judge_status
 from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
+from router.batch.offline import offline_body
 from router.batch.records import ClaimedRequest, Result, Usage
 from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import EngineGarbled, EngineLost, UpstreamError
-from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
-from router.hints import FIELDS as HINT_FIELDS
+from router.fields import OFFLINE_HEADER
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity import PrefixGroups
 
@@ -27,14 +27,7 @@ log = logging.getLogger("conserve.router.batch.executor")
 
 _ANSWER_BYTES = 64 << 20
 _ENGINE_LOST = "engine lost"
-_NOT_OFFLINE = frozenset({"service_tier", "session_id"}) | HINT_FIELDS
 _HEADERS: RawHeaders = [(b"content-type", b"application/json"), OFFLINE_HEADER]
-
-
-def offline_body(body: Mapping[str, Any]) -> bytes:
-    """As it goes to an engine: marked as offline."""
-    marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
-    return orjson.dumps({**marked, "priority": OFFLINE_PRIORITY})
 
 
 class Executor:

@@ -5,16 +5,15 @@ It belongs to no conversation: any engine may do.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from placement.engines import EngineInfo, EngineState
 from router.batch.in_flight import InFlight
 from router.batch.metrics import FLEX
+from router.batch.offline import OfflineRequest
 from router.batch.records import Backlog
-from router.batch.validation import estimated_tokens, prefix_key
 from router.errors import TooManyRequests
 
 
@@ -49,13 +48,13 @@ class FlexQueue:
         self._numbers: dict[int, str] = {}
 
     @asynccontextmanager
-    async def slot(self, owner: str, body: Mapping[str, Any], size: int) -> AsyncIterator[FlexSlot]:
-        """Wait for capacity, or raise 429 as OpenAI does when flex has none. `size`: bytes of the body."""
+    async def slot(self, owner: str, request: OfflineRequest) -> AsyncIterator[FlexSlot]:
+        """Wait for capacity, or raise 429 as OpenAI does when flex has none."""
         now = self._clock()
         job = FlexJob(
             owner=owner,
-            prefix=prefix_key(body),
-            est_tokens=estimated_tokens(size, body),
+            prefix=request.prefix,
+            est_tokens=request.est_tokens,
             since=now,
             until=now + self._timeout_s,
             granted=asyncio.get_running_loop().create_future(),

@@ -6,7 +6,6 @@ be cut off anywhere: the next one starts from what the store says.
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import orjson
 from sqlalchemy import Row
 
 from router.batch.blobs import Blobs, BlobWriter
+from router.batch.config import MAX_WINDOW_S
 from router.batch.metrics import BATCHES_ENDED, BATCHES_LIVE
 from router.batch.records import LIVE, BatchStatus, FileRecord
 from router.batch.request_table import LineOutcome
@@ -40,13 +40,16 @@ class BatchLifecycle:
         blobs: Blobs,
         validator: Validator,
         cancel_grace_s: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
+        keep_s: float | None = None,
     ) -> None:
+        """`keep_s`: how long files are kept; what is remembered of a batch stays for a window longer."""
         self._store = store
         self._blobs = blobs
         self._validator = validator
         self._cancel_grace_s = cancel_grace_s
         self._clock = clock
+        self._keep_s = keep_s
         self._swept = float("-inf")
 
     def validate_one(self) -> bool:
@@ -80,6 +83,8 @@ class BatchLifecycle:
                 self._blobs.delete(file_id)
             self._store.files.forget(gone)
             log.info("deleted or expired files removed files=%d", len(gone))
+        if self._keep_s is not None:
+            self._store.batches.forget(now - self._keep_s - MAX_WINDOW_S)
 
     def _finish(self, batch: Row[Any]) -> None:
         """Safe to cut off and to repeat: files keep their names and appear with the last state."""

@@ -5,12 +5,10 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import orjson
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request as AppRequest
@@ -19,11 +17,12 @@ from router.batch.api import make_app
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig, load
 from router.batch.dispatcher import Dispatcher
-from router.batch.executor import offline_body
 from router.batch.forwarding import PREFIXES, caller_of
 from router.batch.in_flight import Engines
 from router.batch.metrics import REQUEUED
+from router.batch.offline import OfflineReading
 from router.batch.store import Store
+from router.clocks import SteadyClock
 from router.directory.client import DirectoryClient
 from router.directory.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound
@@ -41,6 +40,7 @@ from router.http import (
 )
 from router.http.asgi import asgi_handler
 from router.logs import log_to_stderr
+from router.readers import Readers
 from router.reading import Api
 
 log = logging.getLogger("conserve.router.batch")
@@ -54,10 +54,9 @@ _OF_THE_HOP = (b"authorization", b"x-conserve-caller")
 class BatchService:
     """The Files and Batch APIs, flex turns and the dispatcher. Make it inside the event loop."""
 
-    def __init__(
-        self, config: BatchConfig, engines: Callable[[], Engines], clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, config: BatchConfig, engines: Callable[[], Engines]) -> None:
         self.config = config
+        self._clock = clock = SteadyClock()
         self._store = Store(config.store_url)
         self._pool = UpstreamPool(config.upstream, config.engine_key)
         blobs = Blobs(config.files_url)
@@ -66,11 +65,12 @@ class BatchService:
         self._apis = asgi_handler(make_app(self._store, blobs, config, self._owner_of, changed, clock))
         self._flex = {api.target.decode(): api for api in Api}
         self._server = Server(self._handle, config.server)
+        self._readers = Readers()
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Take the store over and serve; returns the port."""
-        requeued = await asyncio.to_thread(self._store.take_over)
+        requeued = await asyncio.to_thread(self._store.take_over, self._clock)
         if requeued:
             REQUEUED.inc(requeued)
             log.warning("lines in flight of a former process are queued again requests=%d", requeued)
@@ -92,6 +92,7 @@ class BatchService:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        self._readers.close()
         await self._pool.close()
         self._store.close()
 
@@ -114,7 +115,7 @@ class BatchService:
         if api is Api.MESSAGES:
             responder.error_shape = ANTHROPIC
         space = caller_of(request.headers, self.config.key)
-        raw = await request.body.read(_TURN_BYTES)
+        raw = await request.body.read_pieces(_TURN_BYTES)
         working = asyncio.create_task(self._relay_flex(api, request.headers, space, raw, responder))
 
         def leave() -> None:
@@ -131,16 +132,16 @@ class BatchService:
             working.cancel()
 
     async def _relay_flex(
-        self, api: Api, headers: Headers, space: str, raw: bytes, responder: Responder
+        self, api: Api, headers: Headers, space: str, raw: tuple[bytes, ...], responder: Responder
     ) -> None:
-        body = orjson.loads(raw)
-        async with self._dispatcher.flex.slot(space, body, len(raw)) as slot:
+        asked = await self._readers.read(OfflineReading(space), raw)
+        async with self._dispatcher.flex.slot(space, asked) as slot:
             passed = [pair for pair in headers if pair[0].lower() not in _OF_THE_HOP]
             request = UpstreamRequest(
                 method="POST",
                 target=api.target,
                 headers=[*passed, OFFLINE_HEADER],
-                body=(offline_body(body),),
+                body=(asked.body,),
                 repeatable=True,
                 first_byte_timeout_s=slot.timeout_s,
             )

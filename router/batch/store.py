@@ -7,9 +7,10 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from router.batch.database import LEASED, Database, batches, files, requests
+from router.batch.database import LEASED, Database, batches, files, requests, results
 from router.batch.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
 from router.batch.request_table import RequestTable
+from router.clocks import SteadyClock
 
 VALIDATES = batches.c.status == BatchStatus.VALIDATING
 ENDS = or_(
@@ -160,6 +161,14 @@ class BatchTable:
             query = select(batches.c.seq).where(batches.c.status.not_in(LIVE), lines)
             return list(connection.execute(query).scalars())
 
+    def forget(self, before: float) -> int:
+        """What is remembered of batches that ended, created before then and without lines."""
+        lines = exists().where(requests.c.batch == batches.c.seq)
+        found = exists().where(results.c.batch == batches.c.seq)
+        old = and_(batches.c.status.not_in(LIVE), batches.c.created_at <= before, ~lines, ~found)
+        with self._database.write() as connection:
+            return connection.execute(delete(batches).where(old)).rowcount
+
     def begin(self, seq: int, model: str | None, total: int, est_tokens: int, now: float) -> bool:
         """False when it was cancelled or ran out of time meanwhile."""
         running = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": int(now)}
@@ -221,9 +230,10 @@ class Store:
         self.batches = BatchTable(self._database)
         self.requests = RequestTable(self._database)
 
-    def take_over(self) -> int:
-        """Make this process the one that writes; how many lines were in flight of a former one."""
-        self._database.take_over()
+    def take_over(self, clock: SteadyClock | None = None) -> int:
+        """Make this process the one that writes; how many lines were in flight of a former one. The clock
+        counts on from the store's times."""
+        self._database.take_over(clock or SteadyClock())
         return self.requests.requeue()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from sqlalchemy import Row
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig
 from router.batch.metrics import BATCHES_ENDED
+from router.batch.offline import estimated_tokens, prefix_key
 from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest
 from router.batch.store import Store
 from router.config import ServedModel
@@ -22,8 +23,6 @@ from router.reading import check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
 
-BYTES_PER_TOKEN = 4  # a guess good enough to share decoders by; corrected by each answer's usage
-DEFAULT_OUTPUT_TOKENS = 256
 _CUSTOM_ID_CHARS = 512
 _LINES_A_WRITE = 1_000
 # A thread beside the event loop: it lets go of the interpreter before the loop has to ask for it.
@@ -294,55 +293,3 @@ def _check_messages(messages: list[Any]) -> None:
             raise BadLine("missing_required_parameter", text, f"{param}.role")
         if message.get("content") is not None:
             _of_kind(message["content"], "a string or an array", f"{param}.content")
-
-
-def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
-    """Of a request of `size` bytes, its answer included."""
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        if isinstance(body.get(name), int):
-            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1)
-    return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
-
-
-# A prefix key is three digests of the first 256, 2,048 and 16,384 characters of what the engine will read.
-# Sorting by it puts the lines with the longest common beginnings next to one another; its first two digests
-# name the group that is best served by one decoder, whose prefix cache then holds the common part.
-
-_STEPS = (256, 2_048, 16_384)
-_GROUP_CHARS = 2 * 8  # hexadecimal digits
-
-
-def prefix_key(body: Mapping[str, object]) -> str:
-    text = _leading_text(body, _STEPS[-1])
-    return "".join(xxhash.xxh32_hexdigest(text[:step].encode()) for step in _STEPS)
-
-
-def group_of(key: str) -> str:
-    return key[:_GROUP_CHARS]
-
-
-def _leading_text(body: Mapping[str, object], enough: int) -> str:
-    pieces: list[str] = []
-    length = 0
-    for piece in _pieces(body):
-        pieces.append(piece[: enough - length])
-        length += len(pieces[-1])
-        if length >= enough:
-            break
-    return "".join(pieces)
-
-
-def _pieces(body: Mapping[str, object]) -> Iterator[str]:
-    """The parts of a request in the order in which chat templates put them before the model."""
-    yield str(body.get("model"))
-    if body.get("tools"):
-        yield orjson.dumps(body["tools"]).decode()
-    if isinstance(body.get("instructions"), str):
-        yield str(body["instructions"])
-    for name in ("messages", "prompt", "input"):
-        content = body.get(name)
-        if isinstance(content, str):
-            yield content
-        elif isinstance(content, Sequence):
-            for item in content:
-                yield item if isinstance(item, str) else orjson.dumps(item).decode()

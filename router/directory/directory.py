@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from placement.fleet.answers import Why
 from placement.fleet.capacity import Thresholds
 from placement.fleet.placer import Placer
 from router import metrics
+from router.clocks import SteadyClock
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
 from router.directory.messages import EngineRecord
@@ -53,10 +53,10 @@ class Directory:
         journal: Path,
         release: Release,
         withdraw: Withdraw | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.clock = clock
+        self.clock = clock = clock or SteadyClock()
         self.table = BindingTable(settings.ttl_s, placer)
         self.gateways = GatewayStreams()
         self.timeline = Timeline()
@@ -81,6 +81,8 @@ class Directory:
     def replay(self) -> None:
         """Make the table of the journal again; before anything else."""
         self.table.replay(self._journal.read())
+        if isinstance(self.clock, SteadyClock):
+            self._journal.resume(self.clock)
         self._started_at = self.clock()
         self.settled = not self.table.absent()
         self._show_awaited()

@@ -2,12 +2,15 @@
 
 `append` is cheap and reaches the disk soon; `durable` returns when all that was appended before it is there.
 Callers that come together share one transaction, and so one sync of the disk.
+
+Each row has a sum of what was written. A file that is not what was written is refused as a whole, with the
+command that says what is left of it (`repair.py`): what follows a damaged place is never dropped silently.
 """
 
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,24 +19,34 @@ from typing import Any
 
 import msgspec
 import orjson
+from xxhash import xxh3_64_intdigest
 
 from placement.engines import EngineInfo
 from placement.fleet.bindings import Binding
+from router import metrics
 from router.chains import End
+from router.clocks import SteadyClock, Zero
+from router.directory import wal
 from router.directory.conversations import ConversationRecord
 from router.errors import RouterError
 
 log = logging.getLogger("conserve.router.directory.journal")
 
-VERSION = 1
+VERSION = 2
 _LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
 _RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a write that failed, doubled each time
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
 _SCHEMA = """
-CREATE TABLE rows (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, UNIQUE (subject, slot));
-PRAGMA user_version = 1;
+CREATE TABLE rows
+    (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, sum INTEGER, UNIQUE (subject, slot));
 """
-_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload) VALUES (?, ?, ?)"  # the newest id: written last
+_FROM: Mapping[int, str] = {
+    0: _SCHEMA,  # a new file
+    1: "ALTER TABLE rows ADD COLUMN sum INTEGER; UPDATE rows SET sum = checksum(subject, slot, payload);",
+}
+PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"  # the newest id: last
+_NEWEST = """SELECT max(json_extract(CAST(payload AS TEXT), '$.used_at')) FROM rows
+    WHERE subject LIKE 'c:%' AND slot IN ('whole', 'turns')"""
 _DROP = "DELETE FROM rows WHERE subject = ? AND slot = ?"
 _DROP_ALL = "DELETE FROM rows WHERE subject = ?"
 
@@ -51,6 +64,16 @@ class Row:
     slot: str = ""
     payload: bytes | None = None
 
+    @property
+    def may_be_missed(self) -> bool:
+        """Without it a conversation goes on after a restart, but counts or ids of prompts are older."""
+        return self.payload is not None and (self.slot == _TURNS or self.slot.startswith(_NODE))
+
+
+def checksum(subject: str, slot: str, payload: bytes) -> int:
+    """As SQLite holds it, with a sign."""
+    return xxh3_64_intdigest(f"{subject}\0{slot}\0".encode() + payload) - (1 << 63)
+
 
 class Journal:
     def __init__(self, path: Path) -> None:
@@ -62,6 +85,8 @@ class Journal:
         self._retry_s = _RETRY_S
         self._failing = ""  # why the last flush failed
         path.parent.mkdir(parents=True, exist_ok=True)
+        if (log_file := wal.read(log_of(path))) is not None and log_file.damage:
+            raise damaged(path, log_file.damage)  # before SQLite opens it, and forgets what follows
         self._rows = sqlite3.connect(path, timeout=0.5, isolation_level=None, check_same_thread=False)
         try:
             self._prepare()
@@ -72,13 +97,45 @@ class Journal:
             self._rows.close()
             raise
 
+    @classmethod
+    def check(cls, path: Path) -> None:
+        """JournalError where a directory could not begin with this file."""
+        journal = cls(path)
+        try:
+            journal.read()
+        finally:
+            journal._end()
+
+    @classmethod
+    def create(cls, path: Path, rows: Iterable[Row]) -> None:
+        """A new file with these rows."""
+        made = cls(path)
+        try:
+            made._write(list(rows))
+        finally:
+            made._end()
+
     def read(self) -> list[Row]:
         """What has been written, in the order in which it was."""
         try:
-            found = self._rows.execute("SELECT subject, slot, payload FROM rows ORDER BY id").fetchall()
+            found = self._rows.execute("SELECT subject, slot, payload, sum FROM rows ORDER BY id").fetchall()
         except sqlite3.Error as wrong:
             raise JournalError(_sentence(self._path, wrong)) from wrong
-        return [Row(*row) for row in found]
+        bad = sum(not is_whole(*row) for row in found)
+        if bad:
+            raise damaged(self._path, f"{bad} of {len(found)} rows are not what was written")
+        return [Row(*row[:3]) for row in found if row[0] != _CLOCK]
+
+    def resume(self, clock: SteadyClock) -> None:
+        """The clock of what is written here counts on as it did."""
+        asked = "SELECT payload FROM rows WHERE subject = ?"
+        row = self._rows.execute(asked, (_CLOCK,)).fetchone()
+        kept = msgspec.json.decode(row[0], type=Zero) if row is not None else None
+        same = kept is not None and kept.boot == clock.zero.boot
+        (newest,) = (0.0,) if same else self._rows.execute(_NEWEST).fetchone()
+        zero = clock.resume(kept, newest or 0.0)
+        if zero != kept:
+            self._pending.append(Row(_CLOCK, _WHOLE, msgspec.json.encode(zero)))  # goes with the next flush
 
     def append(self, row: Row) -> None:
         """Refuses what could never be written: it would hold up all rows behind it."""
@@ -86,6 +143,9 @@ class Journal:
             f"{row.subject}{row.slot}".encode()
         except UnicodeEncodeError as wrong:
             raise JournalError(f"{row.subject!r} {row.slot!r} is no text that a journal can hold") from wrong
+        if row.may_be_missed and self._full:
+            metrics.JOURNAL_ROWS_MISSED.inc()
+            return
         self._pending.append(row)
         if self._lazy is None and self._flushing is None:
             self._lazy = asyncio.get_running_loop().call_later(_LAZY_S, self._start_flush)
@@ -101,14 +161,21 @@ class Journal:
 
     def check_capacity(self) -> None:
         """Refuses new work while the disk takes nothing and too much waits for it."""
-        if self._failing and len(self._pending) > MAX_UNWRITTEN:
+        if self._full:
             raise JournalError(self._failing)
+
+    @property
+    def _full(self) -> bool:
+        return bool(self._failing) and len(self._pending) > MAX_UNWRITTEN
 
     async def close(self) -> None:
         with suppress(JournalError):
             await self.durable()
         if self._lazy is not None:
             self._lazy.cancel()
+        self._end()
+
+    def _end(self) -> None:
         self._thread.shutdown(wait=True)
         self._rows.close()
 
@@ -117,15 +184,23 @@ class Journal:
         self._rows.execute("PRAGMA journal_mode = WAL")
         self._rows.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
         (version,) = self._rows.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
+        if not 0 <= version <= VERSION:
             raise JournalError(
                 f"{self._path} is a journal of version {version}, and this is version {VERSION}: start the "
                 "version of conserve that wrote it, or move the file away (its conversations begin anew)"
             )
         self._rows.execute("BEGIN IMMEDIATE")
         self._rows.execute("COMMIT")
-        if version == 0:
-            self._rows.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        (found,) = self._rows.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise damaged(self._path, found)
+        with suppress(sqlite3.OperationalError):  # a full disk, which is said when something is written
+            self._rows.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # no torn end behind new rows
+        self._rows.create_function("checksum", 3, checksum, deterministic=True)
+        while version < VERSION:
+            then = version + 1 if version else VERSION
+            self._rows.executescript(f"BEGIN; {_FROM[version]} PRAGMA user_version = {then}; COMMIT;")
+            version = then
 
     def _start_flush(self) -> None:
         if self._lazy is not None:
@@ -156,7 +231,8 @@ class Journal:
         try:
             for row in rows:
                 if row.payload is not None:
-                    execute(_PUT, (row.subject, row.slot, row.payload))
+                    sum_ = checksum(row.subject, row.slot, row.payload)
+                    execute(PUT, (row.subject, row.slot, row.payload, sum_))
                 elif row.slot:
                     execute(_DROP, (row.subject, row.slot))
                 else:
@@ -174,18 +250,42 @@ def _retrieve(flush: asyncio.Task[None]) -> None:
         flush.exception()
 
 
+def is_whole(subject: str, slot: str, payload: bytes, written: int | None) -> bool:
+    """Whether a row of the file is what was written."""
+    try:
+        return written == checksum(subject, slot, payload)
+    except (AttributeError, TypeError, UnicodeEncodeError):  # it has other types even
+        return False
+
+
+def damaged(path: Path, what: str) -> JournalError:
+    return JournalError(
+        f"{path} is damaged: {what}. `conserve journal repair {path}` says what is left of it, and keeps a "
+        "copy of it as it is"
+    )
+
+
+def log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
 def _sentence(path: Path, wrong: sqlite3.Error) -> str:
     if "locked" in str(wrong):
         return f"{path} is in use by another directory; stop that one first"
+    if "malformed" in str(wrong):
+        return str(damaged(path, str(wrong)))
+    if "full" in str(wrong) or "I/O" in str(wrong):
+        return f"cannot write {path}: {wrong}; free space or fix the disk"
     return (
-        f"{path} is no journal that this version can read ({wrong}): it is damaged, or of a version before "
-        "1. Move it away; its conversations begin anew"
+        f"{path} is no journal that this version can read ({wrong}): it is damaged, and "
+        f"`conserve journal repair {path}` says what is left of it, or of a version before 1. Move it away; "
+        "its conversations begin anew"
     )
 
 
 # What is written of a conversation and an engine
 
-_CONVERSATION, _ENGINE = "c:", "e:"
+_CONVERSATION, _ENGINE, _CLOCK = "c:", "e:", "clock"
 _WHOLE, _TURNS, _BINDING, _NODE = "whole", "turns", "binding", "n:"
 _BOUND = tuple[str, int, float]  # engine, epoch, since when
 _COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tokens")

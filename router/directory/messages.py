@@ -37,10 +37,6 @@ class Ask:
         owner, colon, _ = self.key.partition(":")
         return owner if colon else ""
 
-    @property
-    def computed_tokens(self) -> int:
-        return self.prompt_tokens if self.uncached_tokens is None else self.uncached_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:

@@ -1,7 +1,6 @@
 """The directory's gRPC service: each call is one on the directory's parts."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ class DirectoryServer(Directory):
         *,
         secret: str,
         withdraw: Withdraw | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(settings, placer, journal, release, withdraw, clock)
         service = Service(secret, unavailable=(JournalError, NotSettled))

@@ -77,19 +77,25 @@ class BindingTable:
             self._lost(ask, *ask.lost, now)
         if not ask.again and (ask.uncached_tokens is not None or self._bindings.look_up(ask.key) is None):
             self._placer.arrived(ask.prompt_tokens, now)
-        due = now - ask.ahead_s
+        due, tokens = now - ask.ahead_s, self._to_compute(ask, now)
         bound = self._bindings.look_up(ask.key) is not None
-        goes = bound or self._waiting.may_pass(ask, due)
+        goes = bound or self._waiting.may_pass(ask, tokens, due)
         outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
         if isinstance(outcome, Placed):
             if not bound:
-                self._waiting.passed(ask)
+                self._waiting.passed(ask, tokens)
             return outcome
         if outcome.retry_after_s <= 0 or ask.wait_s <= 0 or self._waiting.full_for(ask):
             return outcome
-        waiter = Waiter(ask, due, now + ask.wait_s, outcome, settle)
+        waiter = Waiter(ask, tokens, due, now + ask.wait_s, outcome, settle)
         self._waiting.add(waiter)
         return waiter
+
+    def _to_compute(self, ask: Ask, now: float) -> int:
+        """By which owners are served fairly."""
+        if ask.uncached_tokens is not None:
+            return ask.uncached_tokens
+        return self._placer.to_compute(ask.prompt_tokens, ask.heads, now)
 
     def give_up(self, waiter: Waiter) -> None:
         """Nobody waits for this answer any more."""

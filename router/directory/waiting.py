@@ -20,6 +20,7 @@ _MOST_PASSED_BY = 16  # owners whose turn does not fit, in one look at the queue
 @dataclass(slots=True, eq=False)
 class Waiter:
     ask: Ask
+    tokens: int  # that it computes, by estimate
     due: float
     deadline: float
     refusal: Refusal
@@ -27,7 +28,7 @@ class Waiter:
 
     @property
     def head(self) -> QueueHead:
-        return QueueHead(self.ask.computed_tokens, self.due)
+        return QueueHead(self.tokens, self.due)
 
 
 class OwnerQueue:
@@ -64,17 +65,17 @@ class Waiting:
         share = max(1, int(ask.waiting_share * MAX_WAITING))
         return self._size >= MAX_WAITING or (mine is not None and mine.size >= share)
 
-    def may_pass(self, ask: Ask, due: float) -> bool:
+    def may_pass(self, ask: Ask, tokens: int, due: float) -> bool:
         """A turn that comes now goes before those that wait: what they need is not there, none of its owner
         is due before, and its owner has not had its share."""
         mine = self._owners.get(ask.owner)
         if mine is not None and any(waiters[0].due <= due for waiters in mine.flows.values()):
             return False
-        return not self._size or ask.computed_tokens <= self._rounds.left(ask.owner)
+        return not self._size or tokens <= self._rounds.left(ask.owner)
 
-    def passed(self, ask: Ask) -> None:
+    def passed(self, ask: Ask, tokens: int) -> None:
         if self._size:
-            self._rounds.served(ask.owner, ask.computed_tokens)
+            self._rounds.served(ask.owner, tokens)
 
     def add(self, waiter: Waiter) -> None:
         ask = waiter.ask
@@ -117,8 +118,8 @@ class Waiting:
                     continue
             else:
                 placed += 1
-                self._rounds.served(first.ask.owner, first.ask.computed_tokens)
-                self._owners[first.ask.owner].rounds.served(first.ask.flow, first.ask.computed_tokens)
+                self._rounds.served(first.ask.owner, first.tokens)
+                self._owners[first.ask.owner].rounds.served(first.ask.flow, first.tokens)
             self.remove(first)
             first.settle(outcome)
         for waiter in [waiter for waiter in self._of_turn.values() if waiter.deadline <= now]:

@@ -1,6 +1,12 @@
 """The gateway's HTTP: a server, connections to engines, and the relay between them (see README.md)."""
 
-from router.http.limits import ServerLimits, UpstreamLimits, settle_heap
+from router.http.limits import (
+    ServerLimits,
+    UpstreamLimits,
+    descriptors_problem,
+    reserve_descriptors,
+    settle_heap,
+)
 from router.http.pool import UpstreamPool
 from router.http.relay import (
     RelayEnd,
@@ -23,5 +29,6 @@ __all__ = [
     "Certificate", "Endpoint", "Handler", "Headers", "Observation", "RawHeaders", "RelayEnd",
     "RelayOutcome", "Request", "Responder", "SentPieces", "Server", "ServerLimits", "StreamObserver",
     "TlsError", "TokenUsage", "UpstreamLimits", "UpstreamPool", "UpstreamRequest", "UpstreamResponse",
-    "break_off", "end_to_end", "fetch", "forward", "relay", "settle_heap", "usage_of",
+    "break_off", "descriptors_problem", "end_to_end", "fetch", "forward", "relay", "reserve_descriptors",
+    "settle_heap", "usage_of",
 ]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 from dataclasses import dataclass
 from typing import Protocol
+
+from router.errors import GatewayConfigError
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -17,7 +20,7 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    max_connections: int = 10_000
+    max_connections: int = 8192
     max_url_bytes: int = 8 * KIB
     max_headers: int = 100
     max_head_bytes: int = 64 * KIB
@@ -99,6 +102,34 @@ class Sweeper:
             self._timer.cancel()
             self._timer = None
         self._watched.clear()
+
+
+DESCRIPTORS_BESIDE = 256  # of a process, for all but clients and what they wait for at engines
+
+
+def descriptors_problem(connections: int) -> str:
+    """Empty where the system allows a gateway as many open files as so many clients may take."""
+    wanted, hard = _descriptors(connections), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
+        return ""
+    return (
+        f"gateway.limits.connections is {connections}, for which a gateway opens up to {wanted} files, and "
+        f"here it may open {hard} (ulimit -Hn): allow more, or set it to "
+        f"{max(1, (hard - DESCRIPTORS_BESIDE) // 2)} at most"
+    )
+
+
+def reserve_descriptors(connections: int) -> None:
+    """GatewayConfigError where there cannot be so many: engines would seem lost for want of them."""
+    if problem := descriptors_problem(connections):
+        raise GatewayConfigError(problem)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _descriptors(connections)), hard))
+
+
+def _descriptors(connections: int) -> int:
+    return 2 * connections + DESCRIPTORS_BESIDE  # a client's, and one to its engine
 
 
 YOUNG_OBJECTS = 20_000

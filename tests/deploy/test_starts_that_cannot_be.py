@@ -1,7 +1,10 @@
 """`conserve up` with what cannot work says so in a sentence, soon, and leaves nothing behind."""
 
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+import router.config
 from deploy.errors import LifecycleError
 from deploy.fleet import parse_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from deploy.lifecycle.up import refuse_what_does_not_fit
+from router.config import GatewayConfig, ServedModel
+from router.directory.journal import Journal, Row
 from tests.support.fleet import ROOT, conserve
 from workers.processes import free_port
 
@@ -56,6 +62,44 @@ def test_a_port_that_is_taken(base: Path) -> None:
         said = refused(base, lambda content: content["gateway"].update(port=port))
     assert f"cannot listen on 127.0.0.1:{port}" in said
     assert "change gateway.port or end what is there" in said
+
+
+def test_a_journal_that_is_damaged(base: Path) -> None:
+    home = FleetHome.of("laptop", str(base))
+    Journal.create(home.journal, [Row(f"c:{number}", "whole", b"{}") for number in range(2000)])
+    data = bytearray(home.journal.read_bytes())
+    data[len(data) // 2] ^= 8
+    home.journal.write_bytes(data)
+    said = refused(base, lambda content: None)
+    assert f"{home.journal} is damaged" in said
+    assert f"`conserve journal repair {home.journal}` says what is left" in said
+
+
+FEW = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000)); "
+SAYS = (
+    "gateway.limits.connections is 8192, for which a gateway opens up to 16640 files, and here it may open "
+    "1000 (ulimit -Hn): allow more, or set it to 372 at most"
+)
+
+
+def test_fewer_files_than_connections_need(base: Path) -> None:
+    """Said by `conserve up`, and by a gateway on whichever machine."""
+    fleet = base / "fleet.yaml"
+    fleet.write_text(laptop(lambda content: None))
+    config = GatewayConfig("127.0.0.1:9", (ServedModel("small"),), port=0)
+    (base / "gateway.json").write_bytes(router.config.dump(config))
+    for code in (
+        f"from deploy.cli import main; sys.argv = ['conserve', 'up', {str(fleet)!r}, '--detach']; main()",
+        f"from router.gateway import main; sys.exit(main(['--config', {str(base / 'gateway.json')!r}]))",
+    ):
+        environment = {**os.environ, "CONSERVE_HOME": str(base)}
+        command = [sys.executable, "-c", FEW + code]
+        answer = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert SAYS in answer.stderr, answer.stderr
+        assert answer.returncode in (1, 2)
+        assert "Traceback" not in answer.stderr
 
 
 @pytest.mark.slow

@@ -55,9 +55,9 @@ async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield one
 
 
-async def hostile_request(made: Fleet, path: str, body: bytes) -> tuple[int, bytes]:
+async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]:
     """From a process of its own: here it would stall the loop that is measured."""
-    host = made.urls[0].removeprefix("http://")
+    host = url.removeprefix("http://")
     pipe = asyncio.subprocess.PIPE
     sender = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", CLIENT, f"/v1/{path}", host), stdin=pipe, stdout=pipe
@@ -88,7 +88,7 @@ async def test_a_hostile_body_is_refused_and_stalls_nobody(made: Fleet, name: st
     for _ in range(3):
         stalls = Stalls()
         watching = asyncio.create_task(stalls.watch())
-        status, text = await hostile_request(made, path, body)
+        status, text = await hostile_request(made.urls[0], path, body)
         watching.cancel()
         assert status == 400, text[:300]
         longest.append(stalls.longest_s)
@@ -220,7 +220,7 @@ async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
 
 async def test_a_large_turn_reaches_its_engine_as_it_came(made: Fleet) -> None:
     raw = orjson.dumps({"model": MODEL, "messages": [user("hello")], "max_tokens": 2})
-    status, text = await hostile_request(made, "chat/completions", raw[:-1] + b" " * MIB + b"}")
+    status, text = await hostile_request(made.urls[0], "chat/completions", raw[:-1] + b" " * MIB + b"}")
     assert status == 200, text
     seen = made.decoder_requests()[-1]
     assert seen.body["messages"] == [user("hello")] and len(seen.raw) > MIB

@@ -1,13 +1,19 @@
 """Answers of the Responses API that the fleet stores: histories outlive decoders, and gateways."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import orjson
 import pytest
 from prometheus_client import REGISTRY
 
+from router.answers import VERSION, Answers, History
 from router.config import AnswersConfig
+from router.errors import GatewayConfigError
+from tests.router.test_clocks import Machine
 from tests.support.fake_fleet import Answer, Fleet, ask, fleet, get
 from tests.support.waiting import until
 
@@ -181,3 +187,55 @@ def test_vllm_reads_from_a_rebuilt_input_what_was_said() -> None:
     assert (asked["content"], said["reasoning"], said["content"]) == ("one", "hm", "hello")
     assert [call["function"]["name"] for call in said["tool_calls"]] == ["weather"]
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
+
+
+async def test_a_file_of_version_0_opens_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "answers.sqlite"
+    async with fleet(tmp_path, answers=stored(tmp_path)) as made:
+        first = name_of(await say(made, "one"))
+        assert (await say(made, "two", first)).status == 200
+    with closing(sqlite3.connect(file)) as database:  # as it was before there was a number
+        database.executescript("DROP TABLE clock; PRAGMA user_version = 0;")
+    async with fleet(tmp_path, answers=stored(tmp_path)) as made:
+        assert (await say(made, "two", first)).status == 200
+    with closing(sqlite3.connect(file)) as database:
+        database.execute(f"PRAGMA user_version = {VERSION + 1}")
+    newer = Answers(stored(tmp_path))
+    with pytest.raises(GatewayConfigError, match=f"of version {VERSION + 1}, and .* knows {VERSION}"):
+        await newer.start()
+    await newer.close()
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+async def test_answers_are_kept_as_long_as_they_should_be_whatever_the_system_clock_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    monkeypatch.setattr("router.answers.PRUNE_S", 0.0)
+    machine, kept = Machine(), History((b'{"input": "hi"}',), None, None, True)
+    for number, (passed, there) in enumerate(((0.0, True), (300.0, True), (310.0, False))):
+        answers = Answers(stored(tmp_path, keep_s=600.0), machine.clock())
+        await answers.start()
+        machine.system += jump
+        machine.passes(passed)
+        answers.keep("o", kept, orjson.dumps({"id": f"resp_{number}", "output": []}))
+        assert (await answers.find("o", "resp_0") is not None) is there
+        await answers.close()
+
+
+async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.answers.MOST_WAITING_BYTES", 1000)
+    answers = Answers(stored(tmp_path))
+    await answers.start()
+    go = Event()
+    answers._thread.submit(go.wait)
+    for number in range(30):
+        answers.keep("o", History((b'{"input": "hi"}',), None, None, True), b'{"id": "resp_%d", "output": []}' % number)
+    go.set()
+    await answers.find("o", "resp_0")
+    found = [await answers.find("o", f"resp_{number}") is not None for number in range(30)]
+    assert found[0] and 10 < sum(found) < 25
+    answers.keep("o", History((b'{"input": "hi"}',), None, None, True), b'{"id": "resp_30", "output": []}')
+    assert await answers.find("o", "resp_30")
+    await answers.close()

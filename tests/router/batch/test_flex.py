@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import orjson
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client import REGISTRY
@@ -14,6 +15,7 @@ from router.http import ServerLimits, UpstreamLimits
 from tests.router.batch.fake_engine import MODEL, FakeEngine
 from tests.router.batch.gateway import FrontGateway, Gateway, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
+from tests.router.test_large_bodies import BOUND_S, Stalls, hostile_request
 
 
 async def ask(client: AsyncOpenAI, text: str) -> str | None:
@@ -132,3 +134,16 @@ async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_fo
         many = {f"x-{number}": "y" for number in range(9)}
         assert (await http.get(f"http://{gateway.batch}/metrics", headers=many)).status_code == 431
     await gateway.stop()
+
+
+async def test_a_large_flex_request_holds_nobody_up(sqlite_gateway: Gateway) -> None:
+    """400,000 objects in a request: reading and writing them in the loop would hold it some 200 ms."""
+    sqlite_gateway.fleet.infos.clear()  # so that no engine of this very process reads it
+    tool = {"type": "function", "function": {"name": "f", "parameters": [{}] * 80}}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": [tool] * 5_000}
+    raw, stalls = orjson.dumps({**body, "service_tier": "flex"}), Stalls()
+    watching = asyncio.create_task(stalls.watch())
+    status, said = await hostile_request(sqlite_gateway.url, "chat/completions", raw)
+    watching.cancel()
+    assert (status, b"resource_unavailable" in said) == (429, True)
+    assert stalls.longest_s < BOUND_S

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Row
+from sqlalchemy import Row, create_engine, update
 
-from router.batch.database import StoreTakenOver
+from router.batch.database import VERSION, StoreTakenOver, stores
 from router.batch.records import BatchStatus, FileRecord, NewBatch, NewRequest, Result
 from router.batch.request_table import PutBack
 from router.batch.store import ENDS, VALIDATES, Store
+from router.errors import GatewayConfigError
+from tests.router.test_clocks import Machine
 
 
 @pytest.fixture
@@ -160,3 +162,61 @@ def test_everything_survives_a_new_connection(store: Store, store_url: str) -> N
     outcomes = {outcome.line: outcome.status for outcome in again.requests.outcomes(batch.seq)}
     assert outcomes == {1: None, 2: 200, 3: None}
     again.close()
+
+
+def test_a_store_of_version_0_opens_and_one_of_a_newer_version_does_not(store_url: str) -> None:
+    """Version 0: as before there was a number, the queue an index of the lines."""
+    former = Store(store_url)
+    former.take_over()
+    batch = running(former, 5)
+    former.close()
+    engine = create_engine(store_url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE batch_store")
+        connection.exec_driver_sql("DROP TABLE batch_queue")
+        former_queue = "CREATE INDEX batch_requests_pending ON batch_requests (batch, prefix, line)"
+        connection.exec_driver_sql(former_queue)
+    later = Store(store_url)
+    later.take_over()
+    assert len(later.requests.claim({batch.seq: 10}, 1)) == 5
+    later.close()
+    with engine.begin() as connection:
+        connection.execute(update(stores).values(version=VERSION + 1))
+    engine.dispose()
+    newer = Store(store_url)
+    with pytest.raises(GatewayConfigError, match=f"of version {VERSION + 1}, and .* knows {VERSION}"):
+        newer.take_over()
+    newer.close()
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_the_clock_of_a_store_counts_on_over_jumps_and_restarts(store_url: str, jump: float) -> None:
+    machine = Machine()
+    first = Store(store_url)
+    clock = machine.clock()
+    first.take_over(clock)
+    first.files.add(FileRecord("file-1", "o", "f", "batch", 1, int(clock()), int(clock()) + 600))
+    first.close()
+    for passed, there in ((300.0, True), (310.0, False)):
+        machine.system += jump
+        machine.passes(passed)
+        later = Store(store_url)
+        clock = machine.clock()
+        later.take_over(clock)
+        assert (later.files.get("o", "file-1", clock()) is not None) is there
+        later.close()
+
+
+def test_batches_that_ended_are_forgotten_when_their_time_is_over_and_no_others(store: Store) -> None:
+    ended, live = running(store, 3, "a"), running(store, 3, "b")
+    claimed = store.requests.claim({ended.seq: 3}, 1)
+    store.requests.record([good(ended, line.line) for line in claimed])
+    store.batches.settle(2.0, 0)
+    finishing = store.batches.first(ENDS)
+    assert finishing is not None and store.batches.finish(finishing, None, None, 3, 0, 3.0)
+    assert store.batches.forget(1000.0) == 0  # its lines are there
+    store.requests.clear(ended.seq)
+    assert store.batches.forget(-1.0) == 0  # not yet
+    assert store.batches.forget(1000.0) == 1
+    assert store.batches.get("a", "batch-a") is None
+    assert store.batches.get("b", "batch-b") is not None and live.seq != ended.seq

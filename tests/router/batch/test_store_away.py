@@ -1,10 +1,13 @@
 """A store that is away a while: no result is lost, and a batch whose validation failed is validated again."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy.exc import OperationalError
@@ -106,3 +109,35 @@ async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_ag
         assert batch.request_counts.completed == 10
     assert sorted(engine.served) == sorted(f"r{i}" for i in range(10))
     assert store_errors() == before + 2
+
+
+async def test_a_full_disk_is_said_to_clients_and_nothing_is_half_done(
+    sqlite_gateway: Gateway, tmp_path: Path
+) -> None:
+    async with sqlite_gateway.client(max_retries=0) as client:
+        before = await client.files.create(file=("a", b"x" * 100), purpose="batch")
+        with no_file_grows():
+            for asked in (
+                client.files.create(file=("b", b"y" * 300_000), purpose="batch"),
+                client.batches.create(
+                    input_file_id=before.id, endpoint="/v1/completions", completion_window="24h"
+                ),
+            ):
+                with pytest.raises(openai.InternalServerError, match="cannot be kept or read") as refused:
+                    await asked
+                assert refused.value.status_code == 503
+                assert refused.value.response.headers["retry-after"] == "5"
+        assert [file.id for file in (await client.files.list()).data] == [before.id]
+        assert (await client.batches.list()).data == []
+        assert not list((tmp_path / "files").glob("*.part"))
+        await client.files.create(file=("b", b"y" * 300_000), purpose="batch")
+
+
+@contextmanager
+def no_file_grows() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

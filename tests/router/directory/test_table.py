@@ -13,6 +13,7 @@ from placement.engines import Role
 from placement.fleet.answers import Refusal, RefusalReason
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.fairness import QUANTUM
+from placement.fleet.prefixes import Head
 from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed
@@ -138,6 +139,19 @@ def test_who_waits_is_served_fairly_among_owners() -> None:
     made.serve_waiting(2.0)
     assert len(got) == 22
     assert max(got.index("other:0"), got.index("other:1")) <= QUANTUM // 1000 + 1
+
+
+def test_a_prompt_whose_beginning_an_engine_has_counts_with_the_rest() -> None:
+    made, got, head = table(decoders=1, kv_tokens=40_000), list[str](), (Head(b"system", 6_900),)
+    place(made, ask("a:first", 7_000, heads=head))
+    place(made, ask("big", 30_000))
+    for number in range(5):
+        waits(made, f"b:{number}", 7_000, got)
+        waits(made, f"a:{number}", 7_000, got, heads=head)
+    for key in ("a:first", "big"):
+        made.end(key, "deleted", 2.0)
+    made.serve_waiting(2.0)
+    assert [key[0] for key in got] == ["b", "a", "a", "a", "a"]
 
 
 def test_flows_of_one_owner_are_served_fairly_too() -> None:
