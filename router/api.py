@@ -13,6 +13,7 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
+from router import openapi
 from router.addresses import Addresses
 from router.answers import Answers
 from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
@@ -116,6 +117,7 @@ class Routes:
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
             _METRICS: {"GET": self._metrics},
+            "/openapi.json": {"GET": self._openapi},
         }
         self._routes: dict[str, dict[str, KeyedHandler]] = {
             **{api.target.decode(): {"POST": partial(self._generate, api)} for api in Api},
@@ -131,6 +133,10 @@ class Routes:
             f"{_MODELS}/": {"GET": self._model},
             _RESPONSES: {"GET": stored.get, "DELETE": stored.delete},
         }
+        named = {f"{path}{{id}}": methods for path, methods in self._below.items()}
+        self._described = openapi.document(
+            {**self._open, **self._routes, **named, **(openapi.BATCH_ROUTES if batch is not None else {})}
+        )
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.path.startswith(_MESSAGES):
@@ -246,6 +252,9 @@ class Routes:
         state = {"directory": self._directory.connected, "engines": len(holding)}
         ready = self._directory.connected and bool(holding)
         responder.respond(200 if ready else 503, orjson.dumps({"ready": ready, **state}), [_JSON])
+
+    async def _openapi(self, request: Request, responder: Responder) -> None:
+        responder.respond(200, self._described, [_JSON])
 
     async def _metrics(self, request: Request, responder: Responder) -> None:
         if self.http_counts is not None:

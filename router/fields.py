@@ -7,6 +7,7 @@ store must not be the first to find out that 10^30 tokens or an infinite SLO tar
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -23,7 +24,20 @@ _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1
 _INT32 = 2**31 - 1
 
-Check = Callable[[str, Any], None]
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a field's value has to be: as a function that raises, and for `/openapi.json` as a schema."""
+
+    apply: Callable[[str, Any], None]
+    schema: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, name: str, value: Any) -> None:
+        self.apply(name, value)
+
+
+def checks(**schema: Any) -> Callable[[Callable[[str, Any], None]], Check]:
+    return lambda apply: Check(apply, schema)
 
 
 def _wrong(name: str, expected: str, value: object) -> BadRequest:
@@ -35,6 +49,7 @@ def _wrong(name: str, expected: str, value: object) -> BadRequest:
 def integer(least: int, most: int) -> Check:
     expected = f"a whole number from {least} to {most}"
 
+    @checks(type="integer", minimum=least, maximum=most)
     def check(name: str, value: Any) -> None:
         whole = type(value) is int or (type(value) is float and value.is_integer())
         if not whole:
@@ -49,6 +64,7 @@ def integer(least: int, most: int) -> Check:
 def number(least: float, most: float) -> Check:
     expected = f"a number from {least:g} to {most:g}"
 
+    @checks(type="number", minimum=least, maximum=most)
     def check(name: str, value: Any) -> None:
         if type(value) not in (int, float) or not least <= value <= most:  # NaN is in no range
             raise _wrong(name, expected, value)
@@ -59,6 +75,7 @@ def number(least: float, most: float) -> Check:
 def positive(most: float) -> Check:
     expected = f"a number above 0 and at most {most:g}"
 
+    @checks(type="number", exclusiveMinimum=0, maximum=most)
     def check(name: str, value: Any) -> None:
         if type(value) not in (int, float) or not 0 < value <= most:
             raise _wrong(name, expected, value)
@@ -67,6 +84,7 @@ def positive(most: float) -> Check:
 
 
 def items(most: int, each: Check) -> Check:
+    @checks(type="array", maxItems=most, items=each.schema)
     def check(name: str, value: Any) -> None:
         if type(value) is not list:
             raise _wrong(name, f"a list of at most {most}", None)
@@ -79,6 +97,7 @@ def items(most: int, each: Check) -> Check:
 
 
 def text(most: int) -> Check:
+    @checks(type="string", maxLength=most)
     def check(name: str, value: Any) -> None:
         if type(value) is not str:
             raise _wrong(name, "a string", None)
@@ -90,14 +109,21 @@ def text(most: int) -> Check:
 
 def one_or_more(each: Check, most: int) -> Check:
     several = items(most, each)
-    return lambda name, value: (several if type(value) is list else each)(name, value)
+
+    @checks(anyOf=[each.schema, several.schema])
+    def check(name: str, value: Any) -> None:
+        (several if type(value) is list else each)(name, value)
+
+    return check
 
 
+@checks(type="boolean")
 def flag(name: str, value: Any) -> None:
     if type(value) is not bool:
         raise _wrong(name, "true or false", None)
 
 
+@checks()
 def nested(name: str, value: Any) -> None:
     """Anything that is not nested deeper than an engine's own parser goes."""
     try:
@@ -106,6 +132,7 @@ def nested(name: str, value: Any) -> None:
         raise BadRequest(f"{name} is nested too deeply", param=name) from None
 
 
+@checks(type="object", maxProperties=1024, additionalProperties={"type": "number"})
 def _biases(name: str, value: Any) -> None:
     if type(value) is not dict or len(value) > 1024:
         raise _wrong(name, "an object of at most 1024 token ids with their biases", None)
@@ -119,6 +146,7 @@ _SLO = positive(_MAX_SLO_MS)
 _EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
 
 
+@checks(type="object", properties=dict.fromkeys(sorted(_EXTRA), _SLO.schema), additionalProperties=False)
 def _extra_arguments(name: str, value: Any) -> None:
     """SLO targets are all that engines of a fleet take beside vLLM's own parameters."""
     if type(value) is not dict:
@@ -129,6 +157,7 @@ def _extra_arguments(name: str, value: Any) -> None:
         _SLO(f"{name}.{key}", one)
 
 
+@checks(type="object")
 def _template_arguments(name: str, value: Any) -> None:
     if type(value) is not dict:
         raise _wrong(name, "an object", None)
@@ -137,12 +166,14 @@ def _template_arguments(name: str, value: Any) -> None:
     nested(name, value)
 
 
+@checks(type="boolean")
 def _not_in_background(name: str, value: Any) -> None:
     flag(name, value)
     if value:
         raise BadRequest("answers are not kept to be fetched later: leave background out", param=name)
 
 
+@checks()
 def _as_it_is(name: str, value: Any) -> None:
     """The engine checks it, and answers 400."""
 
@@ -324,15 +355,20 @@ def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[byte
     return (*before, last[:end], b"," + orjson.dumps(fields)[1:])
 
 
+def fields_of(path: str) -> Mapping[str, Check]:
+    """What the body of a request to this endpoint may have."""
+    return FIELDS[_COUNTED.get(path, path)]
+
+
 def check_fields(path: str, body: Mapping[str, Any]) -> None:
     """Refuse what no engine is to see. `path`: of the endpoint that the body is for."""
-    checks = FIELDS[_COUNTED.get(path, path)]
+    known = fields_of(path)
     for name, value in body.items():
-        check = checks.get(name)
+        check = known.get(name)
         if check is None:
             raise _refused(name, path)
         if value is not None and check is not _as_it_is:
-            check(name, value)
+            check.apply(name, value)
 
 
 def _refused(name: str, path: str) -> BadRequest:

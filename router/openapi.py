@@ -1,0 +1,117 @@
+"""OpenAPI description of a gateway, made of its routes and of what bodies may have (`fields.py`).
+
+What a field may be is said as far as the gateway checks it; what engines check themselves is any JSON here.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from router.fields import fields_of
+
+_TEXT: Mapping[str, Any] = {"type": "string"}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["system", "user", "assistant", "tool"]}, "content": _TEXT},
+}
+_MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
+_ITEMS = {"anyOf": [_TEXT, {"type": "array", "items": {}}]}
+# What the engines check, and a client has to send.
+_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "model": _TEXT,
+    "messages": _MESSAGES,
+    "prompt": _ITEMS,
+    "input": _ITEMS,
+    "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    "user": _TEXT,
+    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+    "service_tier": {"enum": ["auto", "default", "flex"]},
+}
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("model", "messages"),
+    "/v1/completions": ("model", "prompt"),
+    "/v1/responses": ("model", "input"),
+    "/v1/messages": ("model", "messages", "max_tokens"),
+    "/v1/messages/count_tokens": ("model", "messages"),
+    "/v1/embeddings": ("model", "input"),
+    "/tokenize": ("model",),
+    "/detokenize": ("model", "tokens"),
+}
+_NEW_BATCH = {
+    "type": "object",
+    "required": ["input_file_id", "endpoint", "completion_window"],
+    "properties": {
+        "input_file_id": _TEXT,
+        "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]},
+        "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,4}[hd]$"},
+        "metadata": {"type": "object", "additionalProperties": _TEXT},
+        "output_expires_after": {"type": "object"},
+    },
+}
+_NEW_FILE = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+}
+# Of the batch process, which has its own table of routes (tests/router/test_openapi.py compares them).
+BATCH_ROUTES: Mapping[str, tuple[str, ...]] = {
+    "/v1/files": ("GET", "POST"),
+    "/v1/files/{file_id}": ("GET", "DELETE"),
+    "/v1/files/{file_id}/content": ("GET",),
+    "/v1/batches": ("GET", "POST"),
+    "/v1/batches/{batch_id}": ("GET",),
+    "/v1/batches/{batch_id}/cancel": ("POST",),
+}
+
+
+def document(routes: Mapping[str, Iterable[str]]) -> bytes:
+    """`routes`: methods by path, names in braces."""
+    paths = {path: {one.lower(): _operation(path, one) for one in routes[path]} for path in sorted(routes)}
+    return orjson.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "ConServe", "version": "1"},
+            "components": {
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                "schemas": {"Error": {"type": "object", "properties": {"error": {"type": "object"}}}},
+            },
+            "security": [{"key": []}],
+            "paths": paths,
+        }
+    )
+
+
+def _operation(path: str, method: str) -> dict[str, Any]:
+    refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    made: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "as OpenAI's or Anthropic's API says"},
+            "4XX": {"description": "what is wrong with the request", "content": refused},
+            "503": {"description": "not now; see Retry-After", "content": refused},
+        }
+    }
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    if names:
+        made["parameters"] = [{"name": one, "in": "path", "required": True, "schema": _TEXT} for one in names]
+    if method == "POST" and (content := _body(path)) is not None:
+        made["requestBody"] = {"required": True, "content": content}
+    return made
+
+
+def _body(path: str) -> dict[str, Any] | None:
+    if path == "/v1/files":
+        return {"multipart/form-data": {"schema": _NEW_FILE}}
+    if path == "/v1/batches":
+        return {"application/json": {"schema": _NEW_BATCH}}
+    if path not in _NEEDED:
+        return None
+    properties = {name: check.schema or _SHAPES.get(name, {}) for name, check in fields_of(path).items()}
+    schema = {
+        "type": "object",
+        "required": list(_NEEDED[path]),
+        "properties": properties,
+        "additionalProperties": False,
+    }
+    return {"application/json": {"schema": schema}}

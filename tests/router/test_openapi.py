@@ -1,0 +1,63 @@
+"""What `/openapi.json` says is what the gateway does: its routes, its fields and their bounds."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router import fields, openapi
+from router.batch.api import BatchApi
+from router.config import AnswersConfig, BatchAddress
+from router.errors import BadRequest
+from tests.support.fake_fleet import Fleet, fleet
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+    answers = AnswersConfig(str(tmp_path / "answers.sqlite"))
+    batch = BatchAddress("127.0.0.1:9")  # nobody is there
+    async with fleet(tmp_path, decoders=1, prefillers=0, answers=answers, batch=batch) as running:
+        yield running
+
+
+async def described(made: Fleet) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=made.urls[0]) as http:
+        answer = await http.get("/openapi.json")
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_every_path_that_it_names_is_there_and_no_other_method(made: Fleet) -> None:
+    paths = (await described(made))["paths"]
+    async with httpx.AsyncClient(base_url=made.urls[0]) as http:
+        for path, operations in paths.items():
+            if path.startswith(("/v1/files", "/v1/batches")):
+                continue
+            for method in ("GET", "POST", "DELETE", "PUT"):
+                answer = await http.request(method, path.replace("{id}", "x"), json={})
+                assert (answer.status_code == 405) is (method.lower() not in operations), (method, path)
+
+
+def test_the_batch_process_has_the_routes_that_are_described() -> None:
+    api = BatchApi.__new__(BatchApi)
+    theirs: dict[str, set[str]] = {}
+    for route in api.routes():
+        theirs.setdefault(route.path, set()).update((route.methods or set()) - {"HEAD"})
+    assert {path: set(methods) for path, methods in openapi.BATCH_ROUTES.items()} == theirs
+
+
+async def test_bodies_are_described_as_they_are_checked(made: Fleet) -> None:
+    paths = (await described(made))["paths"]
+    for path, known in {**fields.FIELDS, "/v1/messages/count_tokens": fields.FIELDS["/v1/messages"]}.items():
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["properties"].keys() == known.keys()
+        assert schema["additionalProperties"] is False
+        assert set(schema["required"]) <= known.keys()
+        for name, said in schema["properties"].items():
+            if said.get("type") in ("integer", "number") and "maximum" in said:
+                fields.check_fields(path, {name: said["maximum"]})
+                with pytest.raises(BadRequest):
+                    fields.check_fields(path, {name: said["maximum"] * 2 + 1})
