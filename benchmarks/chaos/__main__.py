@@ -1,14 +1,14 @@
 """A week of faults in an hour: agents hold conversations while everything else is killed, stopped or full.
 
-    python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
+    python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE] [--set-clock]
 
 The fleet is brought up for it, with co-serving and a batch, and parks after seconds. Faults come at random:
 any process but Ray's supervisor is killed; engines, keepers, gateways and the directory are stopped for a
-while; the directory and the batch process cannot write for a while, as with a full disk. An engine is hit
-only while all engines serve, else nothing would be left to serve. Wanted: no conversation lost, no wrong
-token (float32, greedy, what cut streams showed included), no request that outlives its limit, nothing left
-behind, every line of the batch answered once. Clocks are not set and packets not delayed: that takes rights
-over the machine.
+while, or what they send and receive is delayed; the directory, gateways and the batch process cannot write
+for a while, as with a full disk. An engine is hit only while all engines serve, else nothing would be left to
+serve. With --set-clock, for a machine that nobody else uses, its clock is set an hour forward or back for a
+while. Wanted: no conversation lost, no wrong token (float32, greedy, what cut streams showed included), no
+request that outlives its limit, nothing left behind, every line of the batch answered once.
 """
 
 import asyncio
@@ -50,11 +50,12 @@ class Inflicted:
 
     home: FleetHome
     random: Random
+    clock: bool = False  # the machine's may be set
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, until: float) -> None:
         """What lasts overlaps with what comes next."""
-        coming, lasting = faults(self.random), list[Future[None]]()
+        coming, lasting = faults(self.random, clock=self.clock), list[Future[None]]()
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
                 time.sleep(min(left, self.random.expovariate(1 / EVERY_S)))
@@ -188,13 +189,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
+    parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
     options = parser.parse_args()
     fleet = prepared(options.fleet)
     with brought_up(fleet) as home:
         url = serving(home).endpoint
         agents = Agents(url, fleet.model.name, options.seed)
         batch = Batch(url, fleet.model.name)
-        inflicted = Inflicted(home, Random(options.seed))
+        inflicted = Inflicted(home, Random(options.seed), options.set_clock)
         before = len(marked(home))
         asyncio.run(play(agents, batch, QUICK_MINUTES if options.quick else options.minutes, inflicted))
         print("faults end; the fleet becomes whole", flush=True)

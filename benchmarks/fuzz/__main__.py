@@ -1,9 +1,11 @@
 """Malformed requests by the thousand against a live fleet, and an honest conversation beside them.
 
     python -m benchmarks.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
+        [--schemathesis PROGRAM [--schemathesis-seconds 120]]
 
 The fleet is brought up for it. Fields of valid requests are replaced, removed and added, and bytes of valid
-ones tampered with. Meanwhile an honest conversation is held over and over: its answers (float32, greedy) have
+ones tampered with; with --schemathesis (`make fuzz` has it) some requests are made from the gateway's
+`/openapi.json`. Meanwhile an honest conversation is held over and over: its answers (float32, greedy) have
 to be those it had before. Wanted: no engine ended, no request unanswered, no answer of 500, nothing left
 behind. The longest stall is of GET /health, beside that of a server that does nothing else: both share two
 cores with the engines.
@@ -25,6 +27,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from benchmarks.fuzz.described import Described, described
 from benchmarks.fuzz.mutations import Attack, attack
 from benchmarks.fuzz.stalls import watch
 from benchmarks.live_policies import brought_up
@@ -40,6 +43,7 @@ CLIENTS = 12
 ANSWER_LIMIT_S = 60.0  # of a whole request: its first byte
 TAMPERED_LIMIT_S = 0.25  # of one that may not be one
 READ_LIMIT_S = 1.0  # of an answer's rest: then the client hangs up
+DESCRIBED_S = 120.0
 TURNS, TOKENS = 5, 16
 SETTLES_S = 20.0
 SHOWN = 8
@@ -55,6 +59,7 @@ class FuzzResults:
     internal: list[str] = field(default_factory=list)
     honest: int = 0
     wrong: int = 0
+    described: Described | None = None
 
 
 async def one(address: tuple[str, int], what: Attack, seen: FuzzResults) -> None:
@@ -136,12 +141,18 @@ async def beside(url: str, model: str, expected: list[str], seen: FuzzResults, s
                 print(f"  an honest conversation differs: {said[-1][:200]!r}", flush=True)
 
 
-async def run(url: str, model: str, requests: int, seed: int) -> FuzzResults:
+async def run(
+    url: str, model: str, requests: int, seed: int, schemathesis: Path | None, seconds: float
+) -> FuzzResults:
     seen, stop, split = FuzzResults(), asyncio.Event(), urlsplit(url)
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
         expected = await honest(http, model, "before")
     company = asyncio.create_task(beside(url, model, expected, seen, stop))
-    await attackers((str(split.hostname), int(split.port or 80)), model, requests, seed, seen)
+    address = str(split.hostname), int(split.port or 80)
+    attacking = asyncio.create_task(attackers(address, model, requests, seed, seen))
+    if schemathesis is not None:
+        seen.described = await described(schemathesis, url, seconds)
+    await attacking
     stop.set()
     await company
     return seen
@@ -165,6 +176,11 @@ def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
         time.sleep(0.5)
 
 
+def memory_mib(process: psutil.Process) -> float:
+    """Of the gateway and of the processes that read bodies for it."""
+    return sum(one.memory_info().rss for one in (process, *process.children())) / (1 << 20)
+
+
 def incarnations(engines: tuple[EngineStatus, ...]) -> dict[str, tuple[int, int]]:
     return {one.engine: (one.pid, one.restarts) for one in engines}
 
@@ -174,6 +190,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet", type=Path, default=FLEET)
+    parser.add_argument("--schemathesis", type=Path, help="its program")
+    parser.add_argument("--schemathesis-seconds", type=float, default=DESCRIBED_S, metavar="SECONDS")
     options = parser.parse_args()
     requests = QUICK_REQUESTS if options.quick else options.requests
     fleet = load_fleet(options.fleet)
@@ -183,12 +201,18 @@ def main() -> None:
         theirs, ours = get_context("spawn").Pipe()
         prober = get_context("spawn").Process(target=watch, args=(url, theirs), daemon=True)
         prober.start()
-        files = process.num_fds()
-        seen = asyncio.run(run(url, fleet.model.name, requests, options.seed))
+        files, memory = process.num_fds(), memory_mib(process)
+        began = time.monotonic()
+        theirs_too = options.schemathesis, options.schemathesis_seconds
+        seen = asyncio.run(run(url, fleet.model.name, requests, options.seed, *theirs_too))
+        seconds = time.monotonic() - began
         stalls = _stalls(ours, prober)
         after = settled(home)
         figures = {
             "requests": seen.sent,
+            "described_requests": seen.described.requests if seen.described else 0,
+            "described_failed": int(bool(seen.described and seen.described.failed)),
+            "requests_per_s": round(seen.sent / seconds, 1),
             "engines_ended": sum(
                 incarnations(before)[name] != now for name, now in incarnations(after).items()
             ),
@@ -198,15 +222,22 @@ def main() -> None:
             "wrong": seen.wrong,
             "left_running": sum(one.running + one.waiting for one in after),
             "left_files": max(0, process.num_fds() - files - CLIENTS),
+            "memory_mib": round(memory_mib(process), 1),
+            "memory_mib_before": round(memory, 1),
             **stalls,
         }
     print("answers:", dict(seen.answers.most_common()))
+    if seen.described is not None and seen.described.failed:
+        print(seen.described.said[-8000:])
     for line in (*seen.unanswered[:SHOWN], *seen.internal[:SHOWN]):
         print(f"  {line}")
     for name, value in figures.items():
         print(f"{name} = {value}")
     write_json(options.json, figures)
-    bad = ("engines_ended", "unanswered", "internal_errors", "wrong", "left_running")
+    bad = (
+        *("engines_ended", "unanswered", "internal_errors", "wrong", "left_running", "left_files"),
+        "described_failed",
+    )
     sys.exit(1 if any(figures[name] for name in bad) else 0)
 
 

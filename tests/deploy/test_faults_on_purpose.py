@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 
 import psutil
 import pytest
 
-from benchmarks.chaos.faults import ENGINE, FRONT, KEEPS, RAY, Fault, faults, inflict
+from benchmarks.chaos.faults import ENGINE, FRONT, KEEPS, RAY, Fault, faults, inflict, set_clock
 from deploy.home import FleetHome
 from workers.launch import FLEET_MARK
 
@@ -87,6 +88,29 @@ def test_a_full_disk_refuses_writes_and_has_room_again(
     until(lambda: written.stat().st_size > before)
 
 
+def test_a_delayed_process_is_late_again_and_again_and_goes_on(
+    home: FleetHome, writer: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    process, states = psutil.Process(writer.pid), list[bool]()
+
+    def asleep(seconds: float) -> None:
+        time.sleep(0.02)
+        states.append(process.status() == psutil.STATUS_STOPPED)
+
+    assert inflict(home, Fault("delay", "router.batch", 2.0), Random(0), asleep) == writer.pid
+    assert states[::2] == [True] * len(states[::2]) and states[1::2] == [False] * len(states[1::2])
+    assert len(states) >= 8
+    until(lambda: process.status() != psutil.STATUS_STOPPED)
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_the_clock_is_right_again_however_long_it_was_not(by_s: float) -> None:
+    """This machine's is left alone."""
+    changes: list[float] = []
+    set_clock(by_s, 0.2, change=lambda _, at: changes.append(at - time.time()))
+    assert changes == pytest.approx([by_s, 0.0], abs=0.1)
+
+
 def test_processes_of_others_are_left_alone(tmp_path: Path, writer: "subprocess.Popen[bytes]") -> None:
     assert inflict(FleetHome(tmp_path / "another"), Fault("kill", "router.batch"), Random(0)) == 0
     assert writer.poll() is None
@@ -96,3 +120,6 @@ def test_every_kind_of_process_is_hit_sooner_or_later() -> None:
     coming = faults(Random(1))
     killed = {fault.victim for fault in (next(coming) for _ in range(400)) if fault.kind == "kill"}
     assert killed == {*ENGINE, *FRONT, *KEEPS, *RAY}
+    kinds = {fault.kind for fault in (next(coming) for _ in range(400))}
+    assert kinds == {"kill", "stop", "delay", "full"}
+    assert {fault.kind for fault in islice(faults(Random(1), clock=True), 400)} == {*kinds, "clock"}
