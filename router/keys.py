@@ -337,6 +337,9 @@ class Keys:
         if self._file is not None:
             self._take(self._read(self._file))
 
+    def __len__(self) -> int:
+        return len(self._keys.by_hash)
+
     def caller(self, headers: Headers) -> Key:
         scheme, _, given = (headers.text(b"authorization") or "").partition(" ")
         bearer = scheme.lower() == "bearer"
@@ -399,8 +402,7 @@ class Keys:
     def _take(self, read: PackedKeys | str) -> None:
         metrics.KEYS_STALE.set(isinstance(read, str))
         if isinstance(read, str):
-            count = len(self._keys.by_hash)
-            log.error("keys not read, those known before stay in use keys=%d\n%s", count, read)
+            log.error("keys not read, those known before stay in use keys=%d\n%s", len(self), read)
             return
         self._use(read)
         log.info("keys read file=%s keys=%d", self._file, len(read.by_hash) - len(self._given))

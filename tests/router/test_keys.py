@@ -200,7 +200,7 @@ async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
             measuring = asyncio.create_task(stalls.watch())
             await asyncio.sleep(0.1)
             file.write_text(many + entry("one", "more") * bool(more % 2))
-            await until(lambda: len(known._keys.by_hash) == 20_000 + more % 2, 60.0)  # noqa: B023
+            await until(lambda: len(known) == 20_000 + more % 2, 60.0)  # noqa: B023
             measuring.cancel()
             longest.append(stalls.longest_s)
             if longest[-1] < BOUND_S:

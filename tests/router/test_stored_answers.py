@@ -3,7 +3,6 @@
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import orjson
@@ -228,11 +227,12 @@ async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
     monkeypatch.setattr("router.answers.MOST_WAITING_BYTES", 1000)
     answers = Answers(stored(tmp_path))
     await answers.start()
-    go = Event()
-    answers._thread.submit(go.wait)
-    for number in range(30):
-        answers.keep("o", History((b'{"input": "hi"}',), None, None, True), b'{"id": "resp_%d", "output": []}' % number)
-    go.set()
+    with closing(sqlite3.connect(tmp_path / "answers.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # another process writes, and it takes long
+        for number in range(30):
+            answer = b'{"id": "resp_%d", "output": []}' % number
+            answers.keep("o", History((b'{"input": "hi"}',), None, None, True), answer)
+        other.execute("ROLLBACK")
     await answers.find("o", "resp_0")
     found = [await answers.find("o", f"resp_{number}") is not None for number in range(30)]
     assert found[0] and 10 < sum(found) < 25
