@@ -114,7 +114,7 @@ async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_ag
 async def test_a_full_disk_is_said_to_clients_and_nothing_is_half_done(
     sqlite_gateway: Gateway, tmp_path: Path
 ) -> None:
-    async with sqlite_gateway.client(max_retries=0) as client:
+    async with sqlite_gateway.client() as client:
         before = await client.files.create(file=("a", b"x" * 100), purpose="batch")
         with no_file_grows():
             for asked in (
