@@ -103,7 +103,10 @@ def test_fewer_files_than_connections_need(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(base: Path) -> None:
+def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token" * 8)
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     said = refused(base, lambda content: content.update(ray={"address": address}))
     assert f"no Ray cluster answers at {address}" in said
