@@ -1,0 +1,45 @@
+"""What is installed is what the files of requirements/ say: every package, at one version, with hashes."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HASHED = re.compile(r"(\S+==[^\s\\]+)( ; [^\\]+)?((?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n")
+
+
+def locked(name: str) -> dict[str, Requirement]:
+    """Fails when anything in the file is not a package with one version and hashes."""
+    text = (ROOT / "requirements" / name).read_text()
+    assert not HASHED.sub("", text), "these have no hashes"
+    found = [Requirement(match[1]) for match in HASHED.finditer(text)]
+    return {canonicalize_name(one.name): one for one in found}
+
+
+def wanted(extras: list[str]) -> list[Requirement]:
+    optional = PROJECT["optional-dependencies"]
+    all_of_them = [*PROJECT["dependencies"], *(one for extra in extras for one in optional[extra])]
+    return [Requirement(one) for one in all_of_them if not one.startswith("conserve[")]
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"), [("cpu.txt", ["cpu", "dev", "postgres"]), ("cuda.txt", ["cuda", "postgres"])]
+)
+def test_what_the_project_needs_is_locked_with_hashes(file: str, extras: list[str]) -> None:
+    there = locked(file)
+    for needs in wanted(extras):
+        (version,) = there[canonicalize_name(needs.name)].specifier
+        assert needs.specifier.contains(version.version), (needs, version)
+
+
+def test_the_image_stands_on_a_digest_and_installs_what_is_locked() -> None:
+    said = (ROOT / "Dockerfile").read_text()
+    bases = re.findall(r"^(?:ARG BASE=|FROM )(\S+)", said, re.MULTILINE)
+    assert bases and all(re.search(r"@sha256:[0-9a-f]{64}$", one) for one in bases if one != "${BASE}")
+    for line in re.findall(r"pip install (.*)", said):
+        assert "--no-deps" in line and ("--require-hashes" in line or "/wheels/conserve-" in line)
