@@ -224,6 +224,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         if self.residence.leaves_alone(request.request_id):
             return None, False
+        if self.residence.fenced:
+            return 0, False
         for name, side in self._schedulers.items():
             match = side.match(request, num_computed_tokens)
             if match is not None and match.tokens > 0:

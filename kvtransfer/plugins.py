@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.feed import Handler
 from kvtransfer.groups import CacheGroup
 from kvtransfer.metrics import CounterSpec, HistogramSpec
 from kvtransfer.residence import Residence
@@ -37,6 +38,7 @@ class EngineContext:
     kv_cache_config: Any
     residence: Residence  # conversations and host slots; used on the scheduler's side only
     groups: tuple[CacheGroup, ...]  # of the model's KV
+    commands: dict[str, Handler] = field(default_factory=dict)  # of the keeper, that plugins carry out
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class ReportScheduler(SchedulerSide):
         self._residence = context.residence
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._groups = context.groups
+        self._commands = context.commands
         self._full = next((n for n, group in enumerate(context.groups) if not group.window), 0)
         self._full_groups = sum(1 for group in context.groups if not group.window)
         self._per_token = max(1, self._full_groups)
@@ -56,6 +57,7 @@ class ReportScheduler(SchedulerSide):
                 "withdraw": self._withdraw,
                 "drain": self._drain,
                 "check": self._check,
+                **self._commands,
             }
             self._feed = FeedServer(Path(self._config.feed), self.snapshot, commands)
 
@@ -154,6 +156,7 @@ class ReportScheduler(SchedulerSide):
             prompt_tokens_per_s=self.prompt_rate.tokens_per_s,
             prompt_share=self.prompt_share if running else 1.0,
             waiting_kv_tokens=lacking,
+            split=self._residence.split,
             kv_per_token=self._per_token,
             kv_per_conversation=self._beside,
             prefill_curve=self.prefill_curve,
@@ -208,7 +211,11 @@ class ReportScheduler(SchedulerSide):
         return {block for block in ids if self._pool.blocks[block].ref_cnt == 1}
 
     def _idle_blocks(self, ending: set[int]) -> tuple[int, int, int]:
-        """Free blocks that are retained, of these on the host too, and those of parked conversations."""
+        """Free blocks that are retained, those of them that give way, and those of parked conversations.
+
+        What is on the host too gives way. Where layers can be shared with another engine, all does: nothing
+        is copied meanwhile, and idle conversations alone are no reason to share or to go on with it.
+        """
         conversations = self._residence.conversations
         retained: set[tuple[bytes, int]] = set()
         parked: set[tuple[bytes, int]] = set()
@@ -218,7 +225,9 @@ class ReportScheduler(SchedulerSide):
             elif conversation.phase is RetentionPhase.PARKED:
                 parked.update(conversations.blocks(conversation))
         free = [block_key(*block) for block in retained if self._is_free(*block, ending)]
-        return len(free), sum(map(self._residence.host.stored, free)), len(parked - retained)
+        shares = self._residence.split is not None
+        idle = len(free) if shares else sum(map(self._residence.host.stored, free))
+        return len(free), idle, len(parked - retained)
 
     def _is_free(self, block_hash: bytes, group: int, ending: set[int]) -> bool:
         found = self._pool.get_cached_block(block_hash, [group])

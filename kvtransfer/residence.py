@@ -19,6 +19,7 @@ from kvtransfer.conversations import (
     all_kept,
 )
 from kvtransfer.host_index import HostIndex, Slot
+from placement.engines import SplitState
 
 logger = logging.getLogger("conserve.kvtransfer.residence")
 
@@ -43,6 +44,8 @@ class Residence:
         self.parked: list[str] = []  # conversations parked since the last report
         self.unparked: list[str] = []  # parked conversations that left the host since
         self.draining = False
+        self.fenced = False  # no KV comes from elsewhere or goes there: layers are shared with another engine
+        self.split: SplitState | None = None
         # Who holds references on blocks, for the integrity check: block ids, one a reference.
         self.references: dict[str, Callable[[], Iterable[int]]] = {}
         # Of those, the ones that the engine's next step ends: an idle engine still has them.

@@ -1,9 +1,9 @@
 """The connector's contact with vLLM below its public interface, checked in every engine before it serves.
 
-Private names, patches and signatures of vLLM are here and, for co-serving, in
-workers/coserving/vllm_internals.py, and nowhere else (tests/kvtransfer/test_vllm_internals.py reads the
-product's syntax trees). What either relies on is a table; an engine on another vLLM stops with a sentence
-that says what changed, instead of misbehaving.
+Private names, patches and signatures of vLLM are here and, for co-serving and for dropping parameters, in
+vllm_internals.py of workers/coserving and workers/overload, and nowhere else
+(tests/kvtransfer/test_vllm_internals.py reads the product's syntax trees). What any of them relies on is a
+table; an engine on another vLLM stops with a sentence that says what changed, instead of misbehaving.
 """
 
 import asyncio

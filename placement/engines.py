@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from placement.overload.dropping import EngineShape
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -56,7 +58,8 @@ class EngineState:
     parked: Mapping[str, int] = field(default_factory=dict)  # conversations parked lately, and still so
     unparked: Mapping[str, int] = field(default_factory=dict)  # that left a full host lately, parked no more
     named_after: int = 0  # `confirmed` is complete for later reports
-    idle_tokens: int = 0  # of the live: between turns and on the host as well, so it gives way at no cost
+    # Of the live, between turns: what gives way, because it is on the host as well or layers can be shared.
+    idle_tokens: int = 0
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
     prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
     prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
@@ -66,6 +69,7 @@ class EngineState:
     # Of KV, for waiting turns to run: also what comes from the host or from a prefiller.
     waiting_kv_tokens: int = 0
     kv_per_token: int = 1  # where layers that keep all of a prompt are several groups of blocks
+    split: "SplitState | None" = None  # None: it cannot share its layers
     kv_per_conversation: int = 0  # blocks of windows and of states, however short it is
 
     def takes(self, tokens: int) -> int:
@@ -78,3 +82,13 @@ class EngineState:
         busy = self.running or self.waiting or self.offline_running or self.offline_waiting
         held = self.live_tokens or self.parked_tokens or self.offline_tokens or self.host_used_tokens
         return self.draining and not busy and not held
+
+
+@dataclass(frozen=True, slots=True)
+class SplitState:
+    """Of an engine that can share its layers with another one of its kind."""
+
+    peer: str  # host:port at which the other reaches it
+    shape: EngineShape
+    epoch: int = 0  # in which it shares them; 0: its model is whole
+    kv_tokens: int = 0  # that fit now

@@ -67,6 +67,12 @@ KV_ASKED = Gauge(
     "Share of the decoders' KV for conversations that running turns hold and waiting turns lack, averaged; "
     "above 1 they ask for more than there is.",
 )
+LAYERS_SHARED = Counter(
+    "conserve_overload_changes_total",
+    "Pairs of decoders told to share their layers (drop), or to have them again (restore), by how it ended: "
+    "done; failed (not in time: what it was, it still is); refused (an engine did not answer, or said no).",
+    ["change", "outcome"],
+)
 OVERLOAD = Gauge(
     "conserve_overload",
     "1 at what is so of the decoders' KV: fits; yields (it fits because idle conversations are parked and "

@@ -1,12 +1,13 @@
 """Overload: what gives way when the KV does not suffice, and what comes of it.
 
 python -m benchmarks.overload --computed [--quick] [--json FILE] [--traces FILE]
+python -m benchmarks.overload --live [--quick] [--json FILE]
 
 `preempt` is plain vLLM behind the same placing, without the gate (`fill`): running turns are computed again,
 idle KV is lost. `park`: both go to the host. `drop`: parameters give way as well (placement/overload/).
 `pipeline always` are pairs by configuration, and `KV without limit` is what to measure a policy about memory
-by. Computed on the simulator's clock; no fleet drops parameters yet. docs/overload.md has the tables, and
-what they say.
+by. Computed is on the simulator's clock; live are bursts on two fleets of vLLM's CPU build, park and drop.
+docs/overload.md has the tables, and what they say.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import command, write_json
-from benchmarks.overload import agents, computed
+from benchmarks.overload import agents, computed, live
 from benchmarks.overload.setups import A800, BURSTS_THRICE, H800, SET_UPS
 from benchmarks.paper import real
 
@@ -43,11 +44,30 @@ OUTCOME = [column for column in fields(computed.OverloadRow) if column.name not 
 
 def main() -> None:
     parser = command(__doc__, quick="one set-up where the KV is the bottleneck and one where computing is")
-    parser.add_argument("--computed", action="store_true", required=True, help="on the simulator's clock")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--computed", action="store_true", help="on the simulator's clock")
+    how.add_argument("--live", action="store_true", help="park and drop on two fleets of this machine")
     parser.add_argument("--traces", type=Path, default=real.SAMPLE, help="real conversations, any format")
     options = parser.parse_args()
+    if options.live:
+        _live(options.quick, options.json)
+    else:
+        _computed(options.quick, options.traces, options.json)
+
+
+def _live(quick: bool, file: Path | None) -> None:
+    figures, table = live.measured(quick)
+    for name, row in table.items():
+        for column, value in row.items():
+            print(f"{name} {column} = {value:.4g}")
+    for name, value in figures.items():
+        print(f"{name} = {value:.3f}")
+    write_json(file, figures | {"table": table})
+
+
+def _computed(quick: bool, traces: Path, file: Path | None) -> None:
     console = Console(width=200)
-    set_ups = SET_UPS[2::2] if options.quick else SET_UPS
+    set_ups = SET_UPS[2::2] if quick else SET_UPS
     rows = computed.all_set_ups(set_ups)
     _show(console, "What gives way, by set-up", rows, OUTCOME)
     ablation = [row for one in SET_UPS[2::2][:2] for row in computed.compared(one, computed.ABLATION)]
@@ -56,7 +76,7 @@ def main() -> None:
     _show(console, "A long run with three bursts: restoration", restoration, OUTCOME)
     extremes = [row for one in (SET_UPS[3], SET_UPS[5]) for row in computed.extreme(one)]
     _show(console, "A burst without end", extremes, fields(computed.Extreme))
-    conversations = list(agents.table(options.traces, options.quick))
+    conversations = list(agents.table(traces, quick))
     _show(console, "Real conversations", conversations, fields(agents.AgentsRow))
     found = computed.headlines(rows, {one.name for one in set_ups if one.paper})
     ours = computed.beside_the_paper(rows, ablation, restoration, extremes)
@@ -74,7 +94,7 @@ def main() -> None:
     }  # fmt: skip
     tables = {name: [asdict(row) for row in found_rows] for name, found_rows in figures.items()}
     profiles = {cluster.name: asdict(cluster.profile()) for cluster in (A800, H800)}
-    write_json(options.json, found | {"paper": PAPER, "ours": ours, "tables": tables, "profiles": profiles})
+    write_json(file, found | {"paper": PAPER, "ours": ours, "tables": tables, "profiles": profiles})
 
 
 def _show(console: Console, title: str, rows: Sequence[Any], columns: Sequence[Field[Any]]) -> None:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.fleet.hardware import arguments, parallel
-from deploy.fleet.schema import FleetSpec, TierSpec
+from deploy.fleet.schema import FleetSpec
 from placement.engines import Role
 from placement.overload.dropping import DropLimits, DropPlan, EngineShape, Member, NotDropped, plan_drop
 from traces.simulator.tiers import SimulatedFleet
@@ -65,17 +64,3 @@ def explained(plan: TierPlan, mean_tokens: float) -> Iterator[str]:
                 f"{limits.tbt_s * 1e3:.0f}); running turns stand still {group.exchange_s:.2f} s"
             )
     yield f"  no more: {WHY[plan.most.why_no_more]}"
-
-
-def in_the_way(file: FleetSpec, tier: TierSpec) -> Iterator[str]:
-    """Of a drop in a running fleet, which does not exist yet."""
-    given = arguments(file, tier)
-    ranks = parallel(file, tier)
-    if ranks.gpus > 1:
-        yield f"its engines have {ranks.gpus} ranks"
-    if given.get("quantization"):
-        yield f"quantization '{given['quantization']}' may pack weights so that they cannot come back"
-    config = given.get("compilation-config")
-    mode = config.get("cudagraph_mode") if isinstance(config, dict) else None
-    if file.engine.device == "cuda" and not given.get("enforce-eager") and mode not in ("PIECEWISE", "NONE"):
-        yield "full CUDA graphs bypass what runs split: enforce-eager, or cudagraph_mode PIECEWISE"

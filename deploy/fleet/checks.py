@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from deploy.fleet import components
 from deploy.fleet.engine_checks import check_engines
+from deploy.fleet.overload_checks import check_overload
 from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome
@@ -56,6 +57,7 @@ def _of_the_file(fleet: FleetSpec) -> Iterator[Problem]:
     yield from _exposed(fleet)
     yield from _coserving(fleet)
     yield from _embeddings(fleet)
+    yield from check_overload(fleet)
 
 
 def _tier_names(fleet: FleetSpec) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from placement.fleet.prefillers import PrefillCurve
 from placement.fleet.returns import ReturnRules
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
+from placement.overload.dropping import DropLimits
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import (
     AnswersConfig,
@@ -46,6 +47,7 @@ from workers.coserving.config import (
 from workers.keeper import KeeperSettings
 from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
 from workers.lmcache_server import LmcacheServer
+from workers.overload.config import DROPPING_SCHEDULER, DROPPING_WORKER, OVERLOAD_PLUGIN
 from workers.power.engine_power import PowerSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -107,15 +109,17 @@ def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str
         options=tuple(sorted(options.items())),
         env=tuple(sorted(env.items())),
         connector=connector(fleet, tier.role),
-        scheduler_class=_scheduler_class(fleet, coserves),
-        worker_class=_worker_class(device, coserves),
+        scheduler_class=_scheduler_class(fleet, tier.role, coserves),
+        worker_class=_worker_class(device, coserves, drops_on(fleet, tier.role)),
         additional=json.dumps(coserving(fleet).to_additional_config()),
     )
 
 
-def _scheduler_class(fleet: FleetSpec, coserves: bool) -> str | None:
+def _scheduler_class(fleet: FleetSpec, role: Role, coserves: bool) -> str | None:
     if fleet.model.embeddings:
         return None  # vLLM's own: there are no tokens to wait for, and some of these prompts may not be cut
+    if drops_on(fleet, role):
+        return DROPPING_SCHEDULER
     return SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER
 
 
@@ -140,8 +144,10 @@ def _model_options(fleet: FleetSpec) -> dict[str, object]:
     return options
 
 
-def _worker_class(device: Device, coserves: bool) -> str | None:
+def _worker_class(device: Device, coserves: bool, drops: bool) -> str | None:
     """vLLM's own where nothing of ours is needed."""
+    if drops:
+        return DROPPING_WORKER
     if device is Device.CPU:
         return CPU_WORKER_CLASS if coserves else PLAIN_CPU_WORKER
     return WORKER_CLASS if coserves else None
@@ -171,13 +177,21 @@ def coserves_on(fleet: FleetSpec, role: Role) -> bool:
     return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
 
 
+def drops_on(fleet: FleetSpec, role: Role) -> bool:
+    """Engines that hold conversations can share their layers."""
+    return fleet.overload.policy == "drop" and role is not Role.PREFILL
+
+
 def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
     coserves, transfer = coserves_on(fleet, role), fleet.policy != "collocated"
     publishes = transfer and role is Role.PREFILL and fleet.transfer.backend == "tcp"
     return configured(
         ConnectorConfig,
         *(fleet.transfer, fleet.conversation),
-        plugins=(SAFEPOINT_PLUGIN,) if coserves else (),
+        plugins=(
+            *((SAFEPOINT_PLUGIN,) if coserves else ()),
+            *((OVERLOAD_PLUGIN,) if drops_on(fleet, role) else ()),
+        ),
         transfer=transfer,
         layer_hooks=publishes or (coserves and has_safepoints(fleet)),
         ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
@@ -241,7 +255,10 @@ def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
 
 def directory_settings(fleet: FleetSpec) -> DirectorySettings:
     thresholds = configured(Thresholds, fleet.capacity)
-    return DirectorySettings(fleet.conversation.ttl, thresholds, settle_s=fleet.engine.lease)
+    dropping = DropLimits(fleet.coserving.tbt) if fleet.overload.policy == "drop" else None
+    return DirectorySettings(
+        fleet.conversation.ttl, thresholds, settle_s=fleet.engine.lease, dropping=dropping
+    )
 
 
 def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:

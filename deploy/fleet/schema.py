@@ -412,6 +412,15 @@ class CapacitySpec(Spec):
     """How long turns may go on on an engine that is to end, before they are cut off."""
 
 
+class OverloadSpec(Spec):
+    """What gives way when running turns ask for more KV than the decoders have."""
+
+    policy: Literal["park", "drop"] = "park"
+    """`park`: idle conversations go to the host, and turns wait. `drop`: beside that, pairs of decoders keep
+    half of the model's layers each and serve as a pipeline until it is over; what the other layers took
+    becomes KV. On CPUs, in eager mode, without co-serving."""
+
+
 class RaySpec(Spec):
     address: str | None = None
     """An existing cluster; without it a cluster of one node is started and ended with the fleet."""
@@ -437,5 +446,6 @@ class FleetSpec(Spec):
     coserving: CoServingSpec = CoServingSpec()
     batch: BatchSpec = BatchSpec()
     capacity: CapacitySpec = CapacitySpec()
+    overload: OverloadSpec = OverloadSpec()
     observe: ObserveSpec = ObserveSpec()
     ray: RaySpec = RaySpec()

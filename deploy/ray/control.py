@@ -4,6 +4,7 @@ The directory, the command line and the autoscaler ask; nothing of it is on a to
 """
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -17,11 +18,20 @@ from workers.status import ConnectorFeed, KeeperReport, StatusStore
 Reply = TypeVar("Reply")
 
 
+@dataclass(frozen=True, slots=True)
+class DropOrders:
+    epoch: int
+    peer: str  # host:port of the other engine's peer server
+    part: int  # of the two halves of the layers
+
+
 _SERVICE = "/conserve.workers.v2.EngineControl"
 INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
 WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
 RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
 WITHDRAW = Method[str, bool](f"{_SERVICE}/Withdraw", str, bool)  # whether its prompt had not begun
+DROP = Method[DropOrders, None](f"{_SERVICE}/Drop", DropOrders, None)
+RESTORE = Method[int, None](f"{_SERVICE}/Restore", int, None)  # the epoch
 DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
 
 
@@ -33,13 +43,15 @@ class ControlServer:
     """Listens before the keeper runs, so that its address is known when the engine is announced."""
 
     def __init__(self, store: StatusStore, feed: ConnectorFeed, secret: str) -> None:
-        self._store = store
+        self._store, self._feed = store, feed
         service = Service(secret, unavailable=(FeedError,))
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)
         service.once(WITHDRAW, feed.withdraw)
         service.once(DRAIN, feed.drain)
+        service.once(DROP, self._drop)
+        service.once(RESTORE, feed.restore)
         self._server = service.server()
 
     async def start(self, host: str, port: int = 0) -> str:
@@ -52,6 +64,9 @@ class ControlServer:
 
     async def stop(self) -> None:
         await self._server.stop(grace=1.0)
+
+    async def _drop(self, orders: DropOrders) -> None:
+        await self._feed.drop(orders.epoch, orders.peer, orders.part)
 
     async def _info(self, _: None) -> KeeperReport:
         return self._store.report
@@ -82,6 +97,14 @@ class ControlClient:
     async def withdraw(self, conversation: str) -> bool:
         """Its prompt is computed elsewhere, if the engine has not begun it."""
         return await self._ask(WITHDRAW, conversation)
+
+    async def drop(self, epoch: int, peer: str, part: int) -> None:
+        """Share its layers with another engine, which is told the same; it keeps one half of them."""
+        await self._ask(DROP, DropOrders(epoch, peer, part))
+
+    async def restore(self, epoch: int) -> None:
+        """Have all layers again."""
+        await self._ask(RESTORE, epoch)
 
     async def drain(self, on: bool = True) -> None:
         """Take no new conversations, or take them again; those of now leave with their next turns. The state

@@ -55,6 +55,7 @@ class DirectoryActor:
             self._release,
             secret=self._secret,
             withdraw=self._withdraw,
+            drops=_DropsByKeepers(self._keepers_key),
         )
         port_file = self._home.journal.parent / "port"
         port = await server.start(self._host, _read_port(port_file))
@@ -111,6 +112,19 @@ class DirectoryActor:
     async def _withdraw(self, info: EngineInfo, conversation: str) -> bool:
         async with ControlClient(info.control, self._keepers_key) as client:
             return await client.withdraw(conversation)
+
+
+class _DropsByKeepers:
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    async def drop(self, info: EngineInfo, epoch: int, peer: str, part: int) -> None:
+        async with ControlClient(info.control, self._secret) as client:
+            await client.drop(epoch, peer, part)
+
+    async def restore(self, info: EngineInfo, epoch: int) -> None:
+        async with ControlClient(info.control, self._secret) as client:
+            await client.restore(epoch)
 
 
 def _engines() -> list[str] | None:

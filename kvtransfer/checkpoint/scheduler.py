@@ -178,7 +178,7 @@ class CheckpointScheduler(SchedulerSide):
         hashes = request.block_hashes
         at = self._looked_at.get(request.request_id, 0)
         end = confirmed_blocks(request, self._block_tokens)
-        if at >= end or not conversation.on_host:
+        if at >= end or not conversation.on_host or self._residence.fenced:
             return
         ids = block_ids if block_ids is not None else self._manager.get_block_ids(request.request_id)
         end = min(end, *map(len, ids))

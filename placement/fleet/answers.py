@@ -20,6 +20,7 @@ class Why(StrEnum):
     PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
     PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: the queues are too long
     PREFILLED_LOCALLY = "prefilled_locally"  # the placing policy prefills this turn where it decodes
+    SHARES_LAYERS = "shares_layers"  # no KV is brought to a decoder that is split: it computes the prompt
     RESTORED = "restored"  # another decoder had this conversation: the shared tier has its KV
     LAST_RESORT = "last_resort"  # a prefiller holds the conversation: it fits on no decoder
     LEAST_KV_IN_USE = "least_kv_in_use"  # decoder

@@ -94,6 +94,7 @@ class Placer:
         self._curves = curves
         self._infos: dict[str, EngineInfo] = {}
         self._seqs: dict[str, int] = {}
+        self._split: dict[str, int] = {}  # decoders that share their layers, and the KV that they have now
         self._prefillers = Prefillers()
         self._decoders = Decoders()
         self._last_resort = Decoders()  # prefillers, for what fits on no decoder
@@ -126,6 +127,7 @@ class Placer:
         if self._infos.pop(engine, None) is None:
             return ()
         lost: dict[str, None] = {}
+        self._split.pop(engine, None)
         self._shared.forget(engine)
         if engine in self._prefillers:
             lost |= dict.fromkeys(self._prefillers.remove(engine))
@@ -154,6 +156,7 @@ class Placer:
         for holders in (self._decoders, self._last_resort):
             if state.engine in holders:
                 holders.observe(state, last)
+        self._note_split(state, info.kv_tokens)
         if self._elastic:
             self._elastic.observe(state, now, curve)
         return True
@@ -168,6 +171,8 @@ class Placer:
         uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         if not settings.policy.disaggregates:
             prefiller = _no_prefiller(Why.PREFILLED_LOCALLY)
+        elif decoder.chosen.engine in self._split:
+            prefiller = _no_prefiller(Why.SHARES_LAYERS)
         elif turn.had_decoder and settings.shared_tier:
             prefiller = _no_prefiller(Why.RESTORED)
         else:
@@ -201,7 +206,9 @@ class Placer:
         decoder = DecoderChoice(Why.BOUND, option, (), len(self._decoders), 0)
         prefiller, estimates = _no_prefiller(Why.PREFILLED_LOCALLY), None
         large = self.through_prefiller(turn.uncached_tokens, turn.prompt_tokens)
-        if large and held_by is self._decoders:
+        if large and turn.decoder in self._split:
+            prefiller = _no_prefiller(Why.SHARES_LAYERS)
+        elif large and held_by is self._decoders:
             found = self._prefillers.choose(turn.prompt_tokens, now)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
             if self._elastic:
@@ -296,6 +303,15 @@ class Placer:
         self._watch.observed(self._decoders.pressure(), now)
         needs = [tokens + self.settings.headroom_tokens for tokens in refused]
         return self._overload.observe(self._decoders.demand(needs), now)
+
+    def _note_split(self, state: EngineState, whole: int) -> None:
+        """Parameters of a decoder gave way to KV, or came back."""
+        now = state.split.kv_tokens if state.split is not None and state.split.epoch else 0
+        if state.engine in self._decoders and now != self._split.get(state.engine, 0):
+            self.resized(state.engine, now or whole)
+            self._split.pop(state.engine, None)
+            if now:
+                self._split[state.engine] = now
 
     def resized(self, engine: str, kv_tokens: int) -> None:
         """Parameters of a decoder gave way to KV, or came back."""

@@ -14,8 +14,10 @@ from placement.engines import EngineInfo, EngineState
 from placement.fleet.answers import Why
 from placement.fleet.capacity import Thresholds
 from placement.fleet.placer import Placer
+from placement.overload.dropping import DropLimits
 from router import metrics
 from router.clocks import SteadyClock
+from router.directory.dropping import DropCommands, Dropper
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
 from router.directory.messages import EngineRecord
@@ -41,6 +43,7 @@ class DirectorySettings:
     settle_s: float = 60.0  # and bindings for an engine that the journal does not name
     gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
     push_states_s: float = 1.0
+    dropping: DropLimits | None = None  # None: no parameters give way
 
 
 class Directory:
@@ -54,6 +57,7 @@ class Directory:
         release: Release,
         withdraw: Withdraw | None = None,
         clock: Callable[[], float] | None = None,
+        drops: DropCommands | None = None,
     ) -> None:
         self.settings = settings
         self.clock = clock = clock or SteadyClock()
@@ -69,6 +73,9 @@ class Directory:
         self.metrics_page = ""  # host:port, where there is one
         self._placer = placer
         self._release, self._withdraw = release, withdraw
+        self._dropper: Dropper | None = None
+        if settings.dropping is not None and drops is not None:
+            self._dropper = Dropper(settings.dropping, self.table.fleet.records, drops)
         self._reconsidering: set[str] = set()  # decoders
         self._journal = Journal(journal)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +100,8 @@ class Directory:
         """Time passes from here on."""
         self._spawn(self._tick_forever())
         self._spawn(self.capacity.run())
+        if self._dropper is not None:
+            self._spawn(self._dropper.run(lambda: self.capacity.overload))
 
     async def close(self) -> None:
         if self._serve_timer is not None:

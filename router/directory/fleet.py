@@ -7,7 +7,7 @@ from collections.abc import Callable
 from placement.engines import EngineInfo, EngineState
 from placement.fleet.capacity import Action, Thresholds, advise
 from placement.fleet.placer import Placer
-from placement.overload.signal import OverloadReason
+from placement.overload.signal import OverloadReason, OverloadState
 from router import metrics
 from router.directory.conversations import ConversationRecords
 from router.directory.messages import CapacityReport, EngineRecord
@@ -157,7 +157,7 @@ class CapacityWatcher:
     ) -> None:
         self._thresholds, self._placer = thresholds, placer
         self._conversations, self._refused_tokens, self._clock = conversations, refused_tokens, clock
-        self._overloaded = False
+        self.overload = OverloadState.initial()  # as of the last look
 
     def now(self) -> CapacityReport:
         signals = self._placer.signals(self._conversations.running_tokens(), self._clock())
@@ -180,8 +180,8 @@ class CapacityWatcher:
         metrics.KV_ASKED.set(state.asked)
         for reason in OverloadReason:
             metrics.OVERLOAD.labels(reason).set(reason is state.reason)
-        if state.overloaded != self._overloaded:
-            self._overloaded = state.overloaded
+        before, self.overload = self.overload, state
+        if state.overloaded != before.overloaded:
             shares = state.asked, state.held, state.lacking_tokens
             said = "overload=%s asked=%.2f held=%.2f lacking_tokens=%d"
             log.warning(said, state.declared or "over", *shares)

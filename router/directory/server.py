@@ -10,6 +10,7 @@ from placement.fleet.answers import Refusal
 from placement.fleet.placer import Placer
 from router.directory import messages as m
 from router.directory.directory import Directory, DirectorySettings, Release, Withdraw
+from router.directory.dropping import DropCommands
 from router.directory.journal import JournalError
 from router.directory.rpc import Service
 from router.directory.waiting import Waiter
@@ -28,7 +29,8 @@ class NotSettled(RouterError):
 class DirectoryServer(Directory):
     """A directory that listens. `deploy` runs one in an actor: it announces engines and their reports here,
     and passes what tells an engine's keeper that a conversation is over (`release`), and asks it to leave a
-    prompt that it has not begun (`withdraw`; without it what waits for a prefiller stays there)."""
+    prompt that it has not begun (`withdraw`; without it what waits for a prefiller stays there), or to share
+    its layers (`drops`)."""
 
     def __init__(
         self,
@@ -40,8 +42,9 @@ class DirectoryServer(Directory):
         secret: str,
         withdraw: Withdraw | None = None,
         clock: Callable[[], float] | None = None,
+        drops: DropCommands | None = None,
     ) -> None:
-        super().__init__(settings, placer, journal, release, withdraw, clock)
+        super().__init__(settings, placer, journal, release, withdraw, clock, drops)
         service = Service(secret, unavailable=(JournalError, NotSettled))
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)

@@ -20,7 +20,12 @@ from kvtransfer.vllm_internals import CONNECTOR, WORKER
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
-CONTACTS = {"kvtransfer/vllm_internals.py", "workers/coserving/vllm_internals.py"}
+CONTACTS = {
+    "kvtransfer/vllm_internals.py",
+    "workers/coserving/vllm_internals.py",
+    "workers/overload/vllm_internals.py",
+}
+HANDED = ("workers/coserving/", "workers/overload/", "workers/cpu_worker")  # vLLM's objects
 # Not private by name, and still no interface.
 INTERNAL = {
     "discard_request_mask", "execute_model_state", "free_block_queue", "is_prefill_chunk",
@@ -189,7 +194,7 @@ def near_vllm() -> list[Path]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            handed = package == "kvtransfer" or name.startswith(("workers/coserving/", "workers/cpu_worker"))
+            handed = package == "kvtransfer" or name.startswith(HANDED)
             if name not in CONTACTS and (handed or set(names_from_vllm(ast.parse(path.read_text())))):
                 found.append(path)
     return found

@@ -30,3 +30,16 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
     assert circles(import_graph(PRODUCT_MODULES)) == []
+
+
+def test_engines_that_do_not_drop_parameters_load_nothing_of_it() -> None:
+    """vLLM loads it by name, where the fleet file has `overload: {policy: drop}`."""
+    by_name = {"workers.overload.config", "workers.overload.metrics"}
+    wrong = [
+        f"{module.path} imports {source}"
+        for name, module in PRODUCT_MODULES.items()
+        if not name.startswith("workers.overload")
+        for source, _ in module.imported()
+        if source.startswith("workers.overload") and source not in by_name
+    ]
+    assert not wrong, "\n".join(wrong)

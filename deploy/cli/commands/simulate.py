@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.cli.common import any_trace
-from deploy.cli.overload import explained, in_the_way, tier_plans
+from deploy.cli.overload import explained, tier_plans
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.components import placer_settings
+from deploy.fleet.overload_checks import in_the_way
 from deploy.fleet.schema import FleetSpec
 from placement.fleet.provisioning import (
     Capacity,
@@ -136,7 +137,7 @@ def simulate(
         typer.Option(
             help=f"What gives way when the KV does not suffice, one or several: {', '.join(OverloadPolicy)}; "
             "by default park. preempt: as plain vLLM behind the fleet's gate, which keeps first turns out; "
-            "drop exists in the simulator only"
+            "drop: parameters of pairs"
         ),
     ] = "",
     profile: Annotated[
@@ -264,7 +265,7 @@ def plan(
 
 def _plan_overload(file: FleetSpec, profile: str, mean_tokens: float) -> dict[str, object]:
     name = profile or PROFILE_OF_DEVICE[file.engine.device]
-    prose.print(f"profile {name}; a fleet does not drop parameters yet (docs/overload.md)")
+    prose.print(f"profile {name}; overload.policy of the file: {file.overload.policy} (docs/overload.md)")
     fleet = simulated_fleet(file, find(name))
     plans = list(tier_plans(file, fleet, mean_tokens))
     for one in plans:

@@ -47,6 +47,7 @@ from tests.support.fleet import ROOT
 from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
+from workers.overload.config import DROPPING_WORKER
 from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
@@ -294,6 +295,11 @@ CASES = {
     ),
     "capacity.cool_down": case(18, lambda got: got.scale.cool_down_s),
     "capacity.calm": case(19, lambda got: got.scale.calm_s),
+    "overload.policy": case(
+        "drop", lambda got: (got.engine.worker_class, got.directory.dropping is not None),
+        (DROPPING_WORKER, True),
+        engine__device="cpu", engine__args={"enforce-eager": True}, coserving__enabled=False,
+    ),
     "observe.tracing.endpoint": case(
         "http://other:1", lambda got: (got.gateway.tracing.endpoint, "http://other:1/v1/traces" in got.argv),
         ("http://other:1", True),
@@ -361,7 +367,7 @@ DERIVED = {
     (GatewayConfig, "classes"),  # `default` is one of them
     (KeeperSettings, "start_together"),  # by the device
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers
-    (ConnectorConfig, "plugins"),  # by coserving.enabled
+    (ConnectorConfig, "plugins"),  # by coserving.enabled and overload.policy
     (DispatchSettings, "coserving"),  # by coserving.enabled
     (LaunchSpec, "options"),
     (LaunchSpec, "env"),

@@ -19,6 +19,7 @@ class Feed:
     """An engine that holds the conversation `known`."""
 
     drained: list[bool] = field(default_factory=list)
+    shared: list[tuple[object, ...]] = field(default_factory=list)  # its layers, and had again
     reachable: bool = True
 
     async def release(self, conversation: str) -> bool:
@@ -31,6 +32,12 @@ class Feed:
 
     async def drain(self, on: bool) -> None:
         self.drained.append(on)
+
+    async def drop(self, epoch: int, peer: str, part: int) -> None:
+        self.shared.append((epoch, peer, part))
+
+    async def restore(self, epoch: int) -> None:
+        self.shared.append((epoch,))
 
 
 @dataclass
@@ -72,7 +79,10 @@ async def test_commands_reach_the_engine(rig: Rig) -> None:
         assert not await client.withdraw("known")
         await client.drain()
         await client.drain(False)
+        await client.drop(7, "10.0.0.2:9", 1)
+        await client.restore(7)
     assert rig.feed.drained == [True, False]
+    assert rig.feed.shared == [(7, "10.0.0.2:9", 1), (7,)]
 
 
 async def test_an_engine_out_of_reach_is_an_error_with_its_reason(rig: Rig) -> None:

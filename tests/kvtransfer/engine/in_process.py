@@ -56,7 +56,7 @@ class EngineHere:
                 arguments["scheduler_cls"], arguments["worker_cls"] = SCHEDULER_CLASS, CPU_WORKER_CLASS
                 arguments["additional_config"] = CoServingConfig().to_additional_config()
             else:
-                arguments["scheduler_cls"] = PROMPT_SCHEDULER
+                arguments.setdefault("scheduler_cls", PROMPT_SCHEDULER)
         self._agent: Any = None
         with self._in_place():
             self.engine = LLMEngine.from_engine_args(
@@ -100,6 +100,9 @@ class EngineHere:
 
     def side(self, plugin: str) -> Any:
         return self.connector.scheduler_side(plugin)
+
+    def worker_side(self, plugin: str) -> Any:
+        return self._agent.worker_side(plugin)
 
     def add(
         self,

@@ -1,0 +1,155 @@
+"""The same bursts on two live fleets in one run: one parks only, and decoders of the other share layers.
+
+Two decoders with little KV, and more turns at once than fit. Fleets take turns, forwards and back, after a
+warm-up in which the answers of calm times are noted: what differs from them is wrong.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import httpx
+
+from benchmarks.live_policies import brought_up
+from benchmarks.prefixes import words, words_of
+from deploy.fleet import FleetSpec, load_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.status import fleet_status, serving
+from traces.simulator.metrics import percentile
+
+FLEET = Path(__file__).parents[2] / "configs" / "laptop.yaml"
+POLICIES = ("park", "drop")
+BLOCK, BLOCKS, CONTEXT = 32, 128, 2_048  # 4,096 tokens of KV on each decoder
+TURNS, PROMPT, ANSWER = 12, 600, 400  # 1.5 times what both have
+ROUNDS, QUICK_ROUNDS = 4, 1  # each is both fleets, forwards and back
+LIMIT_S = 400.0
+
+
+@dataclass
+class Bursts:
+    """What one policy saw."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each burst
+    wrong: int = 0
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "ttft_p50_s": median(self.ttft_s),
+            "ttft_p99_s": percentile(self.ttft_s, 99),
+            "tbt_p50_s": median(self.gaps_s),
+            "tbt_p99_s": percentile(self.gaps_s, 99),
+            "burst_s": median(self.seconds),
+            "burst_least_s": min(self.seconds),
+            "burst_most_s": max(self.seconds),
+            "tokens_per_s": TURNS * ANSWER / median(self.seconds),
+        }
+
+
+def prepared(policy: str) -> FleetSpec:
+    content = load_fleet(FLEET).model_dump(mode="json", exclude_unset=True)
+    content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
+    content["model"]["max_context"] = CONTEXT
+    content["engine"]["args"] |= {"num-gpu-blocks-override": BLOCKS, "block-size": BLOCK}
+    content["engine"]["start_together"] = 2
+    content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
+    content["conversation"] |= {"headroom_tokens": ANSWER, "decoder_wait": f"{LIMIT_S:.0f}s"}
+    content["coserving"] = {"tbt": "10s"}  # a plan is not refused for what two busy cores take
+    return FleetSpec.model_validate(content)
+
+
+class LiveFleet:
+    def __init__(self, home: FleetHome, model: str) -> None:
+        self._home, self._model, self.url = home, model, serving(home).endpoint
+        self._words = words_of(self.url, model, PROMPT)
+        self._right: list[str] = []
+        self._number = 0
+
+    async def calm(self) -> None:
+        """Notes the answers; two at a time, one on each decoder."""
+        seen = Bursts()
+        for first in range(0, TURNS, 2):
+            said = await self._turns((first, first + 1), seen)
+            self._right += said
+
+    async def burst(self, seen: Bursts) -> None:
+        began = time.monotonic()
+        said = await self._turns(range(TURNS), seen)
+        seen.seconds.append(time.monotonic() - began)
+        seen.wrong += sum(one != right for one, right in zip(said, self._right, strict=True))
+
+    async def _turns(self, numbers: Sequence[int], seen: Bursts) -> list[str]:
+        self._number += 1
+        async with httpx.AsyncClient(base_url=self.url, timeout=LIMIT_S) as http:
+            name = f"burst-{self._number}"
+            said = await asyncio.gather(*(self._turn(http, f"{name}-{n}", n, seen) for n in numbers))
+            for n in numbers:
+                await http.delete(f"/v1/conversations/{name}-{n}")
+        return list(said)
+
+    async def _turn(self, http: httpx.AsyncClient, name: str, number: int, seen: Bursts) -> str:
+        body = {
+            "model": self._model, "temperature": 0.0, "stream": True, "ignore_eos": True,
+            "max_tokens": ANSWER, "min_tokens": ANSWER,
+            "messages": [{"role": "user", "content": words(Random(number), self._words)}],
+        }  # fmt: skip
+        began, last, text = time.monotonic(), 0.0, ""
+        headers = {"x-conversation-id": name}
+        async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise SystemExit(f"{name}: {chunk['error']}")
+                for choice in chunk["choices"]:
+                    now = time.monotonic()
+                    if last:
+                        seen.gaps_s.append(now - last)
+                    elif choice["delta"].get("content"):
+                        seen.ttft_s.append(now - began)
+                    if choice["delta"].get("content"):
+                        last, text = now, text + choice["delta"]["content"]
+        return text
+
+    def counted(self) -> dict[str, float]:
+        """Of the directory and of engines, by name and labels."""
+        status = fleet_status(self._home)
+        pages = [status.metrics, *(engine.http for engine in status.engines)]
+        found: dict[str, float] = {}
+        for page in pages:
+            for line in httpx.get(f"http://{page}/metrics", timeout=30).text.splitlines():
+                if line.startswith(("conserve_overload_changes_total{", "conserve_split")):
+                    name, _, value = line.rpartition(" ")
+                    found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+
+def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Figures, and each policy's own."""
+    seen = {policy: Bursts() for policy in POLICIES}
+    with ExitStack() as stack:
+        fleets = {
+            policy: LiveFleet(stack.enter_context(brought_up(prepared(policy))), "small")
+            for policy in POLICIES
+        }
+        for fleet in fleets.values():
+            asyncio.run(fleet.calm())
+            asyncio.run(fleet.burst(Bursts()))  # the first drop of all is a warm-up, too
+        for _ in range(QUICK_ROUNDS if quick else ROUNDS):
+            for policy in (*POLICIES, *reversed(POLICIES)):
+                asyncio.run(fleets[policy].burst(seen[policy]))
+        counted = fleets["drop"].counted()
+    park, drop = (seen[policy].figures() for policy in POLICIES)
+    figures = {f"{name}_drop_vs_park": drop[name] / park[name] for name in park}
+    figures["wrong"] = sum(one.wrong for one in seen.values())
+    changes = {name: value for name, value in counted.items() if "_bucket" not in name}
+    return figures, {"park": park, "drop": drop, "changes": changes}

@@ -1,0 +1,43 @@
+"""What stands in the way of dropping parameters in a running fleet, said before it runs."""
+
+from collections.abc import Iterator
+
+from deploy.fleet.hardware import arguments, parallel
+from deploy.fleet.problems import Problem
+from deploy.fleet.schema import FleetSpec, TierSpec
+from placement.engines import Role
+
+
+def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
+    """Of the engines of a tier."""
+    given = arguments(fleet, tier)
+    ranks = parallel(fleet, tier)
+    if fleet.engine.device != "cpu":
+        yield "memory of a GPU is not given from parameters to KV yet: engine.device 'cpu'"
+    if ranks.gpus > 1:
+        yield f"its engines have {ranks.gpus} ranks"
+    if quantization := given.get("quantization"):
+        yield f"quantization '{quantization}' may pack weights so that they cannot come back"
+    if not given.get("enforce-eager"):
+        yield "a compiled pass has all layers in it: set enforce-eager: true under engine.args"
+    if given.get("speculative-config") or given.get("enable-lora"):
+        yield "speculative decoding and LoRA have parameters beside the layers"
+    if fleet.coserving.enabled:
+        yield "co-serving aborts its own iterations, not those of another engine: coserving.enabled: false"
+
+
+def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
+    if fleet.overload.policy != "drop":
+        return
+    path = ("overload", "policy")
+    holders = [tier for tier in fleet.tiers if tier.role is not Role.PREFILL]
+    found = [f"tier '{tier.name}': {why}" for tier in holders for why in in_the_way(fleet, tier)]
+    if all(max(tier.replicas, tier.autoscale.max if tier.autoscale else 0) < 2 for tier in holders):
+        found.append("two engines of a tier that holds conversations share their layers: no tier has two")
+    if fleet.transfer.backend == "nixl":
+        found.append("NIXL has the KV registered as it was at the start: set transfer.backend: tcp")
+    if "lmcache" in fleet.kv.kv_tiers:
+        found.append("LMCache reads KV of all layers from one engine: take it out of kv.kv_tiers")
+    if fleet.model.embeddings:
+        found.append("a model that makes embeddings holds no KV")
+    yield from (Problem(path, f"'drop' does not work here: {why}") for why in found)

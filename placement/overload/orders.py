@@ -1,0 +1,92 @@
+"""Orders to decoders under overload: which pairs share their layers from now on, and which have them again.
+
+Pairs only: a running engine keeps one of two halves. What a drop needs is in what engines report
+(`SplitState`); whether it is overload says the signal, and who merges says the plan.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from placement.engines import SplitState
+from placement.overload.dropping import DropLimits, Member, NotDropped, plan_drop
+from placement.overload.signal import OverloadState
+
+PAIR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SharingDecoder:
+    """A decoder that takes conversations and can share its layers."""
+
+    engine: str
+    tier: str
+    held_tokens: float  # that cannot give way
+    running: int
+    split: SplitState
+    leaving: bool = False  # it is to end: it shares nothing from now on
+
+    @property
+    def gained_tokens(self) -> int:
+        return self.split.kv_tokens - self.split.shape.kv_tokens if self.split.epoch else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SplitOrders:
+    drops: tuple[tuple[str, str], ...] = ()  # the first keeps the first half
+    restores: tuple[tuple[str, ...], ...] = ()  # of a pair, or of one whose peer is gone
+    why_no_more: NotDropped | None = None  # where KV is lacking and none of it is dropped for
+
+
+def split_orders(
+    state: OverloadState,
+    decoders: Sequence[SharingDecoder],
+    limits: DropLimits,
+    unwilling: Collection[str] = (),
+) -> SplitOrders:
+    """`unwilling`: engines that failed at it a while ago."""
+    groups = _groups(decoders)
+    alone = tuple((group[0].engine,) for group in groups if len(group) < PAIR and group[0].split.epoch)
+    if alone:
+        return SplitOrders(restores=alone)
+    lacking = state.lacking_tokens - sum(one.gained_tokens for one in decoders)
+    pairs = [group for group in groups if len(group) == PAIR]
+    left = [pair for pair in pairs if any(one.leaving for one in pair)]
+    if state.overloaded and lacking > 0 and not left:
+        stay = [one for one in decoders if one.engine not in unwilling and not one.leaving]
+        return _drops(stay, lacking, limits)
+    over = left if state.overloaded else [pair for pair in pairs if pair in left or all(map(_fits, pair))]
+    return SplitOrders(restores=tuple(tuple(one.engine for one in pair) for pair in over))
+
+
+def _fits(decoder: SharingDecoder) -> bool:
+    """What it holds, into the KV of its whole model."""
+    return decoder.held_tokens <= decoder.split.shape.kv_tokens
+
+
+def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
+    """Engines of one epoch; one with a whole model is by itself."""
+    split: defaultdict[int, list[SharingDecoder]] = defaultdict(list)
+    whole: list[list[SharingDecoder]] = []
+    for one in decoders:
+        if one.split.epoch:
+            split[one.split.epoch].append(one)
+        else:
+            whole.append([one])
+    return [*whole, *split.values()]
+
+
+def _drops(decoders: Sequence[SharingDecoder], lacking: float, limits: DropLimits) -> SplitOrders:
+    """Tiers do not mix: their engines may have other models' shapes, or other speeds."""
+    drops: list[tuple[str, str]] = []
+    why = NotDropped.ALONE
+    for tier in sorted({one.tier for one in decoders}):
+        groups = _groups(one for one in decoders if one.tier == tier)
+        members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in groups]
+        plan = plan_drop(members, groups[0][0].split.shape, lacking, replace(limits, most_engines=PAIR))
+        made = ((merged.engines[0], merged.engines[1]) for merged in plan.merged)
+        drops += made
+        lacking, why = lacking - plan.gained_tokens, plan.why_no_more
+        if lacking <= 0:
+            break
+    return SplitOrders(drops=tuple(drops), why_no_more=None if drops else why)

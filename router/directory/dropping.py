@@ -1,0 +1,141 @@
+"""Dropping: tells pairs of decoders to share their layers under overload, and to have them again after it.
+
+What is told is decided in placement/overload/orders.py, from what engines report. An engine that does not
+hear it, or refuses, changes nothing by itself: its peer waits for it, and goes on with its whole model.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
+
+import grpc
+
+from placement.engines import EngineInfo, Role
+from placement.overload.dropping import DropLimits
+from placement.overload.orders import SharingDecoder, SplitOrders, split_orders
+from placement.overload.signal import OverloadState
+from router import metrics
+from router.directory.messages import EngineRecord
+
+log = logging.getLogger("conserve.router.directory.dropping")
+
+_TELL_S = 5.0
+_CHANGE_S = 45.0  # until both say that it has happened: steps, exchange and limits of the engines
+_LOOK_S = 0.1
+_EVERY_S = 1.0
+UNWILLING_S = 60.0  # that engines which failed at it are left alone
+
+
+class DropCommands(Protocol):
+    """To engines, by way of their keepers."""
+
+    async def drop(self, info: EngineInfo, epoch: int, peer: str, part: int) -> None: ...
+
+    async def restore(self, info: EngineInfo, epoch: int) -> None: ...
+
+
+class Dropper:
+    def __init__(
+        self,
+        limits: DropLimits,
+        records: Callable[[], Iterable[EngineRecord]],
+        commands: DropCommands,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits, self._records, self._commands, self._clock = limits, records, commands, clock
+        self._unwilling: dict[str, float] = {}  # until when
+        self._epoch = 0
+        self._said = ""
+
+    async def run(self, state: Callable[[], OverloadState]) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            await self.look(state())
+
+    async def look(self, state: OverloadState) -> None:
+        """One round: what is to change changes, or its limit is over."""
+        now = self._clock()
+        self._unwilling = {name: until for name, until in self._unwilling.items() if until > now}
+        orders = split_orders(state, self._sharing(), self._limits, self._unwilling)
+        self._say(orders)
+        drops = [self._drop(*pair) for pair in orders.drops]
+        restores = [self._restore(engines) for engines in orders.restores]
+        await asyncio.gather(*drops, *restores)
+
+    def _sharing(self) -> list[SharingDecoder]:
+        found = []
+        for record in self._records():
+            info, state = record.info, record.state
+            if info.role is Role.PREFILL or record.suspect or state.split is None:
+                continue
+            held, leaving = state.live_tokens - state.idle_tokens, state.draining
+            found.append(
+                SharingDecoder(info.engine, info.tier, held, state.running, state.split, leaving)
+            )
+        return found
+
+    def _say(self, orders: SplitOrders) -> None:
+        """Why nothing gives way although it is lacking; once."""
+        why = orders.why_no_more.value if orders.why_no_more else ""
+        if why and why != self._said:
+            log.warning("nothing is dropped reason=%s", why)
+        self._said = why
+
+    async def _drop(self, first: str, second: str) -> None:
+        self._epoch = epoch = max(self._epoch + 1, time.time_ns() >> 20)
+        pair = self._known(first), self._known(second)
+        peers = tuple(record.state.split for record in pair if record is not None)
+        if len(peers) != len(pair):
+            return
+        tells = [
+            self._commands.drop(record.info, epoch, peer.peer, part)
+            for part, (record, peer) in enumerate(zip(pair, reversed(peers), strict=True))
+            if record is not None and peer is not None
+        ]
+        await self._change("drop", (first, second), tells, epoch)
+
+    async def _restore(self, engines: tuple[str, ...]) -> None:
+        records = [record for record in map(self._known, engines) if record is not None]
+        tells = [
+            self._commands.restore(record.info, record.state.split.epoch)
+            for record in records
+            if record.state.split is not None
+        ]
+        await self._change("restore", engines, tells, 0)
+
+    async def _change(
+        self, what: str, engines: tuple[str, ...], tells: Sequence[Awaitable[None]], epoch: int
+    ) -> None:
+        """Until all of them say that they are in this epoch."""
+        began = self._clock()
+        outcome = "refused"
+        try:
+            async with asyncio.timeout(_TELL_S):
+                await asyncio.gather(*tells)
+            outcome = "done" if await self._until(engines, epoch, began + _CHANGE_S) else "failed"
+        except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
+            log.warning("not told engines=%s change=%s reason=%r", ",".join(engines), what, wrong)
+        seconds = self._clock() - began
+        metrics.LAYERS_SHARED.labels(what, outcome).inc()
+        said = "overload change=%s engines=%s epoch=%d outcome=%s seconds=%.2f"
+        log.warning(said, what, ",".join(engines), epoch, outcome, seconds)
+        if outcome != "done":
+            self._unwilling.update(dict.fromkeys(engines, self._clock() + UNWILLING_S))
+
+    async def _until(self, engines: tuple[str, ...], epoch: int, limit: float) -> bool:
+        while self._clock() < limit:
+            if all(self._epoch_of(engine) == epoch for engine in engines):
+                return True
+            await asyncio.sleep(_LOOK_S)
+        return False
+
+    def _epoch_of(self, engine: str) -> int:
+        """An engine that is gone shares nothing."""
+        record = self._known(engine)
+        return record.state.split.epoch if record is not None and record.state.split is not None else 0
+
+    def _known(self, engine: str) -> EngineRecord | None:
+        return next((record for record in self._records() if record.info.engine == engine), None)

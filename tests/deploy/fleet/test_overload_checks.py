@@ -1,0 +1,50 @@
+"""`overload.policy: drop` where it cannot work is refused before anything starts, with what is in the way."""
+
+import pytest
+
+from deploy.fleet import FleetFileError, parse_fleet
+
+DROPS = """\
+name: test
+engine: {device: cpu, args: {enforce-eager: true}}
+transfer: {backend: tcp}
+coserving: {enabled: false}
+tiers:
+  - {name: prefill, role: prefill}
+  - {name: decode, role: decode, replicas: 2}
+overload: {policy: drop}
+"""
+
+
+def every_mistake(text: str) -> list[str]:
+    try:
+        parse_fleet(text, "fleet.yaml")
+    except FleetFileError as error:
+        return list(error.problems)
+    return []
+
+
+def test_the_file_is_good() -> None:
+    assert parse_fleet(DROPS, "fleet.yaml").overload.policy == "drop"
+    assert parse_fleet(DROPS.replace("backend: tcp", "encrypt: true"), "fleet.yaml").transfer.encrypt
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("device: cpu", "device: cuda", "not given from parameters to KV yet"),
+        ("enforce-eager: true", "max-num-seqs: 8", "set enforce-eager: true"),
+        ("enforce-eager: true", "enforce-eager: true, tensor-parallel-size: 2", "its engines have 2 ranks"),
+        ("enforce-eager: true", "enforce-eager: true, quantization: awq", "may pack weights"),
+        ("enforce-eager: true", "enforce-eager: true, enable-lora: true", "and LoRA have parameters"),
+        ("enabled: false", "enabled: true", r"coserving.enabled: false"),
+        ("replicas: 2", "replicas: 1", "no tier has two"),
+        ("backend: tcp", "backend: nixl", "set transfer.backend: tcp"),
+    ],
+)
+def test_what_is_in_the_way_is_said(right: str, wrong: str, said: str) -> None:
+    assert right in DROPS
+    text = DROPS.replace(right, wrong)
+    found = [one for one in every_mistake(text) if said in one]
+    assert found and all("fleet.yaml:8: overload.policy: 'drop' does not work here: " in one for one in found)
+    assert not any("overload" in one for one in every_mistake(text.replace("drop", "park")))

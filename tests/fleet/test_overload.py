@@ -1,0 +1,86 @@
+"""Two decoders whose KV a burst fills share their layers, and have them all again when it is over; one that
+is killed meanwhile leaves the other with the whole model. No answer differs from one of calm times."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fleet.streams import Stream
+from tests.fleet.talk import metric, opening
+from tests.fleet.test_faults import vllm_process
+from tests.support.fleet import RunningFleet, fleet_up
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
+
+BLOCKS = 80  # of 32 tokens, on each engine
+STREAMS = 12
+TOKENS = 200
+STREAM_S = 240
+
+
+def small_decoders(content: Any) -> None:
+    content["policy"] = "collocated"
+    content["model"]["max_context"] = 2048
+    content["engine"]["args"] |= {"num-gpu-blocks-override": BLOCKS, "max-num-batched-tokens": 512}
+    content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
+    content["conversation"] |= {"headroom_tokens": TOKENS, "decoder_wait": "4m"}
+    content["coserving"] = {"tbt": "10s"}  # whatever this machine's cores are busy with
+    content["overload"] = {"policy": "drop"}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    with fleet_up("laptop", small_decoders) as up:
+        yield up
+
+
+def start(fleet: RunningFleet, number: int, key: str) -> Stream:
+    return Stream(fleet.url, fleet.model, opening(9000 + number, 6), f"{key}-{number}", TOKENS)
+
+
+def burst(fleet: RunningFleet, key: str) -> list[Stream]:
+    return [start(fleet, number, key) for number in range(STREAMS)]
+
+
+def texts(streams: list[Stream]) -> list[str]:
+    for stream in streams:
+        stream.end(STREAM_S)
+        assert stream.finished and stream.error is None, (stream.status, stream.error, stream.broken)
+    return [stream.text for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def right(fleet: RunningFleet) -> list[str]:
+    """Two at a time: nothing gives way."""
+    said: list[str] = []
+    for first in range(0, STREAMS, 2):
+        said += texts([start(fleet, number, "calm") for number in (first, first + 1)])
+    assert changes(fleet, "drop") == 0
+    return said
+
+
+def changes(fleet: RunningFleet, change: str) -> float:
+    page = f"http://{fleet.status()['metrics']}"
+    return metric(page, "conserve_overload_changes_total", change=change, outcome="done")
+
+
+def test_a_burst_makes_a_pair_and_its_end_restores_it(fleet: RunningFleet, right: list[str]) -> None:
+    streams = burst(fleet, "burst")
+    fleet.until(lambda: changes(fleet, "drop") == 1, 60, "the pair to share its layers")
+    assert texts(streams) == right
+    fleet.until(lambda: changes(fleet, "restore") == 1, 60, "the layers to come back")
+
+
+def test_a_killed_peer_leaves_an_engine_that_serves_alone(fleet: RunningFleet, right: list[str]) -> None:
+    before = changes(fleet, "drop")
+    streams = burst(fleet, "killed")
+    fleet.until(lambda: changes(fleet, "drop") == before + 1, 60, "the pair to share its layers")
+    survivor = f"http://{fleet.engines()['mixed-0']['http']}"
+    lost = metric(survivor, "conserve_splits_total", outcome="lost")
+    fleet.kill(vllm_process(fleet, "mixed-1", "VLLM::Worker"))
+    killed = time.monotonic()
+    fleet.until(lambda: metric(survivor, "conserve_splits_total", outcome="lost") > lost, 10, "whole again")
+    assert time.monotonic() - killed < 10
+    assert texts(streams) == right

@@ -1,0 +1,83 @@
+"""Orders under overload: pairs of whole engines share, all have their layers again when it is over."""
+
+from dataclasses import replace
+
+import pytest
+
+from placement.engines import SplitState
+from placement.iteration.latency import LatencyModel
+from placement.overload.dropping import DropLimits, EngineShape, NotDropped
+from placement.overload.orders import SharingDecoder, SplitOrders, split_orders
+from placement.overload.signal import OverloadReason, OverloadState
+
+SHAPE = EngineShape(
+    layers=8, layer_bytes=3e6, kv_tokens=1_000, kv_bytes_per_token=8_192, activation_bytes=1_024,
+    link_bytes_per_s=1e9, latency=LatencyModel(1e-5, 1e-9, 1e-7, 0.01),
+)  # fmt: skip
+LIMITS = DropLimits(tbt_s=1.0)
+OVER = OverloadState.initial()
+LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_tokens=500)
+
+
+def decoder(name: str, epoch: int = 0, held: float = 900, tier: str = "decode") -> SharingDecoder:
+    now = SHAPE.kv_each(2) if epoch else SHAPE.kv_tokens
+    return SharingDecoder(name, tier, held, 4, SplitState(f"{name}:1", SHAPE, epoch, now))
+
+
+def test_overload_makes_pairs_of_engines_with_whole_models() -> None:
+    made = split_orders(LACKING, [decoder("a"), decoder("b", held=800)], LIMITS)
+    assert made == SplitOrders(drops=(("a", "b"),))
+
+
+def test_no_more_than_is_lacking_and_the_reserve() -> None:
+    four = [decoder(name) for name in "abcd"]
+    assert len(split_orders(LACKING, four, LIMITS).drops) == 1
+    much = replace(LACKING, lacking_tokens=100_000)
+    assert len(split_orders(much, four, LIMITS).drops) == 2
+
+
+def test_what_a_pair_has_gained_is_not_lacking_any_more() -> None:
+    pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
+    assert split_orders(LACKING, pair, LIMITS) == SplitOrders()
+
+
+def test_pairs_stay_pairs_when_still_more_is_lacking() -> None:
+    pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
+    made = split_orders(replace(LACKING, lacking_tokens=100_000), pair, LIMITS)
+    assert made.drops == () and made.why_no_more in NotDropped
+
+
+def test_tiers_do_not_mix() -> None:
+    made = split_orders(LACKING, [decoder("a"), decoder("b", tier="other")], LIMITS)
+    assert made == SplitOrders(why_no_more=NotDropped.ALONE)
+
+
+def test_engines_whose_time_is_not_measured_are_left_alone() -> None:
+    unmeasured = replace(SHAPE, latency=None)
+    two = [replace(one, split=replace(one.split, shape=unmeasured)) for one in (decoder("a"), decoder("b"))]
+    assert split_orders(LACKING, two, LIMITS) == SplitOrders(why_no_more=NotDropped.UNMEASURED)
+
+
+def test_when_it_is_over_a_pair_is_restored_if_what_it_holds_fits() -> None:
+    pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
+    assert split_orders(OVER, pair, LIMITS) == SplitOrders(restores=(("a", "b"),))
+    full = [decoder("a", epoch=7, held=1_200), decoder("b", epoch=7)]
+    assert split_orders(OVER, full, LIMITS) == SplitOrders()
+
+
+@pytest.mark.parametrize("state", [OVER, LACKING])
+def test_an_engine_whose_peer_is_gone_is_restored(state: OverloadState) -> None:
+    left = [decoder("a", epoch=7), decoder("b")]
+    assert split_orders(state, left, LIMITS) == SplitOrders(restores=(("a",),))
+
+
+def test_a_pair_of_which_one_is_to_leave_is_restored_and_never_made() -> None:
+    pair = [replace(decoder("a", epoch=7), leaving=True), decoder("b", epoch=7)]
+    assert split_orders(LACKING, pair, LIMITS) == SplitOrders(restores=(("a", "b"),))
+    whole = [replace(decoder("a"), leaving=True), decoder("b")]
+    assert split_orders(LACKING, whole, LIMITS).drops == ()
+
+
+def test_engines_that_failed_a_while_ago_are_left_alone() -> None:
+    three = [decoder("a"), decoder("b"), decoder("c")]
+    assert split_orders(LACKING, three, LIMITS, unwilling={"a"}).drops == (("b", "c"),)

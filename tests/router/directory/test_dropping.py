@@ -1,0 +1,103 @@
+"""Pairs are told once, of one epoch for both; who refuses or is late is left alone for a while."""
+
+import asyncio
+from dataclasses import replace
+
+from placement.engines import EngineInfo, SplitState
+from placement.iteration.latency import LatencyModel
+from placement.overload.dropping import DropLimits, EngineShape
+from placement.overload.signal import OverloadReason, OverloadState
+from router.directory.dropping import UNWILLING_S, Dropper
+from router.directory.messages import EngineRecord
+from tests.support.engines import info, state
+
+SHAPE = EngineShape(
+    layers=8, layer_bytes=3e6, kv_tokens=10_000, kv_bytes_per_token=8_192, activation_bytes=1_024,
+    link_bytes_per_s=1e9, latency=LatencyModel(1e-6, 1e-10, 1e-8, 0.01),
+)  # fmt: skip
+LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_tokens=500)
+OVER = OverloadState.initial()
+
+
+class TwoEngines:
+    """Keepers of two engines, which do what they are told, or refuse."""
+
+    def __init__(self) -> None:
+        self.refuses: set[str] = set()
+        self.told: list[tuple[str, str, int, int, str]] = []
+        self._records = {
+            name: EngineRecord(info(name), replace(state(name, 1, live=9_000), running=4), suspect=False)
+            for name in ("d0", "d1")
+        }
+        for name in self._records:
+            self.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
+
+    def records(self) -> list[EngineRecord]:
+        return list(self._records.values())
+
+    def set(self, name: str, split: SplitState | None) -> None:
+        record = self._records[name]
+        self._records[name] = replace(record, state=replace(record.state, split=split))
+
+    def holds(self, name: str, tokens: int) -> None:
+        record = self._records[name]
+        self._records[name] = replace(record, state=replace(record.state, live_tokens=tokens))
+
+    def epochs(self) -> list[int]:
+        return [record.state.split.epoch for record in self.records() if record.state.split]
+
+    async def drop(self, info: EngineInfo, epoch: int, peer: str, part: int) -> None:
+        self.told.append(("drop", info.engine, epoch, part, peer))
+        if info.engine in self.refuses:
+            raise OSError("no")
+        self.set(info.engine, SplitState(f"{info.engine}:1", SHAPE, epoch, SHAPE.kv_each(2)))
+
+    async def restore(self, info: EngineInfo, epoch: int) -> None:
+        self.told.append(("restore", info.engine, epoch, 0, ""))
+        self.set(info.engine, SplitState(f"{info.engine}:1", SHAPE, 0, SHAPE.kv_tokens))
+
+
+def test_a_pair_is_made_and_restored() -> None:
+    two = TwoEngines()
+    dropper = Dropper(DropLimits(1.0), two.records, two)
+    asyncio.run(dropper.look(LACKING))
+    assert [(what, engine, part, peer) for what, engine, _, part, peer in two.told] == [
+        ("drop", "d0", 0, "d1:1"), ("drop", "d1", 1, "d0:1"),
+    ]  # fmt: skip
+    first, second = two.epochs()
+    assert first == second > 0
+    asyncio.run(dropper.look(LACKING))
+    assert len(two.told) == 2  # what is lacking has been gained
+    for name in ("d0", "d1"):
+        two.holds(name, 2_000)
+    asyncio.run(dropper.look(OVER))
+    assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told[2:]] == [
+        ("restore", "d0", first), ("restore", "d1", first),
+    ]  # fmt: skip
+    assert two.epochs() == [0, 0]
+
+
+def test_who_refuses_is_left_alone_for_a_while() -> None:
+    two, now = TwoEngines(), [0.0]
+    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    two.refuses = {"d1"}
+    asyncio.run(dropper.look(LACKING))
+    two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens))  # nobody met it: it has its whole model
+    told = len(two.told)
+    asyncio.run(dropper.look(LACKING))
+    assert len(two.told) == told
+    two.refuses, now[0] = set(), UNWILLING_S + 1
+    asyncio.run(dropper.look(LACKING))
+    assert two.epochs()[0] == two.epochs()[1] > 0
+
+
+def test_an_epoch_is_never_used_twice() -> None:
+    two = TwoEngines()
+    dropper = Dropper(DropLimits(1.0), two.records, two)
+    seen = []
+    for _ in range(3):
+        asyncio.run(dropper.look(LACKING))
+        seen.append(two.epochs()[0])
+        for name in ("d0", "d1"):
+            two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
+    assert sorted(set(seen)) == seen

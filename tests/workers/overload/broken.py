@@ -1,0 +1,42 @@
+"""Negative controls: each leaves out one thing that a split needs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from workers.overload.memory import LayerWeights
+from workers.overload.split import Membership, SplitModel, SplitPhase
+
+
+class WithoutRegions(SplitModel):
+    """The peer's blocks are where this engine's are."""
+
+    def offset(self, member: Membership) -> int:
+        return 0
+
+
+class WithoutExchange(SplitModel):
+    """KV of the layers that are dropped stays where it is not wanted any more."""
+
+    def give(self, member: Membership, used: Sequence[int]) -> None:
+        return
+
+
+class WithoutEpochs(SplitModel):
+    """A message of a split that is over is taken for one of this."""
+
+    def wait_for(self, message: Any, phase: SplitPhase) -> Membership:
+        assert self.member is not None
+        return self.member
+
+
+class WithAPartOfTheWeights(SplitModel):
+    """Its weights are `SkipsALayer`."""
+
+
+class SkipsALayer(LayerWeights):
+    def restore(self, layers: Iterable[int]) -> None:
+        first, *rest = layers
+        super().restore(rest)
+        for parameter in self._layers[first]:  # there is memory, and something else in it
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+            parameter.data.normal_()

@@ -1,0 +1,184 @@
+"""On real vLLM: two engines share their layers and have them all again, with requests in flight, and every
+answer equals that of whole engines (float32, greedy). What is left out shows in the answers."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.small_model import ModelShape, make_model
+from tests.workers.overload.pair import BLOCKS, MEET_S, Request, SplitPair, pair, requests
+
+pytestmark = pytest.mark.engine
+
+Answers = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def thin_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model") / "thin"
+    make_model(out, ModelShape(layers=4, hidden=128, heads=4, head_dim=32, intermediate=512))
+    return out
+
+
+@pytest.fixture(scope="module")
+def both(thin_model: Path) -> Iterator[SplitPair]:
+    with pair(thin_model) as engines:
+        yield engines
+
+
+def of_whole_engines(both: SplitPair, asked: list[Request]) -> Answers:
+    both.fresh()
+    both.add(asked)
+    return both.finish()
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    return requests(3)
+
+
+@pytest.fixture(scope="module")
+def right(both: SplitPair, asked: list[Request]) -> Answers:
+    return of_whole_engines(both, asked)
+
+
+def split_in_flight(both: SplitPair, asked: list[Request]) -> None:
+    both.add(asked)
+    for engine in both.engines:
+        engine.until(lambda state: state["generated"] > 20)
+    both.drop()
+    for engine in both.engines:
+        engine.until(lambda state: state["generated"] > 150)
+
+
+def test_outputs_are_equal_and_the_pool_grows(both: SplitPair, asked: list[Request], right: Answers) -> None:
+    both.fresh()
+    whole = [engine.state() for engine in both.engines]
+    split_in_flight(both, asked)
+    split = [engine.until(lambda state: state["highest"] >= BLOCKS) for engine in both.engines]
+    assert all(state["epoch"] == both.epoch and state["blocks"] > 1.4 * BLOCKS for state in split)
+    assert all(now["parameters"] < 0.6 * old["parameters"] for now, old in zip(split, whole, strict=True))
+    for engine in both.engines:
+        engine.until(lambda state: state["passes"] > 5 and state["served"] > 5)
+    both.restore()
+    after = [engine.state() for engine in both.engines]
+    assert all(state["epoch"] == 0 and state["blocks"] == BLOCKS for state in after)
+    assert [state["parameters"] for state in after] == [state["parameters"] for state in whole]
+    assert both.finish() == right
+    assert [engine.faults() for engine in both.engines] == [[], []]
+
+
+def test_shared_prefixes_stay_shared(both: SplitPair) -> None:
+    asked = requests(5, common=100, output=80)
+    right = of_whole_engines(both, asked)
+    both.fresh()
+    split_in_flight(both, asked)
+    both.restore()
+    assert both.finish() == right
+
+
+@pytest.mark.parametrize("what", ["WithoutRegions", "WithoutExchange", "WithAPartOfTheWeights"])
+def test_without_it_outputs_are_wrong(
+    both: SplitPair, asked: list[Request], right: Answers, what: str
+) -> None:
+    both.fresh()
+    for engine in both.engines:
+        engine.broken(what)
+    split_in_flight(both, asked)
+    both.restore()
+    wrong = both.finish()
+    both.fresh()
+    both.drop()  # what was left out is put right by a whole one
+    both.restore()
+    assert wrong != right
+
+
+@pytest.mark.parametrize("what", ["", "WithoutEpochs"])
+def test_a_message_of_a_split_that_is_over(
+    both: SplitPair, asked: list[Request], right: Answers, what: str
+) -> None:
+    both.fresh()
+    both.drop()
+    both.restore()
+    over = both.epoch
+    split_in_flight(both, asked)
+    both.second.broken(what)
+    answered = both.first.late_message(both.second.address, over)
+    both.second.broken("")
+    both.restore()
+    answers = both.finish()
+    if what:
+        assert answered == "taken"
+        assert answers != right
+    else:
+        assert answered == "refused"
+        assert answers == right
+
+
+def test_a_peer_that_does_not_come_changes_nothing(
+    both: SplitPair, asked: list[Request], right: Answers
+) -> None:
+    both.fresh()
+    both.add(asked)
+    both.first.until(lambda state: state["generated"] > 20)
+    began = time.monotonic()
+    both.tell(both.first, 0)
+    state = both.first.until(lambda state: not state["pending"])
+    assert time.monotonic() - began < MEET_S + 5
+    assert state["epoch"] == 0 and state["blocks"] == BLOCKS
+    assert both.finish() == right
+
+
+def test_an_idle_engine_serves_its_half(both: SplitPair) -> None:
+    asked = requests(7, count=8)
+    right = of_whole_engines(both, asked)
+    both.fresh()
+    both.drop()
+    both.first.add(asked)
+    answers = both.finish()
+    both.restore()
+    assert answers == right
+
+
+def test_a_storm_of_drops_and_restores(both: SplitPair) -> None:
+    asked = requests(11, count=60, output=40)
+    right = of_whole_engines(both, asked)
+    both.fresh()
+    rng = random.Random(11)
+    both.add(asked)
+    changes = 0
+    while any(engine.state()["left"] > 2 for engine in both.engines):
+        both.drop()
+        time.sleep(rng.uniform(0, 0.5))
+        both.restore()
+        time.sleep(rng.uniform(0, 0.3))
+        changes += 1
+    assert both.finish() == right
+    assert changes >= 3
+    assert [engine.faults() for engine in both.engines] == [[], []]
+
+
+def test_the_survivor_of_a_killed_peer_serves_alone(
+    both: SplitPair, asked: list[Request], right: Answers
+) -> None:
+    """The last test: there is no peer after it."""
+    both.fresh()
+    split_in_flight(both, asked)
+    before = both.first.state()
+    pid = both.second.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    alone = both.first.until(lambda state: not state["epoch"])
+    both.first.until(lambda state: state["generated"] > before["generated"] or not state["left"])
+    assert time.monotonic() - killed < 10
+    assert alone["blocks"] == BLOCKS
+    both.first.until(lambda state: not state["left"])
+    answers = both.first.answers()
+    assert answers == {name: right[name] for name, _, _ in asked[::2]}
+    assert both.first.faults() == []

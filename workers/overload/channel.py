@@ -1,0 +1,252 @@
+"""The line between the workers of two engines: authenticated connections, one request and its answer at a
+time, tensors as they lie in memory.
+
+Both ends show that they know the key of transfers, and what follows is sealed, as between ends of a KV
+transfer (kvtransfer/transfer/wire.py): every message and every tensor has a tag, under keys of this one
+connection, and tensors are encrypted where both are told to (`transfer.encrypt`). Every message names the
+epoch of the split that it belongs to.
+"""
+
+import logging
+import math
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import torch
+
+from kvtransfer.errors import Reason, TransferRefused
+from kvtransfer.transfer import wire
+from workers.overload.errors import OverloadConfigError, PeerError, PeerRefused, SplitOver
+
+logger = logging.getLogger("conserve.workers.overload")
+
+PURPOSE = b"overload"  # signed too: a proof for a KV transfer opens no connection here
+MODES = {False: b"clear", True: b"encrypted"}  # of tensors
+HANDSHAKE_S = 5.0
+MAX_HEADER = 1 << 20
+MAX_TENSORS_BYTES = 1 << 30
+_LENGTH = struct.Struct("<I")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+}
+
+
+class PeerAsk(StrEnum):
+    MEET = "meet"  # answered when the peer has come as far
+    PUT = "put"  # KV of the sender's blocks
+    RUN = "run"  # a batch of the sender's through layers of the peer's
+    MOVE = "move"  # the sender's blocks have other places
+    GET = "get"  # KV of the sender's blocks, back
+    DONE = "done"
+    REFUSED = "refused"
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    kind: PeerAsk
+    epoch: int
+    values: dict[str, Any]
+    tensors: list[tuple[str, list[int]]]  # data type and shape of each that follows
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: PeerAsk
+    epoch: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Sequence[torch.Tensor] = ()
+
+
+class SealedLine:
+    """One end of a connection, after its handshake. A message is a header and the tensors that it describes;
+    of its tags the header's is number 0."""
+
+    def __init__(self, peer: socket.socket, out: wire.Seal, back: wire.Seal, encrypt: bool) -> None:
+        self._peer, self._out, self._back, self._encrypt = peer, out, back, encrypt
+
+    def send(self, message: Message) -> None:
+        tensors = [tensor.contiguous() for tensor in message.tensors]
+        described = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
+        header = Header(message.kind, message.epoch, dict(message.values), described)
+        text = msgspec.msgpack.encode(header)
+        head = _LENGTH.pack(len(text)) + text
+        self._out.begin()
+        self._peer.sendall(head + self._out.tag(head))
+        for number, tensor in enumerate(tensors, 1):
+            content = _bytes_of(tensor)
+            if self._encrypt:
+                self._peer.sendall(self._out.encrypt(content, number))
+            else:
+                self._peer.sendall(content)
+                self._peer.sendall(self._out.tag(content, number))
+
+    def receive(self) -> Message:
+        start = self._exactly(bytearray(_LENGTH.size))
+        (length,) = _LENGTH.unpack(start)
+        if length > MAX_HEADER:
+            raise PeerError(f"a header of {length} bytes is none of ours")
+        text = self._exactly(bytearray(length))
+        self._back.begin()
+        self._back.check(start + text, self._exactly(bytearray(wire.TAG_BYTES)))
+        try:
+            header = msgspec.msgpack.decode(text, type=Header)
+            kinds = [(DTYPES[dtype], shape) for dtype, shape in header.tensors]
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise PeerError(f"not a message of ours: {error}") from error
+        if sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds) > MAX_TENSORS_BYTES:
+            raise PeerError("more bytes than a message of ours has")
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
+        for number, tensor in enumerate(tensors, 1):
+            self._receive_into(_bytes_of(tensor), number)
+        return Message(header.kind, header.epoch, header.values, tensors)
+
+    def _receive_into(self, place: memoryview, number: int) -> None:
+        if self._encrypt:
+            sealed = self._exactly(bytearray(place.nbytes + wire.TAG_BYTES))
+            self._back.decrypt(sealed, number, place)
+        else:
+            self._exactly(place)
+            self._back.check(place, self._exactly(bytearray(wire.TAG_BYTES)), number)
+
+    def _exactly(self, into: Any) -> Any:
+        view = memoryview(into)
+        while view:
+            received = self._peer.recv_into(view)
+            if not received:
+                raise PeerError("the peer closed the connection")
+            view = view[received:]
+        return into
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+
+
+def called(peer: socket.socket, secret: bytes, encrypt: bool) -> SealedLine:
+    """The handshake of who connects."""
+    channel = wire.Channel(peer)
+    challenge = channel.receive_control(wire.Kind.CHALLENGE)
+    answer, mode = wire.nonce(), MODES[encrypt]
+    mine = wire.proof(secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode)
+    channel.send_control(wire.Kind.OPEN, answer + mine + mode)
+    given = channel.receive_control(wire.Kind.ACCEPT)
+    if not wire.proves(given, secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge):
+        raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
+    return _sealed(peer, secret, wire.Signer.CONSUMER, challenge, answer, encrypt)
+
+
+def answered(peer: socket.socket, secret: bytes, encrypt: bool) -> SealedLine:
+    """The handshake of who listens; who is refused is told why."""
+    channel, challenge = wire.Channel(peer), wire.nonce()
+    channel.send_control(wire.Kind.CHALLENGE, challenge)
+    answer, given, mode = wire.split_open(channel.receive_control(wire.Kind.OPEN))
+    try:
+        if not wire.proves(given, secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode):
+            raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
+        if mode != MODES[encrypt]:
+            raise TransferRefused(Reason.MAPPING, "the engines differ in transfer.encrypt: start them alike")
+    except TransferRefused as refused:
+        channel.send_refusal(refused)
+        raise
+    mine = wire.proof(secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge)
+    channel.send_control(wire.Kind.ACCEPT, mine)
+    return _sealed(peer, secret, wire.Signer.PRODUCER, challenge, answer, encrypt)
+
+
+def _sealed(
+    peer: socket.socket, secret: bytes, we: wire.Signer, challenge: bytes, answer: bytes, encrypt: bool
+) -> SealedLine:
+    they = wire.Signer.PRODUCER if we is wire.Signer.CONSUMER else wire.Signer.CONSUMER
+    out, back = (wire.Seal(secret, side, PURPOSE, challenge, answer) for side in (we, they))
+    return SealedLine(peer, out, back, encrypt)
+
+
+class PeerConnection:
+    """To the peer's server; used by one thread."""
+
+    def __init__(self, address: str, secret: bytes, limit_s: float, *, encrypt: bool = False) -> None:
+        self.address = address
+        host, _, port = address.rpartition(":")
+        try:
+            self._peer = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+        except (OSError, ValueError) as error:
+            raise PeerError(f"{address} is not reached: {error}") from error
+        try:
+            self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._line = called(self._peer, secret, encrypt)
+            self._peer.settimeout(limit_s)
+        except (OSError, TransferRefused) as error:
+            self._peer.close()
+            raise PeerError(f"{address} is not reached: {error}") from error
+
+    def ask(self, message: Message) -> Message:
+        """Its answer; PeerRefused or SplitOver where it says no, PeerError where it says nothing, or where
+        what came is not what was sent."""
+        try:
+            self._line.send(message)
+            answer = self._line.receive()
+        except (OSError, TransferRefused) as error:
+            raise PeerError(f"{self.address} does not answer {message.kind}: {error}") from error
+        if answer.kind is PeerAsk.REFUSED:
+            refused = SplitOver if answer.values.get("over") else PeerRefused
+            raise refused(f"{self.address} refused {message.kind}: {answer.values.get('why')}")
+        return answer
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+Answer = Callable[[Message], Message]
+
+
+class PeerServer:
+    """Answers peers: a thread a connection, from the engine's start on."""
+
+    def __init__(self, host: str, secret: bytes, answer: Answer, *, encrypt: bool = False) -> None:
+        try:
+            self._listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise OverloadConfigError(f"the peer server cannot listen on {host}: {error}") from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._secret, self._answer, self._encrypt = secret, answer, encrypt
+        threading.Thread(target=self._accept, name="overload-accept", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, address = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(peer, address), name="overload", daemon=True).start()
+
+    def _serve(self, peer: socket.socket, address: object) -> None:
+        with peer:
+            try:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                peer.settimeout(HANDSHAKE_S)
+                line = answered(peer, self._secret, self._encrypt)
+                peer.settimeout(None)  # a peer may be idle for long; one that dies closes its connection
+                with torch.inference_mode():
+                    while True:
+                        line.send(self._answered(line.receive()))
+            except (OSError, TransferRefused) as error:
+                logger.info("peer %s left: %s", address, error)
+
+    def _answered(self, message: Message) -> Message:
+        try:
+            return self._answer(message)
+        except (PeerRefused, SplitOver) as refused:
+            over = isinstance(refused, SplitOver)
+            return Message(PeerAsk.REFUSED, message.epoch, {"why": str(refused), "over": over})
+        except Exception as error:  # whatever it is: the peer is told, and goes back to its whole model
+            logger.exception("%s of a peer failed", message.kind)
+            return Message(PeerAsk.REFUSED, message.epoch, {"why": repr(error)})

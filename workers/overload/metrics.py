@@ -1,0 +1,34 @@
+"""What an engine counts of its drops and restores."""
+
+from enum import StrEnum
+
+from kvtransfer.metrics import CounterSpec, HistogramSpec
+
+
+class SplitEvent(StrEnum):
+    """How an order ended; `ready` is said once, before any."""
+
+    READY = "ready"
+    SPLIT = "split"
+    RESTORED = "restored"
+    NOT_SPLIT = "not_split"  # the model is whole, nothing was lost
+    NOT_RESTORED = "not_restored"  # split still, nothing was lost
+    LOST = "lost"  # the model is whole again; KV that the peer had is lost
+
+
+COUNTERS = {
+    "splits": CounterSpec(
+        "conserve_splits",
+        "Drops and restores of parameters, by how they ended. `lost`: the peer was, and requests were "
+        "computed again.",
+        "outcome",
+        tuple(event for event in SplitEvent if event is not SplitEvent.READY),
+    ),
+}
+HISTOGRAMS = {
+    "split_seconds": HistogramSpec(
+        "conserve_split_seconds",
+        "How long an engine stood still for a drop or a restore.",
+        (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0),
+    ),
+}

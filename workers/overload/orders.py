@@ -1,0 +1,44 @@
+"""Orders of an engine's scheduler side to its worker, and the worker's reports."""
+
+from dataclasses import dataclass
+
+from workers.overload.metrics import SplitEvent
+
+
+@dataclass(frozen=True, slots=True)
+class DropOrder:
+    epoch: int
+    peer: str  # host:port of its peer server
+    part: int  # of the two halves of the layers: 0, the first, or 1
+    used: list[int]  # blocks that hold something
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOrder:
+    epoch: int
+    moves: dict[int, int]  # blocks of the pool that shrank, and their new places
+    used: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    address: str  # host:port of its peer server
+    layers: int
+    layer_bytes: int
+    row_bytes: int  # KV of a block in a layer
+    activation_bytes: int  # of a token between two layers
+
+
+@dataclass(frozen=True, slots=True)
+class SplitReport:
+    """What the scheduler side is told after the step."""
+
+    event: SplitEvent
+    epoch: int
+    blocks: int  # of the pool from now on
+    seconds: float = 0.0
+    why: str = ""
+    facts: WorkerFacts | None = None
+
+    def merge(self, other: "SplitReport") -> "SplitReport":
+        return self  # one rank

@@ -1,0 +1,200 @@
+"""The connector's plugin for dropping: orders from the keeper's feed to the worker, at step boundaries, and
+back what became of them.
+
+While an engine is split, or about to be, no KV is loaded into it or copied from it: transfers, the checkpoint
+and parking are fenced off, and what they would have brought is computed. What is under way is waited for.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtransfer.feed import FeedCommand, Reply
+from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
+from placement.engines import SplitState
+from placement.iteration.latency import LatencyModel
+from placement.overload.dropping import EngineShape
+from workers.overload import vllm_internals as internals
+from workers.overload.metrics import COUNTERS, HISTOGRAMS, SplitEvent
+from workers.overload.orders import DropOrder, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.split import SplitModel
+
+logger = logging.getLogger("conserve.workers.overload")
+
+NAME = "overload"
+LINK_BYTES_PER_S = 1e9  # between engines: assumed, nobody measures it
+FENCE_S = 5.0  # for copies and transfers that are under way
+
+
+class OverloadScheduler(SchedulerSide):
+    """Commands come in the feed's thread, all else in the scheduler's."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._residence = context.residence
+        context.commands.update(drop=self.drop, restore=self.restore)
+        internals.know_the_core()
+        self._lock = threading.Lock()
+        self._asked: FeedCommand | None = None
+        self._asked_at = 0.0
+        self._ordered: FeedCommand | None = None
+        self._moves: dict[int, int] = {}
+        self._epoch = 0  # of the split that lasts
+        self._whole_blocks = 0
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        self._facts: WorkerFacts | None = None
+        self._latency: LatencyModel | None = None  # of the whole model
+        self._pool: Any = None
+        self._counts: Counter[str] = Counter()
+        self._seconds: list[float] = []
+
+    def bind(self, manager: Any) -> None:
+        self._pool = manager.block_pool
+        self._whole_blocks = int(self._pool.num_gpu_blocks)
+
+    @property
+    def pending(self) -> bool:
+        """There is something to do, also for an engine without requests."""
+        return self._asked is not None or self._ordered is not None
+
+    # Commands
+
+    def drop(self, command: FeedCommand) -> Reply:
+        if command.part not in (0, 1) or not command.peer:
+            return Reply(error="a drop needs the peer's address, and which half is kept: part 0 or 1")
+        return self._ask(command, 0)
+
+    def restore(self, command: FeedCommand) -> Reply:
+        return self._ask(command, command.epoch)
+
+    def _ask(self, command: FeedCommand, in_epoch: int) -> Reply:
+        with self._lock:
+            if self.pending:
+                return Reply(error="a drop or a restore is under way")
+            if self._epoch != in_epoch or not command.epoch:
+                return Reply(error=f"{command.command} {command.epoch}: the split is {self._epoch or 'none'}")
+            self._asked, self._asked_at = command, self._residence.clock()
+        internals.wake()
+        return Reply(True)
+
+    # Steps
+
+    def between_steps(self, scheduler: Any) -> None:
+        """Before a step is planned. What was asked for becomes its order, or waits for one after it."""
+        asked = self._asked
+        if asked is None:
+            return
+        if asked.command == "drop":
+            self._residence.fenced = True
+            if not self._at_rest():
+                if self._residence.clock() - self._asked_at > FENCE_S:
+                    self._asked = None
+                    self._end(SplitEvent.NOT_SPLIT, asked.epoch, "copies or transfers did not end in time")
+                return
+        elif asked.epoch != self._epoch:
+            self._asked = None  # it was lost meanwhile
+            return
+        else:
+            self._moves = internals.shrink(scheduler, self._whole_blocks)
+        self._ordered, self._asked = asked, None
+
+    def _at_rest(self) -> bool:
+        held = self._residence.references.values()
+        return not self._residence.loading and not any(any(True for _ in ids()) for ids in held)
+
+    def order(self, scheduler_output: Any) -> DropOrder | RestoreOrder | None:
+        ordered = self._ordered
+        if ordered is None:
+            return None
+        used = internals.used_blocks(self._pool)
+        if ordered.command == "drop":
+            return DropOrder(ordered.epoch, ordered.peer, ordered.part, used)
+        return RestoreOrder(ordered.epoch, self._moves, used)
+
+    def after_step(self, scheduler: Any, report: SplitReport | None) -> None:
+        """Before the step's tokens are taken."""
+        if self._ordered is not None:
+            self._ordered = None
+            if report is None:
+                logger.error("an order came to nothing epoch=%d", self._epoch)
+        if report is None:
+            return
+        if report.facts is not None:
+            self._facts = report.facts
+            self._publish()
+            return
+        if report.event is SplitEvent.LOST:
+            internals.start_over(scheduler, self._whole_blocks)
+        elif report.event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED):
+            internals.grow(scheduler, report.blocks)
+        self._seconds.append(report.seconds)
+        self._end(report.event, report.epoch, report.why)
+
+    def _end(self, event: SplitEvent, epoch: int, why: str) -> None:
+        split = event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED)
+        self._residence.fenced = split
+        self._epoch = epoch if split else 0
+        self._counts[f"splits.{event}"] += 1
+        self._publish()
+        as_wanted = event in (SplitEvent.SPLIT, SplitEvent.RESTORED)
+        said = "overload %s epoch=%d blocks=%d why=%r"
+        logger.log(
+            logging.INFO if as_wanted else logging.WARNING, said, event, epoch, self._pool.num_gpu_blocks, why
+        )
+
+    def measured(self, latency: LatencyModel) -> None:
+        """By the scheduler, after a step: how long steps take."""
+        if not self._epoch and latency != self._latency:
+            self._latency = latency
+            self._publish()
+
+    def _publish(self) -> None:
+        """To who plans: what could give way here."""
+        facts = self._facts
+        if facts is None:
+            return
+        whole = self._whole_blocks * self._block_tokens
+        per_token = facts.row_bytes * facts.layers / self._block_tokens
+        shape = EngineShape(
+            *(facts.layers, facts.layer_bytes, whole, per_token, facts.activation_bytes),
+            *(LINK_BYTES_PER_S, self._latency),
+        )
+        now = int(self._pool.num_gpu_blocks) * self._block_tokens
+        self._residence.split = SplitState(facts.address, shape, self._epoch, now)
+
+    def take_counts(self) -> Mapping[str, float]:
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def take_observations(self) -> Mapping[str, Sequence[float]]:
+        seconds, self._seconds = self._seconds, []
+        return {"split_seconds": seconds} if seconds else {}
+
+
+class OverloadWorker(WorkerSide):
+    split: SplitModel  # the worker's own, which it sets
+
+    def __init__(self, context: EngineContext, rank: int) -> None:
+        pass
+
+    def before_step(self, order: DropOrder | RestoreOrder | None) -> None:
+        if isinstance(order, DropOrder):
+            self.split.drop(order)
+        elif order is not None:
+            self.split.restore(order)
+
+    def report(self) -> SplitReport | None:
+        return self.split.take_report()
+
+    def shutdown(self) -> None:
+        if hasattr(self, "split"):
+            self.split.close()
+
+
+class OverloadPlugin(Plugin):
+    name = NAME
+    scheduler = OverloadScheduler
+    worker = OverloadWorker
+    counters = COUNTERS
+    histograms = HISTOGRAMS

@@ -1,0 +1,44 @@
+"""The scheduler of an engine that can drop parameters: its pool of blocks grows, shrinks, and starts over."""
+
+from typing import Any
+
+from kvtransfer.connector import StepReports
+from kvtransfer.relied_on import verify
+from workers.coserving.planned import PromptScheduler
+from workers.overload import vllm_internals as internals
+from workers.overload.orders import SplitReport
+from workers.overload.plugin import NAME, OverloadScheduler
+
+MEASURED_EVERY = 32  # iterations: the first of them before anything is known of this engine's time
+
+
+class DroppingScheduler(PromptScheduler):
+    """For vLLM's `--scheduler-cls`, without asynchronous scheduling: no step is planned while one runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        verify(internals.SCHEDULING)
+        super().__init__(*args, **kwargs)
+        side = self.plugin(NAME)
+        assert isinstance(side, OverloadScheduler), "the connector has no overload plugin"
+        self._overload = side
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or self._overload.pending
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self._overload.between_steps(self)
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._overload.after_step(self, _report_in(model_runner_output))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.latency.observed % MEASURED_EVERY == 0 and self.latency.observed:
+            self._overload.measured(self.latency.model)
+        return outputs
+
+
+def _report_in(model_runner_output: Any) -> SplitReport | None:
+    meta = internals.connector_meta(model_runner_output)
+    report = meta.reports.get(NAME) if isinstance(meta, StepReports) else None
+    assert report is None or isinstance(report, SplitReport)
+    return report

@@ -1,0 +1,357 @@
+"""Dropping's contact with vLLM's internals, written for one release and checked at start, as co-serving's is
+(workers/coserving/vllm_internals.py)."""
+
+import functools
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore
+
+from kvtransfer.relied_on import ReliedOn
+from kvtransfer.vllm_internals import free_queue
+from workers.overload.errors import OverloadConfigError
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
+
+WORKING = ReliedOn(
+    signatures={
+        "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
+        _RUNNER: {
+            "initialize_kv_cache_tensors": (
+                "self", "kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context",
+            ),
+        },
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": {
+            "build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        },
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
+            "bind_kv_cache": ("self", "kv_cache"),
+        },
+    },
+    attributes={
+        _RUNNER: ("attn_groups", "kv_caches", "requests", "input_batch", "compilation_config"),
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": (
+            "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table",
+            "slot_mapping",
+        ),
+    },
+    # Tensors are bound when they are allocated; the connector is given what that method returns.
+    uses={_RUNNER: {"initialize_kv_cache": ("initialize_kv_cache_tensors", "register_kv_caches")}},
+)  # fmt: skip
+
+SCHEDULING = ReliedOn(
+    signatures={
+        _SCHEDULER: {
+            "has_requests": ("self",),
+            "reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+            "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
+        },
+        _POOL: {
+            "touch": ("self", "blocks"),
+            "free_blocks": ("self", "ordered_blocks"),
+            "evict_blocks": ("self", "block_ids"),
+            "move_block_hashes": ("self", "src_block", "dst_block"),
+        },
+        _QUEUE: {"append_n": ("self", "blocks"), "remove": ("self", "block")},
+    },
+    attributes={
+        _POOL: ("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
+        _SCHEDULER: (
+            "running", "kv_cache_manager", "cache_config", "kv_cache_config", "prev_step_scheduled_req_ids",
+        ),
+        "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
+        "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
+        "vllm.v1.outputs:ModelRunnerOutput": ("kv_connector_output",),
+        "vllm.v1.outputs:KVConnectorOutput": ("kv_connector_worker_meta",),
+    },
+    uses={"vllm.v1.engine.core:EngineCoreProc": {"_process_input_queue": ("has_work", "input_queue")}},
+)  # fmt: skip
+
+
+# The worker
+
+
+@contextmanager
+def weights_as_they_are() -> Iterator[None]:
+    """While a model is loaded on the CPU build: its linear layers keep their weights.
+
+    vLLM packs them for oneDNN and lets go of what they were made from, so that they could not come back.
+    """
+    packing = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = plain
+    try:
+        yield
+    finally:
+        layer_utils.dispatch_cpu_unquantized_gemm = packing
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderModel:
+    """What a pass goes through. Embedding and the last norm are on both engines of a split."""
+
+    layers: list[torch.nn.Module]
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    norm: Callable[..., Any]
+    attention: list[str]  # name of each layer's
+
+
+def decoder_of(runner: Any) -> DecoderModel:
+    """Raises a sentence about a model whose layers are not called one after the other with their residual."""
+    inner = getattr(runner.get_model(), "model", None)
+    layers = list(getattr(inner, "layers", ()))
+    embed, norm = getattr(inner, "embed_input_ids", None), getattr(inner, "norm", None)
+    wanted = ["positions", "hidden_states", "residual"]
+    if not layers or embed is None or norm is None:
+        raise OverloadConfigError(
+            "this model is not made of an embedding, layers and a norm: it is not split"
+        )
+    if any(list(inspect.signature(one.forward).parameters) != wanted for one in layers):
+        raise OverloadConfigError(
+            f"layers of this model take other than {', '.join(wanted)}: it is not split"
+        )
+    names = [
+        getattr(getattr(getattr(one, "self_attn", None), "attn", None), "layer_name", "") for one in layers
+    ]
+    if not all(names) or len(runner.kv_cache_config.kv_cache_groups) != 1:
+        raise OverloadConfigError(
+            "this model has other than one attention a layer, all alike: it is not split"
+        )
+    return DecoderModel(layers, embed, norm, names)
+
+
+def on_kv_allocated(
+    runner: Any, replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+) -> None:
+    """The runner's KV tensors become others as soon as it has allocated them."""
+    allocating = runner.initialize_kv_cache_tensors
+
+    @functools.wraps(allocating)
+    def initialize_kv_cache_tensors(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        own = replaced(allocating(*args, **kwargs))
+        for name, tensor in own.items():
+            bind_kv(runner, name, tensor)
+        runner.kv_caches[:] = own.values()
+        return dict(own)
+
+    runner.initialize_kv_cache_tensors = initialize_kv_cache_tensors
+
+
+def bind_kv(runner: Any, name: str, tensor: torch.Tensor) -> None:
+    runner.compilation_config.static_forward_context[name].bind_kv_cache(tensor)
+
+
+def connector() -> Any:
+    """Of this worker."""
+    return get_kv_transfer_group()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKv:
+    """Where a batch's tokens are in their requests, and in the KV: what attention is told of it."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    blocks: torch.Tensor  # a row a request
+    slots: torch.Tensor  # one a token
+    tokens: int
+    longest_query: int
+    longest: int
+
+
+def batch_in_model(block_tokens: int) -> BatchKv | None:
+    """Of the pass that the model is in; None where it has no KV, as in a warm-up."""
+    context = get_forward_context() if is_forward_context_available() else None
+    if context is None or not context.attn_metadata:
+        return None
+    seen = next(iter(context.attn_metadata.values()))
+    width = -(-int(seen.max_seq_len) // block_tokens)
+    return BatchKv(
+        seen.query_start_loc,
+        seen.seq_lens,
+        seen.block_table[:, :width],
+        seen.slot_mapping,
+        int(seen.num_actual_tokens),
+        int(seen.max_query_len),
+        int(seen.max_seq_len),
+    )
+
+
+@contextmanager
+def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
+    """A pass through these attention layers reads and writes this batch's KV."""
+    builder = runner.attn_groups[0][0].get_metadata_builder(0)
+    common = CommonAttentionMetadata(
+        query_start_loc=batch.query_start,
+        query_start_loc_cpu=batch.query_start,
+        seq_lens=batch.seq_lens,
+        num_reqs=len(batch.seq_lens),
+        num_actual_tokens=batch.tokens,
+        max_query_len=batch.longest_query,
+        max_seq_len=batch.longest,
+        block_table_tensor=batch.blocks,
+        slot_mapping=batch.slots,
+        causal=True,
+        positions=positions,
+    )
+    metadata = builder.build(0, common)
+    with set_forward_context(
+        dict.fromkeys(names, metadata),
+        runner.vllm_config,
+        num_tokens=len(positions),
+        slot_mapping=dict.fromkeys(names, batch.slots),
+        skip_compiled=True,
+    ):
+        yield
+
+
+def rename_blocks(runner: Any, moves: Mapping[int, int]) -> None:
+    """In the runner's records of its requests."""
+    if not moves:
+        return
+    table = runner.input_batch.block_table[0].block_table.np
+    for request_id, request in runner.requests.items():
+        (blocks,) = request.block_ids
+        row = runner.input_batch.req_id_to_index.get(request_id)
+        for place, block in enumerate(blocks):
+            if block in moves:
+                blocks[place] = moves[block]
+                if row is not None:
+                    table[row, place] = moves[block]
+
+
+# The scheduler
+
+
+def connector_meta(model_runner_output: Any) -> Any:
+    """What the connector's worker side reports of the step."""
+    outcome = model_runner_output.kv_connector_output
+    return outcome.kv_connector_worker_meta if outcome is not None else None
+
+
+def grow(scheduler: Any, blocks: int) -> None:
+    """The pool has so many blocks from now on."""
+    pool = scheduler.kv_cache_manager.block_pool
+    new = [KVCacheBlock(number, pool=pool) for number in range(len(pool.blocks), blocks)]
+    pool.blocks += new
+    pool.free_block_queue.append_n(new)
+    _set_size(scheduler, blocks)
+
+
+def shrink(scheduler: Any, blocks: int) -> dict[int, int]:
+    """The pool has so many blocks from now on; those that moved, with their new places.
+
+    Blocks of requests come first, then what the prefix cache has, for as long as there is room among those
+    that are nothing's. Requests for which there is none are preempted, the youngest first.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    while sum(1 for block in pool.blocks if block.ref_cnt and not block.is_null) >= blocks:
+        request = max(scheduler.running, key=lambda one: (one.priority, one.arrival_time))
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    free = list(free_queue(pool))
+    places = deque(sorted((one for one in free if one.block_id < blocks), key=_is_cached))
+    held = [block for block in pool.blocks[blocks:] if block.ref_cnt]
+    cached = [block for block in reversed(free) if block.block_id >= blocks and _is_cached(block)]
+    moved: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+    for block in (*held, *cached):
+        if not places or (not block.ref_cnt and _is_cached(places[0])):
+            break
+        moved.append((block, places.popleft()))
+        _take_place(pool, *moved[-1])
+    kept = [new for _, new in moved if not new.ref_cnt]
+    pool.touch(kept)
+    pool.free_blocks(reversed(kept))  # what was used last goes last
+    new_places = {old.block_id: new for old, new in moved}
+    for of_request in scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks.values():
+        of_request[:] = [new_places.get(block.block_id, block) for block in of_request]
+    _cut(scheduler, blocks)
+    return {old: new.block_id for old, new in new_places.items()}
+
+
+def _is_cached(block: KVCacheBlock) -> bool:
+    return block.block_hash is not None
+
+
+def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
+    """`new` becomes what `old` was, and `old` is free and nothing's."""
+    held = old.ref_cnt
+    pool.evict_blocks({new.block_id})
+    if old.block_hash is not None:
+        pool.move_block_hashes(old, new)
+    if held:
+        pool.touch([new])
+        new.ref_cnt, old.ref_cnt = held, 1
+        pool.free_blocks([old])
+
+
+def start_over(scheduler: Any, blocks: int) -> None:
+    """No block holds what it should: requests are computed again, with a pool of so many blocks."""
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    _cut(scheduler, blocks)
+
+
+def _cut(scheduler: Any, blocks: int) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks[blocks:]})
+    for block in pool.blocks[blocks:]:
+        pool.free_block_queue.remove(block)
+    del pool.blocks[blocks:]
+    _set_size(scheduler, blocks)
+
+
+def _set_size(scheduler: Any, blocks: int) -> None:
+    scheduler.kv_cache_manager.block_pool.num_gpu_blocks = blocks
+    scheduler.cache_config.num_gpu_blocks = scheduler.kv_cache_config.num_blocks = blocks
+
+
+def used_blocks(pool: Any) -> list[int]:
+    """Those that hold something."""
+    held = (block for block in pool.blocks if block.ref_cnt or block.block_hash is not None)
+    return [block.block_id for block in held if not block.is_null]
+
+
+class _Core:
+    """The engine core of this process, once it has received a request."""
+
+    core: Any = None
+
+
+def know_the_core() -> None:
+    """A patch: who has work for an engine that sleeps can wake it. The keeper's warm-up makes it known."""
+    original = EngineCore.preprocess_add_request
+    if getattr(original, "tells_the_core", False):
+        return
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
+        _Core.core = self
+        return original(self, request)
+
+    preprocess_add_request.tells_the_core = True  # type: ignore[attr-defined]
+    EngineCore.preprocess_add_request = preprocess_add_request
+
+
+def wake() -> None:
+    queue = getattr(_Core.core, "input_queue", None)
+    if queue is not None:
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
