@@ -14,6 +14,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_mechanisms_doubles_run_and_their_bytes_are_equal(tmp_path: Path) -> None:
     options = ["--mechanisms", "--page", str(tmp_path / "gpu.md"), "--json", str(tmp_path / "gpu.json")]

@@ -113,7 +113,7 @@ def tokens(pieces: list[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 VOLATILE = {
-    "sequence_number", "completed_at", "cached_tokens", "cache_read_input_tokens",
+    "sequence_number", "completed_at", "cached_tokens", "prompt_tokens_details", "cache_read_input_tokens",
     "cache_creation_input_tokens", "signature",
 }  # fmt: skip
 TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"}
@@ -149,6 +149,8 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
             added.append(one)
         else:
             kept[name] = without_text(one, added)
+    if isinstance(kept.get("input_tokens"), int):  # Messages counts what was cached apart
+        kept["input_tokens"] += value.get("cache_read_input_tokens") or 0
     return kept
 
 

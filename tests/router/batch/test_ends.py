@@ -53,7 +53,7 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: Gateway) -> None:
 async def test_an_expired_batch_keeps_what_was_done(
     gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batch.api.window_seconds", lambda _window: 1)  # one second
+    monkeypatch.setattr("router.batch.api.window_seconds", lambda _window: 5)  # five seconds
     async with gateway.client() as client:
         quick = [line(f"a{i}") for i in range(4)]
         slow = [line(f"b{i}", f"sleep=30 b{i}") for i in range(20)]
