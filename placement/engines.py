@@ -92,3 +92,4 @@ class SplitState:
     shape: EngineShape
     epoch: int = 0  # in which it shares them; 0: its model is whole
     kv_tokens: int = 0  # that fit now
+    newest: int = 0  # epoch that it was told of; the next one is later

@@ -7,7 +7,7 @@ hear it, or refuses, changes nothing by itself: its peer waits for it, and goes 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -72,9 +72,7 @@ class Dropper:
             if info.role is Role.PREFILL or record.suspect or state.split is None:
                 continue
             held, leaving = state.live_tokens - state.idle_tokens, state.draining
-            found.append(
-                SharingDecoder(info.engine, info.tier, held, state.running, state.split, leaving)
-            )
+            found.append(SharingDecoder(info.engine, info.tier, held, state.running, state.split, leaving))
         return found
 
     def _say(self, orders: SplitOrders) -> None:
@@ -85,7 +83,7 @@ class Dropper:
         self._said = why
 
     async def _drop(self, first: str, second: str) -> None:
-        self._epoch = epoch = max(self._epoch + 1, time.time_ns() >> 20)
+        self._epoch = epoch = 1 + max([self._epoch, *self._told()])
         pair = self._known(first), self._known(second)
         peers = tuple(record.state.split for record in pair if record is not None)
         if len(peers) != len(pair):
@@ -131,6 +129,11 @@ class Dropper:
                 return True
             await asyncio.sleep(_LOOK_S)
         return False
+
+    def _told(self) -> Iterator[int]:
+        """Epochs that engines know, also by a former directory."""
+        splits = (record.state.split for record in self._records())
+        return (split.newest for split in splits if split is not None)
 
     def _epoch_of(self, engine: str) -> int:
         """An engine that is gone shares nothing."""

@@ -40,7 +40,7 @@ class OverloadScheduler(SchedulerSide):
         self._asked_at = 0.0
         self._ordered: FeedCommand | None = None
         self._moves: dict[int, int] = {}
-        self._epoch = 0  # of the split that lasts
+        self._epoch = self._newest = 0  # of the split that lasts; of any that was asked for
         self._whole_blocks = 0
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._facts: WorkerFacts | None = None
@@ -75,6 +75,7 @@ class OverloadScheduler(SchedulerSide):
             if self._epoch != in_epoch or not command.epoch:
                 return Reply(error=f"{command.command} {command.epoch}: the split is {self._epoch or 'none'}")
             self._asked, self._asked_at = command, self._residence.clock()
+            self._newest = max(self._newest, command.epoch)
         internals.wake()
         return Reply(True)
 
@@ -161,7 +162,7 @@ class OverloadScheduler(SchedulerSide):
             *(LINK_BYTES_PER_S, self._latency),
         )
         now = int(self._pool.num_gpu_blocks) * self._block_tokens
-        self._residence.split = SplitState(facts.address, shape, self._epoch, now)
+        self._residence.split = SplitState(facts.address, shape, self._epoch, now, self._newest)
 
     def take_counts(self) -> Mapping[str, float]:
         counts, self._counts = self._counts, Counter()

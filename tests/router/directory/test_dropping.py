@@ -101,3 +101,6 @@ def test_an_epoch_is_never_used_twice() -> None:
         for name in ("d0", "d1"):
             two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
     assert sorted(set(seen)) == seen
+    two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens, newest=seen[-1] + 5))
+    asyncio.run(Dropper(DropLimits(1.0), two.records, two).look(LACKING))  # of a directory that began again
+    assert two.epochs()[0] > seen[-1] + 5
