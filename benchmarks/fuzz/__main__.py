@@ -151,7 +151,7 @@ async def run(
     address = str(split.hostname), int(split.port or 80)
     attacking = asyncio.create_task(attackers(address, model, requests, seed, seen))
     if schemathesis is not None:
-        seen.described = await described(schemathesis, url, seconds)
+        seen.described = await asyncio.to_thread(described, schemathesis, url, model, seconds)
     await attacking
     stop.set()
     await company
@@ -212,6 +212,7 @@ def main() -> None:
             "requests": seen.sent,
             "described_requests": seen.described.requests if seen.described else 0,
             "described_failed": int(bool(seen.described and seen.described.failed)),
+            "described_unmade": seen.described.unmade if seen.described else 0,
             "requests_per_s": round(seen.sent / seconds, 1),
             "engines_ended": sum(
                 incarnations(before)[name] != now for name, now in incarnations(after).items()
@@ -228,7 +229,7 @@ def main() -> None:
         }
     print("answers:", dict(seen.answers.most_common()))
     if seen.described is not None and seen.described.failed:
-        print(seen.described.said[-8000:])
+        print(seen.described.said)
     for line in (*seen.unanswered[:SHOWN], *seen.internal[:SHOWN]):
         print(f"  {line}")
     for name, value in figures.items():
