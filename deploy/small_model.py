@@ -50,6 +50,15 @@ class ModelShape:
     max_context: int = 32_768
     seed: int = 0
     std: float = 0.15  # smaller falls into loops of two tokens, which hides wrong KV
+    merges: int = 0  # pairs of characters that text tokenises to one token, and answers do not
+
+    @property
+    def vocabulary(self) -> int:
+        return VOCABULARY_SIZE + -(-self.merges // 64) * 64
+
+    @property
+    def speakable(self) -> list[int]:
+        return [*SPEAKABLE, *range(VOCABULARY_SIZE, VOCABULARY_SIZE + self.merges)]
 
     def hugging_face_config(self) -> dict[str, object]:
         return {
@@ -73,7 +82,7 @@ class ModelShape:
             "tie_word_embeddings": False,
             "torch_dtype": "float32",
             "use_cache": True,
-            "vocab_size": VOCABULARY_SIZE,
+            "vocab_size": self.vocabulary,
         }
 
 
@@ -104,7 +113,7 @@ def make_weights(shape: ModelShape) -> Weights:
             matrix[BIAS_CHANNEL, :] = 0.0
     output = weights["lm_head.weight"]
     output[:, BIAS_CHANNEL] = MUTE
-    output[list(SPEAKABLE), BIAS_CHANNEL] = 0.0
+    output[shape.speakable, BIAS_CHANNEL] = 0.0
     output[list(CLOSING), BIAS_CHANNEL] = FAVOUR
     return weights
 
@@ -112,7 +121,7 @@ def make_weights(shape: ModelShape) -> Weights:
 def _sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of matrices, and of norms, which have one dimension."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (VOCABULARY_SIZE, shape.hidden)
+    yield "model.embed_tokens.weight", (shape.vocabulary, shape.hidden)
     for layer in range(shape.layers):
         sizes = {
             "self_attn.q_proj": (queries, shape.hidden),
@@ -128,15 +137,21 @@ def _sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
             "post_attention_layernorm": (shape.hidden,),
         }
         yield from ((f"model.layers.{layer}.{name}.weight", size) for name, size in sizes.items())
-    yield "lm_head.weight", (VOCABULARY_SIZE, shape.hidden)
+    yield "lm_head.weight", (shape.vocabulary, shape.hidden)
     yield "model.norm.weight", (shape.hidden,)
 
 
 TEMPLATE = Path(__file__).parent / "small_model.jinja"
 
 
-def write_tokenizer(directory: Path, max_context: int) -> None:
-    tokenizer = Tokenizer(BPE(vocab=_bytes_to_ids(), merges=[]))
+def write_tokenizer(directory: Path, max_context: int, merges: int = 0) -> None:
+    vocabulary, pairs = _bytes_to_ids(), _pairs(merges)
+    if pairs:  # behind all others, which have the numbers that they have without
+        others = (*SPECIAL_TOKENS, *MARKERS)
+        vocabulary |= {text: token_id(text) for text in others}
+        vocabulary |= {f"<unused {number}>": number for number in range(256 + len(others), VOCABULARY_SIZE)}
+        vocabulary |= {"".join(pair): VOCABULARY_SIZE + number for number, pair in enumerate(pairs)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
@@ -152,6 +167,13 @@ def write_tokenizer(directory: Path, max_context: int) -> None:
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (directory / "chat_template.jinja").write_text(TEMPLATE.read_text())
+
+
+def _pairs(count: int) -> list[tuple[str, str]]:
+    """Of characters that the model speaks."""
+    spoken = [chr(token) for token in SPEAKABLE if token < 256]
+    every = [(one, other) for one in spoken for other in spoken]
+    return [every[number] for number in np.random.default_rng(0).permutation(len(every))[:count]]
 
 
 def _bytes_to_ids() -> dict[str, int]:
@@ -202,7 +224,7 @@ def _write(directory: Path, shape: ModelShape) -> None:
         "pad_token_id": token_id(PADDING),
     }
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    write_tokenizer(directory, shape.max_context)
+    write_tokenizer(directory, shape.max_context, shape.merges)
 
 
 def ensure_model(fleet: FleetSpec, home: FleetHome) -> None:

@@ -44,6 +44,7 @@ class LaunchSpec:
     dtype: str = "auto"
     max_context: int | None = None
     threads: int | None = None
+    exact_tokens: bool = True  # prompts are built from the tokens that were generated
     options: Options = ()  # vLLM's own, without the leading dashes
     env: tuple[tuple[str, str], ...] = ()
     connector: ConnectorConfig | None = None  # port, socket and epoch are filled in at each start
@@ -122,6 +123,8 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 def _middleware(spec: LaunchSpec) -> Options:
     """Of vLLM's server, the innermost first."""
     names = ["response_fields.ResponseFieldsMiddleware", "token_lines.TokenLinesMiddleware"]
+    if spec.exact_tokens:
+        names.insert(0, "exact_tokens.ExactTokensMiddleware")
     return tuple(("middleware", f"workers.{name}") for name in names)
 
 

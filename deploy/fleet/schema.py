@@ -127,6 +127,9 @@ class EngineSpec(Spec):
     env: dict[str, str] = {}
     threads: Annotated[int, Field(gt=0)] | None = None
     """CPU threads an engine computes with (device cpu)."""
+    exact_tokens: bool = default(Engine, "exact_tokens")
+    """A prompt has the answers of earlier turns in the tokens that were generated, where their text is the
+    same and tokenises otherwise; without it an answer's KV is computed again from there on."""
     start_together: Annotated[int, Field(gt=0)] | None = None
     """Engines that may start at the same time on a node; by default 1 on cpu, all on cuda."""
     start_limit: Duration = default(KeeperSettings, "start_limit_s")

@@ -1,0 +1,207 @@
+"""Tokens that were generated take the place of those that the same text tokenises to, and of no others."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers import exact_tokens
+from workers.exact_tokens import Conversations, ExactTokens, Place, Turn, Vocabulary, agreeing
+
+END = 256  # a special token
+PAIRS = [bytes((one, other)) for one in b"abc \xe2\x82" for other in b"abc \xe2\x82\xac"]
+SAYS: list[bytes | None] = [*(bytes((n,)) for n in range(256)), None, *PAIRS]
+VOCABULARY = Vocabulary(SAYS)
+NUMBERS = {said: token for token, said in enumerate(SAYS) if said is not None}
+TEXT = ("a", "b", "c", " ", "€", "ab c", "")
+
+
+def tokens(text: bytes, random: Random) -> list[int]:
+    """One of the ways to say it."""
+    said, at = [], 0
+    while at < len(text):
+        pair = text[at : at + 2]
+        both = len(pair) == 2 and pair in NUMBERS and random.random() < 0.5
+        said.append(NUMBERS[pair] if both else text[at])
+        at += 2 if both else 1
+    return said
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_longest_beginning_that_says_the_same_is_found(seed: int) -> None:
+    random = Random(seed)
+    turns = ["".join(random.choices(TEXT, k=random.randrange(12))).encode() for _ in range(3)]
+
+    def row(texts: list[bytes]) -> list[int]:
+        return [token for text in texts for token in (*tokens(text, random), END)]
+
+    known, rendered = row(turns[:2])[: random.choice((-1, 10_000))], row(turns)
+    if random.random() < 0.3:
+        rendered[random.randrange(len(rendered))] = ord("z")
+    place = agreeing(known, rendered, Place(0, 0), VOCABULARY)
+    both = [
+        Place(i, j)
+        for i in range(len(known) + 1)
+        for j in range(len(rendered) + 1)
+        if whole(known[:i]) and whole(rendered[:j]) and said(known[:i]) == said(rendered[:j])
+    ]
+    assert place == max(both)
+
+
+def said(row: Sequence[int]) -> list[bytes | int]:
+    parts: list[bytes | int] = [b""]
+    for token in row:
+        if token == END:
+            parts += [END, b""]
+        else:
+            parts[-1] += SAYS[token]  # type: ignore[operator]
+    return parts
+
+
+def whole(row: Sequence[int]) -> bool:
+    return "\ufffd" not in "".join(part.decode("utf-8", "replace") for part in said(row) if part != END)  # type: ignore[union-attr]
+
+
+def test_bytes_that_are_no_text_are_what_a_client_sends_back_for_them() -> None:
+    known = [ord("a"), 0xFF, ord("b"), END]
+    rendered = [ord("a"), *"\ufffd".encode(), ord("b"), END, ord("c")]
+    assert agreeing(known, rendered, Place(0, 0), VOCABULARY) == Place(4, 6)
+
+
+def test_a_special_token_is_not_the_text_that_looks_like_it() -> None:
+    assert agreeing([END], list(b"<|end|>"), Place(0, 0), VOCABULARY) == Place(0, 0)
+
+
+def test_many_turns_keep_every_answer_as_it_was_generated() -> None:
+    random, said_so_far, last, place = Random(1), [], None, Place(0, 0)
+    for _ in range(12):
+        said_so_far.append("".join(random.choices(TEXT, k=9)))
+        rendered = array("i")
+        for number, text in enumerate(said_so_far):  # the same way each time
+            rendered.extend([*tokens(text.encode(), Random(number)), END])
+        computed = rendered
+        if last is not None:
+            place = last.continued(rendered, last.equal(rendered), VOCABULARY)
+            assert place.known == len(last.tokens)
+            computed = last.tokens[: place.known] + rendered[place.rendered :]
+        said_so_far.append("".join(random.choices(TEXT, k=20)))
+        answer = array("i", [*tokens(said_so_far[-1].encode(), random), END])
+        last = Turn(rendered, computed + answer, place)
+        assert [part.decode() for part in said(last.tokens)[:-1:2]] == said_so_far  # type: ignore[union-attr]
+
+
+def test_those_that_were_longest_silent_are_forgotten() -> None:
+    kept = Conversations(most_bytes=4 * 100)
+    for name in "abc":
+        kept.put(name, Turn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
+    kept.put("b", Turn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
+    assert [name for name in "abc" if kept.get(name) is not None] == ["b", "c"]
+
+
+class Llm:
+    """Generates what it is told to, and says which prompt it was given."""
+
+    model_config = SimpleNamespace(max_model_len=1_000)
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        self.given.append(prompt["prompt_token_ids"])
+        for token in params.answer:
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token])])
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
+    monkeypatch.setattr(exact_tokens, "_vocabulary", lambda llm: VOCABULARY)
+    return Llm()
+
+
+async def turn(
+    exact: ExactTokens, llm: Llm, prompt: list[int], answer: list[int], text: str | None = "text", **more: Any
+) -> list[int]:
+    params = SimpleNamespace(answer=answer, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
+    for name, value in more.items():
+        setattr(params, name, value)
+    given = {"type": "token", "prompt_token_ids": prompt, "prompt": text}
+    async for _ in exact.generate(Llm.generate, llm, given, params, "request", session_id="k/c-1"):
+        pass
+    return llm.given[-1]
+
+
+AB = NUMBERS[b"ab"]
+Q, A = [ord("c"), END], [ord("a"), ord("b"), END]  # the answer's text tokenises to AB
+NEXT = [*Q, AB, END, ord("c"), END]
+
+
+async def test_a_turn_begins_with_what_the_one_before_generated(llm: Llm) -> None:
+    exact, before = ExactTokens(), exact_tokens.KEPT._value.get()
+    assert await turn(exact, llm, Q, A) == Q
+    assert await turn(exact, llm, NEXT, [ord("b"), END]) == [*Q, *A, ord("c"), END]
+    third = [*NEXT, ord("b"), END, ord("a")]
+    assert await turn(exact, llm, third, []) == [*Q, *A, ord("c"), END, ord("b"), END, ord("a")]
+    assert await turn(exact, llm, third, []) == [*Q, *A, ord("c"), END, ord("b"), END, ord("a")]  # a retry
+    assert exact_tokens.KEPT._value.get() - before == len(A)  # once, by the second
+
+
+async def test_edited_text_is_computed_as_it_is(llm: Llm) -> None:
+    exact = ExactTokens()
+    await turn(exact, llm, Q, A)
+    edited = [*Q, NUMBERS[b"ac"], END, ord("c")]
+    assert await turn(exact, llm, edited, []) == edited
+
+
+async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_left_alone(llm: Llm) -> None:
+    exact = ExactTokens()
+    await turn(exact, llm, Q, A)
+    assert await turn(exact, llm, NEXT, [], text=None) == NEXT
+    assert await turn(exact, llm, NEXT, [], n=2) == NEXT
+    assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
+
+
+async def test_a_turn_that_a_prefiller_computes_is_as_its_text(llm: Llm) -> None:
+    exact, count = ExactTokens(), exact_tokens.FALLBACKS.labels("transferred")._value
+    before = count.get()
+    await turn(exact, llm, Q, A)
+    pulled = {"kv_transfer_params": {"do_remote_prefill": True}}
+    assert await turn(exact, llm, NEXT, [], extra_args=pulled) == NEXT
+    assert count.get() == before + 1
+    leg = {"kv_transfer_params": {"do_remote_decode": True}}
+    await turn(exact, llm, [1], [2], extra_args=leg)  # says nothing about what the conversation's answers are
+    assert await turn(exact, llm, [*NEXT, ord("a")], []) == [*NEXT, ord("a")]
+
+
+async def test_what_would_not_fit_is_as_its_text(llm: Llm) -> None:
+    exact, count = ExactTokens(), exact_tokens.FALLBACKS.labels("too_long")._value
+    before, llm.model_config = count.get(), SimpleNamespace(max_model_len=len(NEXT) + 1)
+    await turn(exact, llm, Q, A)
+    assert await turn(exact, llm, NEXT, []) == NEXT
+    assert count.get() == before + 1
+
+
+async def test_a_tokenizer_that_nobody_can_read_changes_nothing(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_tokens, "_vocabulary", lambda llm: None)
+    exact = ExactTokens()
+    await turn(exact, llm, Q, A)
+    assert await turn(exact, llm, NEXT, []) == NEXT
+
+
+async def test_what_a_client_that_left_was_sent_is_remembered(llm: Llm) -> None:
+    exact = ExactTokens()
+    params = SimpleNamespace(answer=A, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
+    given = {"type": "token", "prompt_token_ids": Q, "prompt": "text"}
+    outputs = exact.generate(Llm.generate, llm, given, params, "request", session_id="k/c-1")
+    await anext(outputs)
+    await anext(outputs)
+    await outputs.aclose()
+    assert await turn(exact, llm, NEXT, []) == [*Q, *A[:2], *NEXT[3:]]
+    await asyncio.sleep(0)
