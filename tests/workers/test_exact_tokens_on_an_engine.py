@@ -75,14 +75,15 @@ def test_nothing_of_an_answer_is_computed_again(engine: Engine) -> None:
                     {"role": "user", "content": f"and then {turn}?"},
                 ]
     print(f"tokens computed again: {lost}")
-    assert lost[""] > CONVERSATIONS * TURNS * ANSWER / 4, "it does drift"
+    assert lost[""] > CONVERSATIONS * TURNS * ANSWER / 6, "it does drift"
     assert lost["exact"] <= 0.1 * lost[""]
     assert engine.metrics()["conserve_prefix_exact_tokens_total"] > lost[""] / 2
 
 
 def test_an_answer_that_was_edited_is_computed_as_it_is(engine: Engine) -> None:
     messages: Messages = [{"role": "user", "content": "edited"}]
-    said = chat(engine, "k/edited", messages, seed=1)["choices"][0]["message"]["content"]
+    answered = chat(engine, "k/edited", messages, seed=1, min_tokens=ANSWER)
+    said = answered["choices"][0]["message"]["content"]
     half = len(said) // 2
     more = [
         *messages,
