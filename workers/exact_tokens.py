@@ -132,7 +132,7 @@ def common(one: Tokens, other: Tokens) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RememberedTurn:
     """The last one of a conversation."""
 
     rendered: Tokens
@@ -169,32 +169,33 @@ class Turn:
         return self.rendered.itemsize * (len(self.rendered) + len(self.tokens))
 
 
-class Conversations:
+class RememberedTurns:
     """The last turn of each, as many as there is memory for."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._turns: OrderedDict[str, RememberedTurn] = OrderedDict()
         self._most, self._held = most_bytes, 0
 
-    def get(self, conversation: str) -> Turn | None:
+    def get(self, conversation: str) -> RememberedTurn | None:
         return self._turns.get(conversation)
 
-    def put(self, conversation: str, turn: Turn) -> None:
+    def put(self, conversation: str, turn: RememberedTurn) -> None:
         self._drop(self._turns.pop(conversation, None))
         self._turns[conversation] = turn
         self._held += turn.bytes
         while self._held > self._most:
             self._drop(self._turns.popitem(last=False)[1])
 
-    def _drop(self, turn: Turn | None) -> None:
+    def _drop(self, turn: RememberedTurn | None) -> None:
         self._held -= turn.bytes if turn is not None else 0
 
 
 class ExactTokens:
     """Of one engine's server: stands in front of `AsyncLLM.generate`."""
 
-    def __init__(self, conversations: Conversations | None = None) -> None:
-        self._conversations = conversations or Conversations()
+    def __init__(self, vocabulary_of: Callable[[Any], Vocabulary | None] | None = None) -> None:
+        self._conversations = RememberedTurns()
+        self._vocabulary_of = vocabulary_of or vocabulary_of_engine
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None
 
     async def generate(
@@ -224,14 +225,14 @@ class ExactTokens:
                         answer = array("i", generated)
                     yield output
         finally:
-            self._conversations.put(str(conversation), Turn(rendered, exact + answer, place))
+            self._conversations.put(str(conversation), RememberedTurn(rendered, exact + answer, place))
 
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool
     ) -> tuple[Tokens, Place]:
         """The prompt as it is computed, and up to where that is what is remembered."""
         if self._vocabulary is None:
-            self._vocabulary = asyncio.ensure_future(asyncio.to_thread(_vocabulary, llm))
+            self._vocabulary = asyncio.ensure_future(asyncio.to_thread(self._vocabulary_of, llm))
         plain, last = (rendered, Place(0, 0)), self._conversations.get(conversation)
         if last is None:
             return plain
@@ -264,7 +265,7 @@ def rendered_from_text(prompt: Any, params: Any) -> bool:
     return tokens and one and isinstance(prompt.get("prompt"), str) and hasattr(params, "output_kind")
 
 
-def _vocabulary(llm: Any) -> Vocabulary | None:
+def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
     try:
         return Vocabulary.of(llm.get_tokenizer())
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as wrong:

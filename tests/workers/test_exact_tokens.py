@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
-from workers import exact_tokens
-from workers.exact_tokens import Conversations, ExactTokens, Place, Turn, Vocabulary, agreeing
+from workers.exact_tokens import ExactTokens, Place, RememberedTurn, RememberedTurns, Vocabulary, agreeing
 
 END = 256  # a special token
 PAIRS = [bytes((one, other)) for one in b"abc \xe2\x82" for other in b"abc \xe2\x82\xac"]
@@ -90,15 +90,15 @@ def test_many_turns_keep_every_answer_as_it_was_generated() -> None:
             computed = last.tokens[: place.known] + rendered[place.rendered :]
         said_so_far.append("".join(random.choices(TEXT, k=20)))
         answer = array("i", [*tokens(said_so_far[-1].encode(), random), END])
-        last = Turn(rendered, computed + answer, place)
+        last = RememberedTurn(rendered, computed + answer, place)
         assert [part.decode() for part in said(last.tokens)[:-1:2]] == said_so_far  # type: ignore[union-attr]
 
 
 def test_those_that_were_longest_silent_are_forgotten() -> None:
-    kept = Conversations(most_bytes=4 * 100)
+    kept = RememberedTurns(most_bytes=4 * 100)
     for name in "abc":
-        kept.put(name, Turn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
-    kept.put("b", Turn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
+        kept.put(name, RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
+    kept.put("b", RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
     assert [name for name in "abc" if kept.get(name) is not None] == ["b", "c"]
 
 
@@ -119,9 +119,17 @@ class Llm:
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
-    monkeypatch.setattr(exact_tokens, "_vocabulary", lambda llm: VOCABULARY)
+def llm() -> Llm:
     return Llm()
+
+
+@pytest.fixture
+def exact() -> ExactTokens:
+    return ExactTokens(lambda llm: VOCABULARY)
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"conserve_prefix_exact_{name}_total", labels) or 0.0
 
 
 async def turn(
@@ -141,62 +149,57 @@ Q, A = [ord("c"), END], [ord("a"), ord("b"), END]  # the answer's text tokenises
 NEXT = [*Q, AB, END, ord("c"), END]
 
 
-async def test_a_turn_begins_with_what_the_one_before_generated(llm: Llm) -> None:
-    exact, before = ExactTokens(), exact_tokens.KEPT._value.get()
+async def test_a_turn_begins_with_what_the_one_before_generated(llm: Llm, exact: ExactTokens) -> None:
+    before = counted("tokens")
     assert await turn(exact, llm, Q, A) == Q
     assert await turn(exact, llm, NEXT, [ord("b"), END]) == [*Q, *A, ord("c"), END]
     third = [*NEXT, ord("b"), END, ord("a")]
     assert await turn(exact, llm, third, []) == [*Q, *A, ord("c"), END, ord("b"), END, ord("a")]
     assert await turn(exact, llm, third, []) == [*Q, *A, ord("c"), END, ord("b"), END, ord("a")]  # a retry
-    assert exact_tokens.KEPT._value.get() - before == len(A)  # once, by the second
+    assert counted("tokens") - before == len(A)  # once, by the second
 
 
-async def test_edited_text_is_computed_as_it_is(llm: Llm) -> None:
-    exact = ExactTokens()
+async def test_edited_text_is_computed_as_it_is(llm: Llm, exact: ExactTokens) -> None:
     await turn(exact, llm, Q, A)
     edited = [*Q, NUMBERS[b"ac"], END, ord("c")]
     assert await turn(exact, llm, edited, []) == edited
 
 
-async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_left_alone(llm: Llm) -> None:
-    exact = ExactTokens()
+async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_left_alone(
+    llm: Llm, exact: ExactTokens
+) -> None:
     await turn(exact, llm, Q, A)
     assert await turn(exact, llm, NEXT, [], text=None) == NEXT
     assert await turn(exact, llm, NEXT, [], n=2) == NEXT
     assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
 
 
-async def test_a_turn_that_a_prefiller_computes_is_as_its_text(llm: Llm) -> None:
-    exact, count = ExactTokens(), exact_tokens.FALLBACKS.labels("transferred")._value
-    before = count.get()
+async def test_a_turn_that_a_prefiller_computes_is_as_its_text(llm: Llm, exact: ExactTokens) -> None:
+    before = counted("fallbacks", cause="transferred")
     await turn(exact, llm, Q, A)
     pulled = {"kv_transfer_params": {"do_remote_prefill": True}}
     assert await turn(exact, llm, NEXT, [], extra_args=pulled) == NEXT
-    assert count.get() == before + 1
+    assert counted("fallbacks", cause="transferred") == before + 1
     leg = {"kv_transfer_params": {"do_remote_decode": True}}
     await turn(exact, llm, [1], [2], extra_args=leg)  # says nothing about what the conversation's answers are
     assert await turn(exact, llm, [*NEXT, ord("a")], []) == [*NEXT, ord("a")]
 
 
-async def test_what_would_not_fit_is_as_its_text(llm: Llm) -> None:
-    exact, count = ExactTokens(), exact_tokens.FALLBACKS.labels("too_long")._value
-    before, llm.model_config = count.get(), SimpleNamespace(max_model_len=len(NEXT) + 1)
+async def test_what_would_not_fit_is_as_its_text(llm: Llm, exact: ExactTokens) -> None:
+    before = counted("fallbacks", cause="too_long")
+    llm.model_config = SimpleNamespace(max_model_len=len(NEXT) + 1)
     await turn(exact, llm, Q, A)
     assert await turn(exact, llm, NEXT, []) == NEXT
-    assert count.get() == before + 1
+    assert counted("fallbacks", cause="too_long") == before + 1
 
 
-async def test_a_tokenizer_that_nobody_can_read_changes_nothing(
-    llm: Llm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exact_tokens, "_vocabulary", lambda llm: None)
-    exact = ExactTokens()
+async def test_a_tokenizer_that_nobody_can_read_changes_nothing(llm: Llm) -> None:
+    exact = ExactTokens(lambda llm: None)
     await turn(exact, llm, Q, A)
     assert await turn(exact, llm, NEXT, []) == NEXT
 
 
-async def test_what_a_client_that_left_was_sent_is_remembered(llm: Llm) -> None:
-    exact = ExactTokens()
+async def test_what_a_client_that_left_was_sent_is_remembered(llm: Llm, exact: ExactTokens) -> None:
     params = SimpleNamespace(answer=A, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     given = {"type": "token", "prompt_token_ids": Q, "prompt": "text"}
     outputs = exact.generate(Llm.generate, llm, given, params, "request", session_id="k/c-1")

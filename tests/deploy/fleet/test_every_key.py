@@ -163,6 +163,7 @@ CASES = {
     "engine.args": case({"max-num-seqs": 7}, lambda got: "--max-num-seqs 7" in got.argv, True),
     "engine.env": case({"A_NAME": "b"}, lambda got: got.env.get("A_NAME"), "b"),
     "engine.threads": case(3, lambda got: got.env.get("OMP_NUM_THREADS"), "3", engine__device="cpu"),
+    "engine.exact_tokens": case(False, lambda got: "workers.exact_tokens" in got.argv),
     "engine.start_together": case(5, lambda got: got.keeper.start_together),
     "engine.start_limit": case(11, lambda got: got.keeper.start_limit_s),
     "engine.stall_limit": case(12, lambda got: got.keeper.stall_limit_s),
