@@ -147,6 +147,23 @@ class EngineHere:
         self.run()
         return self.answers[request_id]
 
+    def behind(self, prompt: list[int], answer: list[int]) -> float:
+        """How far in log-probability an answer's least likely token is behind the likeliest in its place."""
+        from vllm import SamplingParams
+
+        self._asked += 1
+        request_id, worst = f"r{self._asked}", 0.0
+        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt + answer}, sampling)
+        while self.engine.has_unfinished_requests():
+            with self._in_place():
+                outputs = self.engine.step()
+            for output in outputs:
+                for token, ranked in zip(answer, output.prompt_logprobs[-len(answer) :], strict=True):
+                    likeliest = max(one.logprob for one in ranked.values())
+                    worst = max(worst, likeliest - ranked[token].logprob)
+        return worst
+
     def faults(self) -> list[str]:
         return list(self.side("report").faults())
 

@@ -25,11 +25,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TURNS, OUTPUT = 6, 6
 CONVERSATIONS = "abcd"
+AS_LIKELY = 1.0  # less in log-probability than the likeliest
 
 
 @dataclass
 class Fleet:
     served: Served
+    plain: EngineHere
     script: dict[str, list[tuple[list[int], list[int]]]]  # prompt and plain vLLM's answer, turn by turn
     prefiller: EngineHere
     decoder: EngineHere
@@ -56,8 +58,16 @@ class Fleet:
         """Tokens that the decoder computed for it."""
         prompt, answer = self.script[key][number]
         before = self.decoder.computed
-        assert self.decoder.ask(prompt, OUTPUT, session or key, params=params) == answer, (key, number)
+        said = self.decoder.ask(prompt, OUTPUT, session or key, params=params)
+        assert self.right(prompt, said, answer), (key, number)
         return self.decoder.computed - before - OUTPUT
+
+    def right(self, prompt: list[int], said: list[int], answer: list[int]) -> bool:
+        """In bfloat16 plain vLLM itself takes one of two tokens that are about as likely by what else a step
+        computes; what wrong KV says is far from that."""
+        if said == answer or self.served.arguments.get("dtype") != "bfloat16":
+            return said == answer
+        return self.plain.behind(prompt, said) < AS_LIKELY
 
     def rest(self) -> None:
         """Copies end, and are reported in a step."""
@@ -91,7 +101,7 @@ def recorded(plain: EngineHere) -> dict[str, list[tuple[list[int], list[int]]]]:
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     served = SERVED[request.param]
     model = architecture_directory(served.kind)
-    script = recorded(EngineHere(model, **served.arguments))
+    plain = EngineHere(model, **served.arguments)
     port = free_port()
     prefiller = EngineHere(
         model, ConnectorConfig(engine="p", epoch=1, port=port, lease_s=20), **served.arguments
@@ -99,7 +109,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     decoder = EngineHere(
         model, ConnectorConfig(engine="d", host_kv_gib=0.05, park_after_s=600), blocks=150, **served.arguments
     )
-    yield Fleet(served, script, prefiller, decoder)
+    yield Fleet(served, plain, recorded(plain), prefiller, decoder)
     prefiller.close()
     decoder.close()
     forget_the_model()
@@ -139,7 +149,7 @@ def test_nothing_is_wrong_in_a_storm(fleet: Fleet) -> None:
     seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
     print(f"CONSERVE_STORM_SEED={seed}")
     rng, decoder = random.Random(seed), fleet.decoder
-    expected: dict[str, tuple[str, list[int]]] = {}
+    expected: dict[str, tuple[str, list[int], list[int]]] = {}  # session, prompt, plain vLLM's answer
     wrong, done = [], 0
     for _ in range(60):
         key, number = rng.choice(CONVERSATIONS), rng.randrange(TURNS)
@@ -150,9 +160,9 @@ def test_nothing_is_wrong_in_a_storm(fleet: Fleet) -> None:
             params = fleet.handed_over(prompt) if rng.random() < 0.4 else None
             if params and rng.random() < 0.3:
                 params["remote_epoch"] = 7
-            expected[decoder.add(prompt, OUTPUT, session, params)] = session, answer
+            expected[decoder.add(prompt, OUTPUT, session, params)] = session, prompt, answer
         elif kind < 0.7:
-            expected[decoder.add(prompt, OUTPUT, priority=1)] = "offline", answer
+            expected[decoder.add(prompt, OUTPUT, priority=1)] = "offline", prompt, answer
         elif kind < 0.8:
             decoder.connector.residence.park(session)
         elif kind < 0.9:
@@ -163,9 +173,9 @@ def test_nothing_is_wrong_in_a_storm(fleet: Fleet) -> None:
         for _ in range(rng.randrange(12)):
             decoder.step()
     decoder.run()
-    for request, (session, answer) in expected.items():
+    for request, (session, prompt, answer) in expected.items():
         done += 1
-        if decoder.answers[request] != answer:
+        if not fleet.right(prompt, decoder.answers[request], answer):
             wrong.append(session)
     assert wrong == [] and done > 20, f"CONSERVE_STORM_SEED={seed}"
     fleet.rest()
