@@ -1,5 +1,6 @@
 """Our connector beside one that saves blocks of ended requests: nothing is mistaken, nothing is lost."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -45,8 +46,12 @@ def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SimulatedE
 def test_a_reset_is_ours_alone(engine: SimulatedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
-    engine.add("step", [1, 2, 3], 2)  # copies to the host end in a step
-    engine.run(2000)
+    for number in range(500):  # copies to the host end in a step, when they are done
+        engine.add(f"step {number}", [1, 2, 3], 2)
+        engine.run(2000)
+        if engine.side("report").at_rest():
+            break
+        time.sleep(0.01)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert engine.scheduler.connector.sub_connectors[1].resets == 0  # a shared tier is others', too
     assert engine.residence.conversations.get("a").chain == []
