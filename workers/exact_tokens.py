@@ -24,7 +24,10 @@ log = logging.getLogger("conserve.workers.exact_tokens")
 
 MOST_BYTES = 128 << 20  # of all conversations' tokens; beyond it those go that were longest silent
 MOST_READ = 65_536  # tokens of one prompt that are compared as text, some 0.1 s
+BESIDE_TOKENS = 1_024  # bytes that a turn takes beside its tokens
+VOCABULARY_S = 5.0  # for which a turn waits for it
 _AT_A_TIME = 4_096
+_BEAM = "-beam-"  # in the ids of a beam search's hypotheses: their text is the prompt's alone
 
 KEPT = Counter(
     "conserve_prefix_exact_tokens_total",
@@ -56,7 +59,8 @@ class Vocabulary:
         from xgrammar import TokenizerInfo
 
         says: list[bytes | None] = list(TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
-        for special in tokenizer.all_special_ids:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        for special in {*tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)}:
             if special < len(says):
                 says[special] = None
         return cls(says)
@@ -166,7 +170,7 @@ class RememberedTurn:
 
     @property
     def bytes(self) -> int:
-        return self.rendered.itemsize * (len(self.rendered) + len(self.tokens))
+        return BESIDE_TOKENS + self.rendered.itemsize * (len(self.rendered) + len(self.tokens))
 
 
 class RememberedTurns:
@@ -199,13 +203,13 @@ class ExactTokens:
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None
 
     async def generate(
-        self, generating: Generate, llm: Any, prompt: Any, params: Any, *args: Any, **options: Any
+        self, generating: Generate, llm: Any, prompt: Any, params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
         conversation = options.get("session_id")
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
-        of_a_turn = conversation and rendered_from_text(prompt, params) and "do_remote_decode" not in transfer
-        if not of_a_turn:
-            async with aclosing(generating(llm, prompt, params, *args, **options)) as outputs:
+        a_leg = "do_remote_decode" in transfer or _BEAM in request_id
+        if not conversation or a_leg or not rendered_from_text(prompt, params):
+            async with aclosing(generating(llm, prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
                     yield output
             return
@@ -216,7 +220,7 @@ class ExactTokens:
             prompt.pop("prompt_token_offsets", None)
         answer, deltas = array("i"), params.output_kind.name == "DELTA"
         try:
-            async with aclosing(generating(llm, prompt, params, *args, **options)) as outputs:
+            async with aclosing(generating(llm, prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
                     generated = output.outputs[0].token_ids
                     if deltas:
@@ -238,11 +242,13 @@ class ExactTokens:
             return plain
         place = equal = last.equal(rendered)
         if equal.known < len(last.tokens) and equal.rendered < len(rendered):
-            vocabulary = await asyncio.shield(self._vocabulary)
+            await asyncio.wait((self._vocabulary,), timeout=VOCABULARY_S)
+            vocabulary = self._vocabulary.result() if self._vocabulary.done() else None
             if vocabulary is None:
                 _fall_back("no_vocabulary", conversation)
                 return plain
-            place = last.continued(rendered, equal, vocabulary)
+            # Beside the loop: what follows the first drift is compared token by token.
+            place = await asyncio.to_thread(last.continued, rendered, equal, vocabulary)
         exact = last.tokens[: place.known] + rendered[place.rendered :]
         if exact == rendered:
             return plain
@@ -268,7 +274,7 @@ def rendered_from_text(prompt: Any, params: Any) -> bool:
 def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
     try:
         return Vocabulary.of(llm.get_tokenizer())
-    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as wrong:
+    except Exception as wrong:  # noqa: BLE001 -- whatever a tokenizer raises costs KV, and no turn
         log.warning("no exact tokens: what this tokenizer's tokens say is not known reason=%r", str(wrong))
         return None
 

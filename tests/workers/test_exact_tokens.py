@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from workers.exact_tokens import ExactTokens, Place, RememberedTurn, RememberedTurns, Vocabulary, agreeing
+from workers.exact_tokens import (
+    BESIDE_TOKENS,
+    ExactTokens,
+    Place,
+    RememberedTurn,
+    RememberedTurns,
+    Vocabulary,
+    agreeing,
+    vocabulary_of_engine,
+)
 
 END = 256  # a special token
 PAIRS = [bytes((one, other)) for one in b"abc \xe2\x82" for other in b"abc \xe2\x82\xac"]
@@ -95,7 +104,7 @@ def test_many_turns_keep_every_answer_as_it_was_generated() -> None:
 
 
 def test_those_that_were_longest_silent_are_forgotten() -> None:
-    kept = RememberedTurns(most_bytes=4 * 100)
+    kept = RememberedTurns(most_bytes=2 * (BESIDE_TOKENS + 4 * 50))
     for name in "abc":
         kept.put(name, RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
     kept.put("b", RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
@@ -133,13 +142,19 @@ def counted(name: str, **labels: str) -> float:
 
 
 async def turn(
-    exact: ExactTokens, llm: Llm, prompt: list[int], answer: list[int], text: str | None = "text", **more: Any
+    exact: ExactTokens,
+    llm: Llm,
+    prompt: list[int],
+    answer: list[int],
+    text: str | None = "text",
+    request: str = "request",
+    **more: Any,
 ) -> list[int]:
     params = SimpleNamespace(answer=answer, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     for name, value in more.items():
         setattr(params, name, value)
     given = {"type": "token", "prompt_token_ids": prompt, "prompt": text}
-    async for _ in exact.generate(Llm.generate, llm, given, params, "request", session_id="k/c-1"):
+    async for _ in exact.generate(Llm.generate, llm, given, params, request, session_id="k/c-1"):
         pass
     return llm.given[-1]
 
@@ -172,6 +187,25 @@ async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_le
     assert await turn(exact, llm, NEXT, [], text=None) == NEXT
     assert await turn(exact, llm, NEXT, [], n=2) == NEXT
     assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
+
+
+async def test_hypotheses_of_a_beam_search_are_left_alone(llm: Llm, exact: ExactTokens) -> None:
+    """Each begins with the prompt's text and has tokens of its own behind it, which may say the same."""
+    await turn(exact, llm, Q, A)
+    assert await turn(exact, llm, NEXT, [ord("c")], request="cmpl-1-beam-0") == NEXT
+    assert await turn(exact, llm, NEXT, []) == [*Q, *A, ord("c"), END]
+
+
+async def test_a_tokenizer_that_raises_costs_no_turn(llm: Llm) -> None:
+    class Broken:
+        def get_tokenizer(self) -> Any:
+            raise KeyError("vocab")
+
+    exact = ExactTokens(lambda _llm: vocabulary_of_engine(Broken()))
+    before = counted("fallbacks", cause="no_vocabulary")
+    await turn(exact, llm, Q, A)
+    assert await turn(exact, llm, NEXT, []) == NEXT
+    assert counted("fallbacks", cause="no_vocabulary") == before + 1
 
 
 async def test_a_turn_that_a_prefiller_computes_is_as_its_text(llm: Llm, exact: ExactTokens) -> None:
