@@ -70,8 +70,13 @@ KV_ASKED = Gauge(
 LAYERS_SHARED = Counter(
     "conserve_overload_changes_total",
     "Pairs of decoders told to share their layers (drop), or to have them again (restore), by how it ended: "
-    "done; failed (not in time: what it was, it still is); refused (an engine did not answer, or said no).",
+    "done; failed (not both within 45 s: each is what it says it is, and the pair is left alone for 60 s); "
+    "refused (an engine did not answer, or said no).",
     ["change", "outcome"],
+)
+OVERLOAD_ROUNDS_FAILED = Counter(
+    "conserve_overload_rounds_failed_total",
+    "Rounds of the directory's dropping that ended in an error, which its log has; the next goes on.",
 )
 OVERLOAD = Gauge(
     "conserve_overload",

@@ -81,7 +81,8 @@ class TransferServer:
 
     def _answer(self, peer: wire.Channel) -> None:
         try:
-            wanted = self._authenticate(peer)
+            with peer.within(HANDSHAKE_S):
+                wanted = self._authenticate(peer)
             self._check(wanted)
             peer.limit(self._producer.timeout_s)
             if wanted.dismiss:

@@ -160,6 +160,7 @@ class Channel:
         self._peer = peer
         self._seals: tuple[Seal, Seal] | None = None  # ours, and theirs
         self._encrypt = False
+        self._until: Callable[[], None] = lambda: None
 
     def seal(self, secret: bytes, we: Signer, nonces: tuple[bytes, bytes], *, encrypt: bool) -> None:
         they = Signer.PRODUCER if we is Signer.CONSUMER else Signer.CONSUMER
@@ -169,6 +170,13 @@ class Channel:
     def limit(self, seconds: float) -> None:
         """Longest silence from now on."""
         self._peer.settimeout(seconds)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All control frames from now on together, not each."""
+        with all_within(self._peer, seconds) as self._until:
+            yield
+        self._until = lambda: None
 
     def send_control(self, kind: Kind, payload: bytes = b"", generation: int = 0) -> None:
         frame = _HEADER.pack(kind, VERSION, 0, 0, len(payload), generation) + payload
@@ -199,12 +207,12 @@ class Channel:
         else:
             tags = b"".join(seal.tag(block, number) for number, block in enumerate(blocks, 1))
         head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, len(blocks), generation) + tags
-        with _all_within(self._peer, limit_s) as until:
+        with all_within(self._peer, limit_s) as until:
             _send_all(self._peer, [memoryview(head + seal.tag(head)), *blocks], until)
 
     def receive(self) -> tuple[FrameHeader, bytes]:
         """The next frame with its payload: of BLOCKS the tags, each of a block that follows."""
-        start = receive_exactly(self._peer, _HEADER.size)
+        start = receive_exactly(self._peer, _HEADER.size, self._until)
         kind, version, layer, first, count, generation = _HEADER.unpack(start)
         if version != VERSION:
             raise TransferRefused(Reason.PROTOCOL, f"version {version}, not {VERSION}")
@@ -215,10 +223,10 @@ class Channel:
         size = count * TAG_BYTES if header.kind is Kind.BLOCKS else count
         if size > MAX_PAYLOAD_BYTES:
             raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} with {size} bytes")
-        payload = receive_exactly(self._peer, size)
+        payload = receive_exactly(self._peer, size, self._until)
         if self._seals is not None:
             self._seals[1].begin()
-            self._seals[1].check(start + payload, receive_exactly(self._peer, TAG_BYTES))
+            self._seals[1].check(start + payload, receive_exactly(self._peer, TAG_BYTES, self._until))
         return header, payload
 
     def receive_control(self, expected: Kind) -> bytes:
@@ -240,8 +248,8 @@ class Channel:
         each = [tags[at * TAG_BYTES : (at + 1) * TAG_BYTES] for at in range(number, number + len(blocks))]
         sealed = [bytearray(block.nbytes + TAG_BYTES) for block in blocks] if self._encrypt else []
         into = [memoryview(one)[:-TAG_BYTES] for one in sealed] or list(blocks)
-        with _all_within(self._peer, limit_s) as until:
-            _receive_all(self._peer, into, until)
+        with all_within(self._peer, limit_s) as until:
+            receive_all(self._peer, into, until)
         for index, one in enumerate(sealed):
             one[-TAG_BYTES:] = each[index]
             seal.decrypt(one, number + index + 1, blocks[index])
@@ -264,21 +272,23 @@ def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
     return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
 
 
-def receive_exactly(peer: socket.socket, size: int) -> bytes:
+def receive_exactly(
+    peer: socket.socket, size: int, before_each: Callable[[], None] = lambda: None
+) -> bytes:
     data = bytearray(size)
-    _receive_all(peer, [memoryview(data)])
+    receive_all(peer, [memoryview(data)], before_each)
     return bytes(data)
 
 
 @contextmanager
-def _all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
+def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
     """A socket's own limit is of each call: one that moves a byte a call would go on for ever."""
     end, usual = time.monotonic() + limit_s, peer.gettimeout()
 
     def until() -> None:
         left = end - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"a frame took more than {limit_s:g} s")
+            raise TimeoutError(f"it took more than {limit_s:g} s")
         peer.settimeout(left)
 
     try:
@@ -294,7 +304,7 @@ def _send_all(peer: socket.socket, views: list[memoryview], before_each: Callabl
         at = _advance(views, at, peer.sendmsg(views[at : at + MAX_VECTORS]))
 
 
-def _receive_all(
+def receive_all(
     peer: socket.socket, views: list[memoryview], before_each: Callable[[], None] = lambda: None
 ) -> None:
     at = 0

@@ -43,20 +43,30 @@ def split_orders(
     decoders: Sequence[SharingDecoder],
     limits: DropLimits,
     unwilling: Collection[str] = (),
+    *,
+    silent: bool = False,
 ) -> SplitOrders:
-    """`unwilling`: engines that failed at it a while ago."""
-    groups = _groups(decoders)
-    alone = tuple((group[0].engine,) for group in groups if len(group) < PAIR and group[0].split.epoch)
-    if alone:
+    """`unwilling`: engines that failed at it a while ago; their pair is left as it is. `silent`: some decoder
+    is not heard, and may be the peer of one that seems to have none."""
+    groups = [group for group in _groups(decoders) if not any(one.engine in unwilling for one in group)]
+    alone = tuple((group[0].engine,) for group in groups if _lacks_its_peer(group))
+    if alone and not silent:
         return SplitOrders(restores=alone)
     lacking = state.lacking_tokens - sum(one.gained_tokens for one in decoders)
     pairs = [group for group in groups if len(group) == PAIR]
     left = [pair for pair in pairs if any(one.leaving for one in pair)]
     if state.overloaded and lacking > 0 and not left:
-        stay = [one for one in decoders if one.engine not in unwilling and not one.leaving]
-        return _drops(stay, lacking, limits)
+        return _drops([group for group in groups if _may_be_merged(group)], lacking, limits)
     over = left if state.overloaded else [pair for pair in pairs if pair in left or all(map(_fits, pair))]
     return SplitOrders(restores=tuple(tuple(one.engine for one in pair) for pair in over))
+
+
+def _lacks_its_peer(group: Sequence[SharingDecoder]) -> bool:
+    return len(group) < PAIR and group[0].split.epoch != 0
+
+
+def _may_be_merged(group: Sequence[SharingDecoder]) -> bool:
+    return not _lacks_its_peer(group) and not any(one.leaving for one in group)
 
 
 def _fits(decoder: SharingDecoder) -> bool:
@@ -76,14 +86,16 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
     return [*whole, *split.values()]
 
 
-def _drops(decoders: Sequence[SharingDecoder], lacking: float, limits: DropLimits) -> SplitOrders:
+def _drops(
+    groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits
+) -> SplitOrders:
     """Tiers do not mix: their engines may have other models' shapes, or other speeds."""
     drops: list[tuple[str, str]] = []
     why = NotDropped.ALONE
-    for tier in sorted({one.tier for one in decoders}):
-        groups = _groups(one for one in decoders if one.tier == tier)
-        members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in groups]
-        plan = plan_drop(members, groups[0][0].split.shape, lacking, replace(limits, most_engines=PAIR))
+    for tier in sorted({group[0].tier for group in groups}):
+        here = [group for group in groups if group[0].tier == tier]
+        members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in here]
+        plan = plan_drop(members, here[0][0].split.shape, lacking, replace(limits, most_engines=PAIR))
         made = ((merged.engines[0], merged.engines[1]) for merged in plan.merged)
         drops += made
         lacking, why = lacking - plan.gained_tokens, plan.why_no_more

@@ -25,7 +25,12 @@ _TELL_S = 5.0
 _CHANGE_S = 45.0  # until both say that it has happened: steps, exchange and limits of the engines
 _LOOK_S = 0.1
 _EVERY_S = 1.0
+SILENT_S = 30.0  # that an engine which is not heard may be the peer of one that seems to have none
 UNWILLING_S = 60.0  # that engines which failed at it are left alone
+
+
+def _is_heard(record: EngineRecord) -> bool:
+    return not record.suspect and record.state.seq > 0
 
 
 class DropCommands(Protocol):
@@ -46,6 +51,8 @@ class Dropper:
     ) -> None:
         self._limits, self._records, self._commands, self._clock = limits, records, commands, clock
         self._unwilling: dict[str, float] = {}  # until when
+        self._silent: dict[str, float] = {}  # since when
+        self._failed = 0  # rounds
         self._epoch = 0
         self._said = ""
 
@@ -53,13 +60,20 @@ class Dropper:
         """Until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
-            await self.look(state())
+            try:
+                await self.look(state())
+            except Exception:  # pairs are restored by a later round, or never
+                metrics.OVERLOAD_ROUNDS_FAILED.inc()
+                self._failed += 1
+                if self._failed.bit_count() == 1:  # 1, 2, 4, ...: it may fail every second
+                    log.exception("a round of dropping failed times=%d", self._failed)
 
     async def look(self, state: OverloadState) -> None:
         """One round: what is to change changes, or its limit is over."""
         now = self._clock()
         self._unwilling = {name: until for name, until in self._unwilling.items() if until > now}
-        orders = split_orders(state, self._sharing(), self._limits, self._unwilling)
+        silent = any(since > now - SILENT_S for since in self._not_heard(now).values())
+        orders = split_orders(state, self._sharing(), self._limits, self._unwilling, silent=silent)
         self._say(orders)
         drops = [self._drop(*pair) for pair in orders.drops]
         restores = [self._restore(engines) for engines in orders.restores]
@@ -69,11 +83,17 @@ class Dropper:
         found = []
         for record in self._records():
             info, state = record.info, record.state
-            if info.role is Role.PREFILL or record.suspect or state.split is None:
+            if info.role is Role.PREFILL or not _is_heard(record) or state.split is None:
                 continue
             held, leaving = state.live_tokens - state.idle_tokens, state.draining
             found.append(SharingDecoder(info.engine, info.tier, held, state.running, state.split, leaving))
         return found
+
+    def _not_heard(self, now: float) -> dict[str, float]:
+        """Decoders of which nobody knows what they share: suspects, and all of them after a restart."""
+        missing = (r.info for r in self._records() if r.info.role is not Role.PREFILL and not _is_heard(r))
+        self._silent = {info.engine: self._silent.get(info.engine, now) for info in missing}
+        return self._silent
 
     def _say(self, orders: SplitOrders) -> None:
         """Why nothing gives way although it is lacking; once."""

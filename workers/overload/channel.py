@@ -12,7 +12,9 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -29,6 +31,10 @@ logger = logging.getLogger("conserve.workers.overload")
 PURPOSE = b"overload"  # signed too: a proof for a KV transfer opens no connection here
 MODES = {False: b"clear", True: b"encrypted"}  # of tensors
 HANDSHAKE_S = 5.0
+MESSAGE_S = 30.0  # of a peer's, from its first byte to its last; and of what it is answered
+MAX_CONNECTIONS = 64  # a peer has one at a time; who is not one stays for a handshake
+ACCEPT_AGAIN_S = 0.1
+SILENT_S, LOOKS_S, LOOKS = 15, 5, 3  # a host that is gone without a word is noticed after 30 s
 MAX_HEADER = 1 << 20
 MAX_TENSORS_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
@@ -70,58 +76,64 @@ class SealedLine:
     def __init__(self, peer: socket.socket, out: wire.Seal, back: wire.Seal, encrypt: bool) -> None:
         self._peer, self._out, self._back, self._encrypt = peer, out, back, encrypt
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, limit_s: float) -> None:
         tensors = [tensor.contiguous() for tensor in message.tensors]
         described = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
         header = Header(message.kind, message.epoch, dict(message.values), described)
         text = msgspec.msgpack.encode(header)
         head = _LENGTH.pack(len(text)) + text
         self._out.begin()
-        self._peer.sendall(head + self._out.tag(head))
-        for number, tensor in enumerate(tensors, 1):
-            content = _bytes_of(tensor)
-            if self._encrypt:
-                self._peer.sendall(self._out.encrypt(content, number))
-            else:
-                self._peer.sendall(content)
-                self._peer.sendall(self._out.tag(content, number))
+        with wire.all_within(self._peer, limit_s) as until:
+            until()
+            self._peer.sendall(head + self._out.tag(head))
+            for number, tensor in enumerate(tensors, 1):
+                content = _bytes_of(tensor)
+                until()
+                if self._encrypt:
+                    self._peer.sendall(self._out.encrypt(content, number))
+                else:
+                    self._peer.sendall(content)
+                    self._peer.sendall(self._out.tag(content, number))
 
-    def receive(self) -> Message:
-        start = self._exactly(bytearray(_LENGTH.size))
+    def receive(self, limit_s: float) -> Message:
+        with wire.all_within(self._peer, limit_s) as until:
+            return self._received(until)
+
+    def wait(self) -> None:
+        """For the beginning of a message, or the connection's end: a peer may be idle for long."""
+        self._peer.settimeout(None)
+        self._peer.recv(1, socket.MSG_PEEK)
+
+    def _received(self, until: Callable[[], None]) -> Message:
+        start = wire.receive_exactly(self._peer, _LENGTH.size, until)
         (length,) = _LENGTH.unpack(start)
         if length > MAX_HEADER:
             raise PeerError(f"a header of {length} bytes is none of ours")
-        text = self._exactly(bytearray(length))
+        text = wire.receive_exactly(self._peer, length, until)
         self._back.begin()
-        self._back.check(start + text, self._exactly(bytearray(wire.TAG_BYTES)))
+        self._back.check(start + text, wire.receive_exactly(self._peer, wire.TAG_BYTES, until))
         try:
             header = msgspec.msgpack.decode(text, type=Header)
             kinds = [(DTYPES[dtype], shape) for dtype, shape in header.tensors]
         except (msgspec.MsgspecError, KeyError) as error:
             raise PeerError(f"not a message of ours: {error}") from error
+        if any(size < 0 for _, shape in kinds for size in shape):
+            raise PeerError("not a message of ours: a tensor of less than nothing")
         if sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds) > MAX_TENSORS_BYTES:
             raise PeerError("more bytes than a message of ours has")
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
         for number, tensor in enumerate(tensors, 1):
-            self._receive_into(_bytes_of(tensor), number)
+            self._receive_into(_bytes_of(tensor), number, until)
         return Message(header.kind, header.epoch, header.values, tensors)
 
-    def _receive_into(self, place: memoryview, number: int) -> None:
+    def _receive_into(self, place: memoryview, number: int, until: Callable[[], None]) -> None:
         if self._encrypt:
-            sealed = self._exactly(bytearray(place.nbytes + wire.TAG_BYTES))
+            sealed = bytearray(place.nbytes + wire.TAG_BYTES)
+            wire.receive_all(self._peer, [memoryview(sealed)], until)
             self._back.decrypt(sealed, number, place)
         else:
-            self._exactly(place)
-            self._back.check(place, self._exactly(bytearray(wire.TAG_BYTES)), number)
-
-    def _exactly(self, into: Any) -> Any:
-        view = memoryview(into)
-        while view:
-            received = self._peer.recv_into(view)
-            if not received:
-                raise PeerError("the peer closed the connection")
-            view = view[received:]
-        return into
+            wire.receive_all(self._peer, [place], until)
+            self._back.check(place, wire.receive_exactly(self._peer, wire.TAG_BYTES, until), number)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -131,11 +143,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def called(peer: socket.socket, secret: bytes, encrypt: bool) -> SealedLine:
     """The handshake of who connects."""
     channel = wire.Channel(peer)
-    challenge = channel.receive_control(wire.Kind.CHALLENGE)
-    answer, mode = wire.nonce(), MODES[encrypt]
-    mine = wire.proof(secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode)
-    channel.send_control(wire.Kind.OPEN, answer + mine + mode)
-    given = channel.receive_control(wire.Kind.ACCEPT)
+    with channel.within(HANDSHAKE_S):
+        challenge = channel.receive_control(wire.Kind.CHALLENGE)
+        answer, mode = wire.nonce(), MODES[encrypt]
+        mine = wire.proof(secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode)
+        channel.send_control(wire.Kind.OPEN, answer + mine + mode)
+        given = channel.receive_control(wire.Kind.ACCEPT)
     if not wire.proves(given, secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge):
         raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
     return _sealed(peer, secret, wire.Signer.CONSUMER, challenge, answer, encrypt)
@@ -145,7 +158,8 @@ def answered(peer: socket.socket, secret: bytes, encrypt: bool) -> SealedLine:
     """The handshake of who listens; who is refused is told why."""
     channel, challenge = wire.Channel(peer), wire.nonce()
     channel.send_control(wire.Kind.CHALLENGE, challenge)
-    answer, given, mode = wire.split_open(channel.receive_control(wire.Kind.OPEN))
+    with channel.within(HANDSHAKE_S):
+        answer, given, mode = wire.split_open(channel.receive_control(wire.Kind.OPEN))
     try:
         if not wire.proves(given, secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode):
             raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
@@ -167,35 +181,54 @@ def _sealed(
     return SealedLine(peer, out, back, encrypt)
 
 
+def _set_up(peer: socket.socket) -> None:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOOKS_S)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOOKS)
+
+
 class PeerConnection:
     """To the peer's server; used by one thread."""
 
     def __init__(self, address: str, secret: bytes, limit_s: float, *, encrypt: bool = False) -> None:
-        self.address = address
+        self.address, self._limit_s, self._end = address, limit_s, math.inf
         host, _, port = address.rpartition(":")
         try:
             self._peer = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
         except (OSError, ValueError) as error:
             raise PeerError(f"{address} is not reached: {error}") from error
         try:
-            self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_up(self._peer)
             self._line = called(self._peer, secret, encrypt)
-            self._peer.settimeout(limit_s)
         except (OSError, TransferRefused) as error:
             self._peer.close()
             raise PeerError(f"{address} is not reached: {error}") from error
 
-    def ask(self, message: Message) -> Message:
-        """Its answer; PeerRefused or SplitOver where it says no, PeerError where it says nothing, or where
-        what came is not what was sent."""
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All that is asked meanwhile together: each of many answers may come in its own time."""
+        self._end = time.monotonic() + seconds
         try:
-            self._line.send(message)
-            answer = self._line.receive()
+            yield
+        finally:
+            self._end = math.inf
+
+    def ask(self, message: Message) -> Message:
+        """Its answer, within the limit of each; PeerRefused or SplitOver where it says no, PeerError where it
+        says nothing, or where what came is not what was sent."""
+        end = min(time.monotonic() + self._limit_s, self._end)
+        try:
+            self._line.send(message, end - time.monotonic())
+            answer = self._line.receive(end - time.monotonic())
         except (OSError, TransferRefused) as error:
             raise PeerError(f"{self.address} does not answer {message.kind}: {error}") from error
         if answer.kind is PeerAsk.REFUSED:
             refused = SplitOver if answer.values.get("over") else PeerRefused
             raise refused(f"{self.address} refused {message.kind}: {answer.values.get('why')}")
+        if (answer.kind, answer.epoch) != (PeerAsk.DONE, message.epoch):
+            raise PeerError(f"{self.address} answered {message.kind} with {answer.kind} of {answer.epoch}")
         return answer
 
     def close(self) -> None:
@@ -215,31 +248,51 @@ class PeerServer:
             raise OverloadConfigError(f"the peer server cannot listen on {host}: {error}") from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._secret, self._answer, self._encrypt = secret, answer, encrypt
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._closed = False
         threading.Thread(target=self._accept, name="overload-accept", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         self._listener.close()
 
     def _accept(self) -> None:
         while True:
+            self._slots.acquire()
             try:
                 peer, address = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(peer, address), name="overload", daemon=True).start()
+            except OSError as error:
+                if self._closed:
+                    return
+                self._not_accepted(error)  # no file descriptor left, say
+                continue
+            try:
+                threading.Thread(
+                    target=self._serve, args=(peer, address), name="overload", daemon=True
+                ).start()
+            except RuntimeError as error:
+                peer.close()
+                self._not_accepted(error)
+
+    def _not_accepted(self, error: Exception) -> None:
+        self._slots.release()
+        logger.warning("a peer could not be accepted: %s", error)
+        time.sleep(ACCEPT_AGAIN_S)
 
     def _serve(self, peer: socket.socket, address: object) -> None:
-        with peer:
-            try:
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            with peer:
                 peer.settimeout(HANDSHAKE_S)
+                _set_up(peer)
                 line = answered(peer, self._secret, self._encrypt)
-                peer.settimeout(None)  # a peer may be idle for long; one that dies closes its connection
                 with torch.inference_mode():
                     while True:
-                        line.send(self._answered(line.receive()))
-            except (OSError, TransferRefused) as error:
-                logger.info("peer %s left: %s", address, error)
+                        line.wait()
+                        line.send(self._answered(line.receive(MESSAGE_S)), MESSAGE_S)
+        except (OSError, TransferRefused) as error:
+            logger.info("peer %s left: %s", address, error)
+        finally:
+            self._slots.release()
 
     def _answered(self, message: Message) -> Message:
         try:

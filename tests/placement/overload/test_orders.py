@@ -81,3 +81,21 @@ def test_a_pair_of_which_one_is_to_leave_is_restored_and_never_made() -> None:
 def test_engines_that_failed_a_while_ago_are_left_alone() -> None:
     three = [decoder("a"), decoder("b"), decoder("c")]
     assert split_orders(LACKING, three, LIMITS, unwilling={"a"}).drops == (("b", "c"),)
+
+
+@pytest.mark.parametrize("state", [OVER, LACKING])
+def test_while_some_decoder_is_silent_nobody_is_taken_to_be_alone(state: OverloadState) -> None:
+    left = [decoder("a", epoch=7), decoder("b", held=100)]
+    assert split_orders(state, left, LIMITS, silent=True).restores == ()
+    two_more = [*left, decoder("c")]
+    made = split_orders(replace(LACKING, lacking_tokens=10_000), two_more, LIMITS, silent=True)
+    assert made.drops == (("c", "b"),)  # the one whose peer is not heard shares with nobody else
+
+
+def test_a_pair_that_failed_a_while_ago_is_neither_restored_nor_half_of_it_merged() -> None:
+    pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
+    assert split_orders(OVER, pair, LIMITS, unwilling={"b"}) == SplitOrders()
+    assert split_orders(OVER, [decoder("a", epoch=7)], LIMITS, unwilling={"a"}) == SplitOrders()
+    much = replace(LACKING, lacking_tokens=100_000)
+    made = split_orders(much, [*pair, decoder("c")], LIMITS, unwilling={"b"})
+    assert made == SplitOrders(why_no_more=NotDropped.ALONE)

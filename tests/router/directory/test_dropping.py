@@ -1,13 +1,18 @@
 """Pairs are told once, of one epoch for both; who refuses or is late is left alone for a while."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
+from itertools import chain, repeat
+
+from prometheus_client import REGISTRY
 
 from placement.engines import EngineInfo, SplitState
 from placement.iteration.latency import LatencyModel
 from placement.overload.dropping import DropLimits, EngineShape
 from placement.overload.signal import OverloadReason, OverloadState
-from router.directory.dropping import UNWILLING_S, Dropper
+from router.directory.dropping import SILENT_S, UNWILLING_S, Dropper
+from router.directory.fleet import unreported
 from router.directory.messages import EngineRecord
 from tests.support.engines import info, state
 
@@ -38,6 +43,12 @@ class TwoEngines:
     def set(self, name: str, split: SplitState | None) -> None:
         record = self._records[name]
         self._records[name] = replace(record, state=replace(record.state, split=split))
+
+    def record(self, name: str) -> EngineRecord:
+        return self._records[name]
+
+    def put(self, name: str, record: EngineRecord) -> None:
+        self._records[name] = record
 
     def holds(self, name: str, tokens: int) -> None:
         record = self._records[name]
@@ -104,3 +115,51 @@ def test_an_epoch_is_never_used_twice() -> None:
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens, newest=seen[-1] + 5))
     asyncio.run(Dropper(DropLimits(1.0), two.records, two).look(LACKING))  # of a directory that began again
     assert two.epochs()[0] > seen[-1] + 5
+
+
+def split_in(two: TwoEngines, epoch: int) -> None:
+    for name in ("d0", "d1"):
+        two.set(name, SplitState(f"{name}:1", SHAPE, epoch, SHAPE.kv_each(2)))
+        two.holds(name, 9_000)
+
+
+def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> None:
+    two, now = TwoEngines(), [0.0]
+    split_in(two, 7)
+    heard = two.record("d1")
+    two.put("d1", EngineRecord(heard.info, unreported(heard.info), suspect=True))
+    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    asyncio.run(dropper.look(LACKING))
+    now[0] = SILENT_S - 1
+    asyncio.run(dropper.look(OVER))
+    assert two.told == []
+    two.put("d1", heard)  # both are heard: the pair is left as it is, what it gained is lacking
+    now[0] = SILENT_S + 1
+    asyncio.run(dropper.look(LACKING))
+    assert two.told == []
+    two.put("d1", replace(heard, suspect=True))
+    asyncio.run(dropper.look(LACKING))
+    assert two.told == []
+    now[0] += SILENT_S + 1
+    asyncio.run(dropper.look(LACKING))
+    assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told] == [("restore", "d0", 7)]
+
+
+def rounds_failed() -> float:
+    return REGISTRY.get_sample_value("conserve_overload_rounds_failed_total") or 0.0
+
+
+def test_a_round_that_fails_does_not_end_dropping() -> None:
+    two = TwoEngines()
+    rounds = chain([None], repeat(LACKING))
+    before = rounds_failed()
+    dropper = Dropper(DropLimits(1.0), two.records, two)
+
+    async def for_a_while() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.5):
+                await dropper.run(lambda: next(rounds))  # type: ignore[arg-type,return-value]
+
+    asyncio.run(for_a_while())
+    assert len(two.told) == 2
+    assert rounds_failed() == before + 1

@@ -2,8 +2,12 @@
 what was changed or repeated on the way is refused."""
 
 import contextlib
+import os
+import resource
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 
 from kvtransfer.errors import TransferRefused
 from kvtransfer.transfer import wire
-from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer, SealedLine
+from workers.overload import channel as channel_module
+from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer, SealedLine, called
 from workers.overload.errors import PeerError, PeerRefused
 
 SECRET = b"a secret only for these tests"
@@ -181,11 +186,107 @@ def test_a_peer_that_dies_is_an_error_at_once() -> None:
     line, theirs = unproved()
     theirs.close()
     with pytest.raises((PeerError, OSError)):
-        line.receive()
+        line.receive(5.0)
 
 
 def test_lengths_are_bounded() -> None:
     line, theirs = unproved()
     theirs.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(PeerError, match="none of ours"):
-        line.receive()
+        line.receive(5.0)
+
+
+def trickle(peer: socket.socket, text: bytes) -> None:
+    """A byte now and then: no single wait for it is long."""
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            for byte in text:
+                peer.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_a_message_that_comes_a_byte_at_a_time_has_a_limit() -> None:
+    line, theirs = unproved()
+    trickle(theirs, b"\x40\0\0\0" + bytes(60))
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        line.receive(0.5)
+    assert time.monotonic() - began < 2
+
+
+def test_what_is_asked_in_a_phase_has_a_limit_together() -> None:
+    def late(message: Message) -> Message:
+        time.sleep(0.2)
+        return answered(message)
+
+    server = PeerServer("127.0.0.1", SECRET, late)
+    peer = PeerConnection(server.address, SECRET, 5.0)
+    asked = 0
+    with pytest.raises(PeerError, match="does not answer get"), peer.within(0.7):
+        while asked < 50:
+            peer.ask(Message(PeerAsk.GET, 1))
+            asked += 1
+    assert asked <= 3
+    server.close()
+
+
+def test_an_answer_to_another_message_is_none() -> None:
+    server = PeerServer("127.0.0.1", SECRET, lambda message: Message(PeerAsk.DONE, message.epoch + 1))
+    with pytest.raises(PeerError, match="answered get with done of 2"):
+        PeerConnection(server.address, SECRET, 5.0).ask(Message(PeerAsk.GET, 1))
+    server.close()
+
+
+def test_who_does_not_finish_the_handshake_makes_room_for_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 1.0)
+    server = PeerServer("127.0.0.1", SECRET, answered)
+    host, _, port = server.address.rpartition(":")
+    before = serving()
+    idlers = [socket.create_connection((host, int(port))) for _ in range(4)]
+    for idler in idlers:
+        trickle(idler, struct.pack("<BBHIIQ", wire.Kind.OPEN, wire.VERSION, 0, 0, 400, 0) + bytes(400))
+    time.sleep(0.5)
+    assert len(serving() - before) == 2
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(PeerError):
+            peer = PeerConnection(server.address, SECRET, 5.0)
+            break
+        assert time.monotonic() - began < 10
+    assert peer.ask(Message(PeerAsk.GET, 1)).kind is PeerAsk.DONE
+    for idler in idlers:
+        idler.close()
+    server.close()
+
+
+def serving() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "overload"}
+
+
+def test_a_process_without_a_file_descriptor_left_accepts_later() -> None:
+    server = PeerServer("127.0.0.1", SECRET, answered)
+    host, _, port = server.address.rpartition(":")
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    filled: list[int] = []
+    with socket.socket() as first, socket.socket() as peer:
+        peer.settimeout(5.0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, usual[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    filled.append(os.dup(peer.fileno()))
+            first.connect((host, int(port)))  # has the descriptor that was taken before it was waited for
+            peer.connect((host, int(port)))
+            time.sleep(0.5)
+        finally:
+            for one in filled:
+                os.close(one)
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        line = called(peer, SECRET, encrypt=False)
+        line.send(Message(PeerAsk.GET, 1), 5.0)
+        assert line.receive(5.0).kind is PeerAsk.DONE
+    server.close()
