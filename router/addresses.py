@@ -13,6 +13,7 @@ from router.http import Request
 FORWARDED_FOR = b"x-forwarded-for"
 _REMEMBERED = 4096
 _MOST_HOPS = 32
+_LONGEST = 64  # characters of a hop: an address and a port have fewer
 
 Address = IPv4Address | IPv6Address
 
@@ -30,9 +31,9 @@ class Addresses:
         said = b",".join(value for name, value in request.headers.raw if name.lower() == FORWARDED_FOR)
         caller = peer
         for hop in reversed(said.decode("latin-1").split(",")[-_MOST_HOPS:]):
-            address = self._read(hop)
+            address = self._read(hop) if len(hop) <= _LONGEST and "%" not in hop else None
             if address is None:
-                break  # whoever wrote that names nobody: the one before it is whom we know
+                break  # whoever wrote that names nobody (a zone as in %eth0 is any text): the one before it
             caller = str(address)
             if not self._trusts(address):
                 break

@@ -70,7 +70,7 @@ class Gateway:
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
         self._watching = [
-            asyncio.create_task(self._keys.watch(self._readers)),
+            asyncio.create_task(self._keys.watch()),
             asyncio.create_task(self._meters.share(self.directory.tell_spent)),
         ]
         if self._certificate is not None:

@@ -7,7 +7,6 @@ owner finds it again. The file is read again when it changes; one that is wrong 
 
 import asyncio
 import logging
-import os
 import pickle
 import time
 from collections import defaultdict
@@ -29,10 +28,10 @@ from router.errors import Forbidden, GatewayConfigError, Unauthorized
 from router.http import Headers
 from router.identity import namespace
 from router.readers import Readers
+from router.watched import WatchedFiles, content_of
 
 log = logging.getLogger("conserve.router.keys")
 
-LOOK_EVERY_S = 1.0
 _REMEMBERED = 1024  # secrets whose hash is known
 _MOST_BYTES = 8 << 20  # of a keys file
 _MOST_DEEP = 8  # lists and mappings in each other; a key needs four
@@ -166,8 +165,7 @@ def load(file: Path, others: Sequence[Key] = ()) -> tuple[Key, ...]:
 
 def _content(file: Path) -> bytes:
     try:
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            content = opened.read(_MOST_BYTES + 1)
+        content = content_of(file, _MOST_BYTES)
     except OSError as wrong:
         raise KeysFileError(f"{file}:1: cannot be read: {wrong.strerror or wrong}") from wrong
     if len(content) > _MOST_BYTES:
@@ -358,10 +356,10 @@ class Keys:
         self._open = file is None and all(key.admin for key in given)
         self._given = given
         self._file = Path(file).expanduser() if file is not None else None
-        self._seen: object = None  # what the file was when it was last read
         self._clock = clock
         self._use(PackedKeys.of(given, limits))
         if self._file is not None:
+            self._watched = WatchedFiles(self._file)
             self._take(self._read(self._file))
 
     def __len__(self) -> int:
@@ -398,33 +396,45 @@ class Keys:
         key = self._of_id(id)
         return key.limits if key is not None else self._limits if self._open else None
 
-    async def watch(self, readers: Readers) -> None:
-        """Until cancelled: read the file again when it has become another one, and nobody writes to it. In
-        another process: parsing thousands of keys would hold the loop."""
-        last = self._seen
-        while self._file is not None:
-            await asyncio.sleep(LOOK_EVERY_S)
-            before, last = last, await asyncio.to_thread(_state, self._file)
-            if last == before != self._seen:
+    async def watch(self) -> None:
+        """Until cancelled: read the file again when it has become another one. In another process: parsing
+        thousands of keys would hold the loop. That process reads nothing else, so that no caller's bodies
+        keep a revoked key valid."""
+        readers = Readers(processes=1)
+        try:
+            while self._file is not None:
+                await self._watched.due()
                 self._take(await self._read_beside(self._file, readers))
+                readers.close()
+        finally:
+            readers.close()
 
     def _asked(self, file: Path) -> KeysReading:
         return KeysReading(file, self._given, self._limits)
 
     def _read(self, file: Path) -> PackedKeys | str:
-        self._seen = _state(file)
         try:
-            return self._asked(file).read((_content(file),))
-        except Exception as wrong:  # noqa: BLE001 - whatever it is: the next good one is to be read
-            return _why(file, wrong)
+            self._watched.begin()
+            read = self._asked(file).read((_content(file),))
+        except Exception as wrong:  # noqa: BLE001 - whatever it is: it may pass
+            return self._not_read(file, wrong)
+        self._watched.ended(again=False)
+        return read
 
     async def _read_beside(self, file: Path, readers: Readers) -> PackedKeys | str:
-        self._seen = await asyncio.to_thread(_state, file)
         try:
+            await asyncio.to_thread(self._watched.begin)
             content = await asyncio.to_thread(_content, file)
-            return await readers.read_beside(self._asked(file), (content,))
+            read = await readers.read_beside(self._asked(file), (content,))
         except Exception as wrong:  # noqa: BLE001 - as above
-            return _why(file, wrong)
+            return self._not_read(file, wrong)
+        self._watched.ended(again=False)
+        return read
+
+    def _not_read(self, file: Path, wrong: Exception) -> str:
+        """Nothing is known of what it says."""
+        self._watched.ended(again=True)
+        return str(wrong) if isinstance(wrong, KeysFileError) else f"{file}:1: cannot be read: {wrong!r}"
 
     def _take(self, read: PackedKeys | str) -> None:
         metrics.KEYS_STALE.set(isinstance(read, str))
@@ -439,16 +449,3 @@ class Keys:
         self._of_hash = lru_cache(_REMEMBERED)(keys.of_hash)
         self._of_id = lru_cache(_REMEMBERED)(keys.of_id)
         self._of_secret = lru_cache(_REMEMBERED)(self._known)
-
-
-def _why(file: Path, wrong: Exception) -> str:
-    return str(wrong) if isinstance(wrong, KeysFileError) else f"{file}:1: cannot be read: {wrong!r}"
-
-
-def _state(file: Path) -> object:
-    """Other for another content: a mounted secret is a link that is put elsewhere."""
-    try:
-        found = file.stat()
-    except OSError as wrong:
-        return wrong.errno
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev

@@ -1,6 +1,7 @@
 """OpenAPI description of a gateway, made of its routes and of what bodies may have (`fields.py`).
 
-What a field may be is said as far as the gateway checks it; what engines check themselves is any JSON here.
+What a field may be is said as far as the gateway checks it, and never more narrowly than engines take it: a
+message's content, say, is any JSON.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,8 +14,8 @@ from router.fields import fields_of
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": ["system", "user", "assistant", "tool"]}, "content": _TEXT},
+    "required": ["role"],
+    "properties": {"role": _TEXT, "content": {}},  # parts, or nothing beside tool calls
 }
 _MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _ITEMS = {"anyOf": [_TEXT, {"type": "array", "items": {}}]}

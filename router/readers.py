@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from router.errors import ApiError, InternalError, PayloadTooLarge, TooManyRequests
+from router.errors import ApiError, InternalError, PayloadTooLarge, TooManyRequests, Unavailable
 from router.reading import is_cheap
 
 log = logging.getLogger("conserve.router.readers")
 
 PROCESSES = 2
 LONGEST_S = 30.0  # for one body
+LONGEST_WAIT_S = 60.0  # until it is read
 MOST_WAITING = 8  # costly bodies of one owner, and MOST_WAITING_BYTES of all: they lie in memory meanwhile
 MOST_WAITING_BYTES = 1 << 30
 MOST_MEMORY = 4 << 30  # of a process: a body of 32 MiB of numbers takes 1 GiB as objects
@@ -44,11 +45,16 @@ class Question(Protocol[Answer_co]):
 class Readers:
     """Started when the first costly body comes; ended with `close`, or by the end of this process."""
 
-    def __init__(self, processes: int = PROCESSES, longest_s: float = LONGEST_S) -> None:
+    def __init__(
+        self,
+        processes: int = PROCESSES,
+        longest_s: float = LONGEST_S,
+        longest_wait_s: float = LONGEST_WAIT_S,
+    ) -> None:
         self._free = asyncio.Semaphore(processes)
         self._idle: list[Process] = []
         self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._longest_s = longest_s
+        self._longest_s, self._longest_wait_s = longest_s, longest_wait_s
         self._waiting: Counter[str] = Counter()  # by owner
         self._bytes = 0  # that wait, or are read
 
@@ -60,16 +66,12 @@ class Readers:
         """In another process in any case."""
         owner, size = asked.space, sum(map(len, pieces))
         if self._waiting[owner] >= MOST_WAITING or self._bytes + size > MOST_WAITING_BYTES:
-            raise TooManyRequests(
-                "too many large requests wait to be read; send this one again",
-                code="too_many_at_once",
-                retry_after_s=1.0,
-            )
+            raise _too_many()
         self._waiting[owner] += 1
         self._bytes += size
         try:
-            turn = self._owners.get(owner) or self._owners.setdefault(owner, asyncio.Lock())
-            async with turn, self._free:
+            async with contextlib.AsyncExitStack() as place:
+                await self._wait(owner, place)
                 answer = await self._read(asked, pieces)
         finally:
             self._bytes -= size
@@ -79,6 +81,17 @@ class Readers:
         if isinstance(answer, ApiError):
             raise answer
         return answer
+
+    async def _wait(self, owner: str, place: contextlib.AsyncExitStack) -> None:
+        """Until it is this one's turn among its owner's, and a process is free."""
+        turn = self._owners.get(owner) or self._owners.setdefault(owner, asyncio.Lock())
+        try:
+            async with asyncio.timeout(self._longest_wait_s):
+                await place.enter_async_context(turn)
+                await place.enter_async_context(self._free)
+        except TimeoutError:
+            log.warning("a body was not read: no process was free in time limit_s=%g", self._longest_wait_s)
+            raise _too_many() from None
 
     async def _read(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer | ApiError:
         process = self._living() or await _start()
@@ -109,9 +122,18 @@ class Readers:
 
 
 async def _start() -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router.readers", stdin=PIPE, stdout=PIPE, limit=4 << 20
-    )
+    try:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router.readers", stdin=PIPE, stdout=PIPE, limit=4 << 20
+        )
+    except OSError as wrong:  # descriptors, processes or memory
+        log.error("no process to read large bodies can be started reason=%r", wrong)
+        raise Unavailable("large requests cannot be read now; try again", retry_after_s=1.0) from wrong
+
+
+def _too_many() -> TooManyRequests:
+    said = "too many large requests wait to be read; send this one again"
+    return TooManyRequests(said, code="too_many_at_once", retry_after_s=1.0)
 
 
 async def _ask(

@@ -35,6 +35,7 @@ log = logging.getLogger("conserve.router.directory.journal")
 VERSION = 2
 _LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
 _RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a write that failed, doubled each time
+LATE_S = 5.0  # a disk that has not answered for so long takes nothing, though it says nothing
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
 _SCHEMA = """
 CREATE TABLE rows
@@ -83,7 +84,9 @@ class Journal:
         self._flushing: asyncio.Task[None] | None = None
         self._lazy: asyncio.TimerHandle | None = None  # of the next flush that nobody waits for
         self._retry_s = _RETRY_S
-        self._failing = ""  # why the last flush failed
+        self._failed = ""  # why the last flush did
+        self._begun_at = self._said_of = 0.0  # the flush under way and the last late one, by the loop's clock
+        self._silent = f"cannot write {path}: the disk has not answered for {LATE_S:g} s; fix the disk"
         path.parent.mkdir(parents=True, exist_ok=True)
         if (log_file := wal.read(log_of(path))) is not None and log_file.damage:
             raise damaged(path, log_file.damage)  # before SQLite opens it, and forgets what follows
@@ -151,13 +154,23 @@ class Journal:
             self._lazy = asyncio.get_running_loop().call_later(_LAZY_S, self._start_flush)
 
     async def durable(self) -> None:
-        """All that was appended before is on the disk."""
-        if self._flushing is not None:
-            await asyncio.shield(self._flushing)
+        """All that was appended before is on the disk. JournalError: it is not, until the disk takes it."""
+        await self._flushed()
         if self._pending:
             self._start_flush()
-        if self._flushing is not None:
-            await asyncio.shield(self._flushing)
+        await self._flushed()
+
+    async def _flushed(self) -> None:
+        if self._flushing is None:
+            return
+        try:
+            async with asyncio.timeout_at(self._begun_at + LATE_S):
+                await asyncio.shield(self._flushing)
+        except TimeoutError:
+            if self._said_of != self._begun_at:
+                self._said_of = self._begun_at
+                log.error("%s rows=%d", self._silent, len(self._pending))
+            raise JournalError(self._silent) from None
 
     def check_capacity(self) -> None:
         """Refuses new work while the disk takes nothing and too much waits for it."""
@@ -165,8 +178,15 @@ class Journal:
             raise JournalError(self._failing)
 
     @property
+    def _failing(self) -> str:
+        """Why the disk takes nothing; empty: it does."""
+        now = asyncio.get_running_loop().time()
+        late = self._flushing is not None and now >= self._begun_at + LATE_S
+        return self._silent if late else self._failed
+
+    @property
     def _full(self) -> bool:
-        return bool(self._failing) and len(self._pending) > MAX_UNWRITTEN
+        return len(self._pending) > MAX_UNWRITTEN and bool(self._failing)
 
     async def close(self) -> None:
         with suppress(JournalError):
@@ -207,6 +227,7 @@ class Journal:
             self._lazy.cancel()
             self._lazy = None
         if self._flushing is None and self._pending:
+            self._begun_at = asyncio.get_running_loop().time()
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
             self._flushing.add_done_callback(_retrieve)
 
@@ -216,13 +237,13 @@ class Journal:
             await loop.run_in_executor(self._thread, self._write, rows)
         except Exception as wrong:  # whatever it is: the rows stay, and are tried again
             self._flushing = None
-            self._failing = f"cannot write {self._path}: {wrong}; free space or fix the disk"
+            self._failed = f"cannot write {self._path}: {wrong}; free space or fix the disk"
             self._lazy = loop.call_later(self._retry_s, self._start_flush)
             self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             log.error("cannot write file=%s rows=%d reason=%r", self._path, len(rows), str(wrong))
-            raise JournalError(self._failing) from wrong
+            raise JournalError(self._failed) from wrong
         del self._pending[: len(rows)]
-        self._flushing, self._failing, self._retry_s = None, "", _RETRY_S
+        self._flushing, self._failed, self._retry_s = None, "", _RETRY_S
         self._start_flush()
 
     def _write(self, rows: list[Row]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,10 +20,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from router.errors import GatewayConfigError
 from router.http.limits import ServerLimits
+from router.watched import WatchedFiles, content_of
 
 log = logging.getLogger("conserve.router.http.tls")
 
-LOOK_EVERY_S = 1.0
 MOST_BYTES = 1 << 20  # of either file
 HANDSHAKE = 0x16  # the first byte of TLS
 _TEXT = b'{"error":{"message":"this port speaks TLS: call it by https://","type":"invalid_request_error",'
@@ -77,8 +76,7 @@ def context_of(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, da
 
 def _content(file: Path, which: Literal["cert", "key"]) -> bytes:
     try:
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            content = opened.read(MOST_BYTES + 1)
+        content = content_of(file, MOST_BYTES)
     except OSError as wrong:
         raise TlsError(which, f"{file} cannot be read: {wrong.strerror}") from wrong
     if len(content) > MOST_BYTES:
@@ -92,50 +90,42 @@ def _public(of: object) -> bytes:
 
 
 class Certificate:
-    """Of two files, which are read again when they are others: new connections get what is in them then."""
+    """Of two files, which are read again when they are others: new connections get what is in them then.
+    Those that cannot be used are tried again: a certificate may not be valid yet."""
 
     def __init__(
         self, cert: str, key: str, now: Callable[[], datetime] = lambda: datetime.now(UTC)
     ) -> None:
         self._cert, self._key, self._now = Path(cert).expanduser(), Path(key).expanduser(), now
-        self._seen = self._state()
+        self._watched = WatchedFiles(self._cert, self._key)
+        self._watched.begin()
         self.stale = False
         """The files are missing or wrong: what they held before is in use."""
         self.context, self.expires = context_of(self._cert, self._key, now())
 
     async def watch(self) -> None:
         """Until cancelled: use the files again when they have become others, and nobody writes to them."""
-        last = self._seen
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            before, last = last, await asyncio.to_thread(self._state)
-            if last == before != self._seen:
+            await self._watched.due()
+            try:
                 await asyncio.to_thread(self._read)
+            except RuntimeError as wrong:  # no thread can be had now: at the next look
+                log.warning("certificate not read reason=%r", wrong)
 
     def _read(self) -> None:
-        self._seen = self._state()
+        self._watched.begin()
         try:
             self.context, self.expires = context_of(self._cert, self._key, self._now())
         except Exception as wrong:  # noqa: BLE001 - whatever it is: the next good one is to be read
             self.stale = True
+            self._watched.ended(again=True)
             said = wrong if isinstance(wrong, TlsError) else repr(wrong)
             until = f"{self.expires:%Y-%m-%d %H:%M}"
             log.error("certificate not read, the one before stays in use until %s UTC: %s", until, said)
             return
         self.stale = False
+        self._watched.ended(again=False)
         log.info("certificate read file=%s expires=%s", self._cert, self.expires.isoformat())
-
-    def _state(self) -> object:
-        return _stamp(self._cert), _stamp(self._key)
-
-
-def _stamp(file: Path) -> object:
-    """Other for another content: ACME clients and Kubernetes put a link elsewhere."""
-    try:
-        found = file.stat()
-    except OSError as wrong:
-        return wrong.errno
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
 
 class Handshakes:

@@ -13,7 +13,7 @@ from router.keys import Limits
 from tests.support.fake_fleet import ask, fleet, user
 from tests.support.waiting import until
 
-PROXIES = ["10.0.0.0/8", "fd00::/8", "127.0.0.1"]
+PROXIES = ["10.0.0.0/8", "fd00::/8", "fe80::/10", "127.0.0.1"]
 
 
 def request(peer: str, *forwarded: str, **others: str) -> Request:
@@ -40,6 +40,10 @@ def request(peer: str, *forwarded: str, **others: str) -> Request:
         ("10.0.0.1", ["192.0.2.7, unknown"], "10.0.0.1"),
         ("10.0.0.1", ["192.0.2.7, unknown, 10.2.3.4"], "10.2.3.4"),
         ("10.0.0.1", ["9" * 60_000], "10.0.0.1"),
+        ("10.0.0.1", ["fe80::1%x key=admin"], "10.0.0.1"),  # a zone is any text
+        ("10.0.0.1", ["192.0.2.7, fe80::1%eth0"], "10.0.0.1"),
+        ("10.0.0.1", ["[2001:db8::7]:" + "4" * 60], "10.0.0.1"),
+        ("fe80::1%eth0", ["192.0.2.7"], "192.0.2.7"),  # of a connection the system says it
     ],
 )
 def test_the_last_that_no_proxy_of_ours_is(peer: str, forwarded: list[str], caller: str) -> None:

@@ -14,12 +14,11 @@ from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from deploy.cli.commands.key import app as key_commands
-from router import keys as api_keys
 from router.config import ServedModel
 from router.errors import Unauthorized
 from router.keys import Key, Keys, KeysFileError, Limits, Scope, hash_of, inline, load, parse
-from router.readers import Readers
 from tests.router.test_large_bodies import BOUND_S, Stalls
+from tests.support.descriptors import no_descriptors
 from tests.support.fake_fleet import MODEL, ask, fleet, get, user
 from tests.support.waiting import until
 
@@ -128,7 +127,7 @@ async def test_a_key_does_what_its_scopes_say(tmp_path: Path) -> None:
 async def test_a_new_key_of_an_owner_finds_what_the_old_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(api_keys, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
     file = tmp_path / "keys"
     file.write_text(entry("old", "search"))
     async with fleet(tmp_path, keys_file=str(file)) as made:
@@ -169,12 +168,11 @@ WRONG = ("- {[a]: b}\n", "[" * 60_000 + "]" * 60_000, "- {id: one}\n", "\0", "#"
 async def test_after_a_wrong_file_a_good_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(api_keys, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.02)
     file = tmp_path / "keys"
     file.write_text(entry("good", "search"))
     known = Keys((), str(file))
-    readers = Readers()
-    watching = asyncio.create_task(known.watch(readers))
+    watching = asyncio.create_task(known.watch())
     file.write_text(text)
     await until(lambda: "conserve_keys_stale 1.0" in generate_latest().decode())
     assert known.of_secret("good").owner == "search"
@@ -183,17 +181,38 @@ async def test_after_a_wrong_file_a_good_one_is_read(
     with pytest.raises(Unauthorized):
         known.of_secret("good")
     watching.cancel()
-    readers.close()
+
+
+async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same file then: a revoked key would stay valid for good."""
+    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.02)
+    file, next_file = tmp_path / "keys", tmp_path / "next"
+    file.write_text(entry("good", "search"))
+    next_file.write_text("[]\n")
+    known = Keys((), str(file))
+    watching = asyncio.create_task(known.watch())
+    try:
+        with no_descriptors():
+            next_file.replace(file)
+            await until(lambda: "conserve_keys_stale 1.0" in generate_latest().decode())
+            assert known.of_secret("good").owner == "search"
+        await until(lambda: "conserve_keys_stale 0.0" in generate_latest().decode())
+        with pytest.raises(Unauthorized):
+            known.of_secret("good")
+    finally:
+        watching.cancel()
 
 
 async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_keys, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.02)
     file, many = tmp_path / "keys", "".join(entry(f"k{number}", f"o{number}") for number in range(20_000))
     file.write_text(entry("good", "search"))
-    known, readers, longest = Keys((), str(file)), Readers(), list[float]()
-    watching = asyncio.create_task(known.watch(readers))
+    known, longest = Keys((), str(file)), list[float]()
+    watching = asyncio.create_task(known.watch())
     try:
         for more in range(3):  # another process may take the processor's caches and more
             stalls = Stalls()
@@ -209,7 +228,6 @@ async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
         assert min(longest) < BOUND_S
     finally:
         watching.cancel()
-        readers.close()
 
 
 @pytest.mark.parametrize("text", [None, "[]\n", *WRONG], ids=["none", "empty", *map(str, range(len(WRONG)))])

@@ -218,6 +218,35 @@ async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
         readers.close()
 
 
+async def test_waiting_for_a_process_has_a_limit() -> None:
+    readers, asked = Readers(processes=1, longest_wait_s=0.05), replace(CHAT, max_context=0)
+    try:
+        first = asyncio.create_task(readers.read(asked, (COSTLY,)))  # its process starts in more than that
+        await asyncio.sleep(0)
+        for space in (asked.space, "other"):
+            with pytest.raises(ApiError, match="wait to be read") as refused:
+                await readers.read(replace(asked, space=space), (COSTLY,))
+            assert refused.value.status == 429
+        assert (await first).prompt
+        assert (await readers.read(asked, (COSTLY,))).prompt
+    finally:
+        readers.close()
+
+
+async def test_where_no_process_can_be_started_large_bodies_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers, asked = Readers(processes=1), replace(CHAT, max_context=0)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(ApiError, match="cannot be read now") as refused:
+            patched.setattr(sys, "executable", "/nowhere")
+            await readers.read(asked, (COSTLY,))
+        assert refused.value.status == 503
+        assert (await readers.read(asked, (COSTLY,))).prompt
+    finally:
+        readers.close()
+
+
 async def test_a_large_turn_reaches_its_engine_as_it_came(made: Fleet) -> None:
     raw = orjson.dumps({"model": MODEL, "messages": [user("hello")], "max_tokens": 2})
     status, text = await hostile_request(made.urls[0], "chat/completions", raw[:-1] + b" " * MIB + b"}")

@@ -13,7 +13,7 @@ from router import fields, openapi
 from router.batch.api import make_app
 from router.config import AnswersConfig, BatchAddress
 from router.errors import BadRequest
-from tests.support.fake_fleet import Fleet, fleet
+from tests.support.fake_fleet import Fleet, ask, fleet, user
 
 
 @pytest.fixture
@@ -64,3 +64,19 @@ async def test_bodies_are_described_as_they_are_checked(made: Fleet) -> None:
                 fields.check_fields(path, {name: said["maximum"]})
                 with pytest.raises(BadRequest):
                     fields.check_fields(path, {name: said["maximum"] * 2 + 1})
+
+
+async def test_messages_are_described_as_widely_as_they_are_served(made: Fleet) -> None:
+    paths = (await described(made))["paths"]
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        message = schema["properties"]["messages"]["items"]
+        assert message["required"] == ["role"]  # an assistant's calls have no content
+        assert message["properties"] == {"role": {"type": "string"}, "content": {}}
+    said: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+        user("hi"),
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "21"}]},
+    ]
+    assert (await ask(made.urls[0], said)).status == 200

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -255,6 +256,39 @@ async def test_a_full_disk_is_tried_again_by_itself_and_new_work_is_refused_mean
     await until(lambda: pages_written(path) > written)
     await until(lambda: not refuses(journal))
     await journal.close()
+
+
+class WrittenLate(bytes):
+    """A payload at which writing hangs."""
+
+    answers = threading.Event()
+
+    def __conform__(self, _: object) -> bytes:
+        self.answers.wait()
+        return bytes(self)
+
+
+async def test_a_disk_that_hangs_without_an_error_counts_as_failing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.directory.journal.LATE_S", 0.3)
+    path, journal = tmp_path / "journal", Journal(tmp_path / "journal")
+    hanging = WrittenLate(b"0")
+    journal.append(Row("c:0", "whole", hanging))
+    for number in range(1, MAX_UNWRITTEN + 1):
+        journal.append(row(number))
+    journal.check_capacity()
+    waiting = [asyncio.create_task(journal.durable()) for _ in range(3)]
+    async with asyncio.timeout(5):
+        refused = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(one, JournalError) and "has not answered" in str(one) for one in refused)
+    with pytest.raises(JournalError, match="has not answered"):
+        journal.check_capacity()
+    hanging.answers.set()
+    await until(lambda: not refuses(journal))
+    await journal.durable()
+    await journal.close()
+    assert len(await contents(path)) == MAX_UNWRITTEN + 1
 
 
 def missed() -> float:

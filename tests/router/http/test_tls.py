@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 
 from router.config import TlsConfig
 from router.http import Certificate, RelayEnd, Request, Responder, Server, ServerLimits, TlsError
-from router.http import tls as module
 from tests.router.http.client import HOST, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection
 from tests.router.http.gateway import Gateway
 from tests.support.certificates import Authority
+from tests.support.descriptors import no_descriptors
 from tests.support.fake_fleet import MODEL, fleet, user
 
 QUICK = ServerLimits(handshake_timeout_s=0.5)
@@ -245,7 +246,7 @@ async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
     serve: Any, authority: Authority, pair: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
     _, port, certificate = await serve(echo)
     watching = asyncio.create_task(certificate.watch())
     trust, (cert, key) = authority.trusting(), pair
@@ -273,6 +274,30 @@ async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
     third = authority.issue(released, key)
     link.symlink_to(released)
     link.rename(cert)
+    await eventually(lambda: not certificate.stale, 10)
+    assert await serial(port, trust) == third
+    watching.cancel()
+
+
+async def test_a_renewed_certificate_is_taken_up_once_it_can_be_read_and_is_valid(
+    serve: Any, authority: Authority, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
+    _, port, certificate = await serve(echo)
+    before, trust, (cert, key) = certificate.expires, authority.trusting(), pair
+    first = await serial(port, trust)
+    watching = asyncio.create_task(certificate.watch())
+    prepared = authority.pair("renewed")
+    with no_descriptors():
+        for one, other in zip(prepared, pair, strict=True):
+            one.replace(other)
+        await eventually(lambda: certificate.stale, 10)
+        assert certificate.expires == before
+    await eventually(lambda: not certificate.stale, 10)
+    second = await serial(port, trust)
+    assert second != first
+    third = authority.issue(cert, key, begins=timedelta(seconds=63))  # valid in three
+    await eventually(lambda: certificate.stale, 10)
     await eventually(lambda: not certificate.stale, 10)
     assert await serial(port, trust) == third
     watching.cancel()
