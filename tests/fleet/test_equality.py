@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 CONVERSATIONS = 8
 
 
-def talk(url: str, model: str, seed: int) -> list[Turn]:
-    sdk, messages = client(url, f"equality-{seed}"), opening(seed, words=60 + 70 * seed)
+def talk(url: str, model: str, seed: int, headers: dict[str, str]) -> list[Turn]:
+    sdk = client(url, f"equality-{seed}").with_options(default_headers=headers)
+    messages = opening(seed, words=60 + 70 * seed)
     turns = [tool_turn(sdk, model, messages) for _ in range(3)]
     messages.append({"role": "user", "content": f"Now sum it up, {seed}."})
     return [*turns, text_turn(sdk, model, messages), tool_turn(sdk, model, messages)]
@@ -24,7 +25,7 @@ def all_at_once(url: str, model: str) -> dict[int, list[Turn]]:
     said: dict[int, list[Turn]] = {}
 
     def one(seed: int) -> None:
-        said[seed] = talk(url, model, seed)
+        said[seed] = talk(url, model, seed, {})
 
     threads = [threading.Thread(target=one, args=(seed,)) for seed in range(CONVERSATIONS)]
     for thread in threads:
@@ -37,7 +38,11 @@ def all_at_once(url: str, model: str) -> dict[int, list[Turn]]:
 def test_all_turns_of_eight_conversations_are_equal(laptop_fleet: RunningFleet) -> None:
     on_fleet = all_at_once(laptop_fleet.url, laptop_fleet.model)
     with PlainEngine(laptop_fleet) as plain:
-        alone = {seed: talk(plain.url, laptop_fleet.model, seed) for seed in range(CONVERSATIONS)}
+        # Whose turns they are: a tool call that was spelled out goes back as it was generated, there as here.
+        alone = {
+            seed: talk(plain.url, laptop_fleet.model, seed, {"X-Session-ID": f"plain-{seed}"})
+            for seed in range(CONVERSATIONS)
+        }
     for seed in range(CONVERSATIONS):
         said = [(turn.text, turn.arguments) for turn in on_fleet[seed]]
         assert said == [(turn.text, turn.arguments) for turn in alone[seed]], f"conversation {seed}"

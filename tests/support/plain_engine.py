@@ -1,4 +1,4 @@
-"""One plain vLLM beside the fleet: the same model and options, without anything of ours inside."""
+"""One plain vLLM beside the fleet: the same model, options and server, without a connector or scheduler of ours."""
 
 import os
 import signal
@@ -19,7 +19,8 @@ START_LIMIT_S = 600
 class PlainEngine:
     def __init__(self, fleet: RunningFleet) -> None:
         decoder = next(engine for engine in engines(fleet.fleet) if engine.tier.role == "decode")
-        spec = replace(engine_spec(fleet.fleet, decoder, fleet.home, "127.0.0.1"), connector=None)
+        plain = {"connector": None, "scheduler_class": None, "worker_class": None, "additional": None}
+        spec = replace(engine_spec(fleet.fleet, decoder, fleet.home, "127.0.0.1"), **plain)
         self._port = free_port("127.0.0.1")
         self._command = engine_command(spec, Start(1, self._port, 0), EngineKeys(), os.environ)
         self._log = fleet.base / "plain-engine.log"

@@ -149,8 +149,9 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
             added.append(one)
         else:
             kept[name] = without_text(one, added)
-    if isinstance(kept.get("input_tokens"), int):  # Messages counts what was cached apart
-        kept["input_tokens"] += value.get("cache_read_input_tokens") or 0
+    if isinstance(kept.get("input_tokens"), int):  # Messages counts apart what was cached, before or now
+        cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
+        kept["input_tokens"] += sum(value.get(name) or 0 for name in cached)
     return kept
 
 
