@@ -1,4 +1,4 @@
-"""One plain vLLM beside the fleet: the same model, options and server, without a connector or scheduler of ours."""
+"""Plain vLLM beside the fleet: the same model, options and server, without our connector and scheduler."""
 
 import os
 import signal
