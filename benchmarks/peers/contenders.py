@@ -170,7 +170,7 @@ def _serving(bench: Bench, subject: Subject) -> Iterator[str]:
 
 
 class PlainEngines:
-    """vLLM with our options and nothing of ours inside, as many as the fleet has."""
+    """vLLM with our options and server, without our connector and scheduler, as many as the fleet has."""
 
     def __init__(self, bench: Bench, moves_kv: dict[str, str] | None = None) -> None:
         """`moves_kv`: by NIXL, with this in the environment."""

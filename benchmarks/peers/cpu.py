@@ -13,12 +13,15 @@ from secrets import token_hex
 
 import psutil
 
+from workers.launch import SERVER
+
 MARK = "CONSERVE_BENCHMARK_RUN"
 # The first that a command line holds is its kind.
 KINDS = (
     ("VLLM::Worker", "model"),
     ("VLLM::EngineCore", "engine core"),
-    ("api_server", "engine server"),
+    (SERVER, "engine server"),
+    ("api_server", "engine server"),  # a peer's
     ("router.gateway", "router"),
     ("launch_router", "router"),
     ("vllm-router", "router"),

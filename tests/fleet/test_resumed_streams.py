@@ -60,8 +60,8 @@ def resumed(fleet: RunningFleet) -> float:
     ("process", "how", "count"),
     [
         ("EngineCore", signal.SIGKILL, STREAMS),
-        ("api_server", signal.SIGKILL, STREAMS),
-        ("api_server", signal.SIGTERM, FEW),  # as a machine that shuts down does
+        ("workers.serve", signal.SIGKILL, STREAMS),
+        ("workers.serve", signal.SIGTERM, FEW),  # as a machine that shuts down does
     ],
 )
 def test_streams_go_on_equal_to_undisturbed_ones(

@@ -94,6 +94,11 @@ def until(true: Callable[[], object], limit_s: float, what: str) -> None:
         time.sleep(0.3)
 
 
+def listens_at(pid: int) -> set[int]:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="keeper-") as base:
@@ -111,6 +116,9 @@ def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig)
     assert first.info is not None
     assert (first.info.kv_tokens, first.info.block_tokens, first.info.max_context) == (256 * 32, 32, 4096)
     before = sorted(rig.session())
+    port = int(first.info.http.rpartition(":")[2])
+    at_the_port = [pid for pid in before if port in listens_at(pid)]
+    assert at_the_port == [psutil.Process(first.status.pid).children()[0].pid], "the server, not its forks"
 
     rig.kill_keeper()
     assert sorted(rig.session()) == before

@@ -33,6 +33,7 @@ from workers.coserving.config import (
     SCHEDULER_CLASS,
     CoServingConfig,
 )
+from workers.launch import SERVER
 
 SECRET = "a secret only for these tests"
 START_S = 400.0
@@ -93,7 +94,7 @@ class Engine:
         return min(16000, (self.blocks - 2) * self.block_tokens)
 
     def start(self) -> "Engine":
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", SERVER]
         command += ["--model", str(model_directory()), "--served-model-name", "m", "--dtype", "float32"]
         command += ["--host", "127.0.0.1", "--port", str(self.http), "--max-model-len", str(self.context())]
         command += ["--num-gpu-blocks-override", str(self.blocks), "--block-size", str(self.block_tokens)]
