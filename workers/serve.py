@@ -3,7 +3,8 @@
 Options and behaviour are those of vLLM's own module, but for one thing. vLLM's CPU platform *spawns* the
 engine core and the workers, and each imports torch and vLLM again: half of an engine's start on two cores,
 and 0.4 GiB that they could share. It does so since threads are bound to cores when OpenMP is loaded. Where
-nothing is bound, as in a fleet's engines (`workers/launch.py`), they are forked.
+nothing is bound, as in a fleet's engines (`workers/launch.py`), they are forked, unless the environment has
+VLLM_WORKER_MULTIPROC_METHOD=spawn.
 """
 
 import os
@@ -13,6 +14,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
+from kvtransfer.parent_death import die_with_parent
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 NOT_BOUND = "nobind"
 
@@ -38,7 +42,9 @@ def _is_connected(one: socket.socket) -> bool:
 
 
 def let_go_of_the_server() -> None:
-    """In a forked process: who connects does not wait for a server that died, and signals are its own."""
+    """In a forked process: it ends with its parent (what tells vLLM of a death is held by other forks, too),
+    who connects does not wait for a server that died, and signals are its own."""
+    die_with_parent()
     signal.set_wakeup_fd(-1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in list(bound()):
@@ -49,7 +55,7 @@ def let_go_of_the_server() -> None:
 def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    if os.environ.get(BINDING) == NOT_BOUND:
+    if os.environ.get(BINDING) == NOT_BOUND and os.environ.get(METHOD) != "spawn":
         from kvtransfer.relied_on import verify
         from kvtransfer.vllm_internals import STARTING, fork_engine_on_cpu
 

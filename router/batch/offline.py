@@ -45,7 +45,7 @@ def offline_body(body: Mapping[str, Any]) -> bytes:
 def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
     """Of a request of `size` bytes, its answer included."""
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        if isinstance(body.get(name), int):
+        if isinstance(body.get(name), int | float):  # a whole one: router/fields.py
             return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1)
     return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
 

@@ -99,6 +99,19 @@ def listens_at(pid: int) -> set[int]:
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
+def vllms(host: int) -> list[psutil.Process]:
+    """Server, engine core and worker."""
+    found = psutil.Process(host).children(recursive=True)
+    vllms = [one for one in found if {"workers.serve", "VLLM::EngineCore", "VLLM::Worker"} & {*one.cmdline()}]
+    assert len(vllms) == 3, [one.cmdline() for one in found]
+    return vllms
+
+
+def libc_at(process: psutil.Process) -> str:
+    """Where it lies in memory: elsewhere in each process that was executed."""
+    return min(one.addr for one in process.memory_maps(grouped=False) if "libc.so" in one.path)
+
+
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="keeper-") as base:
@@ -119,6 +132,7 @@ def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig)
     port = int(first.info.http.rpartition(":")[2])
     at_the_port = [pid for pid in before if port in listens_at(pid)]
     assert at_the_port == [psutil.Process(first.status.pid).children()[0].pid], "the server, not its forks"
+    assert len({libc_at(process) for process in vllms(first.status.pid)}) == 1, "forked, none has loaded anew"
 
     rig.kill_keeper()
     assert sorted(rig.session()) == before

@@ -114,14 +114,22 @@ def tokens(pieces: list[tuple[bytes, bytes]]) -> list[bytes]:
 
 VOLATILE = {
     "sequence_number", "completed_at", "cached_tokens", "prompt_tokens_details", "cache_read_input_tokens",
-    "cache_creation_input_tokens", "signature",
+    "cache_creation_input_tokens", "signature", "system_fingerprint",
 }  # fmt: skip
 TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"}
 
 
 def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
-    """Events; consecutive ones that only add text are one: vLLM may give one token at a time, or two."""
+    """Events; consecutive ones that only add text are one: vLLM may give one token at a time, or two. With
+    that of the end, too, which is an event of its own here."""
     found: list[list[Any]] = []
+
+    def add(shape: Any, text: str) -> None:
+        if found and found[-1][0] == shape:
+            found[-1][1] += text
+        else:
+            found.append([shape, text])
+
     for _, piece in pieces:
         for data in re.findall(rb"^data: (.*)$", piece, re.MULTILINE):
             event = json.loads(data) if data != b"[DONE]" else {}
@@ -129,11 +137,17 @@ def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
                 event.pop("usage", None)  # so far
             added: list[str] = []
             shape = without_text(event, added, event.get("type", "").endswith("delta"))
-            if found and found[-1][0] == shape:
-                found[-1][1] += "".join(added)
-            else:
-                found.append([shape, "".join(added)])
+            text, choices = "".join(added), shape.get("choices")
+            if choices and (text or not choices[0].get("finish_reason")):
+                add({**shape, "choices": [not_ended(one) for one in choices]}, text)
+            if not choices or choices[0].get("finish_reason"):
+                add(shape, "" if choices else text)
     return found
+
+
+def not_ended(choice: dict[str, Any]) -> dict[str, Any]:
+    """Without what it says of an end: Chat and Completions have it beside the last text."""
+    return {name: one for name, one in choice.items() if name not in ("finish_reason", "stop_reason")}
 
 
 def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
