@@ -218,7 +218,7 @@ _ANY: Mapping[str, Check] = dict.fromkeys(
     (
         *("model", "user", "metadata", "service_tier", "store", "stream_options", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id", "conversation"),
-        *("truncation_side", "moderation", "kv_hints", "nvext", "slo_class"),
+        *("conversation_id", "truncation_side", "moderation", "kv_hints", "nvext", "slo_class"),
     ),
     _as_it_is,
 )
@@ -292,7 +292,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
                 *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"),
                 *("billing_policy", "compaction", "context_management", "fallback_credit_token", "fallbacks"),
                 *("mcp_servers", "thread", "session_id", "conversation", "prompt_cache_key"),
-                *("kv_hints", "nvext", "slo_class"),
+                *("conversation_id", "kv_hints", "nvext", "slo_class"),
             ),
             _as_it_is,
         ),

@@ -169,8 +169,10 @@ def _claude_code(session: str, headers: Mapping[str, str]) -> tuple[str, str | N
 def _from_body(body: Mapping[str, Any]) -> tuple[str | None, str]:
     if (found := clean_id(body.get("session_id"), "session_id")) is not None:
         return found, "session_id"
-    found = named_conversation(body)
-    return found, "conversation" if found is not None else ""
+    if (found := named_conversation(body)) is not None:
+        return found, "conversation"
+    found = clean_id(body.get("conversation_id"), "conversation_id")
+    return found, "conversation_id" if found is not None else ""
 
 
 def named_conversation(body: Mapping[str, Any]) -> str | None:

@@ -200,3 +200,42 @@ async def test_a_correlation_id_for_each_request_leaves_one_conversation(made: F
 async def test_a_correlation_id_does_not_come_before_a_session(made: Fleet) -> None:
     stamped = {"x-claude-code-session-id": "s", "x-correlation-id": "req-1"}
     assert ids([await ask(made.urls[0], [user("x")], headers=stamped)]) == {"s"}
+
+
+@pytest.mark.parametrize("header", [True, False])
+async def test_vllms_multi_turn_benchmark_names_its_conversations(made: Fleet, header: bool) -> None:
+    """With `--send-conversation-id`; without it nothing is said, and the messages decide."""
+    name = "CONV_ID_1"
+    headers = {"x-session-id": name} if header else {}
+    told_usage = {"include_usage": False}
+    loop = tool_loop(made, "x", headers, conversation_id=name, max_tokens=12, stream_options=told_usage)
+    assert ids(await loop) == {name}
+    assert len(made.prefills()) == 1
+
+
+async def test_aiperf_stamps_its_sessions_twice_and_its_requests_once(made: Fleet) -> None:
+    messages = [user("begin")]
+    for number in range(3):
+        said = {"x-session-affinity": "s", "x-correlation-id": "s", "x-request-id": f"r{number}"}
+        usage = {"include_usage": True}
+        answer = await ask(made.urls[0], messages, headers=said, stream=True, stream_options=usage)
+        assert ids([answer]) == {"s"}
+        messages += [assistant("w0 w1"), user("go on")]
+    assert len(made.prefills()) == 1
+
+
+async def test_inference_perf_continues_a_text_without_an_id(made: Fleet) -> None:
+    """Its conversations are prompts of `/v1/completions`: each is the one before, its answer, and more."""
+    text, answers = "a system prompt " * 20, []
+    for number in range(4):
+        text += f" question {number}"
+        usage = {"continuous_usage_stats": True, "include_usage": True}  # the first of them is guidellm's
+        answers.append(
+            await ask(
+                made.urls[0], text, path="/v1/completions",
+                stream=True, stream_options=usage, ignore_eos=True, max_tokens=4,
+            )
+        )
+        text += " w0 w1 w2 w3"
+    assert len(ids(answers)) == 1
+    assert len(made.prefills()) == 1

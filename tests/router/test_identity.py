@@ -35,8 +35,8 @@ def test_headers_count_in_their_documented_order() -> None:
 
 
 def test_body_fields_count_after_headers_in_their_order() -> None:
-    body = {"session_id": "a", "conversation": {"id": "b"}}
-    for expected in ("session_id", "conversation"):
+    body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
+    for expected in ("session_id", "conversation", "conversation_id"):
         got = explicit_identity({}, body)
         assert got.source == expected
         body.pop(expected)
