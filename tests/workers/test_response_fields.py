@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from workers.response_fields import ResponseFieldsMiddleware
 
 SAYS = {"previous_response_id": None, "conversation": {"id": "conv_1"}}
+ECHO = [{"name": "f", "parameters": {"default": {"previous_response_id": None, "response": {}}}}]
 TEXT = 'a model may write "previous_response_id":null itself'
 
 
@@ -35,7 +36,7 @@ def start(kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("says", [SAYS, {"previous_response_id": "resp_0"}])
 async def test_a_whole_answer_and_its_length(says: dict[str, Any]) -> None:
-    answer = {"id": "resp_1", "output": [TEXT], "previous_response_id": None}
+    answer = {"id": "resp_1", "tools": ECHO, "output": [TEXT], "previous_response_id": None, "text": ECHO}
     body = json.dumps(answer, separators=(",", ":")).encode()
     sent = [
         start(b"application/json", (b"Content-Length", b"%d" % len(body))),
@@ -47,11 +48,13 @@ async def test_a_whole_answer_and_its_length(says: dict[str, Any]) -> None:
 
 
 async def test_events_that_have_the_answer_and_others() -> None:
-    events = [{"type": "response.created", "response": {"previous_response_id": None}}, {"delta": TEXT}]
+    response = {"tools": ECHO, "previous_response_id": None}
+    events = [{"type": "response.created", "response": response}, {"delta": TEXT, "item": ECHO}]
     written = [b"data: " + json.dumps(one, separators=(",", ":")).encode() + b"\n\n" for one in events]
+    written[0] = b"event: response.created\n" + written[0]
     bodies = [{"type": "http.response.body", "body": one, "more_body": True} for one in written]
     head, first, second = await passed([start(b"text/event-stream"), *bodies], SAYS)
-    assert json.loads(first["body"][6:])["response"] == SAYS
+    assert json.loads(first["body"].partition(b"data: ")[2])["response"] == response | SAYS
     assert second == bodies[1]
     assert head == start(b"text/event-stream")
 
