@@ -213,8 +213,9 @@ class Routes:
         arrived_at = self._clock()
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
         context = self._directory.engines.max_context
-        turn = await read_turn(api, request, key.owner, *known, context, self._answers)
+        pieces = await request.body.read_pieces()
         with self._meters.turn(key, responder, self._address(request)) as charge:
+            turn = await read_turn(api, request, pieces, key.owner, *known, context, self._answers)
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder)

@@ -6,7 +6,7 @@ on, and numbers are bounded here, before anything computes with them: an engine,
 store must not be the first to find out that 10^30 tokens or an infinite SLO target make no sense.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -353,6 +353,12 @@ def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[byte
         before.pop()
     last = before.pop()
     return (*before, last[:end], b"," + orjson.dumps(fields)[1:])
+
+
+def with_items(raw: tuple[bytes, ...], name: str, items: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Likewise a list, whose items come in pieces, with commas between them."""
+    *before, last = with_fields(raw, {name: []})
+    return (*before, last[:-2], *items, b"]}")
 
 
 def fields_of(path: str) -> Mapping[str, Check]:

@@ -45,14 +45,15 @@ class Gateway:
         self.pool = UpstreamPool(config.upstream, config.engine_key)
         self.directory.engines.on_gone = lambda http: self.pool.lose(Endpoint.parse(http))
         self.tracer = _tracer(config)
-        self._answers = Answers(config.answers)
+        self._readers = Readers()
+        most_bytes = config.limits.max_body_bytes
+        self._answers = Answers(config.answers, readers=self._readers, most_bytes=most_bytes)
         life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
         self._life = life
         self._batch = batch = (
             BatchForwarding(config.batch, self.pool) if config.batch else None
         )
         self._certificate = Certificate(config.tls.cert, config.tls.key) if config.tls else None
-        self._readers = Readers()
         self._keys = Keys(config.keys, config.keys_file, config.key_limits)
         self._meters = Meters(self._keys.limits_of)
         self.directory.on_spent = self._meters.heard
@@ -100,8 +101,8 @@ class Gateway:
         self._life.returns.close()
         if self._batch is not None:
             await self._batch.close()
-        self._readers.close()
         await self._answers.close()
+        self._readers.close()
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)

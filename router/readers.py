@@ -65,6 +65,8 @@ class Readers:
     async def read_beside(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer:
         """In another process in any case."""
         owner, size = asked.space, sum(map(len, pieces))
+        if size > MOST_WAITING_BYTES:
+            raise PayloadTooLarge(f"the body has {size} bytes; {MOST_WAITING_BYTES} can be read; send less")
         if self._waiting[owner] >= MOST_WAITING or self._bytes + size > MOST_WAITING_BYTES:
             raise _too_many()
         self._waiting[owner] += 1

@@ -19,6 +19,7 @@ from router.errors import BadRequest, ContextTooLong, ModelNotFound
 from router.fields import check_fields
 from router.hints import Hints, read_hints
 from router.identity import Explicit, explicit_identity
+from router.items import Span, find_items, write_items
 
 CHEAP_BYTES = 256 * 1024
 CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
@@ -65,6 +66,7 @@ class Reading:
     space: str  # scope of the caller's conversation ids
     models: frozenset[str]  # by every name they answer to
     max_context: int  # of the largest engine; 0 while none is known
+    items: bool = False  # those of the input are asked, unless nobody is to have them
 
     def read(self, pieces: Sequence[bytes]) -> "ReadBody":
         return read_body(self, pieces)
@@ -76,6 +78,7 @@ class ReadBody:
 
     fields: Mapping[str, Any]  # by name; None in the place of what is large
     prompt: "Prompt | None"  # of a turn
+    items: bytes | Span = b""  # of the Responses API; of a large body, where they stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,13 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
     check_items(body)
     check_fields(asked.path, body)
     prompt = _prompt(asked, asked.api, body) if asked.api is not None else None
+    alone = body.get("store") is False and not (body.get("previous_response_id") or body.get("conversation"))
+    items: bytes | Span = b""
+    if asked.items and not alone:
+        items = find_items(raw) if len(raw) > CHEAP_BYTES else write_items(body.get("input"))
     if len(raw) > CHEAP_BYTES:
         body = {name: value if _is_small(value) else None for name, value in body.items()}
-    return ReadBody(body, prompt)
+    return ReadBody(body, prompt, items)
 
 
 def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:

@@ -1,22 +1,37 @@
 """Refusals: why a turn has no place or no conversation, as errors that leave the gateway."""
 
 from placement.fleet.answers import Refusal, RefusalReason
+from router.answer_store import ChainEnd
 from router.errors import (
     ApiError,
+    BadRequest,
     ContextTooLong,
     DirectoryUnreachable,
     NotFound,
+    PayloadTooLarge,
     TooManyRequests,
     Unavailable,
 )
 
 
-def no_such_response() -> NotFound:
-    return NotFound(
-        "no conversation has that response; it has ended, or never was: send its messages again",
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
+def no_such_history(end: ChainEnd, conversation: str | None, most_answers: int, most_bytes: int) -> ApiError:
+    """Of what a request goes on from: an answer, or the newest one of a `conversation`."""
+    param = "conversation" if conversation else "previous_response_id"
+    do = "send the messages that matter as input"
+    if conversation:
+        do += f", or DELETE /v1/conversations/{conversation[:100]} to begin it anew"
+    if end is ChainEnd.TOO_MANY:
+        said = f"the history has more than {most_answers} answers, which is more than can be sent again: {do}"
+        return BadRequest(said, param=param, code="history_too_long")
+    if end is ChainEnd.TOO_LARGE:
+        said = f"the history and this request have more than {most_bytes} bytes together: {do}"
+        return PayloadTooLarge(said, param=param, code="history_too_large")
+    whys = {
+        ChainEnd.DELETED: "an answer of that history was deleted, and nothing goes on from it",
+        ChainEnd.GONE: "the beginning of that history is not stored any more",
+    }
+    why = whys.get(end, "no such response is stored: it was long ago, or never")
+    return NotFound(f"{why}; {do}", param=param, code="previous_response_not_found")
 
 
 def refused(refusal: Refusal) -> ApiError:

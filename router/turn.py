@@ -6,7 +6,7 @@ any number of tool turns, to the turn that speaks to the user (`placement/object
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xxhash import xxh3_128_digest
@@ -81,6 +81,7 @@ class Turn:
 async def read_turn(
     api: Api,
     request: Request,
+    pieces: tuple[bytes, ...],
     space: str,
     models: Models,
     groups: PrefixGroups,
@@ -90,14 +91,15 @@ async def read_turn(
     max_context: int,
     answers: Answers,
 ) -> Turn:
-    pieces, history = await request.body.read_pieces(), None
-    headers = text_headers(request.headers)
+    """`pieces`: of the request's body."""
+    history, headers = None, text_headers(request.headers)
     asked = Reading(api.target.decode(), api, headers, space, frozenset(models), max_context)
-    read = await readers.read(asked, pieces)
-    if api is Api.RESPONSES:
-        fields, history = await answers.with_history(space, pieces, read.fields)
-        pieces = with_fields(pieces, fields)
-        if "input" in fields:  # now there is all of it
+    if api is not Api.RESPONSES:
+        read = await readers.read(asked, pieces)
+    else:
+        read = await readers.read(replace(asked, items=True), pieces)
+        pieces, history = await answers.with_history(space, pieces, read)
+        if history.previous is not None:  # now there is all of the input
             read = await readers.read(asked, pieces)
     prompt = read.prompt
     assert prompt is not None

@@ -1,6 +1,8 @@
 """Answers of the Responses API that the fleet stores: histories outlive decoders, and gateways."""
 
 import sqlite3
+import time
+import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,18 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
-from router.answers import VERSION, Answers, History
+from router.answer_store import VERSION
+from router.answers import Answers, History
 from router.config import AnswersConfig
 from router.errors import GatewayConfigError
+from router.http import ServerLimits
+from router.identity import namespace
 from tests.router.test_clocks import Machine
 from tests.support.fake_fleet import Answer, Fleet, ask, fleet, get
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
+ASKED = (b'{"role":"user","content":"hi"}',)
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 PRUNED = "conserve_stored_answers_total", {"outcome": "pruned"}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -135,8 +141,10 @@ async def test_it_is_got_and_deleted_by_its_owner_alone(tmp_path: Path) -> None:
         assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
         status, gone = await get(f"{made.urls[0]}{PATH}/{name_of(first)}", "DELETE", headers=ALICE)
         assert (status, gone["deleted"]) == (200, True)
-        refused = await say(made, "x", name_of(second))
-        assert refused.error["code"] == "previous_response_not_found", "its beginning is gone"
+        for one in (first, second):  # its beginning is gone
+            refused = await say(made, "x", name_of(one))
+            assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
+            assert "was deleted" in refused.error["message"]
 
 
 async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
@@ -188,15 +196,38 @@ def test_vllm_reads_from_a_rebuilt_input_what_was_said() -> None:
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
 
 
-async def test_a_file_of_version_0_opens_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+OLD = """CREATE TABLE answers (
+    owner TEXT, id TEXT, previous TEXT, added BLOB, response BLOB, bytes INTEGER, used_at REAL,
+    PRIMARY KEY (owner, id)) WITHOUT ROWID;
+    CREATE INDEX answers_by_use ON answers (used_at, bytes);
+    CREATE TABLE conversations (
+    owner TEXT, id TEXT, newest TEXT, used_at REAL, PRIMARY KEY (owner, id)) WITHOUT ROWID;"""
+CLOCK = "CREATE TABLE clock (id INTEGER PRIMARY KEY, boot TEXT, zero REAL); PRAGMA user_version = 1;"
+
+
+@pytest.mark.parametrize("version", [0, 1])
+async def test_a_file_of_an_earlier_version_opens_and_a_newer_one_is_refused(
+    tmp_path: Path, version: int
+) -> None:
     file = tmp_path / "answers.sqlite"
+    owner = namespace("alice")
+    with closing(sqlite3.connect(file)) as database:
+        database.executescript(OLD + (CLOCK if version else ""))
+        for name, previous, text in (("r0", None, "one"), ("r1", "r0", "two" * 1000)):
+            added = orjson.dumps([{"role": "user", "content": text}])
+            texts = zlib.compress(added), zlib.compress(b'{"id": "' + name.encode() + b'"}')
+            row = owner, name, previous, *texts, sum(map(len, texts)), time.time()
+            database.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        database.commit()
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
-        first = name_of(await say(made, "one"))
-        assert (await say(made, "two", first)).status == 200
-    with closing(sqlite3.connect(file)) as database:  # as it was before there was a number
-        database.executescript("DROP TABLE clock; PRAGMA user_version = 0;")
-    async with fleet(tmp_path, answers=stored(tmp_path)) as made:
-        assert (await say(made, "two", first)).status == 200
+        assert (await get(f"{made.urls[0]}{PATH}/r0", headers=ALICE)) == (200, {"id": "r0"})
+        third = await say(made, "three", "r1")
+        assert third.status == 200
+        seen = prompt(made.decoder_requests()[-1].body)
+        assert seen == [("user", "one"), ("user", "two" * 1000), ("user", "three")]
+    async with fleet(tmp_path, answers=stored(tmp_path), limits=ServerLimits(max_body_bytes=2000)) as made:
+        assert (await say(made, "four", "r0")).status == 200
+        assert (await say(made, "four", name_of(third))).status == 413, "what nobody counted is counted now"
     with closing(sqlite3.connect(file)) as database:
         database.execute(f"PRAGMA user_version = {VERSION + 1}")
     newer = Answers(stored(tmp_path))
@@ -209,8 +240,8 @@ async def test_a_file_of_version_0_opens_and_a_newer_one_is_refused(tmp_path: Pa
 async def test_answers_are_kept_as_long_as_they_should_be_whatever_the_system_clock_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    monkeypatch.setattr("router.answers.PRUNE_S", 0.0)
-    machine, kept = Machine(), History((b'{"input": "hi"}',), None, None, True)
+    monkeypatch.setattr("router.answer_store.PRUNE_S", 0.0)
+    machine, kept = Machine(), History(ASKED, None, None, True)
     for number, (passed, there) in enumerate(((0.0, True), (300.0, True), (310.0, False))):
         answers = Answers(stored(tmp_path, keep_s=600.0), machine.clock())
         await answers.start()
@@ -231,11 +262,11 @@ async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
         other.execute("BEGIN IMMEDIATE")  # another process writes, and it takes long
         for number in range(30):
             answer = b'{"id": "resp_%d", "output": []}' % number
-            answers.keep("o", History((b'{"input": "hi"}',), None, None, True), answer)
+            answers.keep("o", History(ASKED, None, None, True), answer)
         other.execute("ROLLBACK")
     await answers.find("o", "resp_0")
     found = [await answers.find("o", f"resp_{number}") is not None for number in range(30)]
     assert found[0] and 10 < sum(found) < 25
-    answers.keep("o", History((b'{"input": "hi"}',), None, None, True), b'{"id": "resp_30", "output": []}')
+    answers.keep("o", History(ASKED, None, None, True), b'{"id": "resp_30", "output": []}')
     assert await answers.find("o", "resp_30")
     await answers.close()

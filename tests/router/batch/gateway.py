@@ -83,7 +83,8 @@ class FrontGateway:
         if request.path == "/v1/chat/completions":
             models = self._config.models_by_name
             known = models, PrefixGroups(), Classes(self._config), 0.0, Readers(), 0, self._answers
-            turn = await read_turn(Api.CHAT, request, key.owner, *known)
+            pieces = await request.body.read_pieces()
+            turn = await read_turn(Api.CHAT, request, pieces, key.owner, *known)
             await self._forwarding.flex(turn, responder)
         else:
             await self._forwarding.handle(request, responder, key)
