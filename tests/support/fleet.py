@@ -83,7 +83,6 @@ def fleet_up(shipped: str, edit: Edit = lambda content: None) -> Iterator[Runnin
     content = yaml.safe_load((ROOT / "configs" / f"{shipped}.yaml").read_text())
     content["gateway"]["port"] = free_port("127.0.0.1")
     content["placement"] = {"first_turns": "prefiller"}
-    content["engine"]["start_together"] = 2  # on two cores sooner than one by one
     edit(content)
     file = base / "fleet.yaml"
     file.write_text(yaml.safe_dump(content))
