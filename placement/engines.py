@@ -93,3 +93,4 @@ class SplitState:
     epoch: int = 0  # in which it shares them; 0: its model is whole
     kv_tokens: int = 0  # that fit now
     newest: int = 0  # epoch that it was told of; the next one is later
+    partner: str = ""  # `peer` of the engine that it shares them with

@@ -75,12 +75,14 @@ def _fits(decoder: SharingDecoder) -> bool:
 
 
 def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
-    """Engines of one epoch; one with a whole model is by itself."""
-    split: defaultdict[int, list[SharingDecoder]] = defaultdict(list)
+    """Two that share with each other in one epoch are a group, and one with a whole model is by itself. An
+    epoch alone is not enough: a directory that began again may give it to another pair before those that are
+    in it have reported."""
+    split: defaultdict[tuple[int, frozenset[str]], list[SharingDecoder]] = defaultdict(list)
     whole: list[list[SharingDecoder]] = []
     for one in decoders:
         if one.split.epoch:
-            split[one.split.epoch].append(one)
+            split[one.split.epoch, frozenset((one.split.peer, one.split.partner))].append(one)
         else:
             whole.append([one])
     return [*whole, *split.values()]

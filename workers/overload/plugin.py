@@ -41,6 +41,7 @@ class OverloadScheduler(SchedulerSide):
         self._ordered: FeedCommand | None = None
         self._moves: dict[int, int] = {}
         self._epoch = self._newest = 0  # of the split that lasts; of any that was asked for
+        self._partner = ""  # in the last one
         self._whole_blocks = 0
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._facts: WorkerFacts | None = None
@@ -76,6 +77,7 @@ class OverloadScheduler(SchedulerSide):
                 return Reply(error=f"{command.command} {command.epoch}: the split is {self._epoch or 'none'}")
             self._asked, self._asked_at = command, self._residence.clock()
             self._newest = max(self._newest, command.epoch)
+            self._partner = command.peer or self._partner
         internals.wake()
         return Reply(True)
 
@@ -162,7 +164,8 @@ class OverloadScheduler(SchedulerSide):
             *(LINK_BYTES_PER_S, self._latency),
         )
         now = int(self._pool.num_gpu_blocks) * self._block_tokens
-        self._residence.split = SplitState(facts.address, shape, self._epoch, now, self._newest)
+        partner = self._partner if self._epoch else ""
+        self._residence.split = SplitState(facts.address, shape, self._epoch, now, self._newest, partner)
 
     def take_counts(self) -> Mapping[str, float]:
         counts, self._counts = self._counts, Counter()

@@ -19,9 +19,14 @@ OVER = OverloadState.initial()
 LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_tokens=500)
 
 
+PARTNERS = {"a": "b", "b": "a", "c": "d", "d": "c"}  # of engines that share their layers
+
+
 def decoder(name: str, epoch: int = 0, held: float = 900, tier: str = "decode") -> SharingDecoder:
     now = SHAPE.kv_each(2) if epoch else SHAPE.kv_tokens
-    return SharingDecoder(name, tier, held, 4, SplitState(f"{name}:1", SHAPE, epoch, now))
+    partner = f"{PARTNERS[name]}:1" if epoch else ""
+    split = SplitState(f"{name}:1", SHAPE, epoch, now, newest=epoch, partner=partner)
+    return SharingDecoder(name, tier, held, 4, split)
 
 
 def test_overload_makes_pairs_of_engines_with_whole_models() -> None:
@@ -63,6 +68,14 @@ def test_when_it_is_over_a_pair_is_restored_if_what_it_holds_fits() -> None:
     assert split_orders(OVER, pair, LIMITS) == SplitOrders(restores=(("a", "b"),))
     full = [decoder("a", epoch=7, held=1_200), decoder("b", epoch=7)]
     assert split_orders(OVER, full, LIMITS) == SplitOrders()
+
+
+def test_two_pairs_of_one_epoch_are_two_pairs() -> None:
+    four = [decoder(name, epoch=7, held=100) for name in "acbd"]
+    assert split_orders(OVER, four, LIMITS) == SplitOrders(restores=(("a", "b"), ("c", "d")))
+    leaving = [replace(four[0], leaving=True), *four[1:]]
+    assert split_orders(LACKING, leaving, LIMITS) == SplitOrders(restores=(("a", "b"),))
+    assert split_orders(OVER, four[1:], LIMITS) == SplitOrders(restores=(("b",),))  # its peer is gone
 
 
 @pytest.mark.parametrize("state", [OVER, LACKING])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
@@ -24,15 +25,19 @@ LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_to
 OVER = OverloadState.initial()
 
 
-class TwoEngines:
-    """Keepers of two engines, which do what they are told, or refuse."""
+def in_split(name: str, epoch: int, partner: str) -> SplitState:
+    return SplitState(f"{name}:1", SHAPE, epoch, SHAPE.kv_each(2), newest=epoch, partner=partner)
 
-    def __init__(self) -> None:
+
+class TwoEngines:
+    """Keepers of two engines, or of more, which do what they are told, or refuse."""
+
+    def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
         self.refuses: set[str] = set()
         self.told: list[tuple[str, str, int, int, str]] = []
         self._records = {
             name: EngineRecord(info(name), replace(state(name, 1, live=9_000), running=4), suspect=False)
-            for name in ("d0", "d1")
+            for name in names
         }
         for name in self._records:
             self.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
@@ -61,7 +66,7 @@ class TwoEngines:
         self.told.append(("drop", info.engine, epoch, part, peer))
         if info.engine in self.refuses:
             raise OSError("no")
-        self.set(info.engine, SplitState(f"{info.engine}:1", SHAPE, epoch, SHAPE.kv_each(2)))
+        self.set(info.engine, in_split(info.engine, epoch, peer))
 
     async def restore(self, info: EngineInfo, epoch: int) -> None:
         self.told.append(("restore", info.engine, epoch, 0, ""))
@@ -118,8 +123,8 @@ def test_an_epoch_is_never_used_twice() -> None:
 
 
 def split_in(two: TwoEngines, epoch: int) -> None:
-    for name in ("d0", "d1"):
-        two.set(name, SplitState(f"{name}:1", SHAPE, epoch, SHAPE.kv_each(2)))
+    for name, partner in (("d0", "d1:1"), ("d1", "d0:1")):
+        two.set(name, in_split(name, epoch, partner))
         two.holds(name, 9_000)
 
 
@@ -143,6 +148,24 @@ def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> No
     now[0] += SILENT_S + 1
     asyncio.run(dropper.look(LACKING))
     assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told] == [("restore", "d0", 7)]
+
+
+def test_pairs_that_have_one_epoch_after_a_restart_are_all_restored() -> None:
+    four = TwoEngines(("d0", "d1", "d2", "d3"))
+    heard = {}
+    for name, partner in (("d2", "d3:1"), ("d3", "d2:1")):  # as a former directory told them
+        four.set(name, in_split(name, 1, partner))
+        heard[name] = four.record(name)
+        four.put(name, EngineRecord(heard[name].info, unreported(heard[name].info), suspect=True))
+    dropper = Dropper(DropLimits(1.0), four.records, four)
+    asyncio.run(dropper.look(LACKING))
+    for name, record in heard.items():
+        four.put(name, record)
+    assert four.epochs() == [1, 1, 1, 1]  # nobody could know that it was taken
+    for name in ("d0", "d1", "d2", "d3"):
+        four.holds(name, 100)
+    asyncio.run(dropper.look(OVER))
+    assert four.epochs() == [0, 0, 0, 0]
 
 
 def rounds_failed() -> float:
