@@ -166,7 +166,7 @@ RESTORES_AHEAD = Counter(
     "conserve_restores_ahead_total",
     "Conversations whose tool was likely to end, by what became of bringing their KV back from the host: "
     "restored, not_parked (it was still there), returned (the turn came first), busy (the engine had other "
-    "work all the time), failed.",
+    "work, or shared its layers, all the time), failed.",
     ["outcome"],
 )
 DIRECTORY_UP = Gauge(

@@ -30,6 +30,8 @@ class ReturnRules:
 
 
 def may_restore(state: EngineState, tokens: int) -> bool:
-    """No turn there waits for its prompt or its KV, and what comes back displaces nothing."""
+    """No turn there waits for its prompt or its KV, what comes back displaces nothing, and it comes from the
+    host: an engine that shares its layers would compute all of it again."""
     waits = state.waiting or state.waiting_prompt_tokens
-    return not (state.draining or waits) and state.free_tokens >= state.takes(tokens)
+    shares = state.split is not None and state.split.epoch > 0
+    return not (state.draining or waits or shares) and state.free_tokens >= state.takes(tokens)

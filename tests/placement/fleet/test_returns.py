@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from placement.engines import EngineState
+from placement.engines import EngineState, SplitState
 from placement.fleet.returns import ReturnRules, may_restore
+from placement.overload.dropping import EngineShape
 
 RULES = ReturnRules(park_after_s=60.0, lead_s=2.0)
 IDLE = EngineState("d", 1, 1, 0, 0, 0, free_tokens=1000, running=3, waiting=0)
@@ -28,3 +29,11 @@ def test_by_the_waits_seen_when_nothing_is_announced() -> None:
 def test_not_where_it_would_cost_a_turn(busy: dict[str, int]) -> None:
     assert may_restore(IDLE, 500)
     assert not may_restore(replace(IDLE, **busy), 500)  # type: ignore[arg-type]
+
+
+def test_not_where_layers_are_shared() -> None:
+    """Nothing comes from the host there: the whole prompt would be computed, where KV is short."""
+    shape = EngineShape(8, 3e6, 1000, 8192, 1024, 1e9, None)
+    whole = SplitState("d:1", shape, 0, 1000, newest=7)
+    assert may_restore(replace(IDLE, split=whole), 500)
+    assert not may_restore(replace(IDLE, split=replace(whole, epoch=8, partner="e:1")), 500)
