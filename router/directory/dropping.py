@@ -22,7 +22,7 @@ from router.directory.messages import EngineRecord
 log = logging.getLogger("conserve.router.directory.dropping")
 
 _TELL_S = 5.0
-_CHANGE_S = 45.0  # until both say that it has happened: steps, exchange and limits of the engines
+CHANGE_S = 45.0  # until both say that it has happened: steps, exchange and limits of the engines
 _LOOK_S = 0.1
 _EVERY_S = 1.0
 SILENT_S = 30.0  # that an engine which is not heard may be the peer of one that seems to have none
@@ -133,7 +133,7 @@ class Dropper:
         try:
             async with asyncio.timeout(_TELL_S):
                 await asyncio.gather(*tells)
-            outcome = "done" if await self._until(engines, epoch, began + _CHANGE_S) else "failed"
+            outcome = "done" if await self._until(engines, epoch, began + CHANGE_S) else "failed"
         except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
             log.warning("not told engines=%s change=%s reason=%r", ",".join(engines), what, wrong)
         seconds = self._clock() - began

@@ -207,9 +207,9 @@ class PeerConnection:
             raise PeerError(f"{address} is not reached: {error}") from error
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """All that is asked meanwhile together: each of many answers may come in its own time."""
-        self._end = time.monotonic() + seconds
+    def until(self, end: float) -> Iterator[None]:
+        """All that is asked meanwhile is answered by then: each of many answers may come in its own time."""
+        self._end = end
         try:
             yield
         finally:

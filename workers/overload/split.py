@@ -71,6 +71,7 @@ class SplitPhase(IntEnum):
 class SplitLimits:
     meet_s: float = 10.0  # for the peer to come to a step boundary
     answer_s: float = 30.0  # of one message: the peer may be in a long step of its own
+    order_s: float = 30.0  # of all messages of a drop, or of a restore: streams stand still meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,12 @@ class Membership:
     stages: tuple[tuple[range, bool], ...]  # layers in order, and whether they are here
     blocks: int = 0  # of each engine's pool; also where the peer's rows begin
     peer: PeerConnection | None = None
+
+    @property
+    def line(self) -> PeerConnection:
+        """Once it is reached."""
+        assert self.peer is not None
+        return self.peer
 
 
 class SplitModel:
@@ -153,14 +160,14 @@ class SplitModel:
         if order.epoch <= self._epoch:
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, f"epoch {self._epoch} was later")
             return
-        member = self._membership(order)
+        member, end = self._membership(order), began + self.limits.order_s
         try:
             with self._device.lent():
-                self._come_together(member, order)
+                self._come_together(member, order, end)
             self.weights.drop(member.gone)
             self._bind(2 * member.blocks)
             self._enter(SplitPhase.OPEN)
-            with self._device.lent():
+            with self._device.lent(), member.line.until(end):
                 self.give(member, order.used)
                 self._enter(SplitPhase.GIVEN)
                 self._meet(member, SplitPhase.GIVEN)
@@ -176,6 +183,10 @@ class SplitModel:
         began, member = time.monotonic(), self.member
         if member is None or member.epoch != order.epoch:
             return  # it was lost meanwhile, and said so
+        with member.line.until(began + self.limits.order_s):
+            self._restore(member, order, began)
+
+    def _restore(self, member: Membership, order: RestoreOrder, began: float) -> None:
         try:
             self._move(member, order.moves)
             self._enter(SplitPhase.LEAVING)
@@ -205,7 +216,7 @@ class SplitModel:
         kept, gone = (second, first) if order.part else (first, second)
         return Membership(order.epoch, kept, gone, ((first, kept is first), (second, kept is second)))
 
-    def _come_together(self, member: Membership, order: DropOrder) -> None:
+    def _come_together(self, member: Membership, order: DropOrder, end: float) -> None:
         with self._changed:
             self._epoch, self.member, self._phase = order.epoch, member, SplitPhase.MEETING
             self._changed.notify_all()
@@ -213,7 +224,8 @@ class SplitModel:
             order.peer, self._line.secret, self.limits.answer_s, encrypt=self._line.encrypt
         )
         mine = self._most_blocks(member)
-        theirs = self._meet(member, SplitPhase.MEETING).values
+        with member.line.until(end):
+            theirs = self._meet(member, SplitPhase.MEETING).values
         if theirs.get("layout") != self._layout() or theirs.get("kept") != list(member.gone):
             raise PeerError("the peer has another model, other blocks, or the same half of the layers")
         member.blocks = min(mine, int(theirs["blocks"]))
@@ -231,33 +243,29 @@ class SplitModel:
 
     def _meet(self, member: Membership, phase: SplitPhase) -> Message:
         """Until the peer has come as far."""
-        assert member.peer is not None
-        return member.peer.ask(Message(PeerAsk.MEET, member.epoch, {"phase": int(phase)}))
+        return member.line.ask(Message(PeerAsk.MEET, member.epoch, {"phase": int(phase)}))
 
     def give(self, member: Membership, used: Sequence[int]) -> None:
         """The KV of layers that are dropped here, to who keeps them."""
-        assert member.peer is not None
         for layer in member.gone:
             for rows in _pieces(used):
                 values = {"layer": layer, "rows": rows}
-                member.peer.ask(Message(PeerAsk.PUT, member.epoch, values, [self.kv.read(layer, rows)]))
+                member.line.ask(Message(PeerAsk.PUT, member.epoch, values, [self.kv.read(layer, rows)]))
 
     def take(self, member: Membership, used: Sequence[int]) -> None:
         """And back."""
-        assert member.peer is not None
         for layer in member.gone:
             for rows in _pieces(used):
-                answer = member.peer.ask(Message(PeerAsk.GET, member.epoch, {"layer": layer, "rows": rows}))
+                answer = member.line.ask(Message(PeerAsk.GET, member.epoch, {"layer": layer, "rows": rows}))
                 self.kv.write(layer, rows, answer.tensors[0])
 
     def _move(self, member: Membership, moves: Mapping[int, int]) -> None:
         internals.rename_blocks(self._runner, moves)
         self.kv.move(member.kept, moves)
         if moves:
-            assert member.peer is not None
             pairs = [[old, new] for old, new in moves.items()]
             with self._device.lent():
-                member.peer.ask(Message(PeerAsk.MOVE, member.epoch, {"moves": pairs}))
+                member.line.ask(Message(PeerAsk.MOVE, member.epoch, {"moves": pairs}))
 
     def _bind(self, rows: int) -> None:
         for name, view in self.kv.views(rows):
@@ -336,7 +344,6 @@ class SplitModel:
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert member.peer is not None
         tensors = [positions, hidden, batch.query_start, batch.seq_lens, batch.blocks, batch.slots]
         tensors = [tensor.clone() for tensor in (*tensors, *([residual] if residual is not None else []))]
         values = {
@@ -345,7 +352,7 @@ class SplitModel:
         }
         began = time.monotonic()
         with self._device.lent():
-            answer = member.peer.ask(Message(PeerAsk.RUN, member.epoch, values, tensors))
+            answer = member.line.ask(Message(PeerAsk.RUN, member.epoch, values, tensors))
         self.tally.passes += 1
         self.tally.waited_s += time.monotonic() - began
         self.tally.sent_bytes += sum(tensor.nbytes for tensor in tensors)

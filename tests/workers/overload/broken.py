@@ -1,8 +1,10 @@
-"""Negative controls: each leaves out one thing that a split needs."""
+"""Negative controls: each leaves out one thing that a split needs, or is slow at it."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from workers.overload.channel import Message
 from workers.overload.memory import LayerWeights
 from workers.overload.split import Membership, SplitModel, SplitPhase
 
@@ -27,6 +29,20 @@ class WithoutEpochs(SplitModel):
     def wait_for(self, message: Any, phase: SplitPhase) -> Membership:
         assert self.member is not None
         return self.member
+
+
+class SlowToAnswer(SplitModel):
+    """Each piece of KV takes its time, and none of them too long."""
+
+    slow_s = 4.0
+
+    def _put(self, message: Message) -> Message:
+        time.sleep(self.slow_s)
+        return super()._put(message)
+
+    def _get(self, message: Message) -> Message:
+        time.sleep(self.slow_s)
+        return super()._get(message)
 
 
 class WithAPartOfTheWeights(SplitModel):

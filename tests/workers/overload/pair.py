@@ -24,6 +24,7 @@ from workers.overload.split import SplitLimits, SplitModel
 BLOCKS = 41
 LIMIT_S = 240.0
 MEET_S = 10.0
+ORDER_S = 60.0
 Request = tuple[str, list[int], int]
 
 
@@ -46,7 +47,7 @@ class SplitChild:
         )
         self.names: dict[str, str] = {}
         self.split: SplitModel = self.engine.worker_side(NAME).split
-        self.split.limits = SplitLimits(meet_s=MEET_S)
+        self.limit(ORDER_S)
 
     @property
     def busy(self) -> bool:
@@ -89,6 +90,9 @@ class SplitChild:
 
     def faults(self) -> list[str]:
         return self.engine.faults()
+
+    def limit(self, order_s: float) -> None:
+        self.split.limits = SplitLimits(meet_s=MEET_S, order_s=order_s)
 
     def broken(self, name: str) -> None:
         """What this engine does is wrong in one way from now on; "": right again."""
@@ -190,11 +194,14 @@ class SplitPair:
         assert reply.done, reply
 
     def restore(self) -> None:
+        self.tell_restore()
+        for engine in self.engines:
+            assert engine.until(lambda state: not state["pending"])["epoch"] == 0
+
+    def tell_restore(self) -> None:
         for engine in self.engines:
             reply = engine.command(FeedCommand("restore", epoch=self.epoch))
             assert reply.done, reply
-        for engine in self.engines:
-            assert engine.until(lambda state: not state["pending"])["epoch"] == 0
 
     def add(self, requests: list[Request]) -> None:
         self.first.add(requests[::2])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.small_model import ModelShape, make_model
-from tests.workers.overload.pair import BLOCKS, MEET_S, Request, SplitPair, pair, requests
+from tests.workers.overload.pair import BLOCKS, MEET_S, ORDER_S, Request, SplitPair, pair, requests
 
 pytestmark = pytest.mark.engine
 
@@ -132,6 +132,40 @@ def test_a_peer_that_does_not_come_changes_nothing(
     assert time.monotonic() - began < MEET_S + 5
     assert state["epoch"] == 0 and state["blocks"] == BLOCKS
     assert both.finish() == right
+
+
+def test_a_peer_that_is_slow_in_each_answer_costs_a_bounded_time(
+    both: SplitPair, asked: list[Request], right: Answers
+) -> None:
+    """Two pieces of KV of 4 s each, and 6 s for both: a drop is left, and so is a restore, whose requests are
+    computed again."""
+    both.fresh()
+    both.first.limit(6.0)
+    both.add(asked)
+    for engine in both.engines:
+        engine.until(lambda state: state["generated"] > 20)
+    both.second.broken("SlowToAnswer")
+    both.tell(both.first, 0)
+    both.tell(both.second, 1, again=False)
+    for engine in both.engines:
+        state = engine.until(lambda state: not state["pending"])
+        assert state["epoch"] == 0 and state["blocks"] == BLOCKS
+    both.second.broken("")
+    both.drop()
+    passed = [engine.state()["passes"] for engine in both.engines]
+    for engine, before in zip(both.engines, passed, strict=True):
+        engine.until(lambda state, before=before: state["passes"] > before + 5)  # type: ignore[misc]
+    both.second.broken("SlowToAnswer")
+    began = time.monotonic()
+    both.tell_restore()
+    both.first.until(lambda state: not state["pending"])
+    assert time.monotonic() - began < 7.8
+    for engine in both.engines:
+        assert engine.until(lambda state: not state["epoch"])["blocks"] == BLOCKS
+    both.second.broken("")
+    both.first.limit(ORDER_S)
+    assert both.finish() == right
+    assert [engine.faults() for engine in both.engines] == [[], []]
 
 
 def test_an_idle_engine_serves_its_half(both: SplitPair) -> None:
