@@ -20,6 +20,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Architecture:
     """None or 0: the file does not say."""
 
+    names: tuple[str, ...]  # of vLLM's classes for it
     layers: int
     attention_layers: int  # of these, the ones that keep keys and values
     heads: int
@@ -28,6 +29,7 @@ class Architecture:
     max_context: int
     latent_dim: int  # of multi-head latent attention: what a token leaves in each layer, on every rank
     states: bool  # some layers keep a state instead of keys and values
+    layer_kinds: int  # with windows, without, with states: several are several groups of KV
     layer_hooks: bool  # vLLM calls connectors between its layers
     multimodal: bool
     dtype: str
@@ -65,6 +67,7 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
     layers = number("num_hidden_layers", "n_layer", "n_layers")
     states = bool(kinds.intersection(STATES)) or any(text.get(key) for key in STATE_KEYS)
     return Architecture(
+        names=tuple(map(str, content.get("architectures") or ())),
         layers=layers,
         attention_layers=_attention_layers(text, layers) if states else layers,
         heads=heads,
@@ -73,6 +76,7 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
         max_context=_max_context(text, number("max_position_embeddings", "n_positions", "max_seq_len")),
         latent_dim=number("kv_lora_rank") and number("kv_lora_rank") + number("qk_rope_head_dim"),
         states=states,
+        layer_kinds=len(kinds),
         layer_hooks=text.get("model_type") != "deepseek_v32" and "index_topk" not in text,
         multimodal=any(key in content for key in ("vision_config", "audio_config")),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype") or ""),

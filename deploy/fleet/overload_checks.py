@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from deploy.fleet.architecture import find_architecture
 from deploy.fleet.hardware import arguments, parallel
 from deploy.fleet.problems import Problem
-from deploy.fleet.schema import FleetSpec, TierSpec
+from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from placement.engines import Role
+from workers.overload.config import SPLIT_MODELS
 
 
 def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
@@ -26,6 +28,21 @@ def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
         yield "co-serving aborts its own iterations, not those of another engine: coserving.enabled: false"
 
 
+def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
+    """As far as its config.json is here; an engine refuses at its start what is not seen in it."""
+    model = None if fleet.model.path == SMALL_MODEL else find_architecture(fleet.model.path)
+    if model is None:
+        return
+    instead = "set overload.policy: park"
+    if model.names and not set(model.names) & set(SPLIT_MODELS):
+        yield (
+            f"models that it can split are {', '.join(SPLIT_MODELS)}, and this one is "
+            f"{', '.join(model.names)}: {instead}"
+        )
+    elif model.layer_kinds > 1 or model.states:
+        yield f"some of its layers have windows or states, and only layers all alike are split: {instead}"
+
+
 def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
     if fleet.overload.policy != "drop":
         return
@@ -40,4 +57,5 @@ def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
         found.append("LMCache reads KV of all layers from one engine: take it out of kv.kv_tiers")
     if fleet.model.embeddings:
         found.append("a model that makes embeddings holds no KV")
+    found += model_in_the_way(fleet)
     yield from (Problem(path, f"'drop' does not work here: {why}") for why in found)

@@ -3,3 +3,11 @@
 OVERLOAD_PLUGIN = "workers.overload.plugin:OverloadPlugin"
 DROPPING_SCHEDULER = "workers.overload.scheduler.DroppingScheduler"
 DROPPING_WORKER = "workers.overload.worker.DroppingCpuWorker"
+
+# Models whose pass is that of a split: an embedding, layers one after the other with a residual, a norm, as
+# tests/workers/overload/test_split_models.py reads in vLLM. A list, because layers may look right and not be:
+# experts vLLM may find by counting the layers that the pass went through, and half of a pass counts wrongly.
+SPLIT_MODELS = (
+    *("GemmaForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+)

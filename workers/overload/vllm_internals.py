@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 
 from kvtransfer.relied_on import ReliedOn
 from kvtransfer.vllm_internals import free_queue
+from workers.overload.config import SPLIT_MODELS
 from workers.overload.errors import OverloadConfigError
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -116,6 +117,9 @@ class DecoderModel:
 
 def decoder_of(runner: Any) -> DecoderModel:
     """Raises a sentence about a model whose layers are not called one after the other with their residual."""
+    if (name := type(runner.get_model()).__name__) not in SPLIT_MODELS:
+        known = ", ".join(SPLIT_MODELS)
+        raise OverloadConfigError(f"models that can be split are {known}, and this one is {name}")
     inner = getattr(runner.get_model(), "model", None)
     layers = list(getattr(inner, "layers", ()))
     embed, norm = getattr(inner, "embed_input_ids", None), getattr(inner, "norm", None)

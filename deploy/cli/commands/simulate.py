@@ -17,7 +17,7 @@ from deploy.cli.overload import explained, tier_plans
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.components import placer_settings
-from deploy.fleet.overload_checks import in_the_way
+from deploy.fleet.overload_checks import in_the_way, model_in_the_way
 from deploy.fleet.schema import FleetSpec
 from placement.fleet.provisioning import (
     Capacity,
@@ -271,7 +271,8 @@ def _plan_overload(file: FleetSpec, profile: str, mean_tokens: float) -> dict[st
     for one in plans:
         for line in explained(one, mean_tokens):
             prose.print(line)
-        for reason in in_the_way(file, next(tier for tier in file.tiers if tier.name == one.tier)):
+        of_tier = in_the_way(file, next(tier for tier in file.tiers if tier.name == one.tier))
+        for reason in (*of_tier, *model_in_the_way(file)):
             prose.print(f"  in the way of doing it live: {reason}")
     if not plans:
         raise DeployError(

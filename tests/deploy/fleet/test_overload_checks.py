@@ -1,5 +1,9 @@
 """`overload.policy: drop` where it cannot work is refused before anything starts, with what is in the way."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from deploy.fleet import FleetFileError, parse_fleet
@@ -48,3 +52,37 @@ def test_what_is_in_the_way_is_said(right: str, wrong: str, said: str) -> None:
     found = [one for one in every_mistake(text) if said in one]
     assert found and all("fleet.yaml:8: overload.policy: 'drop' does not work here: " in one for one in found)
     assert not any("overload" in one for one in every_mistake(text.replace("drop", "park")))
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+STATES = {"layer_types": ["linear_attention", "full_attention"]}
+REFUSED: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": WINDOWS,
+    "Gemma3ForConditionalGeneration": {"text_config": WINDOWS},
+    "GptOssForCausalLM": WINDOWS,
+    "Qwen3NextForCausalLM": STATES,
+    "Qwen3MoeForCausalLM": {},
+    "MistralForCausalLM": {},
+}
+
+
+def of_model(folder: Path, architecture: str, **said: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    content = {"architectures": [architecture], "num_hidden_layers": 2, "num_attention_heads": 4, **said}
+    (folder / "config.json").write_text(json.dumps(content))
+    return DROPS.replace("name: test\n", f"name: test\nmodel: {{path: {folder}}}\n")
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_models_whose_engines_would_not_start_are_refused(architecture: str, tmp_path: Path) -> None:
+    text = of_model(tmp_path, architecture, **REFUSED[architecture])
+    (found,) = every_mistake(text)
+    assert found.startswith("fleet.yaml:9: overload.policy: 'drop' does not work here: ")
+    assert architecture in found and found.endswith("set overload.policy: park")
+    assert not every_mistake(text.replace("drop", "park"))
+
+
+def test_of_models_that_can_be_split_those_with_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
+    assert not every_mistake(of_model(tmp_path, "Qwen3ForCausalLM", layer_types=["full_attention"] * 2))
+    (found,) = every_mistake(of_model(tmp_path, "LlamaForCausalLM", **WINDOWS))
+    assert "layers have windows or states" in found and found.endswith("set overload.policy: park")

@@ -1,0 +1,57 @@
+"""Models of which we say that they can be split have the pass of a split, in the vLLM that is installed."""
+
+import inspect
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from vllm.model_executor.models.registry import ModelRegistry
+
+from workers.overload import vllm_internals as internals
+from workers.overload.config import SPLIT_MODELS
+from workers.overload.errors import OverloadConfigError
+
+
+def modules_of(architecture: str) -> list[ModuleType]:
+    """Of its class and of those that it is made of."""
+    classes = ModelRegistry.models[architecture].load_model_cls().__mro__
+    return [sys.modules[one.__module__] for one in classes if one.__name__.endswith("ForCausalLM")]
+
+
+def named(modules: list[ModuleType], ending: str) -> type:
+    """The first class of this kind."""
+    prefixes = [module.__name__.rpartition(".")[2] for module in modules]
+    found = (
+        one
+        for module, prefix in zip(modules, prefixes, strict=True)
+        for name, one in vars(module).items()
+        if name.lower() == f"{prefix}{ending}"
+    )
+    kind = next(found)
+    assert isinstance(kind, type)
+    return kind
+
+
+@pytest.mark.parametrize("architecture", SPLIT_MODELS)
+def test_its_pass_is_that_of_a_split(architecture: str) -> None:
+    modules = modules_of(architecture)
+    layer, model = named(modules, "decoderlayer"), named(modules, "model")
+    assert list(inspect.signature(layer.forward).parameters) == [  # type: ignore[attr-defined]
+        "self", "positions", "hidden_states", "residual",
+    ]  # fmt: skip
+    source = "".join(inspect.getsource(model.forward).split())  # type: ignore[attr-defined]
+    assert "hidden_states=self.embed_input_ids(input_ids)residual=None" in source
+    assert "hidden_states,residual=layer(positions,hidden_states,residual" in source
+    assert "hidden_states,_=self.norm(hidden_states,residual)" in source
+    set_to = re.findall(r"(?<!_)hidden_states=", source)
+    assert len(set_to) == 3  # as it comes, embedded, or of an earlier rank: nothing more
+
+
+def test_an_engine_of_another_model_does_not_start() -> None:
+    class MixtralForCausalLM:
+        model = SimpleNamespace()
+
+    runner = SimpleNamespace(get_model=MixtralForCausalLM)
+    with pytest.raises(OverloadConfigError, match="and this one is MixtralForCausalLM"):
+        internals.decoder_of(runner)
