@@ -71,6 +71,9 @@ def test_a_burst_makes_a_pair_and_its_end_restores_it(fleet: RunningFleet, right
     fleet.until(lambda: changes(fleet, "drop") == 1, 60, "the pair to share its layers")
     assert texts(streams) == right
     fleet.until(lambda: changes(fleet, "restore") == 1, 60, "the layers to come back")
+    pages = [f"http://{engine['http']}" for engine in fleet.engines().values()]
+    for cost in ("batches", "peer_seconds", "peer_bytes"):
+        assert all(metric(page, f"conserve_split_{cost}_total") > 0 for page in pages)
 
 
 def test_a_killed_peer_leaves_an_engine_that_serves_alone(fleet: RunningFleet, right: list[str]) -> None:

@@ -24,6 +24,18 @@ COUNTERS = {
         "outcome",
         tuple(event for event in SplitEvent if event is not SplitEvent.READY),
     ),
+    "split_batches": CounterSpec(
+        "conserve_split_batches",
+        "Batches that went through layers of two engines: own ones, which were at the peer; and the peer's, "
+        "which were here.",
+        "whose",
+        ("own", "peer"),
+    ),
+    "split_peer_seconds": CounterSpec(
+        "conserve_split_peer_seconds",
+        "Time that own batches were at the peer: on the way, waiting for their turn, and computed.",
+    ),
+    "split_peer_bytes": CounterSpec("conserve_split_peer_bytes", "Bytes of own batches sent to the peer."),
 }
 HISTOGRAMS = {
     "split_seconds": HistogramSpec(

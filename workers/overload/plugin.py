@@ -180,7 +180,21 @@ class OverloadWorker(WorkerSide):
     split: SplitModel  # the worker's own, which it sets
 
     def __init__(self, context: EngineContext, rank: int) -> None:
-        pass
+        self._counted: Mapping[str, float] = {}
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Within a step, so that no batch of the peer's is counted meanwhile."""
+        if not hasattr(self, "split"):
+            return {}
+        tally, before = self.split.tally, self._counted
+        now = self._counted = {
+            "split_batches.own": tally.passes,
+            "split_batches.peer": tally.served,
+            "split_peer_seconds": tally.peer_s,
+            "split_peer_bytes": tally.peer_bytes,
+        }
+        new = {name: count - before.get(name, 0) for name, count in now.items()}
+        return {name: count for name, count in new.items() if count}
 
     def before_step(self, order: DropOrder | RestoreOrder | None) -> None:
         if isinstance(order, DropOrder):

@@ -89,8 +89,8 @@ class SplitTally:
 
     passes: int = 0  # own batches that went through the peer
     served: int = 0  # the peer's that came here
-    waited_s: float = 0.0
-    sent_bytes: int = 0
+    peer_s: float = 0.0  # in which own batches were there
+    peer_bytes: int = 0  # sent there with them
 
 
 @dataclass
@@ -354,8 +354,8 @@ class SplitModel:
         with self._device.lent():
             answer = member.line.ask(Message(PeerAsk.RUN, member.epoch, values, tensors))
         self.tally.passes += 1
-        self.tally.waited_s += time.monotonic() - began
-        self.tally.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        self.tally.peer_s += time.monotonic() - began
+        self.tally.peer_bytes += sum(tensor.nbytes for tensor in tensors)
         after, left = answer.tensors
         return after, left
 
