@@ -72,6 +72,12 @@ class ProfileStore:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, json.dumps(entries, indent=1, sort_keys=True))
 
+    def measured_at(self, key: ProfileKey) -> float | None:
+        """None: it is not known, or there is none."""
+        entry = self._read().get(str(key))
+        at = entry.get("measured_at") if isinstance(entry, dict) else None
+        return at if isinstance(at, int | float) else None
+
     def _read(self) -> dict[str, Any]:
         if not self._path.exists():
             return {}

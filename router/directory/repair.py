@@ -32,10 +32,6 @@ class Salvage:
     rows: tuple[Row, ...]
     lost: tuple[str, ...]  # what each was, as far as that can be read
 
-    @property
-    def is_all(self) -> bool:
-        return not self.lost
-
 
 def salvage(path: Path) -> Salvage:
     """JournalError where there is no journal, or a directory uses it."""

@@ -18,6 +18,8 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
     assert store.coefficients() == {}
     store.save(KEY, PROFILE)
     assert store.coefficients() == {str(KEY): asdict(CONSERVATIVE)}
+    assert store.measured_at(KEY) == PROFILE.measured_at
+    assert store.measured_at(replace(KEY, tensor=4)) is None
 
 
 OTHERS = {

@@ -79,7 +79,6 @@ class OverloadTally:
     restores: int = 0
     most_gained: float = 0.0  # share of the KV of whole models
     split_s: float = 0.0
-    overloaded_s: float = 0.0
     exchange_s: list[float] = field(default_factory=list)
     why_no_more: list[str] = field(default_factory=list)
     pipelines: list[RoundsTogether] = field(default_factory=list)
@@ -132,7 +131,6 @@ class Dropping:
         gained = sum(engine.kv.capacity for engine in self._engines.values()) - whole
         tally.looks.append((now, state.asked, 1 + gained / whole))
         tally.split_s += (now - self._looked_at) * bool(self._groups)
-        tally.overloaded_s += (now - self._looked_at) * state.overloaded
         self._looked_at = now
         if self._settings.from_start or self._restoring:
             pass

@@ -45,12 +45,20 @@ def profile(
     home = FleetHome.of(fleet.name)
     key, found, samples, chunk = asyncio.run(_measure(fleet, chosen, home, repeats))
     path = out or home.profiles
-    ProfileStore(path).save(key, found)
+    store = ProfileStore(path)
+    former_at = store.measured_at(key)
+    store.save(key, found)
     show(key, found, chunk)
-    console.print(f"stored in {path}")
+    console.print(f"stored in {path}{_instead_of(former_at)}")
     if picture:
         draw(found, samples, picture)
         console.print(f"drawn in {picture}")
+
+
+def _instead_of(former_at: float | None) -> str:
+    if former_at is None:
+        return ""
+    return f", instead of what was measured on {time.strftime('%Y-%m-%d %H:%M', time.localtime(former_at))}"
 
 
 async def _measure(
