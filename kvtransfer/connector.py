@@ -38,6 +38,7 @@ from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.groups import STATE_WINDOW, CacheGroup, block_bytes
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
+    LATER,
     EngineContext,
     LoadsEnded,
     Match,
@@ -228,6 +229,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         for name, side in self._schedulers.items():
             match = side.match(request, num_computed_tokens)
+            if match is LATER:
+                return None, False
             if match is not None and match.tokens > 0:
                 self._matches[request.request_id] = name, match
                 return match.tokens, match.background

@@ -49,6 +49,9 @@ class Match:
     background: bool  # True: loaded between steps, while other requests run
 
 
+LATER = Match(0, background=True)  # it is on its way for another request: vLLM asks again
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What the workers did in one step, as one plugin sees it."""
@@ -101,7 +104,8 @@ class SchedulerSide(PluginSide):
         """A request arrived (also while the engine was idle)."""
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Asked when a request is about to be scheduled; the first plugin with a match loads it.
+        """Asked when a request is about to be scheduled; the first plugin with a match loads it, or says
+        `LATER`.
 
         Not asked again when that load failed from its first block on: the prompt is computed.
         """

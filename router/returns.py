@@ -2,7 +2,8 @@
 
 A restore is the conversation's last prompt sent again as offline work for one token: the engine loads the
 blocks from its host, computes that token in a gap of running turns, and the next turn finds them. Only what
-the directory says is parked is brought back, one conversation of this gateway at a time on an engine.
+the directory says is parked is brought back, one conversation of this gateway at a time on an engine. A turn
+that comes while its engine loads already waits there for what is left of that (`kvtransfer/checkpoint`).
 """
 
 import asyncio
@@ -33,6 +34,7 @@ _LOOK_EVERY_S = 0.25
 class _Away:
     size: int
     task: asyncio.Task[None]
+    sent: bool = False  # its engine has the restore
 
 
 class Returns:
@@ -47,6 +49,7 @@ class Returns:
         self._away: OrderedDict[str, _Away] = OrderedDict()  # the longest away first
         self._bytes = 0
         self._restoring: set[str] = set()  # engines
+        self._going_on: set[asyncio.Task[None]] = set()  # restores whose turn is there already
 
     def left(self, turn: Turn, known: Known) -> None:
         """A turn called a tool: the conversation goes on when that has ended."""
@@ -67,8 +70,15 @@ class Returns:
             self._forget(next(iter(self._away)))
 
     def came(self, known: Known) -> None:
-        """Its next turn is here."""
-        self._forget(known.key)
+        """Its next turn is here. A load that its engine has begun is not given up: the turn would begin it
+        again, behind what is left of it."""
+        away = self._away.get(known.key)
+        if away is not None and away.sent:
+            self._going_on.add(away.task)
+            away.task.add_done_callback(self._going_on.discard)
+            self._drop(known.key)
+        else:
+            self._forget(known.key)
         if known.left_at is not None:
             known.waits = (*known.waits, self._clock() - known.left_at)[-REMEMBERED_WAITS:]
             known.left_at = None
@@ -76,12 +86,17 @@ class Returns:
     def close(self) -> None:
         for key in tuple(self._away):
             self._forget(key)
+        for task in self._going_on:
+            task.cancel()
 
     def _forget(self, key: str) -> None:
-        away = self._away.pop(key, None)
-        if away is not None:
-            self._bytes -= away.size
+        if (away := self._drop(key)) is not None:
             away.task.cancel()
+
+    def _drop(self, key: str) -> _Away | None:
+        away = self._away.pop(key, None)
+        self._bytes -= away.size if away is not None else 0
+        return away
 
     async def _bring_back(self, request: UpstreamRequest, known: Known, after_s: float) -> None:
         engine, epoch, outcome = known.engine, known.epoch, "returned"
@@ -96,8 +111,7 @@ class Returns:
         finally:
             metrics.RESTORES_AHEAD.labels(outcome).inc()
             if (away := self._away.get(known.key)) is not None and away.task is asyncio.current_task():
-                del self._away[known.key]
-                self._bytes -= away.size
+                self._drop(known.key)
 
     def _may(self, engine: str, tokens: int) -> bool:
         state = self._directory.engines.state(engine)
@@ -110,6 +124,8 @@ class Returns:
             info = self._directory.engines.alive(engine, epoch)
             if told is None or info is None or told["state"] != "parked":
                 return "not_parked"
+            if (away := self._away.get(key)) is not None:
+                away.sent = True
             answer = await fetch(self._pool, Endpoint.parse(info.http), request)
             return "restored" if answer.status == 200 else "failed"
         except (UpstreamError, DirectoryUnreachable) as wrong:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.conversations import RetainedConversation, block_key
-from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
+from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.residence import admitted_now, confirmed_blocks
 
 
@@ -80,6 +80,7 @@ class CheckpointScheduler(SchedulerSide):
         self.copying: dict[int, Any] = {}  # slot -> block with a reference of ours, until it is copied
         self._stored: Counter[int] = Counter()  # slot -> ranks done
         self._loading: dict[str, list[int]] = {}  # request -> slots
+        self._arriving: dict[str, set[bytes]] = {}  # request -> what its blocks will hold
         self._counts: Counter[str] = Counter()
         # Set by the engine's own scheduler before each step: a load takes blocks without asking it.
         self.offline_may_start = True
@@ -100,7 +101,15 @@ class CheckpointScheduler(SchedulerSide):
         if request.priority > 0 and not self.offline_may_start:
             return None
         blocks = self.restorable_blocks(request, computed_tokens)
+        if blocks and self._on_its_way(request, computed_tokens // self._block_tokens):
+            return LATER
         return Match(blocks * self._block_tokens, background=True) if blocks else None
+
+    def _on_its_way(self, request: Any, block: int) -> bool:
+        """Another request loads this block: brought back ahead, say, and the turn has come meanwhile. A load
+        of its own would come after that one, and bring the same."""
+        keys = {block_key(request.block_hashes[block], number) for number in range(len(self._groups))}
+        return any(keys & arriving for arriving in self._arriving.values())
 
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
         """Blocks that the host has of a request, beyond the tokens that are on the accelerator."""
@@ -146,6 +155,7 @@ class CheckpointScheduler(SchedulerSide):
         ]
         self._next.loads.append(BlockLoad(request.request_id, copies))
         self._loading[request.request_id] = [slot.number for slot in slots if slot]
+        self._arriving[request.request_id] = {key for _, key in places}
 
     def order(self, scheduler_output: Any) -> CheckpointOrder | None:
         with self._residence.lock:
@@ -211,6 +221,7 @@ class CheckpointScheduler(SchedulerSide):
         with self._residence.lock:
             for request_id in outcome.loaded & self._loading.keys():
                 slots = self._loading.pop(request_id)
+                del self._arriving[request_id]
                 for slot in slots:
                     self._residence.host.end_load(slot)
                 self._counts["restored_blocks"] += len(slots)

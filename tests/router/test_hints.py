@@ -188,6 +188,16 @@ async def test_a_turn_that_comes_first_needs_no_restore(tmp_path: Path) -> None:
         assert restores(made) == 0
 
 
+async def test_a_restore_that_its_engine_has_is_not_given_up_when_the_turn_comes(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"prefill_s": 0.4}) as made:
+        await away(made, 0.6)
+        await until(lambda: restores(made))
+        await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
+        await asyncio.sleep(0.5)
+        _, page = await get(f"{made.urls[0]}/metrics")
+        assert 'conserve_restores_ahead_total{outcome="restored"} 1.0' in page
+
+
 async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
     async with fleet(tmp_path, returns=ReturnRules(patience_s=20.0)) as made:
         for engine in made.engines.values():

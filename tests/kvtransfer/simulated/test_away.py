@@ -2,6 +2,7 @@
 by the same prompt as offline work, on vLLM's own scheduler."""
 
 import time
+from threading import Event
 from typing import Any
 
 import pytest
@@ -28,26 +29,36 @@ def loads_of(engine: SimulatedEngine) -> list[Any]:
     return loads
 
 
-def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
-    engine = SimulatedEngine(
+def parked(engine: SimulatedEngine) -> list[int]:
+    """The prompt of a conversation `s` that is on the host alone: others have used its blocks."""
+    prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
+    engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
+    engine.run(2000)
+    conversation = engine.residence.conversations.get("s")
+    assert conversation is not None
+    limit = time.monotonic() + 10
+    while not engine.residence.on_host(conversation) and time.monotonic() < limit:
+        engine.step()
+        time.sleep(0.01)
+    engine.side("report").snapshot()
+    assert conversation.phase is RetentionPhase.PARKED
+    # Others need the accelerator: what is parked goes first.
+    engine.add("other", [7 + n % 200 for n in range(57 * BLOCK_TOKENS)], 2)
+    engine.run(4000)
+    return prompt
+
+
+def engine_with_host() -> SimulatedEngine:
+    return SimulatedEngine(
         ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=600.0, host_kv_gib=0.005),
         blocks=60,
     )
+
+
+def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
+    engine = engine_with_host()
     try:
-        prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
-        engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
-        engine.run(2000)
-        conversation = engine.residence.conversations.get("s")
-        assert conversation is not None
-        limit = time.monotonic() + 10
-        while not engine.residence.on_host(conversation) and time.monotonic() < limit:
-            engine.step()
-            time.sleep(0.01)
-        engine.side("report").snapshot()
-        assert conversation.phase is RetentionPhase.PARKED
-        # Others need the accelerator: what is parked goes first.
-        engine.add("other", [7 + n % 200 for n in range(57 * BLOCK_TOKENS)], 2)
-        engine.run(4000)
+        prompt = parked(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
         engine.add("again", prompt, 1, priority=10)
         engine.run(2000)
@@ -60,4 +71,33 @@ def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
         assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
         assert engine.wrong == []
     finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up: bool) -> None:
+    """Nothing is loaded twice, unless the restore is given up."""
+    engine = engine_with_host()
+    copies = Event()
+    try:
+        prompt = parked(engine)
+        mover = engine.worker.worker_side("checkpoint").copier._mover
+        to_device = mover.to_device
+        mover.to_device = lambda *said: copies.wait(10) and to_device(*said)
+        computed, loads = engine.computed_prompt_tokens, loads_of(engine)
+        engine.add("again", prompt, 1, priority=10)
+        engine.step()
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
+        for _ in range(20):
+            engine.step()
+        assert "t2" not in engine.answers
+        if given_up:
+            engine.abort("again")
+        copies.set()
+        engine.run(2000)
+        assert 9 * (1 + given_up) <= len(loads) <= 10 * (1 + given_up)
+        assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
+        assert engine.wrong == []
+    finally:
+        copies.set()
         engine.close()
