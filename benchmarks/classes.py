@@ -32,7 +32,8 @@ from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer
 
 ROOT = Path(__file__).parents[1]
 BETTER, OTHER = "better", "default"
-AHEAD_S, WAIT_S, TBT_S = 8.0, 20.0, 0.03
+AHEAD_S, WAIT_S = 8.0, 20.0
+BETTER_TBT_S, OTHER_TBT_S = 0.015, 0.05
 TURNS, TOKENS, PROMPT, APPEND = 3, 16, 1_500, 200  # characters, which are tokens of the small model
 TOOL_S = 0.3
 AT_ONCE, WARM_S, CARRIED_S = 6, 10.0, 20.0
@@ -134,7 +135,8 @@ def prepared(file: Path) -> FleetSpec:
         "tiers": [tier.model_copy(update={"replicas": 1}) for tier in fleet.tiers],
         "conversation": fleet.conversation.model_copy(update=talks),
         "engine": fleet.engine.model_copy(update={"start_together": 2}),
-        "slos": {OTHER: SloSpec(), BETTER: SloSpec(ahead=AHEAD_S, last_turn_tbt=TBT_S)},
+        "coserving": fleet.coserving.model_copy(update={"tbt": OTHER_TBT_S}),
+        "slos": {OTHER: SloSpec(), BETTER: SloSpec(ahead=AHEAD_S, last_turn_tbt=BETTER_TBT_S)},
     }
     return fleet.model_copy(update=changes)
 

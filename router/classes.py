@@ -1,9 +1,9 @@
 """SLO classes: which one a turn is of, and what engines are told of it.
 
 A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective, if
-one is called so; by the caller, where the fleet file says so; else it is `default`. Turns that wait are
-served in the order in which they came, but a class, or a hint's priority, is worth so many seconds: whatever
-waits for longer than that comes first all the same.
+one is called so; by the caller, where the fleet file says so; else it is `default`. A class, or a hint's
+priority, is worth so many seconds: turns that wait are served the better first, and lesser ones at least once
+in as long (`placement/classes.py`).
 """
 
 from collections.abc import Mapping

@@ -53,7 +53,7 @@ class SloClass:
 
     name: str
     targets: SloTargets
-    ahead_s: float = 0.0  # where turns wait, it goes before what came so much earlier
+    ahead_s: float = 0.0  # where turns wait, the class with most goes first (`placement/classes.py`)
     owners: tuple[str, ...] = ()  # those whose turns are of it, and that alone may ask for it
 
     def open_to(self, owner: str) -> bool:

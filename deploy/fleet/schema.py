@@ -297,7 +297,8 @@ class SloSpec(Spec):
     e2e: Duration | None = None
     """From the first turn's arrival to the end of the last."""
     ahead: Duration = default(SloClass, "ahead_s")
-    """Where turns wait, one of this class goes before others that came so much earlier."""
+    """Where turns wait, those of this class go before classes with less of it, of which one is served in so
+    long at least."""
     keys: list[str] = []
     """Owners, or keys of `gateway.api_keys`, whose turns are of this class; if there are any, others cannot
     ask for it."""

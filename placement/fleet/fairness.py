@@ -2,8 +2,8 @@
 
 In a round each name may be served a quantum of tokens; what it does not use up, because its next turn is
 larger, it keeps for the next. A new round begins when nobody who waits has enough left. Within a round the
-earliest due comes first, so that a class or priority is worth something among names, but never more than a
-share.
+better class comes first, and of one class the earliest due: a class or priority is worth something among
+names, but never more than a share.
 
 While two names wait, neither is served more tokens than the other by more than a quantum and two turns of the
 largest size. Who leaves and comes back within a round has what it had left: coming back often earns nothing.
@@ -22,6 +22,11 @@ class QueueHead:
 
     tokens: int
     due: float
+    level: float = 0.0  # of its class (`placement/classes.py`)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return -self.level, self.due
 
 
 class Rounds:
@@ -33,7 +38,7 @@ class Rounds:
         return self._left.get(name, self._quantum)
 
     def order(self, heads: Mapping[str, QueueHead]) -> list[str]:
-        """Who may be served now, the earliest due first; a new round where nobody might."""
+        """Who may be served now, in their order; a new round where nobody might."""
         if not heads:
             self._left.clear()
             return []
@@ -43,7 +48,7 @@ class Rounds:
             more = ceil(min(missing) / self._quantum) * self._quantum
             self._left = {name: self.left(name) + more for name in heads}
             may = [name for name, head in heads.items() if head.tokens <= self.left(name)]
-        return sorted(may, key=lambda name: heads[name].due)
+        return sorted(may, key=lambda name: heads[name].rank)
 
     def served(self, name: str, tokens: int) -> None:
         self._left[name] = self.left(name) - tokens

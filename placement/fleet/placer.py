@@ -60,6 +60,7 @@ class FirstTurn:
     preferred_decoder: str | None = None  # of the parent or of the fork's origin
     had_decoder: bool = False  # it has been served; where it was, it cannot stay
     heads: Sequence[Head] = ()  # beginnings that other prompts may share, by length
+    ahead_s: float = 0.0  # what its class is worth: prompts of lesser ones wait behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class LaterTurn:
     uncached_tokens: int
     prefix_on: str = ""  # prefiller that still has the first `prefix_tokens` of it
     prefix_tokens: int = 0
+    ahead_s: float = 0.0
 
 
 class Sizes(NamedTuple):
@@ -176,11 +178,11 @@ class Placer:
         elif turn.had_decoder and settings.shared_tier:
             prefiller = _no_prefiller(Why.RESTORED)
         else:
-            found = self._prefillers.choose(turn.prompt_tokens, now)
+            found = self._prefillers.choose(turn.prompt_tokens, now, turn.ahead_s)
             if found is None and not settings.local_prefill_without_prefiller:
                 return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
-            prefiller = self._with_cached(prefiller, turn.prompt_tokens, cached, now)
+            prefiller = self._with_cached(prefiller, turn, cached, now)
             prefiller, estimates = self._sooner(prefiller, decoder, uncached)
             wait_s = prefiller.chosen.wait_s if prefiller.chosen else 0.0
             if wait_s > (limit_s := settings.max_prefill_wait_s):
@@ -191,7 +193,7 @@ class Placer:
                 decoder, prefiller = with_time, _without(prefiller, Why.PREFILLERS_SATURATED)
                 uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         sizes = Sizes(turn.prompt_tokens, uncached, need)
-        placement = self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
+        placement = self._commit(turn, sizes, prefiller, decoder, now, estimates)
         self._shared.given(turn.heads, placement.decoder, now)
         if prefiller.chosen is not None:
             given = GivenPrompt(prefiller.chosen.engine, turn.heads, prefiller.chosen.cached_tokens)
@@ -209,11 +211,11 @@ class Placer:
         if large and turn.decoder in self._split:
             prefiller = _no_prefiller(Why.SHARES_LAYERS)
         elif large and held_by is self._decoders:
-            found = self._prefillers.choose(turn.prompt_tokens, now)
+            found = self._prefillers.choose(turn.prompt_tokens, now, turn.ahead_s)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
             if self._elastic:
                 has = {turn.prefix_on: turn.prefix_tokens}
-                prefiller = self._with_cached(prefiller, turn.prompt_tokens, has, now)
+                prefiller = self._with_cached(prefiller, turn, has, now)
                 prefiller, estimates = self._sooner(prefiller, decoder, turn.uncached_tokens)
             elif (first := prefiller.chosen) is not None:
                 longest = settings.policy.later_turn_waits(first.prefill_s, settings.max_prefill_wait_s)
@@ -221,7 +223,7 @@ class Placer:
                     prefiller = _no_prefiller(Why.PREFILLERS_BUSY)
         need = turn.uncached_tokens + settings.headroom_tokens if prefiller.chosen else 0
         sizes = Sizes(turn.prompt_tokens, turn.uncached_tokens, need)
-        return self._commit(turn.key, sizes, prefiller, decoder, now, estimates)
+        return self._commit(turn, sizes, prefiller, decoder, now, estimates)
 
     def through_prefiller(self, uncached_tokens: int, prompt_tokens: int) -> bool:
         """Whether a later turn has to be placed at all: most have not, and need only their binding."""
@@ -361,14 +363,14 @@ class Placer:
         return {name: min(had, most) for name, had in self._shared.on(turn.heads, now).items()}
 
     def _with_cached(
-        self, prefiller: PrefillerChoice, tokens: int, cached: Mapping[str, int], now: float
+        self, prefiller: PrefillerChoice, turn: FirstTurn | LaterTurn, cached: Mapping[str, int], now: float
     ) -> PrefillerChoice:
         """What a prefiller has of a prompt it does not compute, and its queue is as much shorter."""
         best = prefiller.chosen
         if best is None:
             return prefiller
         for engine, had in cached.items():
-            has = self._prefillers.option(engine, tokens, now, had)
+            has = self._prefillers.option(engine, turn.prompt_tokens, now, had, turn.ahead_s)
             if has is not None and _cost(has) < _cost(best):
                 best = has
         if best is prefiller.chosen:
@@ -390,18 +392,19 @@ class Placer:
 
     def _commit(
         self,
-        key: str,
+        turn: FirstTurn | LaterTurn,
         sizes: Sizes,
         prefiller: PrefillerChoice,
         decoder: DecoderChoice,
         now: float,
         estimates: Estimates | None,
     ) -> Placement:
-        engine = decoder.chosen.engine
+        key, engine = turn.key, decoder.chosen.engine
         if sizes.need:
             self._decoders.reserve(engine, key, sizes.need)
         if prefiller.chosen is not None:
-            self._prefillers.enqueue(prefiller.chosen.engine, key, prefiller.chosen.prefill_s, now)
+            first = prefiller.chosen
+            self._prefillers.enqueue(first.engine, key, first.prefill_s, now, turn.ahead_s)
         if self._elastic:
             goes = self._elastic.goes_local if prefiller.chosen is None else self._elastic.goes_remote
             goes(key, engine, sizes.uncached, now)

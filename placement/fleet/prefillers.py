@@ -6,7 +6,7 @@ prefiller will be free. The curve is a guess until the engine reports the one of
 profiled or follows its iterations; its scale follows what prompts took.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -79,6 +79,7 @@ def fit_curve(samples: Sequence[tuple[float, float]]) -> PrefillCurve:
 class Queued(NamedTuple):
     seconds: float
     placed_at: float
+    ahead_s: float  # what its class is worth: the engine computes a better one's prompt first
 
 
 TYPICAL = 8192  # tokens, at which two curves are compared
@@ -116,7 +117,8 @@ class Learned:
 
 
 class Prefillers:
-    """Queues of the prefillers as the placer knows them: first come, first served, one prompt at a time.
+    """Queues of the prefillers as the placer knows them: first come, first served, one prompt at a time;
+    those of a better class before others.
 
     Column `free_at` is when all that is queued will be done; `behind` is the seconds queued after the prompt
     that is running: when that one overruns its estimate, at least those are still to come.
@@ -127,6 +129,7 @@ class Prefillers:
         self._table = EngineTable(free_at=0.0, behind=0.0, a=0.0, b=0.0, c=0.0, closed=inf)
         self._queues: dict[str, OrderedDict[str, Queued]] = {}
         self._where: dict[str, str] = {}  # conversation -> prefiller
+        self._worths = Counter[float]()  # of all that is queued, how many have a class worth so much
         self._guesses: dict[str, PrefillCurve] = {}
         self._curves: dict[str, PrefillCurve] = {}
         self._learned: dict[str, Learned] = {}  # an engine that restarts is as fast as it was
@@ -156,10 +159,11 @@ class Prefillers:
     def remove(self, engine: str) -> tuple[str, ...]:
         """Forget an engine; returns the conversations whose prefill was queued there."""
         self._table.remove(engine)
-        lost = tuple(self._queues.pop(engine))
-        for key in lost:
+        lost = self._queues.pop(engine)
+        for key, queued in lost.items():
             del self._where[key]
-        return lost
+            self._not_queued(queued)
+        return tuple(lost)
 
     def set_draining(self, engine: str, draining: bool) -> None:
         self._table["closed"][self._table.row(engine)] = inf if draining else 0.0
@@ -180,12 +184,15 @@ class Prefillers:
         wait = np.maximum(self._table["free_at"] - now, self._table["behind"])[self._table["closed"] == 0.0]
         return max(0.0, float(wait.min())) if wait.size else 0.0
 
-    def choose(self, tokens: int, now: float) -> PrefillerChoice | None:
+    def choose(self, tokens: int, now: float, ahead_s: float = 0.0) -> PrefillerChoice | None:
         """The prefiller that would finish `tokens` first; None when none takes work."""
         table = self._table
         # In place where it can be: at a thousand rows an array that is made costs as much as the sum in it.
         wait = table["free_at"] - now
         np.maximum(wait, table["behind"], out=wait)  # `behind` is never below zero
+        if self._passes_some(ahead_s):
+            for engine in filter(self._queues.get, self._queues):
+                wait[table.row(engine)] = self.wait_s(engine, now, ahead_s)
         prefill = table["c"] * tokens
         prefill += table["b"]
         prefill *= tokens
@@ -200,26 +207,32 @@ class Prefillers:
             return None
         return PrefillerChoice(Why.FINISHES_FIRST, options[0], tuple(options[1:]), len(self._queues))
 
-    def option(self, engine: str, tokens: int, now: float, cached: int = 0) -> PrefillerOption | None:
+    def option(
+        self, engine: str, tokens: int, now: float, cached: int = 0, ahead_s: float = 0.0
+    ) -> PrefillerOption | None:
         """This prefiller, which has `cached` of the tokens already; None when it takes no work."""
         if engine not in self._queues or self._table["closed"][self._table.row(engine)]:
             return None
         row, table = self._table.row(engine), self._table
         seconds = table["a"][row] + tokens * (table["b"][row] + tokens * table["c"][row])
         seconds -= cached * (table["b"][row] + cached * table["c"][row])
-        return PrefillerOption(engine, self.wait_s(engine, now), float(seconds), cached)
+        return PrefillerOption(engine, self.wait_s(engine, now, ahead_s), float(seconds), cached)
 
-    def enqueue(self, engine: str, key: str, seconds: float, now: float) -> None:
+    def enqueue(self, engine: str, key: str, seconds: float, now: float, ahead_s: float = 0.0) -> None:
         self.done(key, now)  # a conversation placed again leaves its old queue
         row, queue = self._table.row(engine), self._queues[engine]
-        if queue:
-            self._table["free_at"][row] = now + self.wait_s(engine, now) + seconds
-            self._table["behind"][row] += seconds
-        else:
+        self._where[key] = engine
+        self._worths[ahead_s] += 1
+        if not queue:
             self._table["free_at"][row] = now + seconds
             self._learned[engine].since = now
-        queue[key] = Queued(seconds, now)
-        self._where[key] = engine
+            queue[key] = Queued(seconds, now, ahead_s)
+            return
+        self._table["free_at"][row] = now + self.wait_s(engine, now) + seconds
+        queue[key] = Queued(seconds, now, ahead_s)
+        first = _first(queue)
+        # One that goes before the prompt under way has that behind it.
+        self._table["behind"][row] += seconds if first != key else _seconds(queue) - seconds
 
     def computed(self, key: str, tokens: int, now: float, cached: int = 0) -> None:
         """A prefill ended; `tokens` is what the engine counted, 0 where it said nothing; it had `cached`."""
@@ -237,15 +250,15 @@ class Prefillers:
         if engine is None:
             return
         row, queue = self._table.row(engine), self._queues[engine]
-        was_running = key == next(iter(queue))
-        seconds = queue.pop(key).seconds
+        was_running = key == _first(queue)
+        seconds = self._not_queued(queue.pop(key)).seconds
         if not was_running:
             self._table["behind"][row] = max(0.0, self._table["behind"][row] - seconds)
             self._table["free_at"][row] -= seconds
         elif queue:
-            following = sum(queued.seconds for queued in queue.values())
+            following = _seconds(queue)
             self._table["free_at"][row] = now + following
-            self._table["behind"][row] = max(0.0, following - next(iter(queue.values())).seconds)
+            self._table["behind"][row] = max(0.0, following - queue[_first(queue)].seconds)
         else:
             self._table["free_at"][row] = now
             self._table["behind"][row] = 0.0
@@ -254,7 +267,8 @@ class Prefillers:
         """Until a queued prefill will be done, as far as is known."""
         engine = self._where[key]
         following, seen = 0.0, False
-        for queued, (seconds, _) in self._queues[engine].items():
+        in_turn = sorted(self._queues[engine].items(), key=lambda one: -one[1].ahead_s)
+        for queued, (seconds, _, _) in in_turn:
             following += seconds if seen else 0.0
             seen = seen or queued == key
         return max(0.0, self.wait_s(engine, now) - following)
@@ -269,12 +283,36 @@ class Prefillers:
         for key in [k for k, queued in self._queues[engine].items() if queued.placed_at < before]:
             self.done(key, now)
 
-    def wait_s(self, engine: str, now: float) -> float:
+    def wait_s(self, engine: str, now: float, ahead_s: float = -inf) -> float:
+        """For a prompt whose class is worth so much; for one of the least, if nothing is said."""
         row = self._table.row(engine)
-        return float(max(self._table["free_at"][row] - now, self._table["behind"][row], 0.0))
+        wait_s = float(max(self._table["free_at"][row] - now, self._table["behind"][row], 0.0))
+        if not self._passes_some(ahead_s):
+            return wait_s
+        return min(wait_s, _seconds(self._queues[engine], ahead_s))
+
+    def _passes_some(self, ahead_s: float) -> bool:
+        """Among all that is queued there is what goes behind it."""
+        return any(worth < ahead_s for worth in self._worths)
+
+    def _not_queued(self, queued: Queued) -> Queued:
+        self._worths[queued.ahead_s] -= 1
+        if not self._worths[queued.ahead_s]:
+            del self._worths[queued.ahead_s]
+        return queued
 
     def _draw(self, engine: str) -> None:
         """Its curve as it is known now."""
         row, curve, scale = self._table.row(engine), self._curves[engine], self._learned[engine].scale
         for name, value in (("a", curve.a), ("b", curve.b), ("c", curve.c)):
             self._table[name][row] = value * scale
+
+
+def _first(queue: OrderedDict[str, Queued]) -> str:
+    """Under way: of the best class that which came first."""
+    return max(queue, key=lambda key: queue[key].ahead_s)
+
+
+def _seconds(queue: OrderedDict[str, Queued], ahead_s: float = -inf) -> float:
+    """Of prompts whose class is worth so much at least."""
+    return sum(queued.seconds for queued in queue.values() if queued.ahead_s >= ahead_s)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import (
     BatchBuilder,
@@ -15,7 +16,7 @@ from placement.iteration.interface import (
     ServingSettings,
 )
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.online import share_out, tightest_target, until_a_token_is_due
+from placement.iteration.online import of_best_class, share_out, tightest_target, until_a_token_is_due
 from placement.iteration.prompts import PromptSharing
 
 
@@ -36,6 +37,7 @@ class Conserve(ServingPolicy):
     def __init__(self, settings: ServingSettings) -> None:
         super().__init__(settings)
         self._arrivals = ArrivalRate()
+        self._classes = ClassOrder()
         self._margin = Margin(settings.margin, beyond=0.05)
         # A prompt's iteration that takes longer than a target does so without offline work too; and a prompt
         # that is cut shorter for it makes those wait that arrive behind it.
@@ -51,9 +53,10 @@ class Conserve(ServingPolicy):
         offline_least = int(self._settings.offline_share * view.max_tokens)
         share = max(offline_least, starving + head_starves)
         online_left = view.max_tokens - share
-        due_in = until_a_token_is_due(online, view.now, self._prompt_margin.share)
+        decoding = of_best_class([request for request in online if request.decoding])
+        due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
         sharing = PromptSharing(due_in, fills=True)
-        first = share_out(online, view.now, online_left, model, sharing)
+        first = share_out(online, view.now, online_left, model, sharing, self._classes)
         tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share
         target = tightest_target(

@@ -39,7 +39,7 @@ class RequestView:
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
     refused: bool = False  # the engine had no place for it when it was last to start
-    ahead_s: float = 0.0  # among prompts, as if it had come so much earlier
+    ahead_s: float = 0.0  # what its class is worth (`placement/classes.py`)
 
     @property
     def pending(self) -> int:
@@ -51,6 +51,11 @@ class RequestView:
         """Whether it has had its first token, or has it under way, and lacks only the next."""
         first = self.last_token is not None or self.computed >= self.tokens
         return self.running and first and self.pending == 1
+
+    @property
+    def worth_s(self) -> float:
+        """Of its class, beside others that run: offline work is worth less than any."""
+        return -math.inf if self.offline else self.ahead_s
 
     def deadline(self) -> float:
         """When its next token is due."""

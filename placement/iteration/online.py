@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import RequestView
 from placement.iteration.latency import BatchWork, LatencyModel
@@ -36,22 +37,29 @@ def until_a_token_is_due(online: Iterable[RequestView], now: float, margin: floa
 
 
 def share_out(
-    requests: Iterable[RequestView], now: float, max_tokens: int, model: LatencyModel, sharing: PromptSharing
+    requests: Iterable[RequestView],
+    now: float,
+    max_tokens: int,
+    model: LatencyModel,
+    sharing: PromptSharing,
+    classes: ClassOrder,
 ) -> OnlineShare:
     """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
     requests = tuple(requests)
-    decoding = [request for request in requests if request.decoding]
-    prompts = in_turn([request for request in requests if not request.decoding], now, model, sharing)
+    decoding, left_out = with_a_token([r for r in requests if r.decoding], max_tokens, model)
+    prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
+    best_s = max((request.worth_s for request in decoding), default=-math.inf)
     work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(work)
     seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
-    caps: dict[str, int] = {}
+    caps = {request.key: 0 for request in left_out}
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
-            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens)
+            lesser = request.ahead_s < best_s
+            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, lesser)
         if index == 0:
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
@@ -63,25 +71,62 @@ def share_out(
         if tokens:
             work = work.plus(tokens, request.computed)
             budget -= tokens
+            if not request.refused:
+                classes.served(request.ahead_s, now)
         if part:
             caps[request.key] = tokens
             break
     return OnlineShare(work, caps, prompts, seconds)
 
 
-def in_turn(
-    prompts: Sequence[RequestView], now: float, model: LatencyModel, sharing: PromptSharing
-) -> tuple[RequestView, ...]:
-    """The policy's order; but what the engine had no place for makes nobody wait who has one.
+def with_a_token(
+    decoding: Sequence[RequestView], max_tokens: int, model: LatencyModel
+) -> tuple[Sequence[RequestView], Sequence[RequestView]]:
+    """Those of the best class that decodes, and as many of lesser ones as its TBT target leaves time for, one
+    at least: who lacks a token for longest. And those that are left out of this iteration."""
+    first = of_best_class(decoding)
+    if len(first) == len(decoding):
+        return decoding, ()
+    target_s = min(request.slo.tbt_s for request in first)
+    work, joined = memory.online_work(first, max_tokens), 0
+    lesser = sorted(
+        (request for request in decoding if request.worth_s < first[0].worth_s),
+        key=lambda r: (r.arrival if r.last_token is None else r.last_token, r.key),
+    )
+    for request in lesser:
+        work = work.plus(1, request.computed)
+        if joined and model.seconds(work) > target_s:
+            break
+        joined += 1
+    return (*first, *lesser[:joined]), lesser[joined:]
 
-    Once that is overdue, nobody starts before it either who was due later: the place is to become its own.
+
+def of_best_class(requests: Sequence[RequestView]) -> Sequence[RequestView]:
+    best_s = max((request.worth_s for request in requests), default=0.0)
+    return [request for request in requests if request.worth_s == best_s]
+
+
+def in_turn(
+    prompts: Sequence[RequestView],
+    now: float,
+    model: LatencyModel,
+    sharing: PromptSharing,
+    classes: ClassOrder,
+) -> tuple[RequestView, ...]:
+    """Better classes first, then the policy's order; but what the engine had no place for makes nobody wait
+    who has one.
+
+    Once that is overdue, nobody of its class starts before it either who was due later: the place is to
+    become its own.
     """
     dues = {request.key: due(request, model, sharing) for request in prompts}
     overdue = min((dues[r.key] for r in prompts if r.refused and dues[r.key] <= now), default=math.inf)
+    best_s = max((request.ahead_s for request in prompts), default=0.0)
 
-    def turn(request: RequestView) -> tuple[bool, float, str]:
+    def turn(request: RequestView) -> tuple[bool, float, float, str]:
         at = dues[request.key]
-        return request.refused or (not request.running and at > overdue), at, request.key
+        behind = request.refused or (not request.running and at > overdue)
+        return behind, -classes.level(request.ahead_s, request.arrival, best_s, now), at, request.key
 
     return tuple(sorted(prompts, key=turn))
 

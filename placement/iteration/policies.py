@@ -2,6 +2,7 @@
 
 import math
 
+from placement.classes import ClassOrder
 from placement.errors import PlacementError
 from placement.iteration import memory
 from placement.iteration.conserve import Conserve, Margin, cost_of_losing, online_then_offline
@@ -43,13 +44,15 @@ class PromptsInOrder(ServingPolicy):
     def __init__(self, settings: ServingSettings) -> None:
         super().__init__(settings)
         self._margin = Margin(settings.margin, beyond=0.2)
+        self._classes = ClassOrder()
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         decoding = tuple(request for request in view.running if request.decoding)
         target = min((request.slo.tbt_s for request in decoding), default=math.inf)
         sharing = PromptSharing(target * (1 - self._margin.share))
         prompts = (request for request in memory.online_requests(view) if not request.decoding)
-        first = share_out((*decoding, *prompts), view.now, view.max_tokens, model, sharing)
+        requests = (*decoding, *prompts)
+        first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)
         offline = sum(request.offline for request in decoding)  # take their token from what is left
         waiting = tuple(request.key for request in first.prompts if not request.running)
         left = 0 if first.held_back else view.max_tokens - first.work.new_tokens

@@ -26,7 +26,7 @@ class Ask:
     end: End | None = None  # of the prompt, recorded as the conversation's newest node
     turn: int = 0  # the gateway's number of it, by which its end is known
     again: bool = False  # an earlier call with this very ask got no answer: what it placed did not run
-    ahead_s: float = 0.0  # if it waits, it does as if it had come so much earlier
+    ahead_s: float = 0.0  # what its class and priority are worth
     alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
     heads: tuple[Head, ...] = ()  # beginnings that other prompts may share, by length
     flow: str = ""  # of its owner's, which are served fairly among each other

@@ -79,11 +79,11 @@ class BindingTable:
             self._placer.arrived(ask.prompt_tokens, now)
         due, tokens = now - ask.ahead_s, self._to_compute(ask, now)
         bound = self._bindings.look_up(ask.key) is not None
-        goes = bound or self._waiting.may_pass(ask, tokens, due)
+        goes = bound or self._waiting.may_pass(ask, tokens, due, now)
         outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
         if isinstance(outcome, Placed):
             if not bound:
-                self._waiting.passed(ask, tokens)
+                self._waiting.passed(ask, tokens, now)
             return outcome
         if outcome.retry_after_s <= 0 or ask.wait_s <= 0 or self._waiting.full_for(ask):
             return outcome
@@ -317,7 +317,7 @@ class BindingTable:
         preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
         before = self.conversations.get(ask.key)
         had = before is not None and before.turns > 0
-        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads)
+        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads, ask.ahead_s)
         outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
             return outcome if binding is None else self._place_later(ask, binding, now)
@@ -362,7 +362,7 @@ class BindingTable:
                 prefix_on = ""
             shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # beyond that the prefix broke
             sizes = ask.prompt_tokens, ask.uncached_tokens
-            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared))
+            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared), ask.ahead_s)
             outcome = self._placer.place_later(later, now)
             return self._placed(ask, conversation, binding, outcome, "redisaggregated", now)
         context = conversation.context_tokens

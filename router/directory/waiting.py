@@ -1,14 +1,16 @@
 """Turns that wait in the directory for a place, each for a bounded time.
 
 Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise
-(`placement/fleet/fairness.py`). Within a flow the order is that of arrivals, less what a turn's class and
-priority are worth in seconds: whatever waits for longer than that comes first, so that nobody waits for ever.
+(`placement/fleet/fairness.py`). Within a flow turns of a better class or priority come first, but no class is
+left out for longer than the other is worth (`placement/classes.py`); those of one class in order of arrival.
 """
 
-from bisect import insort
-from collections.abc import Callable
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from placement.classes import ClassOrder
 from placement.fleet.answers import Refusal, RefusalReason
 from placement.fleet.fairness import QueueHead, Rounds
 from router.directory.messages import Ask, Placed
@@ -27,8 +29,9 @@ class Waiter:
     settle: Callable[[Placed | Refusal], None] = field(repr=False)
 
     @property
-    def head(self) -> QueueHead:
-        return QueueHead(self.tokens, self.due)
+    def place(self) -> tuple[float, float]:
+        """In its flow."""
+        return -self.ask.ahead_s, self.due
 
 
 class OwnerQueue:
@@ -39,10 +42,25 @@ class OwnerQueue:
         self.rounds = Rounds()
         self.size = 0
 
-    @property
-    def first(self) -> Waiter:
-        heads = {flow: waiters[0].head for flow, waiters in self.flows.items()}
-        return self.flows[self.rounds.order(heads)[0]][0]
+    def firsts(self, rank: Callable[[Waiter], QueueHead]) -> dict[str, tuple[QueueHead, Waiter]]:
+        """Of each flow."""
+        return {
+            flow: min(
+                ((rank(one), one) for one in _first_of_each_class(waiters)), key=lambda pair: pair[0].rank
+            )
+            for flow, waiters in self.flows.items()
+        }
+
+    def first(self, rank: Callable[[Waiter], QueueHead]) -> tuple[QueueHead, Waiter]:
+        firsts = self.firsts(rank)
+        return firsts[self.rounds.order({flow: head for flow, (head, _) in firsts.items()})[0]]
+
+
+def _first_of_each_class(waiters: list[Waiter]) -> Iterator[Waiter]:
+    at = 0
+    while at < len(waiters):
+        yield waiters[at]
+        at = bisect_right(waiters, -waiters[at].ask.ahead_s, lo=at, key=lambda one: one.place[0])
 
 
 class Waiting:
@@ -50,6 +68,8 @@ class Waiting:
         self._owners: dict[str, OwnerQueue] = {}
         self._rounds = Rounds()
         self._of_turn: dict[tuple[str, int], Waiter] = {}
+        self._classes = ClassOrder()
+        self._worths = Counter[float]()  # of those that wait, how many have a class worth so much
         self._size = 0
 
     def __len__(self) -> int:
@@ -65,24 +85,35 @@ class Waiting:
         share = max(1, int(ask.waiting_share * MAX_WAITING))
         return self._size >= MAX_WAITING or (mine is not None and mine.size >= share)
 
-    def may_pass(self, ask: Ask, tokens: int, due: float) -> bool:
+    def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
         """A turn that comes now goes before those that wait: what they need is not there, none of its owner
-        is due before, and its owner has not had its share."""
+        goes before it, and its owner has not had its share of what others wait for."""
         mine = self._owners.get(ask.owner)
-        if mine is not None and any(waiters[0].due <= due for waiters in mine.flows.values()):
-            return False
-        return not self._size or tokens <= self._rounds.left(ask.owner)
+        if mine is not None:
+            best_s = max(ask.ahead_s, *self._worths)
+            firsts = mine.firsts(lambda one: self._head(one, best_s, now)).values()
+            if any(head.rank <= (-ask.ahead_s, due) for head, _ in firsts):
+                return False
+        alone = not self._size or (mine is not None and mine.size == self._size)
+        return alone or tokens <= self._rounds.left(ask.owner)
 
-    def passed(self, ask: Ask, tokens: int) -> None:
+    def passed(self, ask: Ask, tokens: int, now: float) -> None:
+        self._classes.served(ask.ahead_s, now)
         if self._size:
             self._rounds.served(ask.owner, tokens)
+
+    def _head(self, waiter: Waiter, best_s: float, now: float) -> QueueHead:
+        ahead_s = waiter.ask.ahead_s
+        level = self._classes.level(ahead_s, waiter.due + ahead_s, best_s, now)
+        return QueueHead(waiter.tokens, waiter.due, level)
 
     def add(self, waiter: Waiter) -> None:
         ask = waiter.ask
         mine = self._owners.setdefault(ask.owner, OwnerQueue())
-        insort(mine.flows.setdefault(ask.flow, []), waiter, key=lambda one: one.due)
+        insort(mine.flows.setdefault(ask.flow, []), waiter, key=lambda one: one.place)
         mine.size += 1
         self._size += 1
+        self._worths[ask.ahead_s] += 1
         self._of_turn[ask.gateway, ask.turn] = waiter
 
     def of_turn(self, gateway: str, turn: int) -> Waiter | None:
@@ -96,6 +127,9 @@ class Waiting:
             waiters.remove(waiter)
             mine.size -= 1
             self._size -= 1
+            self._worths[ask.ahead_s] -= 1
+            if not self._worths[ask.ahead_s]:
+                del self._worths[ask.ahead_s]
             if not waiters:
                 del mine.flows[ask.flow]
             if not mine.size:
@@ -109,7 +143,7 @@ class Waiting:
         Behind a turn that does not fit, those of its owner wait, and others' pass it while they have
         something left of the round: so a large conversation gets its place."""
         placed, blocked = 0, set[str]()
-        while len(blocked) < _MOST_PASSED_BY and (first := self._first(blocked)) is not None:
+        while len(blocked) < _MOST_PASSED_BY and (first := self._first(blocked, now)) is not None:
             outcome = attempt(first.ask)
             if isinstance(outcome, Refusal):
                 first.refusal = outcome
@@ -118,6 +152,7 @@ class Waiting:
                     continue
             else:
                 placed += 1
+                self._classes.served(first.ask.ahead_s, now)
                 self._rounds.served(first.ask.owner, first.tokens)
                 self._owners[first.ask.owner].rounds.served(first.ask.flow, first.tokens)
             self.remove(first)
@@ -127,7 +162,11 @@ class Waiting:
             waiter.settle(waiter.refusal)
         return placed
 
-    def _first(self, blocked: set[str]) -> Waiter | None:
-        heads = {owner: queue.first for owner, queue in self._owners.items()}
-        order = self._rounds.order({owner: first.head for owner, first in heads.items()})
-        return next((heads[owner] for owner in order if owner not in blocked), None)
+    def _first(self, blocked: set[str], now: float) -> Waiter | None:
+        best_s = max(self._worths, default=0.0)
+        firsts = {
+            owner: queue.first(lambda one: self._head(one, best_s, now))
+            for owner, queue in self._owners.items()
+        }
+        order = self._rounds.order({owner: head for owner, (head, _) in firsts.items()})
+        return next((firsts[owner][1] for owner in order if owner not in blocked), None)

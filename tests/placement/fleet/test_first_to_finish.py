@@ -158,3 +158,47 @@ def test_a_decoders_curve_counts_once_it_has_computed_prompts() -> None:
     placer.observe(state("d0", 0, 2, prefill_curve=sooner, prompt_tokens_per_s=1000.0), 0.0)
     second = placer.place(FirstTurn("b", 20_000), 0.0)
     assert isinstance(second, Placement) and second.prefiller is None
+
+
+def waits(placer: Placer, key: str, ahead_s: float, now: float = 0.0) -> float:
+    placed = placer.place(FirstTurn(key, 20_000, ahead_s=ahead_s), now)
+    assert isinstance(placed, Placement) and placed.receipt.prefiller.chosen
+    return placed.receipt.prefiller.chosen.wait_s
+
+
+def test_a_better_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None:
+    """Engines compute them first: what others have queued saturates no prefiller for it."""
+    placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1.0)
+    each, queued = CURVE.seconds(20_000), 0
+    while isinstance(placer.place(FirstTurn(f"c{queued}", 20_000), 0.0), Placement):
+        queued += 1
+    assert [waits(placer, f"gold{n}", 8.0) for n in range(2)] == [0.0, 0.0]
+    refused = placer.place(FirstTurn("late", 20_000), 0.0)
+    assert isinstance(refused, Refusal), "to others all that is queued counts"
+    assert refused.retry_after_s == pytest.approx((queued + 2) / 2 * each - 1.0)
+    assert waits(placer, "between", 4.0) == pytest.approx(each), "behind the better one's, before others"
+
+
+def test_prompts_of_a_better_class_end_before_those_that_came_first(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
+    each = CURVE.seconds(20_000)
+    for key, ahead_s in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
+        placer.place(FirstTurn(key, 20_000, ahead_s=ahead_s), 0.0)
+    placer.prefill_done("gold", each)
+    assert placer.prefill_wait_s("p0", each) == pytest.approx(2 * each)
+    assert waits(placer, "next", 8.0, each) == 0.0
+    for key in ("next", "a", "b"):
+        placer.prefill_done(key, each)
+    assert placer.prefill_wait_s("p0", each) == 0.0
+    assert waits(placer, "plain", 0.0, each) == 0.0
+    assert waits(placer, "last", 8.0, each) == 0.0, "nothing is left of those that have ended"
+
+
+def test_a_prefiller_that_is_lost_takes_its_queue_along(fleet: MakeFleet) -> None:
+    placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1e9)
+    for number in range(4):
+        placer.place(FirstTurn(f"c{number}", 20_000), 0.0)
+    placer.engine_down("p1")
+    assert waits(placer, "gold", 8.0) == 0.0
+    placer.release("gold", 0.0)
+    assert waits(placer, "plain", 0.0) == pytest.approx(2 * CURVE.seconds(20_000))

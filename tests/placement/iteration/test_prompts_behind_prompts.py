@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from placement.iteration.interface import RequestView, ServingSettings
+from placement.classes import ClassOrder
+from placement.iteration.interface import RequestView, ServingSettings, TurnTargets
 from placement.iteration.latency import BatchWork
 from placement.iteration.online import in_turn
 from placement.iteration.policies import make_policy
@@ -93,8 +94,55 @@ def test_one_that_came_after_the_plan_has_what_time_is_left_and_a_token_at_least
     assert plan.builder.take(arrived("later", 3000), 2000) == 1
 
 
-def test_who_is_ahead_goes_first_until_others_have_waited_for_that_long() -> None:
+def test_who_is_ahead_goes_first_but_no_class_is_left_out_for_longer_than_that() -> None:
     first, gold = arrived("first", 2000, 10.0), replace(arrived("gold", 2000, 15.0), ahead_s=10.0)
     late = replace(gold, key="late", arrival=21.0)
-    order = in_turn((first, late, gold), 22.0, MODEL, PromptSharing(0.05))
-    assert [one.key for one in order] == ["gold", "first", "late"]
+
+    def order(classes: ClassOrder) -> list[str]:
+        return [one.key for one in in_turn((first, late, gold), 22.0, MODEL, PromptSharing(0.05), classes)]
+
+    served, classes = ClassOrder(), ClassOrder()
+    assert order(classes) == ["first", "gold", "late"]  # nothing of its class was served for 10 s
+    served.served(0.0, 21.5)
+    assert order(served) == ["gold", "late", "first"]
+
+
+def test_others_prompts_that_have_waited_long_cost_a_better_class_nothing_while_they_are_served() -> None:
+    """An overload that lasts: all of the other class have waited for longer than the better is worth."""
+    policy = make_policy(ServingSettings("prompts_in_order"))
+    old = tuple(arrived(f"old-{n}", 1000, 10.0 - n) for n in range(20))
+    turns = []
+    for number in range(20):
+        now = 20.0 + number / 10
+        gold = replace(arrived(f"gold-{number}", 300, now), ahead_s=5.0)
+        plan = policy.plan(view(waiting=(*old, gold), now=now), MODEL)
+        assert plan.waiting is not None
+        turns.append(plan.waiting.index(gold.key))
+    assert turns[1:] == [0] * 19
+
+
+def test_beside_a_better_class_lesser_requests_decode_in_turn_within_its_target() -> None:
+    """Each lesser one takes 4.5 ms of a target of 30, of which the better one takes 5."""
+    policy = make_policy(ServingSettings("prompts_in_order"))
+    gold = replace(online("gold"), ahead_s=5.0, slo=TurnTargets(0.5, 0.03))
+    others = [online(f"o{n}", 40_001, 40_000, last_token=9.0 + n / 100) for n in range(20)]
+    served = fill(policy, view(gold, *others))
+    assert served["gold"] == 1
+    assert [key for key, tokens in served.items() if tokens] == ["gold", *(f"o{n}" for n in range(5))]
+    tight = replace(gold, slo=TurnTargets(0.5, 0.006))
+    one = fill(policy, view(tight, *others))
+    assert [key for key, tokens in one.items() if tokens] == ["gold", "o0"], "one at least"
+    alike = fill(policy, view(replace(gold, ahead_s=0.0), *others))
+    assert all(alike.values()), "of one class all have their token"
+
+
+def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_own() -> None:
+    target = TurnTargets(0.5, 0.005)  # less than what decoding takes
+    gold = online("gold", 20_001, 20_000, slo=target)
+    decoding_s = MODEL.seconds(BatchWork.of([(1, 20_000)]))
+    for ahead_s, share in ((5.0, 0.1), (0.0, 0.5)):
+        policy = make_policy(ServingSettings("prompts_in_order"))
+        prompt = arrived("prompt", 3000, 9.9)
+        tokens = fill(policy, view(replace(gold, ahead_s=ahead_s), waiting=(prompt,)))["prompt"]
+        seconds = MODEL.seconds(BatchWork.of([(1, 20_000), (tokens, 0)]))
+        assert 0.9 * share < 1 - decoding_s / seconds <= share + 1e-9

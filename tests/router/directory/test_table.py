@@ -1,6 +1,7 @@
 """What the table guarantees: bound for life, first come first served, nothing left behind."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -120,6 +121,40 @@ def test_who_waits_goes_ahead_by_its_class_but_nobody_waits_for_ever() -> None:
     assert isinstance(made.place(ask("last", 2000, wait_s=9.0), 40.0, lambda outcome: None), Waiter)
     made.serve_waiting(40.0)
     assert got == ["old", "gold", "plain"][: len(got)] and len(got) == 3
+
+
+def test_under_an_overload_that_lasts_a_better_class_waits_behind_none_that_are_served_anyway() -> None:
+    """Everything that waits has waited for longer than the better class is worth, 10 s."""
+    made, got = table(decoders=1), list[str]()
+    place(made, ask("big", 9000))
+    for number in range(40):
+        waits(made, f"c{number}", 8000, got, at=number / 10)
+    now, running = 20.0, "big"
+    for number in range(8):
+        waits(made, f"gold{number}", 8000, got, at=now, ahead_s=10.0)
+        for _ in range(2):  # one place for the better class, one that it leaves
+            made.end(running, "deleted", now)
+            made.serve_waiting(now)
+            running = got[-1]
+            now += 1.0
+    assert got[:2] == ["c0", "gold0"], "nothing of the other class was served for 10 s"
+    assert got[2:] == [key for number in range(1, 8) for key in (f"gold{number}", f"c{number}")]
+
+
+def test_a_better_class_that_takes_everything_leaves_others_a_turn_now_and_then() -> None:
+    made, got = table(decoders=1), list[str]()
+    place(made, ask("big", 9000))
+    for number in range(4):
+        waits(made, f"c{number}", 8000, got, at=0.0)
+    for number in range(60):
+        waits(made, f"gold{number}", 8000, got, at=0.0, ahead_s=10.0)
+    running = "big"
+    for now in range(11, 51):
+        made.end(running, "deleted", float(now))
+        made.serve_waiting(float(now))
+        running = got[-1]
+    at = [number for number, key in enumerate(got) if key.startswith("c")]
+    assert len(at) == 4 and all(after - before == 11 for before, after in pairwise(at))
 
 
 def waits(made: BindingTable, key: str, tokens: int, got: list[str], at: float = 1.0, **more: Any) -> None:
