@@ -141,6 +141,19 @@ def test_under_an_overload_that_lasts_a_better_class_waits_behind_none_that_are_
     assert got[2:] == [key for number in range(1, 8) for key in (f"gold{number}", f"c{number}")]
 
 
+def test_prompts_that_fill_the_prefillers_do_not_hold_back_a_better_class() -> None:
+    made = table(kv_tokens=10**9, max_prefill_wait_s=1.0)
+    count = 0
+    while isinstance(made.place(ask(f"c{count}", 20_000), 0.0, nobody), Placed):
+        count += 1
+    gold = place(made, ask("gold", 20_000, ahead_s=8.0))
+    made.prefill_done("gold", 0.0)
+    again = place(made, ask("gold", 50_000, ahead_s=8.0, uncached_tokens=40_000))
+    for placed in (gold, again):
+        receipt: Any = placed.note["receipt"]
+        assert receipt["prefiller"]["chosen"]["wait_s"] == 0.0
+
+
 def test_a_better_class_that_takes_everything_leaves_others_a_turn_now_and_then() -> None:
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
