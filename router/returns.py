@@ -25,6 +25,7 @@ from router.turn import Turn
 
 log = logging.getLogger("conserve.router.returns")
 
+TOKENS_OF = b"x-tokens-of-conversation"  # the engine has its answers as they were generated, and their KV
 MAX_BYTES = 64 << 20  # of prompts that are kept to be sent again
 _ENTRY_BYTES = 4096  # what keeping one takes beside its bytes
 _LOOK_EVERY_S = 0.25
@@ -60,7 +61,7 @@ class Returns:
         self._forget(known.key)
         # The request and not the turn is kept: what was read of a prompt takes several times its bytes.
         body = one_token_body(turn.api, turn.raw, turn.body, {"priority": OFFLINE_PRIORITY})
-        headers = [*turn.headers, OFFLINE_HEADER]
+        headers = [*turn.headers, OFFLINE_HEADER, (TOKENS_OF, known.key.encode())]
         request = UpstreamRequest("POST", turn.api.target, headers, body, repeatable=False)
         task = asyncio.create_task(self._bring_back(request, known, after_s))
         size = _ENTRY_BYTES + sum(map(len, body))

@@ -5,7 +5,8 @@ generated: the answer's KV is of no use from the first such place on. So an engi
 tokens of each conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of them
 that says the same as a beginning of the prompt takes its place, where every API hands its tokens to the
 engine. What differs in text (edits, stripped reasoning, tool calls rendered anew) is other tokens, as without
-this. A conversation that moves begins on its other engine with what its text tokenises to.
+this. A conversation that moves begins on its other engine with what its text tokenises to. What is sent on
+its behalf and is no turn of it (`router/returns.py`) names it in a header, and is built from the same tokens.
 """
 
 import asyncio
@@ -13,8 +14,9 @@ import logging
 from array import array
 from codecs import getincrementaldecoder
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +24,7 @@ from prometheus_client import Counter
 
 log = logging.getLogger("conserve.workers.exact_tokens")
 
+TOKENS_OF = b"x-tokens-of-conversation"  # what gateways say (router/returns.py)
 MOST_BYTES = 128 << 20  # of all conversations' tokens; beyond it those go that were longest silent
 MOST_READ = 65_536  # tokens of one prompt that are compared as text, some 0.1 s
 BESIDE_TOKENS = 1_024  # bytes that a turn takes beside its tokens
@@ -205,7 +208,8 @@ class ExactTokens:
     async def generate(
         self, generating: Generate, llm: Any, prompt: Any, params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        conversation = options.get("session_id")
+        turn_of = options.get("session_id")
+        conversation = turn_of or _ON_BEHALF_OF.get()
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         a_leg = "do_remote_decode" in transfer or _BEAM in request_id
         if not conversation or a_leg or not rendered_from_text(prompt, params):
@@ -229,7 +233,8 @@ class ExactTokens:
                         answer = array("i", generated)
                     yield output
         finally:
-            self._conversations.put(str(conversation), RememberedTurn(rendered, exact + answer, place))
+            if turn_of:
+                self._conversations.put(str(turn_of), RememberedTurn(rendered, exact + answer, place))
 
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool
@@ -279,6 +284,20 @@ def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
         return None
 
 
+_ON_BEHALF_OF: ContextVar[str] = ContextVar("on_behalf_of", default="")
+
+
+@contextmanager
+def on_behalf_of(scope: MutableMapping[str, Any]) -> Iterator[None]:
+    """While a request is served: the conversation that its header names."""
+    named = dict(scope.get("headers", ())).get(TOKENS_OF, b"")
+    token = _ON_BEHALF_OF.set(named.decode("latin-1"))
+    try:
+        yield
+    finally:
+        _ON_BEHALF_OF.reset(token)
+
+
 class ExactTokensMiddleware:
     """How vLLM's server is told of it; requests pass through."""
 
@@ -289,4 +308,5 @@ class ExactTokensMiddleware:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
+        with on_behalf_of(scope):
+            await self._app(scope, receive, send)

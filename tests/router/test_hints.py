@@ -166,6 +166,7 @@ async def test_an_announced_tool_parks_at_once_and_is_back_before_its_end(tmp_pa
         assert sent.body["messages"] == [user("x" * 500)]
         assert (sent.body["max_tokens"], sent.body["stream"], sent.conversation) == (1, False, "")
         assert sent.body["cache_salt"] == decoder_of(made).seen[0].body["cache_salt"]
+        assert sent.headers["x-tokens-of-conversation"] == decoder_of(made).seen[0].conversation
 
 
 async def test_a_restore_of_messages_is_offline_and_has_no_budget_of_thinking(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from prometheus_client import REGISTRY
 
 from workers.exact_tokens import (
     BESIDE_TOKENS,
+    TOKENS_OF,
     ExactTokens,
     Place,
     RememberedTurn,
     RememberedTurns,
     Vocabulary,
     agreeing,
+    on_behalf_of,
     vocabulary_of_engine,
 )
 
@@ -148,13 +150,14 @@ async def turn(
     answer: list[int],
     text: str | None = "text",
     request: str = "request",
+    session: str = "k/c-1",
     **more: Any,
 ) -> list[int]:
     params = SimpleNamespace(answer=answer, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     for name, value in more.items():
         setattr(params, name, value)
     given = {"type": "token", "prompt_token_ids": prompt, "prompt": text}
-    async for _ in exact.generate(Llm.generate, llm, given, params, request, session_id="k/c-1"):
+    async for _ in exact.generate(Llm.generate, llm, given, params, request, session_id=session):
         pass
     return llm.given[-1]
 
@@ -187,6 +190,19 @@ async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_le
     assert await turn(exact, llm, NEXT, [], text=None) == NEXT
     assert await turn(exact, llm, NEXT, [], n=2) == NEXT
     assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
+
+
+async def test_what_is_sent_on_a_conversations_behalf_is_its_tokens_and_no_turn_of_it(
+    llm: Llm, exact: ExactTokens
+) -> None:
+    await turn(exact, llm, Q, A)
+    second = await turn(exact, llm, NEXT, A)
+    restore = {"type": "http", "headers": [(TOKENS_OF, b"k/c-1")]}
+    with on_behalf_of(restore):
+        assert await turn(exact, llm, NEXT, [ord("z")], session="") == second
+    assert await turn(exact, llm, NEXT, [], session="") == NEXT, "nobody is named any more"
+    third = [*NEXT, AB, END, ord("c")]
+    assert await turn(exact, llm, third, []) == [*second, *A, ord("c")], "the restore's answer is nobody's"
 
 
 async def test_hypotheses_of_a_beam_search_are_left_alone(llm: Llm, exact: ExactTokens) -> None:
