@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from kvtransfer.parent_death import die_with_parent
-from workers.processes import WorkerError, end
+from workers.processes import WorkerError, end, tree
 
 LOOK_EVERY_S = 0.25
 PR_SET_CHILD_SUBREAPER = 36
@@ -73,7 +73,7 @@ def run(argv: list[str], lease: Lease, grace_s: float) -> int:
         return 0
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end(psutil.Process().children(recursive=True), grace_s)
+        end((one for one in tree(psutil.Process()) if one.pid != os.getpid()), grace_s)
 
 
 def _end(_signal: int, _frame: object) -> None:

@@ -118,8 +118,8 @@ def find(pid: int, started: float) -> psutil.Process | None:
     """The process of that pid and start time, or None when it is gone (a zombie is gone)."""
     try:
         process = psutil.Process(pid)
-        # A second of tolerance: start times are computed from the boot time, which can shift a little.
-        if abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE:
+        # Start times are computed from the boot time, which is told in seconds and can be another one later.
+        if abs(process.create_time() - started) > 1.5 or process.status() == psutil.STATUS_ZOMBIE:
             return None
     except psutil.Error:
         return None
@@ -134,7 +134,8 @@ def alive(pid: int) -> bool:
 
 
 def tree(root: psutil.Process) -> list[psutil.Process]:
-    """The root, its descendants, and what is left of its session when it leads one."""
+    """The root, its descendants, and what is left of its session when it leads one: of descendants psutil
+    leaves out those that seem older than their parent, since the boot time changed by a second meanwhile."""
     try:
         found = {process.pid: process for process in (root, *root.children(recursive=True))}
     except psutil.Error:

@@ -15,6 +15,7 @@ from tests.fleet.streams import Stream
 from tests.fleet.talk import client, conversation, get, metric, opening, text_turn
 from tests.fleet.test_conversation import engine_urls
 from tests.support.fleet import RunningFleet
+from workers.processes import tree
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
@@ -46,7 +47,7 @@ def serving(fleet: RunningFleet) -> None:
 def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
     """Pid of one of the engine's processes, by vLLM's name for it."""
     root = psutil.Process(fleet.engines()[engine]["pid"])
-    (found,) = [child.pid for child in root.children(recursive=True) if name in " ".join(child.cmdline())]
+    (found,) = [one.pid for one in tree(root) if one != root and name in " ".join(one.cmdline())]
     return found
 
 

@@ -221,7 +221,7 @@ async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
 async def test_waiting_for_a_process_has_a_limit() -> None:
     readers, asked = Readers(processes=1, longest_wait_s=0.005), replace(CHAT, max_context=0)
     try:
-        first = asyncio.create_task(readers.read(asked, (COSTLY,)))  # its process starts in more than twice that
+        first = asyncio.create_task(readers.read(asked, (COSTLY,)))  # its process takes longer to start
         await asyncio.sleep(0)
         for space in (asked.space, "other"):
             with pytest.raises(ApiError, match="wait to be read") as refused:

@@ -99,10 +99,13 @@ def listens_at(pid: int) -> set[int]:
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
+VLLMS = {"workers.serve", "VLLM::EngineCore", "VLLM::Worker"}
+
+
 def vllms(host: int) -> list[psutil.Process]:
     """Server, engine core and worker."""
-    found = psutil.Process(host).children(recursive=True)
-    vllms = [one for one in found if {"workers.serve", "VLLM::EngineCore", "VLLM::Worker"} & {*one.cmdline()}]
+    found = processes.tree(psutil.Process(host))
+    vllms = [one for one in found if one.pid != host and VLLMS & {*one.cmdline()}]
     assert len(vllms) == 3, [one.cmdline() for one in found]
     return vllms
 

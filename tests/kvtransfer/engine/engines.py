@@ -34,6 +34,7 @@ from workers.coserving.config import (
     CoServingConfig,
 )
 from workers.launch import SERVER
+from workers.processes import tree
 
 SECRET = "a secret only for these tests"
 START_S = 400.0
@@ -147,8 +148,7 @@ class Engine:
     def tree(self) -> list[psutil.Process]:
         assert self.process is not None
         try:
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
+            return tree(psutil.Process(self.process.pid))
         except psutil.NoSuchProcess:
             return []
 
