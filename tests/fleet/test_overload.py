@@ -62,7 +62,10 @@ def right(fleet: RunningFleet) -> list[str]:
 
 
 def changes(fleet: RunningFleet, change: str) -> float:
-    page = f"http://{fleet.status()['metrics']}"
+    return changes_at(f"http://{fleet.status()['metrics']}", change)
+
+
+def changes_at(page: str, change: str) -> float:
     return metric(page, "conserve_overload_changes_total", change=change, outcome="done")
 
 
@@ -77,13 +80,17 @@ def test_a_burst_makes_a_pair_and_its_end_restores_it(fleet: RunningFleet, right
 
 
 def test_a_killed_peer_leaves_an_engine_that_serves_alone(fleet: RunningFleet, right: list[str]) -> None:
-    before = changes(fleet, "drop")
-    streams = burst(fleet, "killed")
-    fleet.until(lambda: changes(fleet, "drop") == before + 1, 60, "the pair to share its layers")
-    survivor = f"http://{fleet.engines()['mixed-0']['http']}"
+    """An engine without a batch notices no peer's end. A look at the fleet takes seconds beside a burst,
+    which may end meanwhile: all that is to be known of it is asked for before."""
+    page, survivor = f"http://{fleet.status()['metrics']}", f"http://{fleet.engines()['mixed-0']['http']}"
+    peer = vllm_process(fleet, "mixed-1", "VLLM::Worker")
+    before = changes_at(page, "drop")
     lost = metric(survivor, "conserve_splits_total", outcome="lost")
-    fleet.kill(vllm_process(fleet, "mixed-1", "VLLM::Worker"))
+    streams = burst(fleet, "killed")
+    fleet.until(lambda: changes_at(page, "drop") == before + 1, 60, "the pair to share its layers")
+    fleet.kill(peer)
     killed = time.monotonic()
+    assert not all(stream.finished for stream in streams), "the burst had ended: nobody would notice"
     fleet.until(lambda: metric(survivor, "conserve_splits_total", outcome="lost") > lost, 10, "whole again")
     assert time.monotonic() - killed < 10
     assert texts(streams) == right
