@@ -8,7 +8,7 @@ from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import RequestView
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.prompts import PromptSharing
+from placement.iteration.prompts import LESSER_SHARE, PromptSharing
 
 LEAST_STRETCH = 0.25
 
@@ -46,8 +46,8 @@ def share_out(
 ) -> OnlineShare:
     """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
     requests = tuple(requests)
-    decoding, left_out = with_a_token([r for r in requests if r.decoding], max_tokens, model)
     prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
+    decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model)
     best_s = max((request.worth_s for request in decoding), default=-math.inf)
     work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(work)
@@ -80,22 +80,30 @@ def share_out(
 
 
 def with_a_token(
-    decoding: Sequence[RequestView], max_tokens: int, model: LatencyModel
+    decoding: Sequence[RequestView], prompts: Sequence[RequestView], max_tokens: int, model: LatencyModel
 ) -> tuple[Sequence[RequestView], Sequence[RequestView]]:
-    """Those of the best class that decodes, and as many of lesser ones as its TBT target leaves time for, one
-    at least: who lacks a token for longest. And those that are left out of this iteration."""
-    first = of_best_class(decoding)
+    """Those that have their token in an iteration, and those that are left out of it.
+
+    Of the best class that has something to compute all have it. Lesser ones have what its TBT target leaves,
+    beside a prompt of it a tenth of what an iteration may take; one at least, who lacks a token for longest.
+    """
+    of_prompts = max((request.ahead_s for request in prompts if not request.refused), default=-math.inf)
+    best_s = max(of_prompts, *(request.worth_s for request in decoding), -math.inf)
+    first = [request for request in decoding if request.worth_s == best_s]
     if len(first) == len(decoding):
         return decoding, ()
-    target_s = min(request.slo.tbt_s for request in first)
     work, joined = memory.online_work(first, max_tokens), 0
+    until_s = min((request.slo.tbt_s for request in first), default=math.inf)
+    if of_prompts == best_s:
+        shortest_s = min(request.slo.tbt_s for request in decoding)
+        until_s = min(until_s, model.seconds(work) + LESSER_SHARE * shortest_s)
     lesser = sorted(
-        (request for request in decoding if request.worth_s < first[0].worth_s),
+        (request for request in decoding if request.worth_s < best_s),
         key=lambda r: (r.arrival if r.last_token is None else r.last_token, r.key),
     )
     for request in lesser:
         work = work.plus(1, request.computed)
-        if joined and model.seconds(work) > target_s:
+        if joined and model.seconds(work) > until_s:
             break
         joined += 1
     return (*first, *lesser[:joined]), lesser[joined:]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
-LESSER_SHARE = 0.1  # of an iteration, what prompts have at least beside requests of a better class
+LESSER_SHARE = 0.1  # of an iteration, what lesser classes have at least beside a better one
 LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 
