@@ -2,7 +2,9 @@
 
 import signal
 from collections.abc import Iterator
+from unittest import mock
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -12,6 +14,11 @@ from tests.support.whole_life import Life, whole_life
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would all the processes that tests
 # start and end by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Linux tells the boot time in whole seconds, and on some machines now one, now the next: psutil, which asks each
+# time, then takes a child for older than its parent and leaves it out.
+if psutil.LINUX:
+    mock.patch("psutil._pslinux.boot_time", return_value=psutil.boot_time()).start()
 
 settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")

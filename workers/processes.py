@@ -5,6 +5,7 @@ Trees are ended by pid, without ever touching a process that only inherited a pi
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 import psutil
 
 SOURCE = str(Path(__file__).resolve().parents[1])
+PORTS = range(20_000, 30_000)  # above Ray's workers', below Kubernetes' node ports and Linux' ephemeral ones
+TRIED_PORTS = 100
 
 
 class WorkerError(Exception):
@@ -40,10 +43,16 @@ class Backoff:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago. Who loses it to another process fails to start and tries again."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
+    """A port that was free a moment ago. Who loses it to another process fails to start and tries again.
+
+    Not one of those that the system gives to any connection: a process that was killed wants its port again.
+    """
+    for port in (*random.sample(PORTS, TRIED_PORTS), 0):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            with contextlib.suppress(OSError):
+                listener.bind((host, port))
+                return int(listener.getsockname()[1])
+    raise WorkerError(f"no free port at {host}: is it an address of this machine?")
 
 
 def listens(host: str, port: int) -> bool:

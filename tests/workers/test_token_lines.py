@@ -114,7 +114,7 @@ def tokens(pieces: list[tuple[bytes, bytes]]) -> list[bytes]:
 
 VOLATILE = {
     "sequence_number", "completed_at", "cached_tokens", "prompt_tokens_details", "cache_read_input_tokens",
-    "cache_creation_input_tokens", "signature", "system_fingerprint",
+    "cache_creation_input_tokens", "cache_write_tokens", "signature", "system_fingerprint",
 }  # fmt: skip
 TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"}
 
