@@ -15,8 +15,8 @@ from tests.support.whole_life import Life, whole_life
 # start and end by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Linux tells the boot time in whole seconds, and on some machines now one, now the next: psutil, which asks each
-# time, then takes a child for older than its parent and leaves it out.
+# Linux tells the boot time in whole seconds, and on some machines now one, now the next: psutil, which asks
+# each time, then takes a child for older than its parent and leaves it out.
 if psutil.LINUX:
     mock.patch("psutil._pslinux.boot_time", return_value=psutil.boot_time()).start()
 

@@ -47,11 +47,11 @@ def free_port(host: str) -> int:
 
     Not one of those that the system gives to any connection: a process that was killed wants its port again.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (*random.sample(PORTS, TRIED_PORTS), 0):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-            with contextlib.suppress(OSError):
-                listener.bind((host, port))
-                return int(listener.getsockname()[1])
+        with contextlib.suppress(OSError), socket.socket(family) as listener:
+            listener.bind((host, port))
+            return int(listener.getsockname()[1])
     raise WorkerError(f"no free port at {host}: is it an address of this machine?")
 
 
