@@ -10,6 +10,7 @@ from tests.structure.trees import TEST_MODULES
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "delitem", "attrgetter", "object", "patch"}
 
 OTHERS = {
+    "tests.conftest: _pslinux",  # what the boot time is cannot be told to psutil
     "tests.deploy.test_ray_cluster_files: _private",  # Ray's own check of a cluster file has no public name
     "tests.kvtransfer.engine.in_process: _KV_CONNECTOR_AGENT",  # vLLM has one a process, and no setter
 }
