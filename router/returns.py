@@ -19,7 +19,8 @@ from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.errors import DirectoryUnreachable, UpstreamError
 from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
-from router.http import Endpoint, UpstreamPool, UpstreamRequest, fetch
+from router.http import Endpoint, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
+from router.http.stream import read_usage
 from router.legs import one_token_body
 from router.turn import Turn
 
@@ -128,9 +129,19 @@ class Returns:
             if (away := self._away.get(key)) is not None:
                 away.sent = True
             answer = await fetch(self._pool, Endpoint.parse(info.http), request)
-            return "restored" if answer.status == 200 else "failed"
+            return _outcome(answer)
         except (UpstreamError, DirectoryUnreachable) as wrong:
             log.warning("not brought back conversation=%s engine=%s reason=%s", key, engine, wrong)
             return "failed"
         finally:
             self._restoring.discard(engine)
+
+
+def _outcome(answer: UpstreamResponse) -> str:
+    """An engine whose host has the KV no more answers as well: it has computed the prompt."""
+    if answer.status != 200:
+        return "failed"
+    usage = read_usage(answer.body)
+    if usage is None or usage.cached_tokens is None:  # it does not say
+        return "restored"
+    return "restored" if usage.cached_tokens >= usage.prompt_tokens / 2 else "computed"

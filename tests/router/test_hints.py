@@ -201,6 +201,16 @@ async def test_a_restore_that_its_engine_has_is_not_given_up_when_the_turn_comes
         await until(lambda: REGISTRY.get_sample_value(RESTORES, {"outcome": "restored"}) == before + 1)
 
 
+@pytest.mark.parametrize(("cached", "outcome"), [(400, "restored"), (20, "computed")])
+async def test_what_a_restore_found_is_told_by_what_was_cached(
+    tmp_path: Path, cached: int, outcome: str
+) -> None:
+    async with fleet(tmp_path, engine={"cached": cached}) as made:
+        before = REGISTRY.get_sample_value(RESTORES, {"outcome": outcome}) or 0
+        await away(made, 0.4)
+        await until(lambda: REGISTRY.get_sample_value(RESTORES, {"outcome": outcome}) == before + 1)
+
+
 async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
     async with fleet(tmp_path, returns=ReturnRules(patience_s=20.0)) as made:
         for engine in made.engines.values():
