@@ -37,7 +37,7 @@ from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer
 ROOT = Path(__file__).parents[1]
 BETTER, OTHER = "better", "default"
 AHEAD_S, WAIT_S = 8.0, 20.0
-BETTER_TBT_S, OTHER_TBT_S = 0.01, 0.02
+BETTER_TBT_S, OTHER_TBT_S = 0.015, 0.05
 BLOCKS = 6_144  # of 32 tokens
 TURNS, TOKENS, PROMPT, APPEND = 3, 16, 1_500, 200  # characters, which are tokens of the small model
 TOOL_S = 0.3
