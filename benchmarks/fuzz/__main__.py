@@ -83,7 +83,7 @@ async def one(address: tuple[str, int], what: Attack, seen: FuzzResults) -> None
     except TimeoutError:
         status = "waited for more"
         if what.whole:
-            seen.unanswered.append(what.about)
+            seen.unanswered.append(f"{what.about}: {what.data[-300:]!r}")
     except (ConnectionError, ValueError, asyncio.LimitOverrunError):
         pass
     finally:

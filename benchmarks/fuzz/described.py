@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import orjson
 
+from benchmarks.fuzz.mutations import LENGTHS
+
 WORKERS, REQUEST_LIMIT_S, ENDS_S = 2, 60, 120.0
 _EXAMPLES = 100_000  # of each operation; the time is what ends it
-_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SHORT = {"type": "integer", "minimum": 1, "maximum": 16}
 _SHOWN = 4000  # characters of what it says
 _ITS_OWN = "Runtime Error"  # what it calls its own: Python 3.11 fails to parse some deep lambdas of it
@@ -59,7 +60,7 @@ def described(program: Path, url: str, model: str, seconds: float) -> Described:
 
 
 def _served(document: dict[str, Any], model: str) -> dict[str, Any]:
-    changed = {"model": {"enum": [model]}, "min_tokens": {"enum": [0, 1]}, **dict.fromkeys(_LENGTHS, _SHORT)}
+    changed = {"model": {"enum": [model]}, "min_tokens": {"enum": [0, 1]}, **dict.fromkeys(LENGTHS, _SHORT)}
     for path in document["paths"].values():
         bodies = path.get("post", {}).get("requestBody", {}).get("content", {})
         fields = bodies.get("application/json", {}).get("schema", {}).get("properties", {})

@@ -103,14 +103,11 @@ VLLMS = {"workers.serve", "VLLM::EngineCore", "VLLM::Worker"}
 
 
 def vllms(host: int) -> list[psutil.Process]:
-    """Server, engine core and worker; a process names itself some time after it was forked."""
-
-    def named() -> list[psutil.Process]:
-        found = processes.tree(psutil.Process(host))
-        return [one for one in found if one.pid != host and VLLMS & {*one.cmdline()}]
-
-    until(lambda: len(named()) == 3, 30, f"three processes of vLLM below {host}")
-    return named()
+    """Server, engine core and worker."""
+    found = processes.tree(psutil.Process(host))
+    vllms = [one for one in found if one.pid != host and VLLMS & {*one.cmdline()}]
+    assert len(vllms) == 3, [one.cmdline() for one in found]
+    return vllms
 
 
 def libc_at(process: psutil.Process) -> str:

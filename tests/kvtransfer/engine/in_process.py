@@ -1,7 +1,8 @@
 """vLLM engines in the test's own process, for tests of many models: one starts in a second.
 
 vLLM has one connector a process, on the worker's side. Each engine here has its own: it is put in place
-while the engine starts, steps or ends.
+while the engine starts, steps or ends. So is the environment: engines that other tests start as processes
+would have it from this one.
 """
 
 import os
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
@@ -46,10 +48,6 @@ class EngineHere:
     def __init__(
         self, model: Path, connector: ConnectorConfig | None = None, blocks: int = 200, **arguments: Any
     ) -> None:
-        os.environ.update(ENVIRONMENT)
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         if connector is not None:
             arguments["kv_transfer_config"] = connector.to_kv_transfer_config()
             if SAFEPOINT_PLUGIN in connector.plugins:
@@ -59,6 +57,9 @@ class EngineHere:
                 arguments.setdefault("scheduler_cls", PROMPT_SCHEDULER)
         self._agent: Any = None
         with self._in_place():
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
             self.engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **{
@@ -85,13 +86,15 @@ class EngineHere:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        from vllm.distributed.kv_transfer import kv_transfer_state
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            from vllm.distributed.kv_transfer import kv_transfer_state
 
-        kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
-        try:
-            yield
-        finally:
-            self._agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+            kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
+            try:
+                yield
+            finally:
+                self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+                kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     @property
     def connector(self) -> ConServeConnector:
