@@ -1,7 +1,8 @@
 """What many tests share: one real fleet a session, and the recorded life of another."""
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from unittest import mock
 
 import psutil
@@ -22,6 +23,14 @@ if psutil.LINUX:
 
 settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """What a test sets in the environment, or vLLM does in this process (its CPU platform has engines
+    spawned), is not for the engines that later tests start."""
+    with mock.patch.dict(os.environ):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

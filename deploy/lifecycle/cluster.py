@@ -13,7 +13,7 @@ import psutil
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
 from deploy.home import FleetHome, RunRecord
-from deploy.keys import token
+from deploy.keys import TOKEN, token
 from deploy.ray.own_cluster import (
     LOOPBACK,
     OwnCluster,
@@ -64,6 +64,8 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
     if changed and "ray" in sys.modules:
         raise LifecycleError("Ray was imported before the fleet's settings for it; use a process of its own")
     os.environ.update(settings)
+    if own:
+        os.environ.pop(TOKEN, None)  # another cluster's: Ray would take it before our file
     import ray
 
     if own:

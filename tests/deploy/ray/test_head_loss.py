@@ -99,7 +99,7 @@ def test_the_head_comes_back_and_nothing_else_stops() -> None:
     try:
         driver = subprocess.run(
             [sys.executable, "-c", DRIVER],
-            env=environment(base),
+            env={**environment(base), "RAY_AUTH_TOKEN": "of another cluster of this user"},
             cwd=ROOT,
             capture_output=True,
             text=True,

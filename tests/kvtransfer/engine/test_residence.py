@@ -38,12 +38,13 @@ from tests.kvtransfer.engine.storm import Storm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
+SABOTAGE = Path(tempfile.gettempdir(), f"sabotage-{os.getpid()}")
 STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "40"))
 
 
 @pytest.fixture(scope="module")
 def plain_and_ours() -> Iterator[tuple[Engine, Engine]]:
-    os.environ[VARIABLE] = str(Path(tempfile.mkdtemp()) / "sabotage")
+    os.environ[VARIABLE] = str(SABOTAGE)
     connector = ConnectorConfig(
         engine="d",
         transfer=False,
@@ -124,7 +125,7 @@ def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
 
 def test_blocks_damaged_on_the_host_are_found_and_computed(engine: Engine, script: Script) -> None:
     settle(engine)
-    Path(os.environ[VARIABLE]).touch()
+    SABOTAGE.touch()
     engine.ask(said(random.Random(5), 3900), 1)  # a step, and room for no kept block
     turn(engine, script, 0, TURNS - 1)
     assert engine.metrics().get("conserve_kv_corrupt_host_blocks_total", 0) > 0

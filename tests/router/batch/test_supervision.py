@@ -34,7 +34,8 @@ gateway: {port: %d, processes: 1}
 
 
 @pytest.fixture
-def home() -> Iterator[FleetHome]:
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetHome]:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the token of its cluster")
     with tempfile.TemporaryDirectory(prefix="cs-") as short:  # sockets' paths may not be long
         yield FleetHome(Path(short))
         for process in psutil.process_iter(["cmdline"]):
@@ -56,7 +57,6 @@ async def answering(pid: int, url: str, not_this: int = 0) -> int:
 
 
 def keep(root: str, port: int, directory: str) -> GatewaysActor:
-    os.environ["RAY_AUTH_TOKEN"] = "the token of its cluster"
     fleet, home = parse_fleet(FLEET % port, "fleet.yaml"), FleetHome(Path(root))
     return GatewaysActor(SealedFleet.of(fleet, FleetKeys.here(home.name)), home, directory)
 
