@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import psutil
@@ -25,14 +25,6 @@ settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """What a test sets in the environment, or vLLM does in this process (its CPU platform has engines
-    spawned), is not for the engines that later tests start."""
-    with mock.patch.dict(os.environ):
-        return (yield)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The shared fleet is up only while tests use it, and those that need it unused come first."""
 
@@ -41,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return ("laptop_fleet" in used) * (1 if "unused_fleet" in used else 2)
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_environment() -> Iterator[None]:
+    """What a module's tests and fixtures set in the environment, or vLLM does in this process (its CPU
+    platform has engines spawned), is not for the engines that later modules start."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
