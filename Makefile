@@ -19,7 +19,7 @@ test: install lint types
 check: install lint types fast
 
 lint:
-	@$(PY) -m ruff check .
+	@$(PY) -m ruff check . && $(PY) -m ruff format --quiet --check .
 
 types:
 	@$(PY) -m mypy

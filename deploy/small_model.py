@@ -103,8 +103,8 @@ def make_weights(shape: ModelShape) -> Weights:
     weights: Weights = {}
     for name, size in _sizes(shape):
         norm = len(size) == 1
-        weights[name] = np.ones(size, np.float32) if norm else (
-            generator.normal(0.0, shape.std, size).astype(np.float32)
+        weights[name] = (
+            np.ones(size, np.float32) if norm else (generator.normal(0.0, shape.std, size).astype(np.float32))
         )
     weights["model.embed_tokens.weight"][:, BIAS_CHANNEL] = BIAS
     weights["model.norm.weight"][BIAS_CHANNEL] = BIAS_GAIN

@@ -34,7 +34,8 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "refused": CounterSpec(
         "conserve_kv_transfers_refused",
         "Transfers that did not happen, by reason; the prompt is computed on the decoder instead.",
-        "reason", tuple(Reason),
+        "reason",
+        tuple(Reason),
     ),
     "withdrawn": CounterSpec(
         "conserve_kv_prefills_withdrawn", "Prompts left to their decoders before they began here."
@@ -55,7 +56,9 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "conserve_kv_parked", "Conversations parked, by cause.", "cause", ("idle", "said", "pressure")
     ),
     "ended": CounterSpec(
-        "conserve_kv_ended", "Conversations forgotten here, by cause.", "cause",
+        "conserve_kv_ended",
+        "Conversations forgotten here, by cause.",
+        "cause",
         ("released", "ttl", "drained"),
     ),
     "faults": CounterSpec("conserve_kv_faults", "Faults found by the idle integrity check; 0 is right."),

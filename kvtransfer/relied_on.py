@@ -78,8 +78,7 @@ def _short(path: str) -> str:
 
 def _has_attribute(owner: Any, name: str) -> bool:
     return hasattr(owner, name) or any(
-        name in getattr(one, "__annotations__", {})
-        or name in _stored(one.__dict__.get("__init__"))
+        name in getattr(one, "__annotations__", {}) or name in _stored(one.__dict__.get("__init__"))
         for one in getattr(owner, "__mro__", ())
     )
 

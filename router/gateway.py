@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from router.http import (
 from router.keys import Keys
 from router.life import Life
 from router.logs import log_to_stderr
-from router.metrics import HttpCounts
+from router.metrics import LOOP_HELD, HttpCounts
 from router.rates import Meters
 from router.readers import Readers
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from router.tracing import TurnTracer
 
 log = logging.getLogger("conserve.router.gateway")
+
+LOOKS_AT_LOOP_S = 0.02
 
 
 class Gateway:
@@ -50,9 +53,7 @@ class Gateway:
         self._answers = Answers(config.answers, readers=self._readers, most_bytes=most_bytes)
         life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
         self._life = life
-        self._batch = batch = (
-            BatchForwarding(config.batch, self.pool) if config.batch else None
-        )
+        self._batch = batch = BatchForwarding(config.batch, self.pool) if config.batch else None
         self._certificate = Certificate(config.tls.cert, config.tls.key) if config.tls else None
         self._keys = Keys(config.keys, config.keys_file, config.key_limits)
         self._meters = Meters(self._keys.limits_of)
@@ -71,6 +72,7 @@ class Gateway:
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
         self._watching = [
+            asyncio.create_task(_watch_loop()),
             asyncio.create_task(self._keys.watch()),
             asyncio.create_task(self._meters.share(self.directory.tell_spent)),
         ]
@@ -106,6 +108,15 @@ class Gateway:
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)
+
+
+async def _watch_loop() -> None:
+    """What one callback takes, everybody's tokens wait for: `conserve_loop_held_seconds`."""
+    while True:
+        due, spent = time.monotonic() + LOOKS_AT_LOOP_S, time.thread_time()
+        await asyncio.sleep(LOOKS_AT_LOOP_S)
+        late = time.monotonic() - due
+        LOOP_HELD.observe(max(0.0, min(late, time.thread_time() - spent)))
 
 
 def _tracer(config: GatewayConfig) -> "TurnTracer | None":

@@ -28,12 +28,21 @@ from router.chains import Chain, End
 from router.errors import BadIdentity
 
 ID_HEADERS = (
-    "x-conversation-id", "x-session-id", "x-session-affinity", "x-dynamo-session-id",
-    "x-claude-code-session-id", "thread-id", "session-id", "x-litellm-session-id", "x-smg-routing-key",
+    "x-conversation-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-dynamo-session-id",
+    "x-claude-code-session-id",
+    "thread-id",
+    "session-id",
+    "x-litellm-session-id",
+    "x-smg-routing-key",
     "x-flow-conversation-id",
 )
 PARENT_HEADERS = (
-    "x-parent-conversation-id", "x-parent-session-id", "x-dynamo-parent-session-id",
+    "x-parent-conversation-id",
+    "x-parent-session-id",
+    "x-dynamo-parent-session-id",
     "x-codex-parent-thread-id",
 )
 TOKEN_HEADER = "x-session-token"  # llm-d's clients send back what they were given; its own name engines

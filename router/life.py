@@ -120,9 +120,7 @@ class Life:
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
             if isinstance(ran.observer, AnswerObserver) and turn.history is not None:
                 self._answers.keep(turn.space, turn.history, ran.observer.response)
-            note_prefix(
-                turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen
-            )
+            note_prefix(turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen)
         done = self._metrics.ended(turn, route.known, first_cause, outcome, seen)
         if turn.trace is not None:
             counts = done.prompt_tokens, done.completion_tokens

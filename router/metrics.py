@@ -295,6 +295,12 @@ GENAI_DURATION = Histogram(
 
 # Relay
 
+LOOP_HELD = Histogram(
+    "conserve_loop_held_seconds",
+    "How late the gateway's event loop came to a timer that was due, in processor time of its thread (what "
+    "else the machine did does not count), looked at 50 times a second.",
+    buckets=(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0),
+)
 STREAMS = Gauge("conserve_relay_streams", "Responses on their way from an engine to a client.")
 CLIENT_CONNECTIONS = Gauge("conserve_client_connections", "Open connections of clients.")
 ENGINE_CONNECTIONS = Gauge("conserve_engine_connections", "Open connections to engines, idle ones included.")

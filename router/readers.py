@@ -138,9 +138,7 @@ def _too_many() -> TooManyRequests:
     return TooManyRequests(said, code="too_many_at_once", retry_after_s=1.0)
 
 
-async def _ask(
-    process: Process, asked: Question[Answer], pieces: Sequence[bytes]
-) -> Answer | ApiError:
+async def _ask(process: Process, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer | ApiError:
     assert process.stdin is not None and process.stdout is not None
     question = pickle.dumps(asked)
     process.stdin.write(_FRAME.pack(len(question), sum(map(len, pieces))) + question)

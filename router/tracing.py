@@ -75,9 +75,7 @@ class TurnTracer:
             sampler=ALWAYS_ON, resource=Resource.create(made_by), shutdown_on_exit=False
         )
         self._provider.add_span_processor(
-            BatchSpanProcessor(
-                self._exporter, MOST_WAITING * _SPANS_A_TURN, _EVERY_S * 1e3, _SPANS_AT_ONCE
-            )
+            BatchSpanProcessor(self._exporter, MOST_WAITING * _SPANS_A_TURN, _EVERY_S * 1e3, _SPANS_AT_ONCE)
         )
         self._tracer = self._provider.get_tracer("conserve.router")
         self._clock, self._sample, self._draw = clock, config.sample, random.random

@@ -59,9 +59,7 @@ def twice(which: list[str], how: list[str]) -> tuple[int, set[str]]:
         return status, failed - again
 
 
-def run(
-    suites: list[tuple[list[str], list[str]]], flaky: Path, today: date, forgiven: int = FORGIVEN
-) -> int:
+def run(suites: list[tuple[list[str], list[str]]], flaky: Path, today: date, forgiven: int = FORGIVEN) -> int:
     allowed, wrong = listed(flaky, today)
     once: set[str] = set()
     status = PASSED

@@ -30,9 +30,7 @@ class EngineKeyMiddleware:
         if not self._key:
             raise WorkerError(f"{KEY_VARIABLE} is empty: without a key everybody could ask this engine")
 
-    async def __call__(
-        self, scope: MutableMapping[str, Any], receive: AsgiReceive, send: AsgiSend
-    ) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: AsgiReceive, send: AsgiSend) -> None:
         kind = scope["type"]
         if kind == "lifespan" or (kind == "http" and scope["path"] == OPEN) or self._shown(scope):
             await self._app(scope, receive, send)

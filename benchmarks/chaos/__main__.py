@@ -118,9 +118,7 @@ class Batch:
             json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
             for number, body in enumerate(self._bodies)
         )
-        file = self._http.post(
-            "/v1/files", files={"file": ("lines.jsonl", lines)}, data={"purpose": "batch"}
-        )
+        file = self._http.post("/v1/files", files={"file": ("lines.jsonl", lines)}, data={"purpose": "batch"})
         file.raise_for_status()
         asked = {
             "input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h",

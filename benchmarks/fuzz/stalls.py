@@ -1,4 +1,5 @@
-"""How long a gateway lets its simplest request wait, beside a server that has nothing else to do."""
+"""How long a gateway lets its simplest request wait, beside a server that has nothing else to do; and how
+often its loop was held longer than `MOST_S` by what it did, in processor time."""
 
 import http.client
 import threading
@@ -7,6 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+MOST_S = 0.05
 EVERY_S = 0.02
 LIMIT_S = 30.0
 
@@ -20,6 +25,17 @@ class _Nothing(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None: ...
+
+
+def held(url: str) -> int:
+    """Times, since the gateway began."""
+    counts = {
+        sample.labels["le"]: sample.value
+        for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=LIMIT_S).text)
+        for sample in family.samples
+        if sample.name == "conserve_loop_held_seconds_bucket"
+    }
+    return round(counts["+Inf"] - counts[str(MOST_S)])
 
 
 def watch(url: str, pipe: Connection) -> None:

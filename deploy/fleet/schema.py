@@ -80,6 +80,7 @@ Arguments = dict[
     ],
 ]
 
+
 def _network(text: str) -> str:
     ip_network(text)  # says itself what it expects
     return text
@@ -93,7 +94,6 @@ def default(config: type[Any], name: str) -> Any:
     """Of that field of a component's configuration."""
     values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     return values[name]
-
 
 
 class Spec(BaseModel):

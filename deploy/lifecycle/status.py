@@ -117,9 +117,7 @@ def fleet_status(home: FleetHome) -> FleetStatus:
     known = _by_name(reply)
     supervised = bool(run.pid and processes.find(run.pid, run.started))
     starting = not run.endpoint and (supervised or not run.pid)
-    engines = (
-        _engine(engine, starting, told.get(engine.name), known.get(engine.name)) for engine in present
-    )
+    engines = (_engine(engine, starting, told.get(engine.name), known.get(engine.name)) for engine in present)
     return FleetStatus(
         fleet=fleet.name,
         endpoint=run.endpoint,

@@ -136,5 +136,3 @@ class Upgrade:
     def _serve(self, engine: EngineName, tell: Tell) -> None:
         keeper = self._after.start(engine)
         until_engines_serve(self._ray, self._new, {engine.name: keeper}, self._home, tell)
-
-

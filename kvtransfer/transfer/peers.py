@@ -122,9 +122,7 @@ class TransferServer:
                 "prefiller and decoder need the same tensor-parallel size",
             )
         if wanted.encrypt != mine.encrypt:
-            raise TransferRefused(
-                Reason.MAPPING, "the engines differ in transfer.encrypt: start them alike"
-            )
+            raise TransferRefused(Reason.MAPPING, "the engines differ in transfer.encrypt: start them alike")
         if wanted.layout != self._exports.memory.layout:
             raise TransferRefused(
                 Reason.LAYOUT, "the engines differ in model, KV data type or block size; start them alike"

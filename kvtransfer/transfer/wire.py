@@ -238,9 +238,7 @@ class Channel:
             raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} where {expected.name} was due")
         return payload
 
-    def receive_blocks(
-        self, blocks: Sequence[memoryview], tags: bytes, number: int, limit_s: float
-    ) -> None:
+    def receive_blocks(self, blocks: Sequence[memoryview], tags: bytes, number: int, limit_s: float) -> None:
         """Into place, within `limit_s`: those of a frame from this number on. What is not as it was sent
         raises."""
         assert self._seals is not None
@@ -272,9 +270,7 @@ def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
     return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
 
 
-def receive_exactly(
-    peer: socket.socket, size: int, before_each: Callable[[], None] = lambda: None
-) -> bytes:
+def receive_exactly(peer: socket.socket, size: int, before_each: Callable[[], None] = lambda: None) -> bytes:
     data = bytearray(size)
     receive_all(peer, [memoryview(data)], before_each)
     return bytes(data)

@@ -47,9 +47,7 @@ class TransferWorker(WorkerSide):
         self._states = {layer for group in context.groups if group.state for layer in group.layers}
         ranks = int(context.vllm_config.parallel_config.world_size)
         config = context.config
-        self._me = TransferEnd(
-            config.epoch, rank, ranks, config.timeout_s, transfer_secret(), config.encrypt
-        )
+        self._me = TransferEnd(config.epoch, rank, ranks, config.timeout_s, transfer_secret(), config.encrypt)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
         self._cancellations: dict[str, Cancellation] = {}
         self._lock = threading.Lock()

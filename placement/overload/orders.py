@@ -88,9 +88,7 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
     return [*whole, *split.values()]
 
 
-def _drops(
-    groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits
-) -> SplitOrders:
+def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
     """Tiers do not mix: their engines may have other models' shapes, or other speeds."""
     drops: list[tuple[str, str]] = []
     why = NotDropped.ALONE

@@ -92,9 +92,7 @@ class Service:
         self._secret, self._unavailable = secret.encode(), unavailable
         self._handlers: dict[str, Any] = {}
 
-    def once(
-        self, method: Method[Request, Reply], handler: Callable[[Request], Awaitable[Reply]]
-    ) -> None:
+    def once(self, method: Method[Request, Reply], handler: Callable[[Request], Awaitable[Reply]]) -> None:
         decoder = msgspec.msgpack.Decoder(method.request)
 
         async def answer(data: bytes, context: Context) -> bytes:
@@ -132,9 +130,7 @@ class Service:
     ) -> Request:
         given = str(dict(context.invocation_metadata()).get(_SECRET, ""))
         if not hmac.compare_digest(given.encode(), self._secret):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the secret is missing or wrong"
-            )
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the secret is missing or wrong")
         try:
             return decoder.decode(data)
         except msgspec.MsgspecError as wrong:

@@ -73,8 +73,19 @@ class RequestBody:
     """Read by one handler, fed by one connection. Reading raises the 408, 413 or 400 that ended the body."""
 
     __slots__ = (
-        "_demand", "_error", "_held", "_high", "_max_bytes", "_pause", "_paused", "_pieces",
-        "_resume", "_waiter", "complete", "length", "received",
+        "_demand",
+        "_error",
+        "_held",
+        "_high",
+        "_max_bytes",
+        "_pause",
+        "_paused",
+        "_pieces",
+        "_resume",
+        "_waiter",
+        "complete",
+        "length",
+        "received",
     )
 
     def __init__(

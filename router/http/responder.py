@@ -39,10 +39,26 @@ class Responder:
     """
 
     __slots__ = (
-        "_chunked", "_disconnect_callbacks", "_extra", "_head_only", "_host", "_http10",
-        "_keep_alive", "_resumed", "_sealed", "_to_send", "_transport", "_unsent", "disconnected",
+        "_chunked",
+        "_disconnect_callbacks",
+        "_extra",
+        "_head_only",
+        "_host",
+        "_http10",
+        "_keep_alive",
+        "_resumed",
+        "_sealed",
+        "_to_send",
+        "_transport",
+        "_unsent",
+        "disconnected",
         "error_shape",
-        "finished", "on_pause", "on_resume", "paused", "started", "status",
+        "finished",
+        "on_pause",
+        "on_resume",
+        "paused",
+        "started",
+        "status",
     )
 
     def __init__(

@@ -93,9 +93,7 @@ class Certificate:
     """Of two files, which are read again when they are others: new connections get what is in them then.
     Those that cannot be used are tried again: a certificate may not be valid yet."""
 
-    def __init__(
-        self, cert: str, key: str, now: Callable[[], datetime] = lambda: datetime.now(UTC)
-    ) -> None:
+    def __init__(self, cert: str, key: str, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._cert, self._key, self._now = Path(cert).expanduser(), Path(key).expanduser(), now
         self._watched = WatchedFiles(self._cert, self._key)
         self._watched.begin()

@@ -38,9 +38,7 @@ def home(tmp_path: Path) -> FleetHome:
 def writer(home: FleetHome, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the fleet that writes all the time."""
     command = [sys.executable, "-c", WRITER, str(tmp_path / "written"), "router.batch"]
-    process = subprocess.Popen(
-        command, env={**os.environ, FLEET_MARK: home.mark}, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen(command, env={**os.environ, FLEET_MARK: home.mark}, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     yield process

@@ -81,10 +81,7 @@ def test_streams_go_on_equal_to_undisturbed_ones(
         stream.end(STREAM_S)
     assert [said(stream) for stream in streams] == expected
     placements = [
-        [
-            one["cause"]
-            for one in get(fleet.url, "/v1/conversations", f"{hit}-{n}")["data"][0]["placements"]
-        ]
+        [one["cause"] for one in get(fleet.url, "/v1/conversations", f"{hit}-{n}")["data"][0]["placements"]]
         for n in range(count)
     ]
     went_on = [number for number, causes in enumerate(placements) if causes == ["first_turn", "rebound"]]

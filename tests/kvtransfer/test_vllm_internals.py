@@ -121,9 +121,7 @@ def test_code_that_does_without_what_was_relied_on_is_refused(monkeypatch: pytes
 
 def test_a_class_that_moved_is_a_difference_and_not_an_import_error() -> None:
     table = ReliedOn({"vllm.v1.core.elsewhere:BlockPool": {"touch": ("self", "blocks")}}, {})
-    assert list(differences(table)) == [
-        "BlockPool.touch(self, blocks) is relied on, but does not exist"
-    ]
+    assert list(differences(table)) == ["BlockPool.touch(self, blocks) is relied on, but does not exist"]
 
 
 def is_private(name: str) -> bool:

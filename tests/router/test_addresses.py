@@ -68,7 +68,9 @@ async def test_limits_and_audit_are_of_whom_the_proxy_names(
         ]
     assert statuses == [200, 200, 429]
     assert [line.split("address=")[1].split()[0] for line in caplog.messages if "address=" in line] == [
-        "192.0.2.1", "192.0.2.2", "192.0.2.1",
+        "192.0.2.1",
+        "192.0.2.2",
+        "192.0.2.1",
     ]
 
 

@@ -28,9 +28,7 @@ LIMITS = ServerLimits(max_body_bytes=1 << 20, head_timeout_s=0.3, body_timeout_s
 async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
     """Whatever a test did, sockets and reservations must return to zero."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
-    async with fleet(
-        tmp_path, limits=LIMITS, models=models, keys=inline(("right",), ("boss",))
-    ) as one:
+    async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline(("right",), ("boss",))) as one:
         yield one
         gateway = one.gateways[0]
 

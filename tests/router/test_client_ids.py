@@ -232,8 +232,13 @@ async def test_inference_perf_continues_a_text_without_an_id(made: Fleet) -> Non
         usage = {"continuous_usage_stats": True, "include_usage": True}  # the first of them is guidellm's
         answers.append(
             await ask(
-                made.urls[0], text, path="/v1/completions",
-                stream=True, stream_options=usage, ignore_eos=True, max_tokens=4,
+                made.urls[0],
+                text,
+                path="/v1/completions",
+                stream=True,
+                stream_options=usage,
+                ignore_eos=True,
+                max_tokens=4,
             )
         )
         text += " w0 w1 w2 w3"

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import psutil
 import pytest
+from prometheus_client import REGISTRY
 
 from router import reading
 from router.errors import ApiError
@@ -97,6 +98,26 @@ async def test_a_hostile_body_is_refused_and_stalls_nobody(made: Fleet, name: st
     print(f"{name}: {min(longest) * 1000:.1f} ms")
     assert min(longest) < BOUND_S, longest
     assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
+
+
+async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_is_not(made: Fleet) -> None:
+    def looks(longest: str) -> float:
+        return REGISTRY.get_sample_value("conserve_loop_held_seconds_bucket", {"le": longest}) or 0.0
+
+    def longer() -> float:
+        return looks("+Inf") - looks("0.1")
+
+    def work(seconds: float) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < seconds:
+            pass
+
+    before = longer()
+    time.sleep(0.3)  # noqa: ASYNC251 - as a process that is not given the processor
+    await asyncio.sleep(0.1)
+    assert longer() == before
+    work(0.3)
+    await until(lambda: longer() > before)
 
 
 async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:

@@ -327,9 +327,7 @@ async def test_a_client_that_leaves_in_between_leaves_nothing_behind(tmp_path: P
 
 def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
     seed = chains.seed("s", "m")
-    prompt = Prompt(
-        seed, Explicit(None, None, ""), chains.of_text(seed, b""), 0, b"", b"", None, Hints()
-    )
+    prompt = Prompt(seed, Explicit(None, None, ""), chains.of_text(seed, b""), 0, b"", b"", None, Hints())
     body = {"stream": True, **body}
     return Turn(api, (b"x" * size,), body, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 

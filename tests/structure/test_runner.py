@@ -8,7 +8,7 @@ import pytest
 from tests import run
 
 TODAY = date(2026, 11, 23)
-FLAKY = '''
+FLAKY = """
 from pathlib import Path
 
 def test_first_time_fails():
@@ -19,7 +19,7 @@ def test_first_time_fails():
 
 def test_passes():
     pass
-'''
+"""
 BROKEN = "def test_fails():\n    raise AssertionError('always')\n"
 
 

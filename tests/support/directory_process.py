@@ -55,9 +55,7 @@ async def _main(options: argparse.Namespace) -> None:
                 pass
 
         server = DirectoryServer(
-            DirectorySettings(
-                3600.0, push_states_s=0.1, settle_s=2.0
-            ),
+            DirectorySettings(3600.0, push_states_s=0.1, settle_s=2.0),
             placer(),
             options.journal,
             release,

@@ -115,9 +115,7 @@ async def fleet(
     for one in engines.values():
         await one.start()
     made = Fleet(engines, None, "")  # type: ignore[arg-type]
-    settings = DirectorySettings(
-        ttl_s=ttl_s, gateway_grace_s=gateway_grace_s, push_states_s=0.1
-    )
+    settings = DirectorySettings(ttl_s=ttl_s, gateway_grace_s=gateway_grace_s, push_states_s=0.1)
     placing = {"redisaggregation": Redisaggregation(REDISAGGREGATE_TOKENS), **(placing or {})}
     journal = tmp_path / "journal"
     made.directory = DirectoryServer(

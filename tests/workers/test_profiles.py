@@ -24,7 +24,9 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
 
 OTHERS = {
     **dict.fromkeys(("model", "dtype", "hardware", "graphs", "vllm"), "another"),
-    "tensor": 1, "pipeline": 2, "power_cap_w": 500.0,
+    "tensor": 1,
+    "pipeline": 2,
+    "power_cap_w": 500.0,
 }
 
 

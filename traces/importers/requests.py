@@ -45,9 +45,7 @@ def read_azure(path: Path) -> Iterator[TraceConversation]:
             yield TraceConversation(name, (at - start).total_seconds(), (turn,))
 
 
-AZURE = Importer(
-    "azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER, (set(COLUMNS),), read_azure
-)
+AZURE = Importer("azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER, (set(COLUMNS),), read_azure)
 
 
 ROW = {"timestamp", "input_length", "output_length", "hash_ids"}

@@ -138,16 +138,21 @@ CLASSES = ("online", "offline", "mixed")
 COUNTERS: Mapping[str, CounterSpec] = {
     "coserving_iterations": CounterSpec(
         "conserve_coserving_iterations",
-        "Iterations that ended, by the requests in them: online, offline, mixed.", "requests", CLASSES,
+        "Iterations that ended, by the requests in them: online, offline, mixed.",
+        "requests",
+        CLASSES,
     ),
     "coserving_seconds": CounterSpec(
         "conserve_coserving_seconds",
-        "Time of iterations that were not aborted, by the requests in them.", "requests", CLASSES,
+        "Time of iterations that were not aborted, by the requests in them.",
+        "requests",
+        CLASSES,
     ),
     "coserving_predicted_seconds": CounterSpec(
         "conserve_coserving_predicted_seconds",
         "What the latency model had predicted for the iterations in conserve_coserving_seconds.",
-        "requests", CLASSES,
+        "requests",
+        CLASSES,
     ),
     "coserving_aborted_seconds": CounterSpec(
         "conserve_coserving_aborted_seconds", "Time of iterations that were aborted."
@@ -178,7 +183,8 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "conserve_coserving_online_tokens", "Online tokens computed, in iterations that were not aborted."
     ),
     "coserving_offline_tokens": CounterSpec(
-        "conserve_coserving_offline_tokens", "Offline tokens computed, in iterations that were not aborted.",
+        "conserve_coserving_offline_tokens",
+        "Offline tokens computed, in iterations that were not aborted.",
     ),
     "coserving_budget_tokens": CounterSpec(
         "conserve_coserving_budget_tokens",
@@ -187,7 +193,8 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "coserving_offline_tokens_lost": CounterSpec(
         "conserve_coserving_offline_tokens_lost",
         "Offline tokens whose work was thrown away, by cause: abort (an iteration left at a safepoint), "
-        "preemption (computed again, because neither the host nor the prefix cache held them).", "cause",
+        "preemption (computed again, because neither the host nor the prefix cache held them).",
+        "cause",
         ("abort", "preemption"),
     ),
     "coserving_late_tokens": CounterSpec(

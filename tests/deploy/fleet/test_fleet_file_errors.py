@@ -142,9 +142,7 @@ def test_the_key_a_component_names_is_found_in_the_file(monkeypatch: pytest.Monk
 
 def test_a_key_without_a_near_one_lists_the_valid_keys() -> None:
     found = only_mistake(GOOD + "gateway:\n  xyzzy: 1\n")
-    assert found.startswith(
-        "fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, "
-    )
+    assert found.startswith("fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, ")
 
 
 def test_all_mistakes_come_at_once_in_order() -> None:

@@ -98,9 +98,7 @@ def test_an_engine_without_reports_gets_a_fixed_window() -> None:
 
 def test_keys_get_equal_tokens_whatever_their_batches() -> None:
     fair = FairShare()
-    taken, urgent = share_out(
-        [backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, 0, 0
-    )
+    taken, urgent = share_out([backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, 0, 0)
     assert taken == {1: 20, 2: 20} and urgent == 0
 
 

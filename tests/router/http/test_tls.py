@@ -243,8 +243,12 @@ async def test_no_version_before_1_2(serve: Any, authority: Authority) -> None:
 
 
 async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
-    serve: Any, authority: Authority, pair: tuple[Path, Path], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    serve: Any,
+    authority: Authority,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
     _, port, certificate = await serve(echo)
@@ -317,5 +321,3 @@ async def test_an_error_of_the_handler_is_an_answer_here_too(serve: Any, authori
     got = await asyncio.wait_for(reader.read(), 10)
     assert got.startswith(b"HTTP/1.1 400") and orjson.loads(got.partition(b"\r\n\r\n")[2])["error"]
     writer.transport.abort()
-
-
