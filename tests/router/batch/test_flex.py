@@ -11,11 +11,13 @@ import pytest
 from openai import AsyncOpenAI
 from prometheus_client import REGISTRY
 
+from router.config import BatchAddress
 from router.http import ServerLimits, UpstreamLimits
 from tests.router.batch.fake_engine import MODEL, FakeEngine
-from tests.router.batch.gateway import FrontGateway, Gateway, StaticFleet
+from tests.router.batch.gateway import SECRET, FrontGateway, Gateway, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
 from tests.router.test_large_bodies import BOUND_S, Stalls, hostile_request
+from tests.router.test_rates import alice, left, limited
 
 
 async def ask(client: AsyncOpenAI, text: str) -> str | None:
@@ -70,6 +72,17 @@ async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: Gateway) -
         with pytest.raises(openai.RateLimitError) as refused:
             await ask(client, "hello")
     assert refused.value.code == "resource_unavailable"
+
+
+async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: Gateway, tmp_path: Path) -> None:
+    sqlite_gateway.fleet.infos.clear()
+    batch = BatchAddress(sqlite_gateway.batch, SECRET)
+    async with limited(tmp_path, {"tokens_per_minute": 100_000}, batch=batch) as made:
+        refused = await alice(made.urls[0], "x" * 1000, service_tier="flex")
+        assert (refused.status, refused.error["code"]) == (429, "resource_unavailable")
+        assert left(refused, "tokens") < 99_500  # when it went there
+        after = await alice(made.urls[0], "hi")
+        assert after.status == 200 and left(after, "tokens") > 99_500
 
 
 async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
