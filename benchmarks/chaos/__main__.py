@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import httpx
 
@@ -52,13 +53,15 @@ class Inflicted:
     random: Random
     clock: bool = False  # the machine's may be set
     counts: Counter[str] = field(default_factory=Counter)
+    over: Event = field(default_factory=Event)
 
     def run(self, until: float) -> None:
         """What lasts overlaps with what comes next."""
         coming, lasting = faults(self.random, clock=self.clock), list[Future[None]]()
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
-                time.sleep(min(left, self.random.expovariate(1 / EVERY_S)))
+                if self.over.wait(min(left, self.random.expovariate(1 / EVERY_S))):
+                    break
                 fault = next(coming)
                 if not fault.on_an_engine or whole(self.home):
                     lasting.append(threads.submit(self._one, fault))
@@ -179,7 +182,12 @@ async def play(agents: Agents, batch: Batch, minutes: float, inflicted: Inflicte
     await asyncio.to_thread(batch.submit)
     print("answers are known; faults begin", flush=True)
     until = time.monotonic() + 60 * minutes
-    await asyncio.gather(agents.run(AGENTS, until), asyncio.to_thread(inflicted.run, until))
+    faults = asyncio.create_task(asyncio.to_thread(inflicted.run, until))
+    try:
+        await agents.run(AGENTS, until)
+    finally:
+        inflicted.over.set()
+        await faults
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import httpx
 import openai
 from openai import AsyncOpenAI
 
@@ -86,6 +87,9 @@ class Agents:
             self._number += 1
             await self._conversation(f"chaos-{self._number}", random)
             self.seen.conversations += 1
+            if self.seen.conversations % 100 == 0:
+                lost, wrong = len(self.seen.lost), len(self.seen.wrong)
+                print(f"  {self.seen.conversations} conversations, {lost} lost, {wrong} wrong", flush=True)
 
     async def _known(self, script: Script) -> list[str]:
         messages, answers = _opening(script), list[str]()
@@ -135,7 +139,7 @@ class Agents:
                 self.seen.hung.append(f"{name}: {time.monotonic() - began:.0f} s")
             except openai.APIStatusError as refused:
                 failed = f"{refused.status_code} {refused.code or ''}".strip()
-            except openai.APIError as broken:  # a connection, or an error within a stream
+            except (openai.APIError, httpx.HTTPError) as broken:  # a connection, or an error within a stream
                 failed = f"{type(broken).__name__}{', in a stream' if text else ''}"
             self.seen.tries[failed or "answered"] += 1
             if not expected.startswith(text) or (failed is None and text != expected):
