@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from router.keys import Key, Keys, hash_of
 from tests.router.batch.fake_engine import FakeEngine
 from tests.router.batch.gateway import Gateway, StaticFleet
 from tests.router.batch.jobs import jsonl, line
@@ -62,3 +63,14 @@ async def test_bad_lines_are_shown_with_their_numbers(gateway: Gateway, tmp_path
     assert "line 2:" in text and "invalid_method" in text and "line 3:" in text
     code, _, wrong = await conserve(gateway, "show", "batch_none")
     assert code == 1 and "404" in wrong
+
+
+@pytest.mark.slow
+async def test_a_fleet_that_asks_for_a_key_says_how_to_give_one(gateway: Gateway) -> None:
+    gateway.front.keys = Keys([Key("one", "one", hash_of("ck-one"))], None)
+    code, _, wrong = await conserve(gateway, "list")
+    assert code == 1 and "asks for a key: say --api-key, or set $CONSERVE_API_KEY" in wrong
+    code, _, wrong = await conserve(gateway, "list", "--api-key", "ck-two")
+    assert code == 1 and "401" in wrong
+    code, _, wrong = await conserve(gateway, "list", "--api-key", "ck-one")
+    assert code == 0, wrong
