@@ -21,6 +21,7 @@ from router.http import (
     Endpoint,
     Server,
     UpstreamPool,
+    collect_when_idle,
     reserve_descriptors,
     settle_heap,
 )
@@ -73,6 +74,7 @@ class Gateway:
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")
         self._watching = [
             asyncio.create_task(_watch_loop()),
+            asyncio.create_task(collect_when_idle(lambda: self.server.idle)),
             asyncio.create_task(self._keys.watch()),
             asyncio.create_task(self._meters.share(self.directory.tell_spent)),
         ]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import uvloop
@@ -19,6 +20,7 @@ from router.http import (
     StreamObserver,
     UpstreamPool,
     UpstreamRequest,
+    collect_when_idle,
     relay,
     settle_heap,
 )
@@ -41,7 +43,9 @@ async def serve(port: int, engine: str, cert: str = "", key: str = "") -> None:
     server = Server(handle)
     await server.start("127.0.0.1", port, certificate=Certificate(cert, key) if cert else None)
     settle_heap()
+    collecting = asyncio.create_task(collect_when_idle(lambda: server.idle))
     await server.run_until_signal(1.0)
+    collecting.cancel()
     await pool.close()
 
 

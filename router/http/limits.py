@@ -7,7 +7,6 @@ traffic sets, so that the byte path never reads a clock. A deadline is met up to
 from __future__ import annotations
 
 import asyncio
-import gc
 import resource
 from dataclasses import dataclass
 from typing import Protocol
@@ -130,18 +129,3 @@ def reserve_descriptors(connections: int) -> None:
 
 def _descriptors(connections: int) -> int:
     return 2 * connections + DESCRIPTORS_BESIDE  # a client's, and one to its engine
-
-
-YOUNG_OBJECTS = 20_000
-
-
-def settle_heap() -> None:
-    """Call once when all that lives long is made.
-
-    What exists now is never looked at again, and a young collection comes after tens of thousands of objects
-    instead of hundreds: a connection is freed by a collection (it and its parser refer to each other), and
-    looking for it every few requests was a sixth of the processor time under a storm of connections.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, 20)

@@ -290,6 +290,10 @@ class RequestParser:
         self._body_bytes = 0
         self._head = None
 
+    def close(self) -> None:
+        """Nothing more is fed. llhttp, this and the connection refer to each other until then."""
+        del self._llhttp, self._events
+
     def feed(self, data: bytes) -> None:
         """Parse ``data``, calling the events in order; raise the refusal that ends this connection."""
         at = 0

@@ -102,6 +102,11 @@ class Server:
         self._sweeper.close()
         return whole
 
+    @property
+    def idle(self) -> bool:
+        """No request is under way."""
+        return not self._tasks
+
     async def run_until_signal(self, drain_s: float) -> bool:
         """Serve until SIGTERM or SIGINT, then drain; a second signal cuts the drain short."""
         stop, hurry = asyncio.Event(), asyncio.Event()
@@ -246,6 +251,7 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
+        self._parser.close()
         self._server.connection_closed(self)
         self._waiting.clear()
         if self._incoming is not None:

@@ -1,0 +1,89 @@
+"""Full collections hold the loop: they wait until nothing is under way, and connections wait for none."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from router.http import Request, Responder, Server, collect_when_idle, settle_heap
+from router.http.request import RequestParser
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+class Cycle:
+    """What only a collection frees."""
+
+    ended = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        Cycle.ended += 1
+
+
+def old_cycle() -> None:
+    one = Cycle()
+    gc.collect(1)  # old, that is
+    del one
+
+
+@pytest.mark.usefixtures("collector")
+async def test_a_full_collection_waits_until_nothing_is_under_way() -> None:
+    settle_heap()
+    busy, before = True, Cycle.ended
+    collecting = asyncio.create_task(collect_when_idle(lambda: not busy, looks_s=0.01))
+    old_cycle()
+    await asyncio.sleep(0.2)
+    assert Cycle.ended == before
+    busy = False
+    await until(lambda: Cycle.ended == before + 1)
+    collecting.cancel()
+
+
+@pytest.mark.usefixtures("collector")
+async def test_without_an_idle_moment_it_comes_at_last() -> None:
+    settle_heap()
+    before = Cycle.ended
+    collecting = asyncio.create_task(collect_when_idle(lambda: False, looks_s=0.01, at_latest_s=0.3))
+    old_cycle()
+    await asyncio.sleep(0.1)
+    assert Cycle.ended == before
+    await until(lambda: Cycle.ended == before + 1)
+    collecting.cancel()
+
+
+async def test_a_closed_connection_waits_for_no_collection() -> None:
+    async def handle(request: Request, responder: Responder) -> None:
+        await request.body.read()
+        responder.respond(200, b"{}", [])
+
+    def parsers() -> int:
+        return sum(isinstance(one, RequestParser) for one in gc.get_objects())
+
+    server = Server(handle)
+    port = await server.start("127.0.0.1", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = parsers()
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            await writer.wait_closed()
+        await until(lambda: server.stats.connections == 0)
+        assert parsers() == before
+    finally:
+        gc.enable()
+        await server.drain(1.0)
