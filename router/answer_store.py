@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from router.clocks import SteadyClock, Zero
 from router.config import AnswersConfig
@@ -195,17 +196,29 @@ class AnswerStore:
             return 0
         self._pruned_at = now
         database, old = self.open(), now - self._config.keep_s
+        totals = dict(database.execute("SELECT owner, sum(bytes) FROM answers GROUP BY owner").fetchall())
+        level = fair_share(totals.values(), self._config.max_bytes)
         over = """SELECT used_at FROM (SELECT used_at, sum(bytes) OVER (ORDER BY used_at DESC, bytes) AS total
-            FROM answers) WHERE total > ? ORDER BY used_at DESC LIMIT 1"""
-        if (row := database.execute(over, (self._config.max_bytes,)).fetchone()) is not None:
-            old = max(old, row[0])
+            FROM answers WHERE owner = ?) WHERE total > ? ORDER BY used_at DESC LIMIT 1"""
+        oldest = [
+            (owner, database.execute(over, (owner, level)).fetchone()[0])
+            for owner, total in totals.items()
+            if total > level
+        ]
         with database:
             database.execute("BEGIN IMMEDIATE")
-            those = "SELECT owner, id FROM answers WHERE used_at <= ?"
-            database.execute(f"DELETE FROM contents WHERE (owner, id) IN ({those})", (old,))
-            gone = database.execute("DELETE FROM answers WHERE used_at <= ?", (old,)).rowcount
-            database.execute("DELETE FROM conversations WHERE used_at <= ?", (old,))
+            gone = self._drop(database, "used_at <= ?", old)
+            for owner, used_at in oldest:
+                gone += self._drop(database, "owner = ? AND used_at <= ?", owner, used_at)
         return gone
+
+    @staticmethod
+    def _drop(database: sqlite3.Connection, which: str, *values: Any) -> int:
+        """Answers and conversations that `which` says; returns how many answers."""
+        those = f"SELECT owner, id FROM answers WHERE {which}"
+        database.execute(f"DELETE FROM contents WHERE (owner, id) IN ({those})", values)
+        database.execute(f"DELETE FROM conversations WHERE {which}", values)
+        return database.execute(f"DELETE FROM answers WHERE {which}", values).rowcount
 
     def find(self, owner: str, name: str) -> bytes | None:
         asked = "SELECT response FROM contents WHERE owner = ? AND id = ?"
@@ -227,6 +240,14 @@ class AnswerStore:
     def leave(self, owner: str, conversation: str) -> bool:
         gone = "DELETE FROM conversations WHERE owner = ? AND id = ?"
         return bool(self.open().execute(gone, (owner, conversation)).rowcount)
+
+
+def fair_share(totals: Iterable[int], most: int) -> int:
+    """What each may keep so that all fits: who has less keeps it, and leaves the rest to the others."""
+    left, waiting = most, sorted(totals)
+    while waiting and waiting[0] <= left // len(waiting):
+        left -= waiting.pop(0)
+    return left // len(waiting) if waiting else most
 
 
 def _inflated_bytes(data: bytes) -> int:

@@ -19,6 +19,7 @@ MAX_CHOICES = 128
 OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
 # Beside the field of that name: engines read none in the body of Anthropic's messages.
 OFFLINE_HEADER = (b"x-vllm-priority", str(OFFLINE_PRIORITY).encode())
+MAX_GRAMMAR_BYTES = 64 * 1024  # of JSON: an engine compiles it, in time and memory that grow with it
 MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1
@@ -132,6 +133,14 @@ def nested(name: str, value: Any) -> None:
         raise BadRequest(f"{name} is nested too deeply", param=name) from None
 
 
+@checks()
+def _grammar(name: str, value: Any) -> None:
+    """A schema, grammar, expression or list of choices that an answer has to follow."""
+    nested(name, value)
+    if (size := len(orjson.dumps(value))) > MAX_GRAMMAR_BYTES:
+        raise BadRequest(f"{name} has {size} bytes as JSON; it may have {MAX_GRAMMAR_BYTES}", param=name)
+
+
 @checks(type="object", maxProperties=1024, additionalProperties={"type": "number"})
 def _biases(name: str, value: Any) -> None:
     if type(value) is not dict or len(value) > 1024:
@@ -201,7 +210,7 @@ _SAMPLING: Mapping[str, Check] = {
     "min_tokens": integer(0, MAX_TOKENS),
     "thinking_token_budget": integer(-1, MAX_TOKENS),
     "truncate_prompt_tokens": integer(-1, MAX_TOKENS),
-    "structured_outputs": nested,
+    "structured_outputs": _grammar,
     "vllm_xargs": _extra_arguments,
     "cache_salt": text(128),
     **dict.fromkeys(
@@ -238,7 +247,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "max_completion_tokens": _TOKENS,
         "logprobs": flag,
         "include_reasoning": flag,
-        "response_format": nested,
+        "response_format": _grammar,
         **dict.fromkeys(
             (
                 *("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
@@ -252,7 +261,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "prompt": _as_it_is,
         "suffix": _as_it_is,
         "echo": flag,
-        "response_format": nested,
+        "response_format": _grammar,
         "max_tokens": integer(0, MAX_TOKENS),
         "logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
     },
@@ -266,7 +275,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "chat_template_kwargs": _template_arguments,
         "include_reasoning": flag,
         "enable_response_messages": flag,
-        "text": nested,
+        "text": _grammar,
         "reasoning": nested,
         "prompt": nested,
         "context_management": nested,
@@ -285,7 +294,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "chat_template_kwargs": _template_arguments,
         "cache_salt": text(128),
         "thinking": nested,
-        "output_config": nested,
+        "output_config": _grammar,
         **dict.fromkeys(
             (
                 *("model", "metadata", "service_tier", "tools", "tool_choice", "cache_control", "container"),

@@ -126,12 +126,12 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
         raise BadRequest("offline work belongs to no conversation: send the messages instead", param=pointer)
     if field not in body and not (api is Api.RESPONSES and pointer):
         raise BadRequest(f"{field} is missing", param=field)
-    _check_size(field, body, asked.max_context)
+    tools = body.get("tools")
+    definitions = _written(tools) if tools else b""
+    _check_size(field, body, len(definitions), asked.max_context)
     user = body.get("user")
     seed = chains.seed(asked.space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(asked.headers, body)
-    tools = body.get("tools")
-    definitions = _written(tools) if tools else b""
     tools_digest = xxh3_128_digest(definitions)
     return Prompt(
         seed=seed,
@@ -156,14 +156,24 @@ def check_items(body: Mapping[str, Any]) -> None:
         items, most = (len(value), MOST_PROMPTS) if many else (_items(value), MOST_ITEMS)
         if items > most and (many or _exact_tokens(value) is None):
             raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
+    counts = (body.get(name) for name in ("n", "best_of"))
+    answers = max((count for count in counts if isinstance(count, int | float)), default=1)
+    if (prompts := prompts_of(body)) > 1 and prompts * answers > MOST_PROMPTS:
+        asked = f"{prompts} prompts with {answers} answers each"
+        raise BadRequest(f"a request may have {MOST_PROMPTS} answers in all, not {asked}", param="n")
 
 
-def _check_size(field: str, body: Mapping[str, Any], max_context: int) -> None:
+def prompts_of(body: Mapping[str, Any]) -> int:
+    prompt = body.get("prompt")
+    return len(prompt) if isinstance(prompt, list) and _exact_tokens(prompt) is None else 1
+
+
+def _check_size(field: str, body: Mapping[str, Any], tool_bytes: int, max_context: int) -> None:
     """Each prompt of several is one of its own. An engine may be asked to cut a long one itself."""
     prompt = body.get(field)
     several = field == "prompt" and isinstance(prompt, list) and _exact_tokens(prompt) is None
     each = prompt if several and isinstance(prompt, list) else [prompt]
-    beside = _text_size(body.get("system")) + _text_size(body.get("instructions"))
+    beside = _text_size(body.get("system")) + _text_size(body.get("instructions")) + tool_bytes
     least = max(
         (_exact_tokens(one) or (_text_size(one) + beside) // MOST_BYTES_A_TOKEN for one in each), default=0
     )

@@ -9,6 +9,7 @@ import xxhash
 
 from router.fields import OFFLINE_PRIORITY
 from router.hints import FIELDS as HINT_FIELDS
+from router.reading import prompts_of
 
 BYTES_PER_TOKEN = 4  # a guess good enough to share decoders by; corrected by each answer's usage
 DEFAULT_OUTPUT_TOKENS = 256
@@ -46,7 +47,7 @@ def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
     """Of a request of `size` bytes, its answer included."""
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         if isinstance(body.get(name), int | float):  # a whole one: router/fields.py
-            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1)
+            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * prompts_of(body)
     return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
 
 

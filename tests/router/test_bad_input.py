@@ -154,6 +154,9 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"7": 1e300}}, "invalid_value"),
     ({"logit_bias": {"x": 1}}, "bad_request"),
     ({"stop": ["x"] * 1000}, "bad_request"),
+    ({"response_format": {"type": "json_schema", "x": "y" * 70_000}}, "bad_request"),
+    ({"structured_outputs": {"grammar": "y" * 70_000}}, "bad_request"),
+    ({"structured_outputs": {"choice": ["a"] * 20_000}}, "bad_request"),
     ({"vllm_xargs": {"slo_tbt_ms": "inf"}}, "invalid_type"),
     ({"vllm_xargs": {"slo_tbt_ms": "nan"}}, "invalid_type"),
     ({"vllm_xargs": {"slo_tbt_ms": 0}}, "invalid_value"),
@@ -174,6 +177,15 @@ async def test_numbers_without_bounds_reach_no_engine_and_no_queue(made: Fleet, 
         assert (answer.status, answer.error["code"]) == (400, code), wrong
         assert answer.error["param"].split(".")[0] in wrong and answer.error["message"]
     assert not made.decoder_requests() and not made.prefills()
+
+
+@pytest.mark.parametrize("count", ["n", "best_of"])
+async def test_prompts_and_answers_of_a_request_are_bounded_together(made: Fleet, count: str) -> None:
+    for number in (100, 100.0):
+        body = {"model": MODEL, "prompt": ["a"] * 100, count: number}
+        status, error = await post(made, orjson.dumps(body), path="/v1/completions")
+        assert (status, error["param"]) == (400, "n") and "1024 answers" in error["message"]
+    assert not made.decoder_requests()
 
 
 @pytest.mark.parametrize(

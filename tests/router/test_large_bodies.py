@@ -178,6 +178,15 @@ CHAT = Reading(
 )
 COMPLETIONS = replace(CHAT, path="/v1/completions", api=Api.COMPLETIONS)
 MESSAGES = replace(CHAT, path="/v1/messages", api=Api.MESSAGES)
+
+
+async def test_tools_are_of_the_prompt_that_has_to_fit() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * (4097 * 256)}}
+    with pytest.raises(ApiError) as refused:
+        read_body(CHAT, (orjson.dumps({"model": MODEL, "messages": [user("hi")], "tools": [tool]}),))
+    assert refused.value.code == "context_length_exceeded"
+
+
 COSTLY = orjson.dumps({"model": MODEL, "messages": [user("x" * 300_000)]})
 
 

@@ -1,5 +1,6 @@
 """Answers of the Responses API that the fleet stores: histories outlive decoders, and gateways."""
 
+import os
 import sqlite3
 import time
 import zlib
@@ -9,14 +10,17 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from router.answer_store import VERSION
+from router.answer_store import VERSION, AnswerStore, ChainEnd, fair_share
 from router.answers import Answers, History
 from router.config import AnswersConfig
 from router.errors import GatewayConfigError
 from router.http import ServerLimits
 from router.identity import namespace
+from router.items import ReadAnswer
 from tests.router.test_clocks import Machine
 from tests.support.fake_fleet import Answer, Fleet, ask, fleet, get
 from tests.support.waiting import until
@@ -161,6 +165,37 @@ async def test_it_is_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, 
         first = await say(made, "one")
         await until(lambda: REGISTRY.get_sample_value(*PRUNED) == before + 1)
         assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 404
+
+
+def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> None:
+    machine = Machine()
+    store = AnswerStore(stored(tmp_path, max_bytes=40_000), machine.clock())
+
+    def keep(owner: str, name: str, text: bytes) -> None:
+        machine.passes(1)
+        store.keep(
+            owner, None, name, (b'{"role":"user","content":"%b"}' % text,), ReadAnswer(name, b"{}", b"")
+        )
+
+    keep("alice", "first", b"hi")
+    for number in range(40):
+        keep("bob", f"many-{number}", os.urandom(1000).hex().encode())
+    assert store.prune() > 5
+    assert store.chain("alice", "first", 10, 10_000).end is ChainEnd.BEGINNING
+    assert store.newest("alice", "first") == "first" and store.newest("bob", "many-0") is None
+    ends = {number: store.chain("bob", f"many-{number}", 10, 10_000).end for number in (0, 39)}
+    assert ends == {0: ChainEnd.UNKNOWN, 39: ChainEnd.BEGINNING}
+
+
+@given(st.lists(st.integers(1, 100), max_size=8), st.integers(0, 400))
+def test_a_fair_share_fits_and_leaves_nothing_over(totals: list[int], most: int) -> None:
+    share = fair_share(totals, most)
+    kept = sum(min(total, share) for total in totals)
+    assert kept <= most
+    if sum(totals) <= most:
+        assert kept == sum(totals)
+    else:
+        assert most - kept < len(totals)
 
 
 async def test_a_store_that_cannot_be_read_is_a_503(tmp_path: Path) -> None:
