@@ -221,7 +221,7 @@ class AnswersSpec(Spec):
     keep: Duration = default(AnswersConfig, "keep_s")
     """Since one was named last."""
     gib: Annotated[float, Field(gt=0)] = default(AnswersConfig, "max_bytes") / (1 << 30)
-    """Of all of them; beyond it those go that were longest not named."""
+    """Of all of them; beyond it those go that were longest not named, of the owners who have most."""
 
 
 _File = Annotated[str, Field(pattern=r"^(/|~/)")]
