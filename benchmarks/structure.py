@@ -11,6 +11,7 @@ under TYPE_CHECKING and inside functions too. What a trip is, `benchmarks.trips`
 
 import argparse
 import ast
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,15 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(ast.parse(self.text, str(self.path))))
+        # What a collection runs in the middle of it may parse, too, which CPython 3.11 takes for an error of
+        # its own: "AST constructor recursion depth mismatch".
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return list(ast.walk(ast.parse(self.text, str(self.path))))
+        finally:
+            if collecting:
+                gc.enable()
 
     @property
     def classes(self) -> Iterator[ast.ClassDef]:
