@@ -201,10 +201,10 @@ class AnswerStore:
         over = """SELECT used_at FROM (SELECT used_at, sum(bytes) OVER (ORDER BY used_at DESC, bytes) AS total
             FROM answers WHERE owner = ?) WHERE total > ? ORDER BY used_at DESC LIMIT 1"""
         oldest = [
-            (owner, database.execute(over, (owner, level)).fetchone()[0])
+            (owner, row[0])
             for owner, total in totals.items()
-            if total > level
-        ]
+            if total > level and (row := database.execute(over, (owner, level)).fetchone()) is not None
+        ]  # None: another gateway process has pruned meanwhile
         with database:
             database.execute("BEGIN IMMEDIATE")
             gone = self._drop(database, "used_at <= ?", old)
