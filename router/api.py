@@ -103,7 +103,8 @@ class Routes:
         self._address = Addresses(config.trusted_proxies).of
         self._models_of = lru_cache(None)(partial(_models_of, self._served))
         self._groups = PrefixGroups(config.shared_prefixes)
-        self._shares = Shares(max(1, int(config.owner_share * config.limits.max_connections)))
+        most = max(1, int(config.owner_share * config.limits.max_connections))
+        self._shares = Shares(most, config.bodies_bytes)
         self._classes = Classes(config)
         stored = AnswerRoutes(answers)
         self._conversations = ConversationRoutes(directory, answers)
@@ -144,9 +145,6 @@ class Routes:
         known = not self._hosts or request.path in _PROBED  # by a pod's address, say
         if not known and (name := _host(request)) and name not in self._hosts:
             raise Misdirected(f"this gateway is not called {name[:100]!r}: gateway.hosts has its names")
-        if request.path.startswith(DASHBOARD):
-            await self._dashboard(request, responder)
-            return
         methods = self._open.get(request.path)
         if methods is not None:
             if request.path == _METRICS and self._keys.any:
@@ -155,10 +153,15 @@ class Routes:
             return
         key: Key | None = None
         try:
-            key = self._keys.caller(request.headers)
-            key.check(request.method)
-            with self._shares.one(key.owner if key.hash else self._address(request)):
-                await self._within_limits(key, request, responder)
+            if request.path.startswith(DASHBOARD):
+                key = self._dashboard.caller(request)
+                await self._dashboard(request, responder)
+            else:
+                key = self._keys.caller(request.headers)
+                key.check(request.method)
+                with self._shares.one(key.owner if key.hash else self._address(request)) as keep:
+                    request.body.keep = keep
+                    await self._within_limits(key, request, responder)
         except ApiError as refused:
             self._note(key, request, responder, refused.status)
             raise

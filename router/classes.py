@@ -6,6 +6,7 @@ priority, is worth so many seconds: turns that wait are served the better first,
 in as long (`placement/classes.py`).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +14,16 @@ from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
 from router.errors import BadRequest
 from router.fields import positive
 from router.hints import Hints
+from router.metrics import SLO_TARGETS_RAISED
 
 HEADER, FIELD = "x-slo-class", "slo_class"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+_TBT = "slo_tbt_ms"
 TARGETS = {  # of llm-d: header to the engine's argument
     "x-slo-ttft-ms": "slo_ttft_ms",
     "x-llm-d-slo-ttft-ms": "slo_ttft_ms",
-    "x-slo-tpot-ms": "slo_tbt_ms",
-    "x-llm-d-slo-tpot-ms": "slo_tbt_ms",
+    "x-slo-tpot-ms": _TBT,
+    "x-llm-d-slo-tpot-ms": _TBT,
 }
 PRIORITY_S = 1.0  # what a level of a hint's priority is worth
 _MILLISECONDS = positive(24 * 3600 * 1000.0)
@@ -57,16 +60,24 @@ def ahead_s(of: SloClass, hints: Hints) -> float:
 def engine_arguments(
     of: SloClass, hints: Hints, headers: Mapping[str, str], body: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What is said in a body in the place of its own `vllm_xargs`; what a client asks for itself stays."""
+    """What is said in a body in the place of its own `vllm_xargs`; what a client asks for itself stays, but
+    for less time between tokens than its class has: an engine's iterations are as short as its tightest turn
+    wants them, at the cost of all."""
     said: dict[str, Any] = {}
-    if of.name != DEFAULT_CLASS and of.targets.last_turn_tbt_s:
-        said["slo_tbt_ms"] = of.targets.last_turn_tbt_s * 1000
+    least = of.targets.last_turn_tbt_s
+    if of.name != DEFAULT_CLASS and least:
+        said[_TBT] = least * 1000
     for header, argument in TARGETS.items():
         if header in headers:
             said[argument] = _milliseconds(header, headers[header])
     if ahead := ahead_s(of, hints):
         said["ahead_s"] = ahead
-    return {"vllm_xargs": {**said, **(body.get("vllm_xargs") or {})}} if said else {}
+    own = body.get("vllm_xargs") or {}
+    said |= own
+    if least and said.get(_TBT, math.inf) < least * 1000:
+        said[_TBT] = least * 1000
+        SLO_TARGETS_RAISED.labels(of.name).inc()
+    return {"vllm_xargs": said} if said != own else {}
 
 
 def _milliseconds(header: str, text: str) -> float:

@@ -130,6 +130,7 @@ class GatewayConfig:
     key_limits: Limits = COMMON  # of keys that say nothing else
     shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
     owner_share: float = 0.5  # of the connections, for requests of one owner
+    bodies_bytes: int = 2 << 30  # of requests under way, in memory
     directory_secret: str = ""
     engine_key: str = ""  # that engines ask for; empty: none is shown
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
@@ -147,6 +148,8 @@ class GatewayConfig:
             raise ValueError("above_tokens, place_wait_s and tokens_per_byte cannot be negative")
         if not 0 < self.owner_share <= 1:
             raise ValueError(f"owner_share is above 0 and at most 1, not {self.owner_share}")
+        if self.bodies_bytes < 2 * self.limits.max_body_bytes:
+            raise ValueError("bodies_mib is to hold two bodies of body_mib at least")
         if not 0 <= rule.min_share <= 1:
             raise ValueError(f"redisaggregation.min_share is between 0 and 1, not {rule.min_share}")
 

@@ -20,7 +20,7 @@ from router.directory.client import DirectoryClient
 from router.directory.messages import TimelineReport
 from router.errors import DirectoryUnreachable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
 from router.http import Request, Responder
-from router.keys import Keys
+from router.keys import Key, Keys
 
 PREFIX = "/dashboard"
 WINDOW_S = 120.0
@@ -46,7 +46,6 @@ class DashboardRoutes:
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.method not in ("GET", "HEAD"):
             raise MethodNotAllowed(f"{PREFIX} takes GET", allow="GET")
-        self._check(request)
         path = request.path.removeprefix(PREFIX).rstrip("/")
         if not path:
             responder.respond(200, self._page, _HTML)
@@ -58,12 +57,13 @@ class DashboardRoutes:
         else:
             raise NotFound(f"there is no {request.path[:200]}; the page is {PREFIX}")
 
-    def _check(self, request: Request) -> None:
+    def caller(self, request: Request) -> Key | None:
+        """Who may look; None where nobody is asked for a key."""
         if not self._keys.any:
-            return
+            return None
         with suppress(Unauthorized):
-            if self._keys.of_secret(_secret(request)).admin:
-                return
+            if (key := self._keys.of_secret(_secret(request))).admin:
+                return key
         raise PasswordWanted("the dashboard wants a key with the scope admin, as the password")
 
     async def _state(self) -> dict[str, Any]:

@@ -175,9 +175,15 @@ DIRECTORY_UP = Gauge(
 )
 CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serves without asking.")
 
+SLO_TARGETS_RAISED = Counter(
+    "conserve_slo_targets_raised_total",
+    "Turns that asked engines for less time between tokens than their class has: its target holds.",
+    ["slo_class"],
+)
 LIMITED = Counter(
     "conserve_key_limits_total",
-    "Requests refused for a limit of their key: requests_per_minute, tokens_per_minute, turns.",
+    "Requests refused for a limit of their key: requests_per_minute, tokens_per_minute, turns; or for its "
+    "share of a gateway process: requests_at_once, bytes_at_once (of bodies).",
     ["limit"],
 )
 KEYS_STALE = Gauge(
@@ -309,7 +315,8 @@ HTTP_REFUSALS = Counter(
 )
 CLIENT_TIMEOUTS = Counter(
     "conserve_client_timeouts_total",
-    "Clients cut off for what did not come in time: head, body, idle, write.",
+    "Clients cut off for what did not come in time: head, body, idle, write; or that asked for nothing and "
+    "gave_way, since there were as many connections as may be.",
     ["what"],
 )
 TLS_HANDSHAKES = Counter(
@@ -347,7 +354,7 @@ from_zero(
 from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
-from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "turns")
+from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "turns", "requests_at_once", "bytes_at_once")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
 from_zero(
     PREFIX_BROKEN_TOKENS,

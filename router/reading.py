@@ -109,6 +109,12 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
         check_model(body, asked.models)
     check_items(body)
     check_fields(asked.path, body)
+    ids = body.get("tokens")
+    if asked.max_context and isinstance(ids, list) and len(ids) > asked.max_context:
+        raise ContextTooLong(
+            f"tokens has {len(ids)}; the largest engine of this fleet takes {asked.max_context}",
+            param="tokens",
+        )
     prompt = _prompt(asked, asked.api, body) if asked.api is not None else None
     alone = body.get("store") is False and not (body.get("previous_response_id") or body.get("conversation"))
     items: bytes | Span = b""
@@ -127,8 +133,10 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
     if field not in body and not (api is Api.RESPONSES and pointer):
         raise BadRequest(f"{field} is missing", param=field)
     tools = body.get("tools")
-    definitions = _written(tools) if tools else b""
-    _check_size(field, body, len(definitions), asked.max_context)
+    definitions = _written("tools", tools) if tools else b""
+    documents = body.get("documents")
+    beside = len(definitions) + (len(_written("documents", documents)) if documents else 0)
+    _check_size(field, body, beside, asked.max_context)
     user = body.get("user")
     seed = chains.seed(asked.space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(asked.headers, body)
@@ -168,12 +176,12 @@ def prompts_of(body: Mapping[str, Any]) -> int:
     return len(prompt) if isinstance(prompt, list) and _exact_tokens(prompt) is None else 1
 
 
-def _check_size(field: str, body: Mapping[str, Any], tool_bytes: int, max_context: int) -> None:
+def _check_size(field: str, body: Mapping[str, Any], bytes_beside: int, max_context: int) -> None:
     """Each prompt of several is one of its own. An engine may be asked to cut a long one itself."""
     prompt = body.get(field)
     several = field == "prompt" and isinstance(prompt, list) and _exact_tokens(prompt) is None
     each = prompt if several and isinstance(prompt, list) else [prompt]
-    beside = _text_size(body.get("system")) + _text_size(body.get("instructions")) + tool_bytes
+    beside = _text_size(body.get("system")) + _text_size(body.get("instructions")) + bytes_beside
     least = max(
         (_exact_tokens(one) or (_text_size(one) + beside) // MOST_BYTES_A_TOKEN for one in each), default=0
     )
@@ -216,11 +224,11 @@ def _is_small(value: object) -> bool:
         return False
 
 
-def _written(tools: object) -> bytes:
+def _written(name: str, value: object) -> bytes:
     try:
-        return orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except (TypeError, ValueError):
-        raise BadRequest("tools is nested too deeply", param="tools") from None
+        raise BadRequest(f"{name} is nested too deeply", param=name) from None
 
 
 def _object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:

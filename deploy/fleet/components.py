@@ -296,6 +296,7 @@ def gateway_config(
         returns=ReturnRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,
+        bodies_bytes=int(fleet.gateway.limits.bodies_mib * MIB),
         hosts=_hosts(fleet),
         audit=fleet.observe.audit,
         answers=AnswersConfig(answers, kept.keep, int(kept.gib * (1 << 30))),

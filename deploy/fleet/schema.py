@@ -187,6 +187,9 @@ class GatewayLimitsSpec(Spec):
     connections: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_connections")
     owner_share: Annotated[float, Field(gt=0, le=1)] = default(GatewayConfig, "owner_share")
     """Of the connections of a gateway process, what requests under way of one owner may take; then 429."""
+    bodies_mib: Annotated[float, Field(gt=0)] = default(GatewayConfig, "bodies_bytes") / MIB
+    """Of a gateway process's memory, for bodies of requests under way. One owner's may take as much as is
+    left to others, half where it is alone; then 429."""
     request_timeout: Duration = default(ServerLimits, "body_timeout_s")
     """Longest silence of a client that sends its request; all of a body has a minute and 64 KiB/s."""
     first_token_timeout: Duration = default(UpstreamLimits, "first_byte_timeout_s")

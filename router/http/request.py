@@ -84,6 +84,7 @@ class RequestBody:
         "_resume",
         "_waiter",
         "complete",
+        "keep",
         "length",
         "received",
     )
@@ -102,6 +103,8 @@ class RequestBody:
         """From Content-Length; None when chunked."""
         self.received = 0
         self.complete = False
+        self.keep: Callable[[int], None] | None = None
+        """Told of the bytes of a body that is read whole, as they come; may refuse them."""
         self._max_bytes = max_bytes
         self._high = high_bytes
         self._held = 0
@@ -135,6 +138,8 @@ class RequestBody:
         crumbs: list[bytes] = []
         size = 0
         async for piece in self.pieces(bound):
+            if self.keep is not None:
+                self.keep(len(piece))
             crumbs.append(piece)
             size += len(piece)
             if size >= _PIECE_BYTES:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import cast
 
 from router.errors import ApiError, ExpectationFailed, InternalError, RequestTimeout, Unavailable
+from router.http.crowd import Crowd, address_of
 from router.http.limits import ServerLimits, Sweeper
 from router.http.request import Request, RequestBody, RequestHead, RequestParser
 from router.http.responder import Handler, Responder
@@ -39,7 +40,7 @@ class ServerStats:
     refusals: dict[str, int] = field(default_factory=dict)
     """By error code: refusals made here, before any handler ran."""
     timeouts: dict[str, int] = field(default_factory=dict)
-    """By what did not come in time: head, body, idle, write."""
+    """By what did not come in time: head, body, idle, write; or `gave_way` to others, asking for nothing."""
     handshakes: dict[str, int] = field(default_factory=dict)
     """Of TLS, by how they ended: done, refused, not_tls, late, left, too_many."""
 
@@ -56,6 +57,7 @@ class Server:
         self._listener: asyncio.Server | None = None
         self._handshakes: Handshakes | None = None
         self._connections: set[ServerConnection] = set()
+        self.idle_ones = Crowd()
         self._tasks: set[asyncio.Task[None]] = set()
         self._emptied = asyncio.Event()
         self._sweeper = Sweeper(self.loop, self.limits.shortest_s)
@@ -67,7 +69,7 @@ class Server:
         connect = partial(ServerConnection, self)
         accepted: Callable[[], asyncio.Protocol] = connect
         if certificate is not None:
-            self._handshakes = Handshakes(certificate, self.limits, connect, self._full)
+            self._handshakes = Handshakes(certificate, self.limits, connect, self._full, self.idle_ones)
             self.stats.handshakes = self._handshakes.ended
             accepted = self._handshakes.accepted
         self._listener = await self.loop.create_server(
@@ -137,8 +139,10 @@ class Server:
         return True
 
     def _full(self) -> bool:
+        """No handshake may begin."""
         under_way = self._handshakes.under_way if self._handshakes is not None else 0
-        return self.draining or self.stats.connections + under_way >= self.limits.max_connections
+        many = self.stats.connections + under_way >= self.limits.max_connections
+        return self.draining or (many and not self.idle_ones.make_way())
 
     # The connections' side
 
@@ -155,7 +159,7 @@ class Server:
         self._sweeper.add(connection)
         if self.draining:
             return Unavailable("This gateway is shutting down; connect again.", retry_after_s=1.0)
-        if self.stats.connections > self.limits.max_connections:
+        if self.stats.connections > self.limits.max_connections and not self.idle_ones.make_way():
             text = f"This gateway already has {self.limits.max_connections} connections; try again later."
             return Unavailable(text, code="too_many_connections", retry_after_s=1.0)
         return None
@@ -199,6 +203,7 @@ class ServerConnection(asyncio.Protocol):
         self._request: Request | None = None
         self._responder: Responder | None = None
         self._peer: tuple[str, int] | None = None
+        self._address = ""
         self._pauses = 0
         self._heard = False
         self._lingering = False
@@ -214,11 +219,13 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class does not inherit it
         peer = transport.get_extra_info("peername")
         self._peer = (peer[0], peer[1]) if isinstance(peer, tuple) else None
+        self._address = address_of(peer)
         self._transport.set_write_buffer_limits(self._limits.write_high_bytes, self._limits.write_low_bytes)
         self._deadline = self.loop.time() + self._limits.idle_timeout_s
         refusal = self._server.connection_opened(self)
         if refusal is not None:
             self._refuse_connection(refusal)
+        self._server.idle_ones.add(self._address, self)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -252,6 +259,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
         self._parser.close()
+        self._server.idle_ones.discard(self._address, self)
         self._server.connection_closed(self)
         self._waiting.clear()
         if self._incoming is not None:
@@ -304,6 +312,7 @@ class ServerConnection(asyncio.Protocol):
         if isinstance(item, ApiError):
             self._refuse_connection(item)
             return
+        self._server.idle_ones.discard(self._address, self)
         self._request = item
         responder = self._responder = Responder(
             self,
@@ -349,6 +358,7 @@ class ServerConnection(asyncio.Protocol):
         request, self._request, self._responder = self._request, None, None
         if request is None or self._closed:
             return
+        self._server.idle_ones.add(self._address, self)
         if not keep_alive or not request.body.complete or self._server.draining:
             self._close_with_linger()
             return
@@ -401,6 +411,15 @@ class ServerConnection(asyncio.Protocol):
     def abort(self) -> None:
         if not self._closed:
             self._transport.abort()
+
+    def give_way(self) -> None:
+        """Others need its place, and no request is under way here."""
+        self._server.timed_out("gave_way")
+        unsent = self._below is not None or self._transport.get_write_buffer_size()
+        if unsent or self._parser.in_head or self._lingering:
+            self.abort()  # an end in order could wait for what the client does not take
+        else:
+            self._transport.close()
 
     def close_if_idle(self) -> None:
         """For a drain: nothing is under way here, so nothing is lost."""

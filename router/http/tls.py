@@ -19,6 +19,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from router.errors import GatewayConfigError
+from router.http.crowd import Crowd, address_of
 from router.http.limits import ServerLimits
 from router.watched import WatchedFiles, content_of
 
@@ -135,13 +136,15 @@ class Handshakes:
         limits: ServerLimits,
         connect: Callable[[asyncio.Transport], asyncio.Protocol],
         full: Callable[[], bool],
+        idle: Crowd,
     ) -> None:
         """`connect` makes what a connection is spoken to by, of its transport below TLS; `full`: no more may
-        begin."""
+        begin; `idle`: those that make place for it, to which handshakes belong themselves."""
         self.loop = asyncio.get_running_loop()
         self.limit_s = limits.handshake_timeout_s
         self._certificate, self._connect, self._full = certificate, connect, full
         self._stall_s = limits.write_stall_s
+        self._idle = idle
         self._begun: set[_Accepted] = set()
         self.ended: dict[str, int] = {}
 
@@ -157,11 +160,13 @@ class Handshakes:
             self._count("too_many")
             return False
         self._begun.add(one)
+        self._idle.add(one.address, one)
         return True
 
     def end(self, one: _Accepted, how: str) -> None:
         if one in self._begun:
             self._begun.discard(one)
+            self._idle.discard(one.address, one)
             self._count(how)
 
     def close(self) -> None:
@@ -205,11 +210,13 @@ class _Accepted(asyncio.Protocol):
 
     def __init__(self, handshakes: Handshakes) -> None:
         self._all = handshakes
+        self.address = ""
         self._late: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.address = address_of(transport.get_extra_info("peername"))
         if not self._all.begin(self):
             self._transport.abort()
             return
@@ -230,6 +237,9 @@ class _Accepted(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.cut("left")
+
+    def give_way(self) -> None:
+        self.cut("too_many")
 
     def cut(self, how: str) -> None:
         if self._late is not None:

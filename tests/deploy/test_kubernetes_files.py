@@ -17,6 +17,7 @@ GROUPS = [
     RAY_JOB["spec"]["rayClusterSpec"]["headGroupSpec"],
     *RAY_JOB["spec"]["rayClusterSpec"]["workerGroupSpecs"],
 ]
+SUBMITTER = {"groupName": "submitter", "template": RAY_JOB["spec"]["submitterPodTemplate"]}
 
 
 def fleet() -> dict[str, Any]:
@@ -31,7 +32,7 @@ def test_kubernetes_accepts_the_object(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.get("groupName", "head"))
+@pytest.mark.parametrize("group", [*GROUPS, SUBMITTER], ids=lambda group: group.get("groupName", "head"))
 def test_kubernetes_accepts_the_pods_of_each_group(group: dict[str, Any]) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "checked"}, **group["template"]}
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
@@ -70,7 +71,7 @@ def test_who_has_no_token_is_let_in_nowhere() -> None:
     assert "secret generic conserve-ray-token --from-literal=auth_token=" in text
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.get("groupName", "head"))
+@pytest.mark.parametrize("group", [*GROUPS, SUBMITTER], ids=lambda group: group.get("groupName", "head"))
 def test_pods_have_no_rights_that_they_do_not_need(group: dict[str, Any]) -> None:
     pod = group["template"]["spec"]
     (container,) = pod["containers"]

@@ -44,19 +44,35 @@ def test_a_class_that_is_not_there_or_not_for_this_key_is_refused(body: dict[str
 
 def test_what_engines_hear() -> None:
     default = SloClass("default", SloTargets(last_turn_tbt_s=0.05))
-    assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 9}}) == {}
+    assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, Hints(priority=2), {}, {}) == {
         "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0}
     }
-    own = engine_arguments(GOLD, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 9}})
-    assert own["vllm_xargs"]["slo_tbt_ms"] == 9
-    llm_d = {"x-llm-d-slo-ttft-ms": "500", "x-llm-d-slo-tpot-ms": "20"}
+    own = engine_arguments(GOLD, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
+    assert own["vllm_xargs"]["slo_tbt_ms"] == 90
+    llm_d = {"x-llm-d-slo-ttft-ms": "500", "x-llm-d-slo-tpot-ms": "70"}
     assert engine_arguments(default, Hints(), llm_d, {}) == {
-        "vllm_xargs": {"slo_ttft_ms": 500.0, "slo_tbt_ms": 20.0}
+        "vllm_xargs": {"slo_ttft_ms": 500.0, "slo_tbt_ms": 70.0}
     }
     with pytest.raises(BadRequest, match="x-llm-d-slo-ttft-ms"):
         engine_arguments(default, Hints(), {"x-llm-d-slo-ttft-ms": "soon"}, {})
     assert ahead_s(default, Hints(priority=-3)) == -3.0
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [({}, {"vllm_xargs": {"slo_tbt_ms": 1}}), ({"x-slo-tpot-ms": "1"}, {})],
+    ids=["in the body", "as llm-d says it"],
+)
+def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
+    headers: dict[str, str], body: dict[str, Any]
+) -> None:
+    """All of an engine's turns would pay for it."""
+    for of, least in ((SloClass("default", SloTargets(last_turn_tbt_s=0.2)), 200), (GOLD, 50)):
+        said = engine_arguments(of, Hints(), headers, body)
+        assert said["vllm_xargs"]["slo_tbt_ms"] == least
+    free = engine_arguments(SloClass("default", SloTargets()), Hints(), headers, body)
+    assert {**body, **free}["vllm_xargs"]["slo_tbt_ms"] == 1  # where the fleet says nothing
 
 
 async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:

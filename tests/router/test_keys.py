@@ -309,6 +309,24 @@ async def test_the_audit_log_says_who_asked_for_what_and_no_text(
     assert "a word of mine" not in caplog.text and "stranger" not in "".join(lines)
 
 
+async def test_the_audit_log_says_who_looked_at_the_dashboard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(entry("work", "search") + entry("chief", "operators", scopes=["admin"]))
+    with caplog.at_level(logging.INFO, logger="conserve.audit"):
+        async with fleet(tmp_path, keys_file=str(file), audit=True) as made:
+            for secret, status in (("chief", 200), ("work", 401)):
+                seen = await get(f"{made.urls[0]}/dashboard/state", headers=bearer(secret))
+                assert seen[0] == status
+    lines = [record.getMessage() for record in caplog.records if record.name == "conserve.audit"]
+    path = "action='GET' path='/dashboard/state' conversation=-"
+    assert lines == [
+        f"key=of-chief owner=operators address=127.0.0.1 {path} status=200",
+        f"key=- owner=- address=127.0.0.1 {path} status=401",
+    ]
+
+
 def conserve_key(*arguments: str) -> Result:
     return CliRunner().invoke(key_commands, list(arguments))
 

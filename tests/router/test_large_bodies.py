@@ -180,11 +180,26 @@ COMPLETIONS = replace(CHAT, path="/v1/completions", api=Api.COMPLETIONS)
 MESSAGES = replace(CHAT, path="/v1/messages", api=Api.MESSAGES)
 
 
-async def test_tools_are_of_the_prompt_that_has_to_fit() -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "x" * (4097 * 256)}}
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * (4097 * 256)}}]},
+        {"documents": [{"title": "d", "text": "x" * (4097 * 256)}]},
+    ],
+    ids=["tools", "documents"],
+)
+def test_what_the_template_puts_beside_it_is_of_the_prompt_that_has_to_fit(beside: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
-        read_body(CHAT, (orjson.dumps({"model": MODEL, "messages": [user("hi")], "tools": [tool]}),))
+        read_body(CHAT, (orjson.dumps({"model": MODEL, "messages": [user("hi")], **beside}),))
     assert refused.value.code == "context_length_exceeded"
+
+
+def test_no_more_tokens_become_text_than_a_context_has() -> None:
+    asked = replace(CHAT, path="/detokenize", api=None)
+    read_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4096}),))
+    with pytest.raises(ApiError) as refused:
+        read_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4097}),))
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "tokens")
 
 
 COSTLY = orjson.dumps({"model": MODEL, "messages": [user("x" * 300_000)]})

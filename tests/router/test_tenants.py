@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from prometheus_client import REGISTRY
 
 from router.http import ServerLimits
 from router.identity import EVERYBODY, PrefixGroups, namespace
@@ -111,3 +112,41 @@ async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connecti
             writer.close()
         await until(lambda: made.gateways[0].server.stats.connections == 0)
         assert (await ask(made.urls[0], [user("hi")], headers=ALICE)).status == 200
+
+
+def refusals() -> float:
+    return REGISTRY.get_sample_value("conserve_key_limits_total", {"limit": "bytes_at_once"}) or 0.0
+
+
+async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.StreamWriter:
+    host, _, port = url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    writer.write(head.encode() + b" " * sent)
+    await writer.drain()
+    return writer
+
+
+async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
+    """However slowly they come: what has come is kept."""
+    mib = 1 << 20
+    limits, keys = ServerLimits(max_body_bytes=4 * mib), inline(["alice", "bob", "carol"], [])
+    async with fleet(tmp_path, limits=limits, bodies_bytes=8 * mib, keys=keys) as made:
+        url, served, before = made.urls[0], made.gateways[0].server.stats, refusals()
+        slow = [await slow_body(url, "alice", 4 * mib, 2 * mib - 100) for _ in range(2)]  # half of 8 MiB
+        kept = [user("x" * (mib // 2))]
+        await until(lambda: served.requests == 2)
+        await asyncio.sleep(0.2)  # until it has been read
+        refused = await ask(url, kept, headers=ALICE)
+        assert (refused.status, refused.error["code"]) == (429, "too_many_bytes_at_once")
+        slow += [await slow_body(url, "bob", 4 * mib, 2 * mib - 100)]  # of the other half as much as is left
+        await until(lambda: served.requests == 4)
+        await asyncio.sleep(0.2)
+        assert (await ask(url, kept, headers=BOB)).error["code"] == "too_many_bytes_at_once"
+        assert (await ask(url, kept, headers={"authorization": "Bearer carol"})).status != 429
+        assert refusals() == before + 2
+        for writer in slow:
+            writer.close()
+        await until(lambda: served.connections == 0)
+        assert (await ask(url, kept, headers=ALICE)).status != 429

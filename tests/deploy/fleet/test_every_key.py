@@ -214,6 +214,7 @@ CASES = {
     ),
     "gateway.limits.connections": case(99, lambda got: got.gateway.limits.max_connections),
     "gateway.limits.owner_share": case(0.25, lambda got: got.gateway.owner_share),
+    "gateway.limits.bodies_mib": case(98, lambda got: got.gateway.bodies_bytes, 98 << 20),
     "gateway.limits.request_timeout": case(
         3, lambda got: [(one.head_timeout_s, one.body_timeout_s) for one in server_limits(got)], [(3, 3)] * 2
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.http import Request, Responder, ServerLimits
-from tests.router.http.client import HOST, Client, eventually
+from tests.router.http.client import HOST, Client
 
 LIMITS = ServerLimits(
     max_connections=8,
@@ -159,26 +159,6 @@ async def test_a_long_answer_is_not_an_idle_connection(serve: Any) -> None:
     async with await Client.connect(port) as client:
         client.ask()
         assert (await client.answer()).body == b"late"
-
-
-async def test_more_connections_than_allowed_are_told_so(serve: Any) -> None:
-    server, port = await serve(echo, LIMITS)
-    held = [await Client.connect(port) for _ in range(LIMITS.max_connections)]
-    for client in held:
-        client.ask()
-        assert (await client.answer()).status == 200
-    async with await Client.connect(port) as client:
-        answer = await client.answer()
-        assert (answer.status, answer.error["code"]) == (503, "too_many_connections")
-        assert answer.headers["retry-after"] == "1"
-        assert await client.rest() == b""
-    for client in held:
-        client.abort()
-    await eventually(lambda: not server.stats.connections)
-    async with await Client.connect(port) as client:
-        client.ask()
-        assert (await client.answer()).status == 200
-    assert server.stats.connections <= 1
 
 
 async def test_a_body_nobody_reads_is_not_kept(serve: Any) -> None:

@@ -202,17 +202,39 @@ async def test_handshakes_that_do_not_come_keep_nobody_waiting(serve: Any, autho
 
 
 async def test_handshakes_count_as_connections(serve: Any, authority: Authority) -> None:
-    server, port, _ = await serve(echo, ServerLimits(max_connections=3, handshake_timeout_s=5.0))
-    three = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    await asyncio.sleep(0.1)
+    release = asyncio.Event()
+
+    async def slow(request: Request, responder: Responder) -> None:
+        await release.wait()
+        responder.respond(200, b"late")
+
+    server, port, _ = await serve(slow, ServerLimits(max_connections=3))
+    busy = [await connect(port, authority.trusting()) for _ in range(3)]
+    for _, writer in busy:
+        writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+    await eventually(lambda: server.stats.requests == 3)
     with pytest.raises(OSError):
         await connect(port, authority.trusting())
-    assert server.stats.handshakes == {"too_many": 1}
-    three[0][1].close()
-    await eventually(lambda: server.stats.handshakes.get("left") == 1)
-    assert await serial(port, authority.trusting())
-    for _, writer in three:
-        writer.close()
+    await eventually(lambda: server.stats.handshakes == {"done": 3, "too_many": 1})
+    release.set()
+    for reader, writer in busy:
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.transport.abort()
+
+
+async def test_handshakes_that_do_not_come_give_way(serve: Any, authority: Authority) -> None:
+    server, port, _ = await serve(echo, ServerLimits(max_connections=3, handshake_timeout_s=60.0))
+    silent = [("127.0.0.2", 0)] * 5  # more than there may be, of one address
+    held = [await asyncio.open_connection("127.0.0.1", port, local_addr=one) for one in silent]
+    await eventually(lambda: server.stats.handshakes.get("too_many") == 2)
+    _, writer = await connect(port, authority.trusting())
+    await eventually(lambda: server.stats.handshakes == {"too_many": 3, "done": 1})
+    held.append(await asyncio.open_connection("127.0.0.1", port, local_addr=silent[0]))  # it goes on
+    await eventually(lambda: server.stats.handshakes["too_many"] == 4)
+    writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+    await eventually(lambda: server.stats.requests == 1)
+    for one in (writer, *(silent_one for _, silent_one in held)):
+        one.transport.abort()
 
 
 async def test_a_client_in_clear_is_told_so(serve: Any) -> None:
