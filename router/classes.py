@@ -3,7 +3,7 @@
 A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective, if
 one is called so; by the caller, where the fleet file says so; else it is `default`. A class, or a hint's
 priority, is worth so many seconds: turns that wait are served the better first, and lesser ones at least once
-in as long (`placement/classes.py`).
+in as long (`placement/classes.py`). Its target between tokens is the tightest that its turns may ask for.
 """
 
 import math
@@ -33,6 +33,7 @@ class Classes:
     def __init__(self, config: GatewayConfig) -> None:
         default = SloClass(DEFAULT_CLASS, config.slo)
         self._by_name = {default.name: default} | {one.name: one for one in config.classes}
+        self._tbt_s = config.tbt_s
         self._of_owner = {owner: one for one in config.classes for owner in one.owners}
 
     def choose(self, owner: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> SloClass:
@@ -52,32 +53,32 @@ class Classes:
                 return objective
         return own
 
+    def engine_arguments(
+        self, of: SloClass, hints: Hints, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What is said in a body in the place of its own `vllm_xargs`; what a client asks for itself stays,
+        but for less time between tokens than its class has: an engine's iterations are as short as its
+        tightest turn wants them, at the cost of all."""
+        said: dict[str, Any] = {}
+        own = None if of.name == DEFAULT_CLASS else of.targets.last_turn_tbt_s
+        if own:
+            said[_TBT] = own * 1000
+        for header, argument in TARGETS.items():
+            if header in headers:
+                said[argument] = _milliseconds(header, headers[header])
+        if ahead := ahead_s(of, hints):
+            said["ahead_s"] = ahead
+        asked = body.get("vllm_xargs") or {}
+        said |= asked
+        least = (own or self._tbt_s or 0.0) * 1000
+        if said.get(_TBT, math.inf) < least:
+            said[_TBT] = least
+            SLO_TARGETS_RAISED.labels(of.name).inc()
+        return {"vllm_xargs": said} if said != asked else {}
+
 
 def ahead_s(of: SloClass, hints: Hints) -> float:
     return of.ahead_s + hints.priority * PRIORITY_S
-
-
-def engine_arguments(
-    of: SloClass, hints: Hints, headers: Mapping[str, str], body: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What is said in a body in the place of its own `vllm_xargs`; what a client asks for itself stays, but
-    for less time between tokens than its class has: an engine's iterations are as short as its tightest turn
-    wants them, at the cost of all."""
-    said: dict[str, Any] = {}
-    least = of.targets.last_turn_tbt_s
-    if of.name != DEFAULT_CLASS and least:
-        said[_TBT] = least * 1000
-    for header, argument in TARGETS.items():
-        if header in headers:
-            said[argument] = _milliseconds(header, headers[header])
-    if ahead := ahead_s(of, hints):
-        said["ahead_s"] = ahead
-    own = body.get("vllm_xargs") or {}
-    said |= own
-    if least and said.get(_TBT, math.inf) < least * 1000:
-        said[_TBT] = least * 1000
-        SLO_TARGETS_RAISED.labels(of.name).inc()
-    return {"vllm_xargs": said} if said != own else {}
 
 
 def _milliseconds(header: str, text: str) -> float:

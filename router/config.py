@@ -122,6 +122,7 @@ class GatewayConfig:
     tokens_per_byte: float = 0.3  # until the engines have said how it really is
     slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
     classes: tuple[SloClass, ...] = ()
+    tbt_s: float | None = None  # that engines hold turns to whose class has no target
     keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
     keys_file: str | None = None  # of more keys; read again when it changes
     hosts: tuple[str, ...] = ()  # names by which it may be called; without any, by all

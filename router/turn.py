@@ -15,7 +15,7 @@ from placement.fleet.prefixes import Head
 from placement.objectives import tbt_s, ttfet_s
 from router import metrics
 from router.answers import Answers, History
-from router.classes import Classes, engine_arguments
+from router.classes import Classes
 from router.config import DEFAULT_CLASS, ServedModel, SloClass
 from router.directory.cache import Known
 from router.fields import with_fields
@@ -105,7 +105,7 @@ async def read_turn(
     assert prompt is not None
     slo_class = classes.choose(space, headers, read.fields)
     ours = groups.fields(space, read.fields) | dict.fromkeys(read.fields.keys() & HINT_FIELDS)
-    ours |= engine_arguments(slo_class, prompt.hints, headers, read.fields)
+    ours |= classes.engine_arguments(slo_class, prompt.hints, headers, read.fields)
     return Turn(
         api=api,
         raw=with_fields(pieces, ours),

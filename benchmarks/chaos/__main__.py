@@ -1,6 +1,7 @@
 """A week of faults in an hour: agents hold conversations while everything else is killed, stopped or full.
 
     python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE] [--set-clock]
+    python -m benchmarks.chaos --drop [--conversations 200] [--minutes 60] [--seed 0] [--json FILE]
 
 The fleet is brought up for it, with co-serving and a batch, and parks after seconds. Faults come at random:
 any process but Ray's supervisor is killed; engines, keepers, gateways and the directory are stopped for a
@@ -9,6 +10,9 @@ for a while, as with a full disk. An engine is hit only while all engines serve,
 serve. With --set-clock, for a machine that nobody else uses, its clock is set an hour forward or back for a
 while. Wanted: no conversation lost, no wrong token (float32, greedy, what cut streams showed included), no
 request that outlives its limit, nothing left behind, every line of the batch answered once.
+
+With --drop decoders have so little KV that they share their layers again and again (`overload: {policy:
+drop}`); their processes are killed meanwhile, and clients leave their streams and ask again.
 """
 
 import asyncio
@@ -16,6 +20,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,10 +30,11 @@ from threading import Event
 
 import httpx
 
-from benchmarks.chaos.agents import Agents
+from benchmarks.chaos.agents import Agents, Lengths
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.live_policies import brought_up
 from benchmarks.output import command, write_json
+from benchmarks.overload import live
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
@@ -43,6 +49,8 @@ HELD = ("running", "waiting", "conversations", "live_tokens", "parked_tokens")
 PARK_AFTER_S, TTL_S = 3.0, 90.0
 WHOLE_S, SETTLES_S, BATCH_S = 400.0, 30.0, 400.0
 LINES, LINE_TOKENS = 60, 12
+DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 45.0, 60.0
+DROP_LENGTHS = Lengths((20, 50, 80), (48, 96, 160), (0.0, 0.0, 0.2, 6.0), hang_ups=0.1)
 
 
 @dataclass
@@ -51,18 +59,19 @@ class Inflicted:
 
     home: FleetHome
     random: Random
-    clock: bool = False  # the machine's may be set
+    coming: Iterator[Fault]
+    every_s: float = EVERY_S
     counts: Counter[str] = field(default_factory=Counter)
     over: Event = field(default_factory=Event)
 
     def run(self, until: float) -> None:
         """What lasts overlaps with what comes next."""
-        coming, lasting = faults(self.random, clock=self.clock), list[Future[None]]()
+        lasting = list[Future[None]]()
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
-                if self.over.wait(min(left, self.random.expovariate(1 / EVERY_S))):
+                if self.over.wait(min(left, self.random.expovariate(1 / self.every_s))):
                     break
-                fault = next(coming)
+                fault = next(self.coming)
                 if not fault.on_an_engine or whole(self.home):
                     lasting.append(threads.submit(self._one, fault))
         for one in lasting:
@@ -93,6 +102,23 @@ def prepared(file: Path) -> FleetSpec:
     engine = fleet.engine.model_copy(update={"start_together": 2})
     changed = {"name": "chaos", "conversation": talks, "coserving": coserving, "engine": engine}
     return fleet.model_copy(update=changed)
+
+
+def prepared_to_drop() -> FleetSpec:
+    fleet = live.prepared("drop")
+    talks = {"park_after": PARK_AFTER_S, "ttl": TTL_S, "decoder_wait": DROP_WAIT_S}
+    conversation = fleet.conversation.model_copy(update=talks)
+    return fleet.model_copy(update={"name": "chaos", "conversation": conversation})
+
+
+def changes(home: FleetHome) -> dict[str, float]:
+    """What was dropped and restored, and what of it failed, as the directory counts it."""
+    state, name = _status(home), "conserve_overload_changes_total{"
+    if state is None or not state.metrics:
+        return {}
+    lines = httpx.get(f"http://{state.metrics}/metrics", timeout=30).text.splitlines()
+    found = (line.removeprefix(name).rpartition("} ") for line in lines if line.startswith(name))
+    return {labels: float(value) for labels, _, value in found}
 
 
 class Batch:
@@ -176,7 +202,9 @@ def _held(home: FleetHome) -> list[str]:
     return held
 
 
-async def play(agents: Agents, batch: Batch, minutes: float, inflicted: Inflicted) -> None:
+async def play(
+    agents: Agents, batch: Batch, minutes: float, inflicted: Inflicted, at_once: int, conversations: float
+) -> None:
     await agents.learn()
     await asyncio.to_thread(batch.learn)
     await asyncio.to_thread(batch.submit)
@@ -184,7 +212,7 @@ async def play(agents: Agents, batch: Batch, minutes: float, inflicted: Inflicte
     until = time.monotonic() + 60 * minutes
     faults = asyncio.create_task(asyncio.to_thread(inflicted.run, until))
     try:
-        await agents.run(AGENTS, until)
+        await agents.run(at_once, until, conversations)
     finally:
         inflicted.over.set()
         await faults
@@ -196,16 +224,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
     parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
+    parser.add_argument("--drop", action="store_true", help="on decoders that share their layers")
+    parser.add_argument("--conversations", type=int, help=f"end after so many; --drop: {DROP_CONVERSATIONS}")
     options = parser.parse_args()
-    fleet = prepared(options.fleet)
+    fleet = prepared_to_drop() if options.drop else prepared(options.fleet)
+    random = Random(options.seed)
+    coming = faults(random, clock=options.set_clock, only_engines=options.drop)
+    conversations = options.conversations or (DROP_CONVERSATIONS if options.drop else float("inf"))
     with brought_up(fleet) as home:
         url = serving(home).endpoint
-        agents = Agents(url, fleet.model.name, options.seed)
+        agents = Agents(url, fleet.model.name, options.seed, DROP_LENGTHS if options.drop else None)
         batch = Batch(url, fleet.model.name)
-        inflicted = Inflicted(home, Random(options.seed), options.set_clock)
+        inflicted = Inflicted(home, random, coming, DROP_EVERY_S if options.drop else EVERY_S)
         before = len(marked(home))
-        asyncio.run(play(agents, batch, QUICK_MINUTES if options.quick else options.minutes, inflicted))
+        minutes = QUICK_MINUTES if options.quick else options.minutes
+        at_once = DROP_AGENTS if options.drop else AGENTS
+        asyncio.run(play(agents, batch, minutes, inflicted, at_once, conversations))
         print("faults end; the fleet becomes whole", flush=True)
+        changed = changes(home)
         left = settled(home)
         lost, wrong = batch.results()
         left += [f"{more} processes more" for more in (len(marked(home)) - before,) if more > 0]
@@ -222,11 +258,13 @@ def main() -> None:
     }
     print("faults:", dict(inflicted.counts.most_common()))
     print("tries:", dict(seen.tries.most_common()))
+    print("layers:", {change: count for change, count in changed.items() if count})
     for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
         print(f"  {line[:400]}")
     for name, value in figures.items():
         print(f"{name} = {value}")
-    write_json(options.json, figures | {"tries": seen.tries, "by_fault": inflicted.counts})
+    counts = {"tries": seen.tries, "by_fault": inflicted.counts, "layers": changed}
+    write_json(options.json, figures | counts)
     bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
     sys.exit(1 if bad or not figures["faults"] else 0)
 

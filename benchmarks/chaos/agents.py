@@ -5,9 +5,11 @@ the undisturbed fleet, and what a stream showed before it was cut has to be the 
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -16,11 +18,10 @@ import httpx
 import openai
 from openai import AsyncOpenAI
 
-SCRIPTS, TURNS, TOKENS = 6, 4, (8, 24, 96)
+SCRIPTS, TURNS = 6, 4
 REQUEST_LIMIT_S = 180.0  # beyond it a request hangs: the fleet's own limits are shorter
 LOST_AFTER_S = 300.0  # a turn that was not answered for so long is lost
 AGAIN_S = (0.2, 3.0)
-WAITS_S = (0.0, 0.2, 1.0, 8.0)  # of tools; the longest is beyond the time after which KV is parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +33,25 @@ class Script:
     tokens: tuple[int, ...]
 
 
-def scripts(seed: int) -> list[Script]:
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of what agents say and hear."""
+
+    words: tuple[int, ...] = (60, 300, 900)
+    tokens: tuple[int, ...] = (8, 24, 96)
+    waits_s: tuple[float, ...] = (0.0, 0.2, 1.0, 8.0)  # of tools; the longest: until after KV is parked
+    hang_ups: float = 0.0  # share of streams that their client leaves, to ask again
+
+
+def scripts(seed: int, lengths: Lengths) -> list[Script]:
     """No two share a long prefix."""
     found = []
     for number in range(SCRIPTS):
         random = Random(f"{seed} {number}")
-        words = [f"{number}-{random.randrange(10_000)}" for _ in range(random.choice((60, 300, 900)))]
+        words = [f"{number}-{random.randrange(10_000)}" for _ in range(random.choice(lengths.words))]
         said = [f"Read this and act: {' '.join(words)}"]
         said += [f"The tool says {random.randrange(10_000)}. Go on." for _ in range(TURNS - 1)]
-        tokens = tuple(random.choice(TOKENS) for _ in said)
+        tokens = tuple(random.choice(lengths.tokens) for _ in said)
         found.append(Script(f"You are agent {number} of {seed}.", tuple(said), tokens))
     return found
 
@@ -59,12 +70,13 @@ class AgentResults:
 
 
 class Agents:
-    def __init__(self, url: str, model: str, seed: int) -> None:
+    def __init__(self, url: str, model: str, seed: int, lengths: Lengths | None = None) -> None:
         self._http = AsyncOpenAI(
             base_url=f"{url}/v1", api_key="chaos", max_retries=0, timeout=REQUEST_LIMIT_S + 30
         )
         self._model, self._seed = model, seed
-        self._scripts = scripts(seed)
+        self._lengths = lengths or Lengths()
+        self._scripts = scripts(seed, self._lengths)
         self._answers: list[list[str]] = []
         self._number = 0
         self.seen = AgentResults()
@@ -78,12 +90,14 @@ class Agents:
             if before and before != self._answers:
                 raise SystemExit("the undisturbed fleet does not give the same answers twice")
 
-    async def run(self, agents: int, until: float) -> None:
-        await asyncio.gather(*(self._agent(number, until) for number in range(agents)))
+    async def run(self, agents: int, until: float, conversations: float = math.inf) -> None:
+        """Until then, or until so many conversations have begun."""
+        most = self._number + conversations
+        await asyncio.gather(*(self._agent(number, until, most) for number in range(agents)))
 
-    async def _agent(self, number: int, until: float) -> None:
+    async def _agent(self, number: int, until: float, most: float) -> None:
         random = Random(f"agent {self._seed} {number}")
-        while time.monotonic() < until:
+        while time.monotonic() < until and self._number < most:
             self._number += 1
             await self._conversation(f"chaos-{self._number}", random)
             self.seen.conversations += 1
@@ -114,7 +128,7 @@ class Agents:
             if not await self._turn(f"{name}, turn {turn}", messages, tokens, headers, expected, random):
                 return
             messages.append({"role": "assistant", "content": expected})
-            await asyncio.sleep(random.choice(WAITS_S))
+            await asyncio.sleep(random.choice(self._lengths.waits_s))
 
     async def _turn(
         self,
@@ -129,11 +143,18 @@ class Agents:
         began = time.monotonic()
         while time.monotonic() < began + LOST_AFTER_S:
             text = ""
+            failed: str | None = None
+            leaves = random.random() < self._lengths.hang_ups
+            stays = random.uniform(0, len(expected)) if leaves else math.inf
             try:
                 async with asyncio.timeout(REQUEST_LIMIT_S):
-                    async for part in self._try(messages, tokens, headers, stream=random.random() < 0.7):
-                        text += part
-                failed = None
+                    asked = self._try(messages, tokens, headers, stream=leaves or random.random() < 0.7)
+                    async with aclosing(asked):
+                        async for part in asked:
+                            text += part
+                            if len(text) > stays:
+                                failed = "left"
+                                break
             except TimeoutError:
                 failed = "hung"
                 self.seen.hung.append(f"{name}: {time.monotonic() - began:.0f} s")
@@ -155,7 +176,7 @@ class Agents:
 
     async def _try(
         self, messages: Sequence[dict[str, str]], tokens: int, headers: dict[str, str], stream: bool
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         body: dict[str, Any] = {
             "model": self._model, "messages": list(messages), "max_tokens": tokens, "temperature": 0.0,
             "extra_body": {"min_tokens": tokens, "ignore_eos": True}, "extra_headers": headers,

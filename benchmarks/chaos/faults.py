@@ -49,9 +49,12 @@ class Fault:
         return f"{self.kind} {self.victim}{lasts}"
 
 
-def faults(random: Random, *, clock: bool = False) -> Iterator[Fault]:
-    """`clock`: the machine's may be set."""
+def faults(random: Random, *, clock: bool = False, only_engines: bool = False) -> Iterator[Fault]:
+    """`clock`: the machine's may be set. `only_engines`: they are killed, and nothing else is done."""
     while True:
+        if only_engines:
+            yield Fault("kill", random.choice(ENGINE))
+            continue
         kind = random.choices(("kill", "stop", "delay", "full", "clock"), (6, 3, 2, 1, int(clock)))[0]
         if kind == "kill":
             yield Fault(kind, random.choice(random.choice((ENGINE, ENGINE, FRONT, KEEPS, RAY))))

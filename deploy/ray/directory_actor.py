@@ -20,6 +20,7 @@ from placement.engines import EngineInfo
 from placement.fleet.placer import MissingCurve, Placer
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
+from router.http import collect_when_idle, settle_heap
 from workers.processes import LogOnChange, write_atomically
 from workers.status import KeeperReport
 
@@ -61,6 +62,9 @@ class DirectoryActor:
         port = await server.start(self._host, _read_port(port_file))
         write_atomically(port_file, str(port))
         self._address = f"{self._host}:{port}"
+        settle_heap()
+        # One an hour: no moment is idle, and at 100,000 conversations it holds placing for half a second.
+        self._collecting = asyncio.create_task(collect_when_idle(lambda: False))
         server.metrics_page = serve_metrics(self._host)
         await self._follow_keepers(server)
 

@@ -1,4 +1,4 @@
-"""Garbage collection of a process that serves streams: what it takes, every stream waits for.
+"""Garbage collection of a process that serves streams or places turns: what it takes, all of them wait for.
 
 CPython looks for objects that refer to each other in three generations. The young and the middle one are
 small here, and hold the loop for some milliseconds. The old one has whatever lives longer, all conversations

@@ -121,3 +121,4 @@ def test_every_kind_of_process_is_hit_sooner_or_later() -> None:
     kinds = {fault.kind for fault in (next(coming) for _ in range(400))}
     assert kinds == {"kill", "stop", "delay", "full"}
     assert {fault.kind for fault in islice(faults(Random(1), clock=True), 400)} == {*kinds, "clock"}
+    assert {fault.victim for fault in islice(faults(Random(1), only_engines=True), 400)} == {*ENGINE}

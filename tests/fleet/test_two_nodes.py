@@ -25,7 +25,7 @@ HOSTS = {"prefill-node": "127.0.0.3", "decode-node": "127.0.0.4"}
 RESOURCES = {name: {f"{name.removesuffix('-node')}_tier": 1.0} for name in HOSTS}
 TURNS, TRIES, TURNS_A_TRY = 6, 10, 4
 ANEW = {"cache_salt": "anew"}
-IMPATIENT = {"vllm_xargs": {"slo_ttft_ms": 20, "slo_tbt_ms": 1}}
+IMPATIENT = {"slo_class": "impatient", "vllm_xargs": {"slo_ttft_ms": 20}}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ def fleet(nodes: Nodes, keys: dict[str, str]) -> Iterator[RunningFleet]:
         content["transfer"] |= {"backend": BACKEND, "lease": "10m"}
         content["engine"]["env"] |= LOOPBACK
         content["gateway"] |= {"keys_file": keys["file"], "processes": 2}
+        content["slos"] = {"default": {}, "impatient": {"last_turn_tbt": "1ms"}}
         content["ray"] = {"address": nodes.address, "control_resources": {"control_node": 1}}
 
     with pytest.MonkeyPatch.context() as patched:

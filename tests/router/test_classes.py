@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.classes import Classes, ahead_s, engine_arguments
+from router.classes import Classes, ahead_s
 from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
 from router.errors import BadRequest
 from router.hints import Hints
@@ -16,7 +16,8 @@ from tests.support.waiting import until
 
 GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), ahead_s=30.0)
 PAID = SloClass("paid", SloTargets(), ahead_s=5.0, owners=(namespace("alice"),))
-CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID))
+CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID), tbt_s=0.05)
+engine_arguments = Classes(CONFIG).engine_arguments
 
 
 def chosen(
@@ -43,7 +44,7 @@ def test_a_class_that_is_not_there_or_not_for_this_key_is_refused(body: dict[str
 
 
 def test_what_engines_hear() -> None:
-    default = SloClass("default", SloTargets(last_turn_tbt_s=0.05))
+    default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, Hints(priority=2), {}, {}) == {
         "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0}
@@ -68,11 +69,10 @@ def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """All of an engine's turns would pay for it."""
-    for of, least in ((SloClass("default", SloTargets(last_turn_tbt_s=0.2)), 200), (GOLD, 50)):
+    tight = SloClass("tight", SloTargets(last_turn_tbt_s=0.02))
+    for of, least in ((SloClass("default", SloTargets()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
         said = engine_arguments(of, Hints(), headers, body)
         assert said["vllm_xargs"]["slo_tbt_ms"] == least
-    free = engine_arguments(SloClass("default", SloTargets()), Hints(), headers, body)
-    assert {**body, **free}["vllm_xargs"]["slo_tbt_ms"] == 1  # where the fleet says nothing
 
 
 async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:

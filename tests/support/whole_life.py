@@ -71,6 +71,7 @@ def whole_life(folder: Path) -> Life:
             content["tiers"][0] |= {"resources": {"GPU": 1, "decode_tier": 1}, "power_cap_w": CAP_W}
             # The GPUs are the keeper's: vLLM looks for some before it settles for the CPU.
             content["engine"]["env"] |= {"LD_LIBRARY_PATH": ambient, "STAND_IN_GPUS": ""}
+            content["slos"] = {"default": {}, "impatient": {"last_turn_tbt": "1ms"}}
             content["observe"] = {"tracing": {"endpoint": receiver.endpoint, "sample": 0.0}}
 
         with fleet_up("co-serving", edit) as fleet:
@@ -138,7 +139,7 @@ def ask_impatiently(sdk: OpenAI, model: str, number: int) -> None:
         model=model,
         messages=opening(number, 10),  # type: ignore[arg-type]
         max_tokens=4,
-        extra_body={"vllm_xargs": {"slo_ttft_ms": 20, "slo_tbt_ms": 1}},
+        extra_body={"slo_class": "impatient", "vllm_xargs": {"slo_ttft_ms": 20}},
         extra_headers={"X-Conversation-ID": f"impatient-{number}", "X-Conversation-Final": "1"},
     )
 

@@ -265,7 +265,7 @@ CASES = {
     "coserving.enabled": case(False, lambda got: got.engine.scheduler_class == PROMPT_SCHEDULER, True),
     "coserving.policy": case("bros", lambda got: got.coserving.serving.policy),
     "coserving.ttft": case(1.5, lambda got: got.coserving.serving.slo.ttft_s),
-    "coserving.tbt": case(0.5, lambda got: got.coserving.serving.slo.tbt_s),
+    "coserving.tbt": case(0.5, lambda got: (got.coserving.serving.slo.tbt_s, got.gateway.tbt_s), (0.5, 0.5)),
     "coserving.margin": case(0.25, lambda got: got.coserving.serving.margin),
     "coserving.safepoints": case(False, lambda got: got.coserving.serving.safepoints),
     "coserving.safepoint_layers": case(4, lambda got: got.coserving.safepoint_every),
