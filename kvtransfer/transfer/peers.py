@@ -7,7 +7,6 @@ one prompt's KV into blocks already allocated for it.
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import msgspec
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
+from kvtransfer.transfer.acceptor import Acceptor
 from kvtransfer.transfer.exports import Exports, Reader
 from kvtransfer.transfer.memory import BlockMemory
 
@@ -24,7 +24,6 @@ logger = logging.getLogger("conserve.kvtransfer.transfer")
 HANDSHAKE_S = 10.0
 MAX_CONNECTIONS = 256
 GRACE_S = 5.0  # the producer gives up first, and says why
-ACCEPT_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +40,11 @@ class TransferEnd:
 
 class TransferServer:
     def __init__(self, listener: socket.socket, producer: TransferEnd, exports: Exports) -> None:
-        self._listener, self._producer, self._exports = listener, producer, exports
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._closed = False
-        threading.Thread(target=self._accept, name="kv-transfer-accept", daemon=True).start()
+        self._producer, self._exports = producer, exports
+        self._acceptor = Acceptor(listener, self._serve, MAX_CONNECTIONS, "kv-transfer")
 
     def close(self) -> None:
-        self._closed = True
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            self._slots.acquire()
-            try:
-                peer, address = self._listener.accept()
-            except OSError as error:
-                self._slots.release()
-                if self._closed:
-                    return
-                logger.warning("a transfer could not be accepted: %s", error)  # no file descriptor left, say
-                time.sleep(ACCEPT_AGAIN_S)
-                continue
-            threading.Thread(
-                target=self._serve, args=(peer, address), name="kv-transfer", daemon=True
-            ).start()
+        self._acceptor.close()
 
     def _serve(self, peer: socket.socket, address: object) -> None:
         try:
@@ -76,8 +56,6 @@ class TransferServer:
             logger.warning("transfer refused to %s: %s", address, refused)
         except OSError as error:
             logger.warning("transfer to %s broke: %s", address, error)
-        finally:
-            self._slots.release()
 
     def _answer(self, peer: wire.Channel) -> None:
         try:

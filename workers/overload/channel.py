@@ -11,7 +11,6 @@ import logging
 import math
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
+from kvtransfer.transfer.acceptor import Acceptor
 from workers.overload.errors import OverloadConfigError, PeerError, PeerRefused, SplitOver
 
 logger = logging.getLogger("conserve.workers.overload")
@@ -33,7 +33,6 @@ MODES = {False: b"clear", True: b"encrypted"}  # of tensors
 HANDSHAKE_S = 5.0
 MESSAGE_S = 30.0  # of a peer's, from its first byte to its last; and of what it is answered
 MAX_CONNECTIONS = 64  # a peer has one at a time; who is not one stays for a handshake
-ACCEPT_AGAIN_S = 0.1
 SILENT_S, LOOKS_S, LOOKS = 15, 5, 3  # a host that is gone without a word is noticed after 30 s
 MAX_HEADER = 1 << 20
 MAX_TENSORS_BYTES = 1 << 30
@@ -243,41 +242,15 @@ class PeerServer:
 
     def __init__(self, host: str, secret: bytes, answer: Answer, *, encrypt: bool = False) -> None:
         try:
-            self._listener = socket.create_server((host, 0))
+            listener = socket.create_server((host, 0))
         except OSError as error:
             raise OverloadConfigError(f"the peer server cannot listen on {host}: {error}") from error
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = f"{host}:{listener.getsockname()[1]}"
         self._secret, self._answer, self._encrypt = secret, answer, encrypt
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._closed = False
-        threading.Thread(target=self._accept, name="overload-accept", daemon=True).start()
+        self._acceptor = Acceptor(listener, self._serve, MAX_CONNECTIONS, "overload")
 
     def close(self) -> None:
-        self._closed = True
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            self._slots.acquire()
-            try:
-                peer, address = self._listener.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                self._not_accepted(error)  # no file descriptor left, say
-                continue
-            try:
-                threading.Thread(
-                    target=self._serve, args=(peer, address), name="overload", daemon=True
-                ).start()
-            except RuntimeError as error:
-                peer.close()
-                self._not_accepted(error)
-
-    def _not_accepted(self, error: Exception) -> None:
-        self._slots.release()
-        logger.warning("a peer could not be accepted: %s", error)
-        time.sleep(ACCEPT_AGAIN_S)
+        self._acceptor.close()
 
     def _serve(self, peer: socket.socket, address: object) -> None:
         try:
@@ -291,8 +264,6 @@ class PeerServer:
                         line.send(self._answered(line.receive(MESSAGE_S)), MESSAGE_S)
         except (OSError, TransferRefused) as error:
             logger.info("peer %s left: %s", address, error)
-        finally:
-            self._slots.release()
 
     def _answered(self, message: Message) -> Message:
         try:

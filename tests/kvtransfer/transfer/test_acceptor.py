@@ -1,0 +1,59 @@
+"""Connections are accepted whatever became of the one before."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from kvtransfer.transfer.acceptor import Acceptor
+
+
+def echo(peer: socket.socket, address: object) -> None:
+    with peer:
+        peer.sendall(peer.recv(16))
+
+
+def asked(port: int) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
+        peer.sendall(b"hello")
+        return peer.recv(16)
+
+
+def test_a_process_without_a_thread_left_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor, port = Acceptor(listener, echo, 1, "echo"), int(listener.getsockname()[1])
+    usual, refused = threading.Thread.start, [1, 2]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "echo" and refused:
+            refused.pop()
+            raise RuntimeError("can't start new thread")
+        usual(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in (1, 2):  # the one place is free again each time
+        with contextlib.suppress(ConnectionResetError):
+            assert asked(port) == b""
+    assert asked(port) == b"hello" and not refused
+    acceptor.close()
+
+
+def test_what_serves_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    failing = [1, 2, 3]
+
+    def serve(peer: socket.socket, address: object) -> None:
+        if failing:
+            failing.pop()
+            peer.close()
+            raise ValueError("a defect")
+        echo(peer, address)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor, port = Acceptor(listener, serve, 2, "echo"), int(listener.getsockname()[1])
+    while failing:
+        with contextlib.suppress(ConnectionResetError):
+            assert asked(port) == b""
+    assert asked(port) == b"hello"
+    acceptor.close()
