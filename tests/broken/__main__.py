@@ -1,4 +1,4 @@
-"""What reviews found, broken again one at a time in a copy of the tree: the tests named beside it have to fail.
+"""What reviews found, broken again one at a time in a copy of the tree: tests named beside it have to fail.
 
     python -m tests.broken [WORD ...]
 
