@@ -6,7 +6,7 @@ python -m benchmarks.overload --live [--quick] [--json FILE]
 `preempt` is plain vLLM behind the same placing, without the gate (`fill`): running turns are computed again,
 idle KV is lost. `park`: both go to the host. `drop`: parameters give way as well (placement/overload/).
 `pipeline always` are pairs by configuration, and `KV without limit` is what to measure a policy about memory
-by. Computed is on the simulator's clock; live are bursts on two fleets of vLLM's CPU build, park and drop.
+by. Computed is on the simulator's clock; live are bursts on vLLM's CPU build: plain engines, and two fleets.
 docs/overload.md has the tables, and what they say.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser = command(__doc__, quick="one set-up where the KV is the bottleneck and one where computing is")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--computed", action="store_true", help="on the simulator's clock")
-    how.add_argument("--live", action="store_true", help="park and drop on two fleets of this machine")
+    how.add_argument("--live", action="store_true", help="plain vLLM, park and drop on this machine")
     parser.add_argument("--traces", type=Path, default=real.SAMPLE, help="real conversations, any format")
     options = parser.parse_args()
     if options.live:

@@ -1,14 +1,16 @@
-"""The same bursts on two live fleets in one run: one parks only, and decoders of the other share layers.
+"""The same bursts on plain vLLM and on two fleets in one run: one parks only, decoders of the other share layers.
 
-Two decoders with little KV, and more turns at once than fit. Fleets take turns, forwards and back, after a
-warm-up in which the answers of calm times are noted: what differs from them is wrong.
+Two engines with little KV each, and more turns at once than fit; on plain vLLM, which preempts, turns go to
+the two by turns. All three take turns, forwards and back, after a warm-up in which the answers of calm times
+are noted: what differs from them is wrong.
 """
 
 import asyncio
 import json
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -17,19 +19,22 @@ from statistics import median
 import httpx
 
 from benchmarks.live_policies import brought_up
+from benchmarks.peers.contenders import Bench, PlainEngines
 from benchmarks.prefixes import words, words_of
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import fleet_status, serving
+from deploy.small_model import make_model
 from traces.simulator.metrics import percentile
 
 FLEET = Path(__file__).parents[2] / "configs" / "laptop.yaml"
-POLICIES = ("park", "drop")
+PREEMPT, PARK, DROP = "preempt", "park", "drop"
 BLOCK, BLOCKS, CONTEXT = 32, 128, 2_048  # 4,096 tokens of KV on each decoder
 TURNS, PROMPT, ANSWER = 12, 800, 200  # 1.5 times what both have
 CALM = 4
-ROUNDS, QUICK_ROUNDS = 4, 1  # each is both fleets, forwards and back
-LIMIT_S = 400.0
+ROUNDS, QUICK_ROUNDS = 4, 1  # each is all three, forwards and back
+LIMIT_S, START_S = 400.0, 600.0
+STOOD_STILL = ("conserve_split_drop_seconds", "conserve_split_restore_seconds")
 
 
 @dataclass
@@ -66,12 +71,31 @@ def prepared(policy: str) -> FleetSpec:
     return FleetSpec.model_validate(content)
 
 
-class LiveFleet:
-    def __init__(self, home: FleetHome, model: str) -> None:
-        self._home, self._model, self.url = home, model, serving(home).endpoint
-        self._words = words_of(self.url, model, PROMPT)
+@contextmanager
+def plain_engines(fleet: FleetSpec) -> Iterator[list[str]]:
+    """vLLM with the options of the fleet's engines, as many as it has."""
+    with tempfile.TemporaryDirectory(prefix="overload-") as folder:
+        work = Path(folder)
+        make_model(work / "model")
+        (work / "home").mkdir()
+        model = fleet.model.model_copy(update={"path": str(work / "model")})
+        bench = Bench(fleet.model_copy(update={"model": model}), work, None, START_S)
+        with PlainEngines(bench) as engines:
+            yield engines.urls()
+
+
+class Subject:
+    """What bursts are played on: a fleet, or engines without one."""
+
+    def __init__(self, urls: Sequence[str], model: str, home: FleetHome | None = None) -> None:
+        self._urls, self._model, self._home = urls, model, home
+        self._words = words_of(urls[0], model, PROMPT)
         self._right: list[str] = []
         self._number = 0
+
+    @classmethod
+    def of_fleet(cls, home: FleetHome, model: str) -> "Subject":
+        return cls([serving(home).endpoint], model, home)
 
     async def calm(self) -> None:
         """Notes the answers; so few at a time that nothing gives way."""
@@ -86,11 +110,12 @@ class LiveFleet:
 
     async def _turns(self, numbers: Sequence[int], seen: Bursts) -> list[str]:
         self._number += 1
-        async with httpx.AsyncClient(base_url=self.url, timeout=LIMIT_S) as http:
+        async with httpx.AsyncClient(timeout=LIMIT_S) as http:
             name = f"burst-{self._number}"
             said = await asyncio.gather(*(self._turn(http, f"{name}-{n}", n, seen) for n in numbers))
-            for n in numbers:
-                await http.delete(f"/v1/conversations/{name}-{n}")
+            if self._home is not None:
+                for n in numbers:
+                    await http.delete(f"{self._urls[0]}/v1/conversations/{name}-{n}")
         return list(said)
 
     async def _turn(self, http: httpx.AsyncClient, name: str, number: int, seen: Bursts) -> str:
@@ -101,7 +126,8 @@ class LiveFleet:
         }  # fmt: skip
         began, last, text = time.monotonic(), 0.0, ""
         headers = {"x-conversation-id": name}
-        async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+        url = f"{self._urls[number % len(self._urls)]}/v1/chat/completions"
+        async with http.stream("POST", url, json=body, headers=headers) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
@@ -121,6 +147,7 @@ class LiveFleet:
 
     def counted(self) -> dict[str, float]:
         """Of the directory and of engines, by name and labels."""
+        assert self._home is not None
         status = fleet_status(self._home)
         pages = [status.metrics, *(engine.http for engine in status.engines)]
         found: dict[str, float] = {}
@@ -134,21 +161,36 @@ class LiveFleet:
 
 def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Figures, and each policy's own."""
-    seen = {policy: Bursts() for policy in POLICIES}
+    seen = {policy: Bursts() for policy in (PREEMPT, PARK, DROP)}
     with ExitStack() as stack:
-        fleets = {
-            policy: LiveFleet(stack.enter_context(brought_up(prepared(policy))), "small")
-            for policy in POLICIES
-        }
-        for fleet in fleets.values():
-            asyncio.run(fleet.calm())
-            asyncio.run(fleet.burst(Bursts()))  # the first drop of all is a warm-up, too
+        model = "small"
+        subjects = {PREEMPT: Subject(stack.enter_context(plain_engines(prepared(PARK))), model)}
+        for policy in (PARK, DROP):
+            home = stack.enter_context(brought_up(prepared(policy)))
+            subjects[policy] = Subject.of_fleet(home, model)
+        for subject in subjects.values():
+            asyncio.run(subject.calm())
+            asyncio.run(subject.burst(Bursts()))  # the first drop of all is a warm-up, too
         for _ in range(QUICK_ROUNDS if quick else ROUNDS):
-            for policy in (*POLICIES, *reversed(POLICIES)):
-                asyncio.run(fleets[policy].burst(seen[policy]))
-        counted = fleets["drop"].counted()
-    park, drop = (seen[policy].figures() for policy in POLICIES)
-    figures = {f"{name}_drop_vs_park": drop[name] / park[name] for name in park}
+            for policy in (*subjects, *reversed(subjects)):
+                asyncio.run(subjects[policy].burst(seen[policy]))
+        counted = subjects[DROP].counted()
+    found = {policy: one.figures() for policy, one in seen.items()}
+    figures = {
+        f"{name}_vs_{other}": found[DROP][f"{name}{unit}"] / found[other][f"{name}{unit}"]
+        for other in (PREEMPT, PARK)
+        for name, unit in (
+            *(("ttft_p99", "_s"), ("ttft_p50", "_s"), ("tbt_p50", "_s"), ("tbt_p99", "_s")),
+            *(("burst", "_s"), ("tokens_per_s", "")),
+        )
+    }
     figures["wrong"] = sum(one.wrong for one in seen.values())
+    for name in STOOD_STILL:
+        total, count = (sum(_with(counted, f"{name}_{part}")) for part in ("sum", "count"))
+        figures[name.removeprefix("conserve_split_").removesuffix("econds")] = total / max(1.0, count)
     changes = {name: value for name, value in counted.items() if "_bucket" not in name}
-    return figures, {"park": park, "drop": drop, "changes": changes}
+    return figures, {**found, "changes": changes}
+
+
+def _with(counted: dict[str, float], name: str) -> Iterator[float]:
+    return (value for labelled, value in counted.items() if labelled.startswith(name + "{"))

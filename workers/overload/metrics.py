@@ -37,10 +37,14 @@ COUNTERS = {
     ),
     "split_peer_bytes": CounterSpec("conserve_split_peer_bytes", "Bytes of own batches sent to the peer."),
 }
+_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 HISTOGRAMS = {
-    "split_seconds": HistogramSpec(
-        "conserve_split_seconds",
-        "How long an engine stood still for a drop or a restore.",
-        (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0),
+    "drop_seconds": HistogramSpec(
+        "conserve_split_drop_seconds", "How long an engine stood still for a drop.", _BUCKETS
+    ),
+    "restore_seconds": HistogramSpec(
+        "conserve_split_restore_seconds",
+        "How long an engine stood still for a restore, also one for a peer that was lost.",
+        _BUCKETS,
     ),
 }

@@ -7,7 +7,7 @@ and parking are fenced off, and what they would have brought is computed. What i
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +48,7 @@ class OverloadScheduler(SchedulerSide):
         self._latency: LatencyModel | None = None  # of the whole model
         self._pool: Any = None
         self._counts: Counter[str] = Counter()
-        self._seconds: list[float] = []
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def bind(self, manager: Any) -> None:
         self._pool = manager.block_pool
@@ -131,7 +131,8 @@ class OverloadScheduler(SchedulerSide):
             internals.start_over(scheduler, self._whole_blocks)
         elif report.event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED):
             internals.grow(scheduler, report.blocks)
-        self._seconds.append(report.seconds)
+        dropped = report.event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)
+        self._seconds["drop_seconds" if dropped else "restore_seconds"].append(report.seconds)
         self._end(report.event, report.epoch, report.why)
 
     def _end(self, event: SplitEvent, epoch: int, why: str) -> None:
@@ -172,8 +173,8 @@ class OverloadScheduler(SchedulerSide):
         return counts
 
     def take_observations(self) -> Mapping[str, Sequence[float]]:
-        seconds, self._seconds = self._seconds, []
-        return {"split_seconds": seconds} if seconds else {}
+        seconds, self._seconds = self._seconds, defaultdict(list)
+        return seconds
 
 
 class OverloadWorker(WorkerSide):
