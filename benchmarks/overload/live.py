@@ -1,4 +1,4 @@
-"""The same bursts on plain vLLM and on two fleets in one run: one parks only, decoders of the other share layers.
+"""The same bursts on plain vLLM, on a fleet that parks only, and on one whose decoders share layers: one run.
 
 Two engines with little KV each, and more turns at once than fit; on plain vLLM, which preempts, turns go to
 the two by turns. All three take turns, forwards and back, after a warm-up in which the answers of calm times
