@@ -30,7 +30,7 @@ from threading import Event
 
 import httpx
 
-from benchmarks.chaos.agents import Agents, Lengths
+from benchmarks.chaos.agents import Agents, AgentLengths
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.live_policies import brought_up
 from benchmarks.output import command, write_json
@@ -50,7 +50,7 @@ PARK_AFTER_S, TTL_S = 3.0, 90.0
 WHOLE_S, SETTLES_S, BATCH_S = 400.0, 30.0, 400.0
 LINES, LINE_TOKENS = 60, 12
 DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 45.0, 60.0
-DROP_LENGTHS = Lengths((20, 50, 80), (48, 96, 160), (0.0, 0.0, 0.2, 6.0), hang_ups=0.1)
+DROP_LENGTHS = AgentLengths((20, 50, 80), (48, 96, 160), (0.0, 0.0, 0.2, 6.0), hang_ups=0.1)
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class AgentLengths:
     """Of what agents say and hear."""
 
     words: tuple[int, ...] = (60, 300, 900)
@@ -43,7 +43,7 @@ class Lengths:
     hang_ups: float = 0.0  # share of streams that their client leaves, to ask again
 
 
-def scripts(seed: int, lengths: Lengths) -> list[Script]:
+def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
     """No two share a long prefix."""
     found = []
     for number in range(SCRIPTS):
@@ -70,12 +70,12 @@ class AgentResults:
 
 
 class Agents:
-    def __init__(self, url: str, model: str, seed: int, lengths: Lengths | None = None) -> None:
+    def __init__(self, url: str, model: str, seed: int, lengths: AgentLengths | None = None) -> None:
         self._http = AsyncOpenAI(
             base_url=f"{url}/v1", api_key="chaos", max_retries=0, timeout=REQUEST_LIMIT_S + 30
         )
         self._model, self._seed = model, seed
-        self._lengths = lengths or Lengths()
+        self._lengths = lengths or AgentLengths()
         self._scripts = scripts(seed, self._lengths)
         self._answers: list[list[str]] = []
         self._number = 0

@@ -84,7 +84,7 @@ def plain_engines(fleet: FleetSpec) -> Iterator[list[str]]:
             yield engines.urls()
 
 
-class Subject:
+class BurstSubject:
     """What bursts are played on: a fleet, or engines without one."""
 
     def __init__(self, urls: Sequence[str], model: str, home: FleetHome | None = None) -> None:
@@ -94,7 +94,7 @@ class Subject:
         self._number = 0
 
     @classmethod
-    def of_fleet(cls, home: FleetHome, model: str) -> "Subject":
+    def of_fleet(cls, home: FleetHome, model: str) -> "BurstSubject":
         return cls([serving(home).endpoint], model, home)
 
     async def calm(self) -> None:
@@ -164,10 +164,10 @@ def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]
     seen = {policy: Bursts() for policy in (PREEMPT, PARK, DROP)}
     with ExitStack() as stack:
         model = "small"
-        subjects = {PREEMPT: Subject(stack.enter_context(plain_engines(prepared(PARK))), model)}
+        subjects = {PREEMPT: BurstSubject(stack.enter_context(plain_engines(prepared(PARK))), model)}
         for policy in (PARK, DROP):
             home = stack.enter_context(brought_up(prepared(policy)))
-            subjects[policy] = Subject.of_fleet(home, model)
+            subjects[policy] = BurstSubject.of_fleet(home, model)
         for subject in subjects.values():
             asyncio.run(subject.calm())
             asyncio.run(subject.burst(Bursts()))  # the first drop of all is a warm-up, too

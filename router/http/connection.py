@@ -1,0 +1,335 @@
+"""A connection of the server: requests in order, one response at a time, every wait bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from typing import Protocol, cast
+
+from router.errors import ApiError, ExpectationFailed, InternalError, RequestTimeout
+from router.http.crowd import Crowd, address_of
+from router.http.limits import ServerLimits
+from router.http.request import Request, RequestBody, RequestHead, RequestParser
+from router.http.responder import Handler, Responder
+
+log = logging.getLogger("conserve.router.http.server")
+
+
+class Serving(Protocol):
+    """What connections need of their server."""
+
+    handler: Handler
+    limits: ServerLimits
+    loop: asyncio.AbstractEventLoop
+    idle_ones: Crowd
+    draining: bool
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None: ...
+
+    def connection_opened(self, connection: ServerConnection) -> ApiError | None:
+        """Why it is not to be served, if so."""
+
+    def connection_closed(self, connection: ServerConnection) -> None: ...
+
+    def refused(self, error: ApiError) -> None: ...
+
+    def timed_out(self, what: str) -> None: ...
+
+
+class ServerConnection(asyncio.Protocol):
+    """Parses ahead of the handlers, but runs them one after another: answers keep the order of the questions.
+
+    While a request waits for its turn nothing more is read, which bounds what a pipelining client can queue.
+    """
+
+    def __init__(self, server: Serving, below: asyncio.Transport | None = None) -> None:
+        """`below`: the transport under that of TLS."""
+        self._server, self._below = server, below
+        self._limits = server.limits
+        self.loop = server.loop
+        self._parser = RequestParser(server.limits, self)
+        self._waiting: deque[Request | ApiError] = deque()
+        self._incoming: RequestBody | None = None
+        self._request: Request | None = None
+        self._responder: Responder | None = None
+        self._peer: tuple[str, int] | None = None
+        self._address = ""
+        self._pauses = 0
+        self._heard = False
+        self._lingering = False
+        self._closed = False
+        self._write_deadline: float | None = None
+        self._body_waited = self._body_checked = 0.0
+        self._deadline = 0.0
+        self._flush_deadline = 0.0
+
+    # Transport callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class does not inherit it
+        peer = transport.get_extra_info("peername")
+        self._peer = (peer[0], peer[1]) if isinstance(peer, tuple) else None
+        self._address = address_of(peer)
+        self._transport.set_write_buffer_limits(self._limits.write_high_bytes, self._limits.write_low_bytes)
+        self._deadline = self.loop.time() + self._limits.idle_timeout_s
+        refusal = self._server.connection_opened(self)
+        if refusal is not None:
+            self._refuse_connection(refusal)
+        self._server.idle_ones.add(self._address, self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        self._heard = True
+        in_head_before = self._parser.in_head
+        try:
+            self._parser.feed(data)
+        except ApiError as error:
+            self._end_of_input(error)
+            return
+        if self._parser.in_head and not in_head_before:
+            self._deadline = self.loop.time() + self._limits.head_timeout_s
+
+    def eof_received(self) -> bool:
+        # A client that closes its sending side has gone, as far as a proxy can tell (Go and nginx agree).
+        if self._responder is not None and not self._lingering:
+            self.abort()
+        return False
+
+    def pause_writing(self) -> None:
+        self._write_deadline = self.loop.time() + self._limits.write_stall_s
+        if self._responder is not None:
+            self._responder.writing_paused()
+
+    def resume_writing(self) -> None:
+        self._write_deadline = None
+        if self._responder is not None:
+            self._responder.writing_resumed()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed = True
+        self._parser.close()
+        self._server.idle_ones.discard(self._address, self)
+        self._server.connection_closed(self)
+        self._waiting.clear()
+        if self._incoming is not None:
+            self._incoming.fail(InternalError("The client left before its request was complete."))
+        if self._responder is not None:
+            self._responder.client_left()
+            self._responder = None
+
+    # Parser events
+
+    def head_complete(self, head: RequestHead) -> None:
+        expects = head.headers.get(b"expect") if head.expects_continue else None
+        body = RequestBody(
+            length=head.content_length if head.content_length is not None or head.has_body else 0,
+            max_bytes=self._limits.max_body_bytes,
+            high_bytes=self._limits.read_high_bytes,
+            demand=self._send_continue if expects else None,
+            pause=self._pause_reading,
+            resume=self._resume_reading,
+        )
+        self._incoming = body
+        self._body_waited, self._body_checked = 0.0, self.loop.time()
+        if expects and expects.lower() != b"100-continue":
+            self._enqueue(ExpectationFailed("100-continue is the only expectation this server meets."))
+            return
+        fields = head.method, head.path, head.raw_path, head.query, head.headers
+        self._enqueue(Request(*fields, head.http_version, head.keep_alive, body, self._peer))
+
+    def body_received(self, data: bytes) -> None:
+        if self._incoming is not None:
+            self._incoming.feed(data)
+
+    def request_complete(self) -> None:
+        if self._incoming is not None:
+            self._incoming.end()
+            self._incoming = None
+        self._deadline = self.loop.time() + self._limits.idle_timeout_s
+
+    # Requests, one at a time
+
+    def _enqueue(self, item: Request | ApiError) -> None:
+        if self._responder is None and not self._waiting:
+            self._begin(item)
+        else:
+            if not self._waiting:
+                self._pause_reading()
+            self._waiting.append(item)
+
+    def _begin(self, item: Request | ApiError) -> None:
+        if isinstance(item, ApiError):
+            self._refuse_connection(item)
+            return
+        self._server.idle_ones.discard(self._address, self)
+        self._request = item
+        responder = self._responder = Responder(
+            self,
+            self._transport,
+            head_only=item.method == "HEAD",
+            http10=item.http_version == "1.0",
+            keep_alive=item.keep_alive,
+            sealed=self._below is not None,
+        )
+        if self._write_deadline is not None:
+            responder.paused = True
+        self._server.spawn(self._run(item, responder))
+
+    async def _run(self, request: Request, responder: Responder) -> None:
+        error: ApiError | None
+        try:
+            await self._server.handler(request, responder)
+            error = None if responder.finished else InternalError("The request was not answered.")
+            if error and not responder.disconnected:
+                log.error("handler left a request unfinished method=%s path=%r", request.method, request.path)
+        except ApiError as raised:
+            error = raised
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        except Exception:
+            log.exception("handler failed method=%s path=%r", request.method, request.path)
+            error = InternalError("An internal error occurred; the gateway's log has the details.")
+        if error is not None and not responder.disconnected and not responder.finished:
+            if responder.started:
+                self.abort()
+            else:
+                responder.refuse(error)
+
+    @property
+    def must_close(self) -> bool:
+        """No further request can follow the running one, or none should."""
+        request = self._request
+        return self._server.draining or (request is not None and not request.body.complete)
+
+    def response_finished(self, *, keep_alive: bool) -> None:
+        """The responder's ``finish``: on to the next request, or close."""
+        request, self._request, self._responder = self._request, None, None
+        if request is None or self._closed:
+            return
+        self._server.idle_ones.add(self._address, self)
+        if not keep_alive or not request.body.complete or self._server.draining:
+            self._close_with_linger()
+            return
+        request.body.drop()
+        self._deadline = self.loop.time() + self._limits.idle_timeout_s
+        if self._waiting:
+            item = self._waiting.popleft()
+            if not self._waiting:
+                self._resume_reading()
+            self._begin(item)
+
+    def _end_of_input(self, error: ApiError) -> None:
+        """Nothing after this point can be understood: answer what came before, then refuse and close."""
+        self._lingering = True
+        body, self._incoming = self._incoming, None
+        if body is not None:
+            body.fail(error)
+        else:
+            self._enqueue(error)
+
+    def _refuse_connection(self, error: ApiError) -> None:
+        responder = Responder(self, self._transport, keep_alive=False)
+        self._request = None
+        responder.refuse(error)
+        self._server.refused(error)
+        self._close_with_linger()
+
+    def _send_continue(self) -> None:
+        if self._responder is not None and not self._responder.started:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    # Ends
+
+    def _close_with_linger(self) -> None:
+        """Close so that the answer arrives: closing over unread input resets, and the answer is lost."""
+        self._lingering = True
+        self._waiting.clear()
+        if self._request is not None:
+            self._request.body.drop()
+        while self._pauses:
+            self._resume_reading()
+        now = self.loop.time()
+        self._deadline = now + self._limits.linger_s
+        self._flush_deadline = now + self._limits.write_stall_s
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:  # TLS says that it ends, and drops what still comes
+            self._transport.close()
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._transport.abort()
+
+    def give_way(self) -> None:
+        """Others need its place, and no request is under way here."""
+        self._server.timed_out("gave_way")
+        unsent = self._below is not None or self._transport.get_write_buffer_size()
+        if unsent or self._parser.in_head or self._lingering:
+            self.abort()  # an end in order could wait for what the client does not take
+        else:
+            self._transport.close()
+
+    def close_if_idle(self) -> None:
+        """For a drain: nothing is under way here, so nothing is lost."""
+        if self._responder is None and not self._parser.in_head and not self._lingering:
+            self._transport.close()
+
+    def check(self, now: float) -> None:
+        if self._write_deadline is not None and now > self._write_deadline:
+            self._server.timed_out("write")
+            self.abort()
+        elif self._lingering:
+            self._check_linger(now)
+        elif self._pauses:
+            self._deadline = now + self._limits.head_timeout_s
+        elif self._parser.in_head:
+            if now > self._deadline:
+                self._server.timed_out("head")
+                self._end_of_input(RequestTimeout("The request's head did not arrive in time; resend it."))
+        elif self._incoming is not None:
+            self._check_body(now, self._incoming)
+        elif self._responder is None and now > self._deadline:
+            self._server.timed_out("idle")
+            self.abort()
+
+    def _check_linger(self, now: float) -> None:
+        if self._responder is not None:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if self._below is not None:
+            unsent += self._below.get_write_buffer_size()
+        if unsent and now < self._flush_deadline:
+            self._deadline = now + self._limits.linger_s
+        elif now > self._deadline:
+            self.abort()
+
+    def _check_body(self, now: float, body: RequestBody) -> None:
+        since, self._body_checked = self._body_checked, now
+        self._body_waited += now - since if body.awaited else 0.0
+        if self._heard or not body.awaited:
+            self._heard = False
+            self._deadline = now + self._limits.body_timeout_s
+        elif now > self._deadline:
+            self._body_late("The request's body stopped arriving; send it again.")
+            return
+        limits = self._limits
+        if self._body_waited > limits.body_grace_s + body.received / limits.body_bytes_per_s:
+            self._body_late("The request's body arrives too slowly; send it again, or less.")
+
+    def _body_late(self, message: str) -> None:
+        self._server.timed_out("body")
+        self._end_of_input(RequestTimeout(message))
+
+    def _pause_reading(self) -> None:
+        self._pauses += 1
+        if self._pauses == 1 and not self._closed:
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        self._pauses -= 1
+        if self._pauses == 0 and not self._closed:
+            self._transport.resume_reading()
