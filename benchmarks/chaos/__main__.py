@@ -30,7 +30,7 @@ from threading import Event
 
 import httpx
 
-from benchmarks.chaos.agents import Agents, AgentLengths
+from benchmarks.chaos.agents import AgentLengths, Agents
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.live_policies import brought_up
 from benchmarks.output import command, write_json
