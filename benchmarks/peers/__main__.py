@@ -10,7 +10,6 @@ another one. --quick: one round, one trace, and nothing is started that would no
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -134,7 +133,10 @@ def main() -> None:
             wanted = {name.strip() for name in options.only.split(";") if name.strip()}
             if unknown := wanted - {one.name for one in everyone}:
                 parser.error(f"--only: no contender is called {', '.join(unknown)}")
-            everyone = [one for one in everyone if not wanted or one.name in wanted]
+            if wanted:
+                left = [one.name for one in everyone if one.name not in wanted]
+                run.skipped |= dict.fromkeys(left, "not asked for in this run (`--only`)")
+                everyone = [one for one in everyone if one.name in wanted]
             for number in range(rounds):
                 run.round(number, everyone)
         replicas = bench.replicas
@@ -149,16 +151,21 @@ def main() -> None:
     if options.page:
         plot = options.page.parent / "figures" / f"{options.page.stem}.png"
         page.plot(table, plot)
-        arguments = " ".join(sys.argv[1:])
         text = page.written(
-            *(table, found, run.skipped, loads),
-            command=f"python -m benchmarks.peers {arguments}",
+            *(table, found, figures.by_round(run.rows), run.skipped, loads),
+            command=_again(options.rounds, options.only, quick),
             rounds=rounds,
             engines=replicas,
             plot=str(plot.relative_to(options.page.parent)),
             provisional=options.provisional,
         )
         options.page.write_text(text)
+
+
+def _again(rounds: int, only: str, quick: bool) -> str:
+    """The command, without the paths of a machine."""
+    asked = ['python -m benchmarks.peers --peers "$PEERS"', "--quick" if quick else f"--rounds {rounds}"]
+    return " ".join([*asked, *([f'--only "{only}"'] if only else [])])
 
 
 if __name__ == "__main__":

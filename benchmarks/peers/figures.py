@@ -92,15 +92,24 @@ def medians(rows: Iterable[PeerRow]) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
+def by_round(rows: Sequence[PeerRow]) -> dict[str, dict[str, list[float]]]:
+    """By figure and trace, ours to the best peer's in each round; nothing where no peer ran."""
+    traces = dict.fromkeys(one.trace for one in rows)
+    return {
+        name: {
+            trace: ratios
+            for trace in traces
+            if (ratios := [*_ratios([one for one in rows if one.trace == trace], field)])
+        }
+        for name, field in RATIOS.items()
+    }
+
+
 def named(rows: Sequence[PeerRow]) -> dict[str, float | None]:
     """Ratios are medians of the rounds' own; of the traces, the worst. None: no peer ran."""
     worst: dict[str, float | None] = {}
-    for name, field in RATIOS.items():
-        found = [
-            statistics.median(ratios)
-            for trace in dict.fromkeys(one.trace for one in rows)
-            if (ratios := [*_ratios([one for one in rows if one.trace == trace], field)])
-        ]
+    for name, traces in by_round(rows).items():
+        found = [statistics.median(ratios) for ratios in traces.values()]
         worst[name] = round(max(found), 3) if found else None
     ours = [one for one in rows if one.contender == OURS]
     return worst | {"failed": sum(one.failed for one in ours), "refused": sum(one.refused for one in ours)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmarks.peers.figures import OURS
 from benchmarks.peers.loads import Play
@@ -36,7 +37,7 @@ prefix-aware router. Seconds, tools and people left out: time to the first token
 (TTFET), to the first token of first and of later turns, to the end of a conversation (E2E), and the longest
 time between two pieces of an answer; CPU time of a contender's engines and all beside them, and what other
 processes of the machine took meanwhile. Medians of the rounds; failed conversations, refusals and tokens
-computed again are sums.
+computed again are sums. `requirements/peers.txt` says how peers are installed.
 """
 PROVISIONAL = """
 **Provisional**: {why}
@@ -58,6 +59,7 @@ def render(table: Table, figures: Mapping[str, float | None], skipped: Mapping[s
 def written(
     table: Table,
     figures: Mapping[str, float | None],
+    ratios: Mapping[str, Mapping[str, Sequence[float]]],
     skipped: Mapping[str, str],
     plays: Sequence[Play],
     *,
@@ -84,13 +86,25 @@ def written(
         for contender, values in table.get(play.name, {}).items():
             parts.append(f"| {contender} | " + " | ".join(shown(values[name]) for name in COLUMNS) + " |")
         parts.append("")
-    parts.append("## Named figures\n\nRatios to the best peer, figure by figure; the worst trace of each.\n")
-    parts.append("| figure | value |\n|---|---:|")
-    parts += [f"| `{name}` | {'–' if value is None else shown(value)} |" for name, value in figures.items()]
+    parts.append(
+        "## Named figures\n\nOurs to whichever peer was best at a figure in a round; median of the rounds "
+        "(least to most), and the worst trace's median, which is what `--json` has under the name.\n"
+    )
+    names = list(dict.fromkeys(trace for traces in ratios.values() for trace in traces))
+    parts.append("| figure | " + " | ".join(names) + " | worst |")
+    parts.append("|---" + "|---:" * (len(names) + 1) + "|")
+    for name, value in figures.items():
+        cells = [_spread(ratios.get(name, {}).get(trace, ())) for trace in names]
+        worst = "–" if value is None else shown(value)
+        parts.append(f"| `{name}` | " + " | ".join([*cells, worst]) + " |")
     if skipped:
         parts.append("\n## What did not run\n\n| | why |\n|---|---|")
         parts += [f"| {name} | {' '.join(why.split())} |" for name, why in skipped.items()]
     return "\n".join(parts) + "\n"
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def plot(table: Table, path: Path) -> None:
