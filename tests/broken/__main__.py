@@ -17,7 +17,7 @@ from shutil import copy2
 
 ROOT = Path(__file__).parents[2]
 LISTS = sorted(Path(__file__).parent.glob("*.toml"))
-LIMIT_S = 180
+LIMIT_S = 300
 FAILED = 1  # pytest's status for tests that failed; others mean that none ran
 
 
@@ -56,7 +56,7 @@ def is_noticed(finding: Finding, tree: Path) -> bool:
         )
         return ran.returncode == FAILED
     except subprocess.TimeoutExpired:
-        return True  # whoever waits for what was taken away notices, too
+        return False  # a machine that is busy says nothing of the tests
     finally:
         file.write_text(whole)
 
