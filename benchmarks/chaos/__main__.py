@@ -49,8 +49,12 @@ HELD = ("running", "waiting", "conversations", "live_tokens", "parked_tokens")
 PARK_AFTER_S, TTL_S = 3.0, 90.0
 WHOLE_S, SETTLES_S, BATCH_S = 400.0, 30.0, 400.0
 LINES, LINE_TOKENS = 60, 12
-DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 45.0, 60.0
-DROP_LENGTHS = AgentLengths((20, 50, 80), (48, 96, 160), (0.0, 0.0, 0.2, 6.0), hang_ups=0.1)
+DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 20.0, 60.0
+# Two engines that end under one request have it set aside for minutes, as they should: the second one is left
+# alone until what it took over has ended.
+DROP_LEAST_S = 60.0
+DROP_LENGTHS = AgentLengths((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0), hang_ups=0.1)
+DROP_BLOCKS = 96  # of 32 tokens, on each decoder
 
 
 @dataclass
@@ -60,7 +64,8 @@ class Inflicted:
     home: FleetHome
     random: Random
     coming: Iterator[Fault]
-    every_s: float = EVERY_S
+    every_s: float = EVERY_S  # on average, beyond the least
+    least_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     over: Event = field(default_factory=Event)
 
@@ -69,7 +74,8 @@ class Inflicted:
         lasting = list[Future[None]]()
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
-                if self.over.wait(min(left, self.random.expovariate(1 / self.every_s))):
+                pause_s = self.least_s + self.random.expovariate(1 / self.every_s)
+                if self.over.wait(min(left, pause_s)):
                     break
                 fault = next(self.coming)
                 if not fault.on_an_engine or whole(self.home):
@@ -108,7 +114,9 @@ def prepared_to_drop() -> FleetSpec:
     fleet = live.prepared("drop")
     talks = {"park_after": PARK_AFTER_S, "ttl": TTL_S, "decoder_wait": DROP_WAIT_S}
     conversation = fleet.conversation.model_copy(update=talks)
-    return fleet.model_copy(update={"name": "chaos", "conversation": conversation})
+    args = {**fleet.engine.args, "num-gpu-blocks-override": DROP_BLOCKS}
+    engine = fleet.engine.model_copy(update={"args": args})
+    return fleet.model_copy(update={"name": "chaos", "conversation": conversation, "engine": engine})
 
 
 def changes(home: FleetHome) -> dict[str, float]:
@@ -235,7 +243,8 @@ def main() -> None:
         url = serving(home).endpoint
         agents = Agents(url, fleet.model.name, options.seed, DROP_LENGTHS if options.drop else None)
         batch = Batch(url, fleet.model.name)
-        inflicted = Inflicted(home, random, coming, DROP_EVERY_S if options.drop else EVERY_S)
+        pauses = (DROP_EVERY_S, DROP_LEAST_S) if options.drop else (EVERY_S, 0.0)
+        inflicted = Inflicted(home, random, coming, *pauses)
         before = len(marked(home))
         minutes = QUICK_MINUTES if options.quick else options.minutes
         at_once = DROP_AGENTS if options.drop else AGENTS
