@@ -8,7 +8,7 @@ from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import RequestView
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.prompts import LESSER_SHARE, LesserTurns, PromptSharing
+from placement.iteration.prompts import LESSER_SHARE, PromptSharing
 
 LEAST_STRETCH = 0.25
 
@@ -24,7 +24,6 @@ class OnlineShare:
     prompts: tuple[RequestView, ...]  # in the order in which they are computed
     seconds: float  # what the iteration may take by prompts; infinity: as long as they like
     held_back: bool = False  # a prompt waits for the end of those before it: nothing else has its place
-    lesser_tokens: int | None = None  # of prompts of lesser classes than what decodes; None: there are none
 
 
 def token_due(request: RequestView, margin: float) -> float:
@@ -44,10 +43,8 @@ def share_out(
     model: LatencyModel,
     sharing: PromptSharing,
     classes: ClassOrder,
-    lesser: LesserTurns | None = None,
 ) -> OnlineShare:
-    """Those that decode have their token, and prompts, in the policy's order, what time that leaves.
-    `lesser`: where prompts of lesser classes have their share now and then, not of each iteration."""
+    """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
     requests = tuple(requests)
     prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
     decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model)
@@ -58,25 +55,19 @@ def share_out(
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
     caps = {request.key: 0 for request in left_out}
-    lesser_tokens: int | None = None
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
-        beside_better = bool(decoding) and request.ahead_s < best_s
-        by_turns = lesser is not None and beside_better and sharing.is_short(decoding_s)
-        if by_turns and lesser is not None:
-            tokens = model.max_tokens(work, request.computed, tokens, decoding_s + lesser.due_s(decoding_s))
-            lesser_tokens = (lesser_tokens or 0) + tokens
-        elif decoding:
+        if decoding:
             ahead_s = request.ahead_s - best_s
             tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, ahead_s)
-        if index == 0 and not by_turns:
+        if index == 0:
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
         waits = part and index > 0 and not sharing.fills and due(request, model, sharing) > now
         if part:
             caps.update((other.key, 0) for other in prompts[index:])
         if waits:
-            return OnlineShare(work, caps, prompts, seconds, True, lesser_tokens)
+            return OnlineShare(work, caps, prompts, seconds, held_back=True)
         if tokens:
             work = work.plus(tokens, request.computed)
             budget -= tokens
@@ -85,7 +76,7 @@ def share_out(
         if part:
             caps[request.key] = tokens
             break
-    return OnlineShare(work, caps, prompts, seconds, lesser_tokens=lesser_tokens)
+    return OnlineShare(work, caps, prompts, seconds)
 
 
 def with_a_token(

@@ -17,7 +17,7 @@ from placement.iteration.interface import (
 )
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.online import share_out
-from placement.iteration.prompts import LesserTurns, PromptSharing
+from placement.iteration.prompts import PromptSharing
 
 
 class UnknownPolicyError(PlacementError, ValueError):
@@ -45,7 +45,6 @@ class PromptsInOrder(ServingPolicy):
         super().__init__(settings)
         self._margin = Margin(settings.margin, beyond=0.2)
         self._classes = ClassOrder()
-        self._lesser = LesserTurns()
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         decoding = tuple(request for request in view.running if request.decoding)
@@ -53,10 +52,7 @@ class PromptsInOrder(ServingPolicy):
         sharing = PromptSharing(target * (1 - self._margin.share))
         prompts = (request for request in memory.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
-        first = share_out(
-            requests, view.now, view.max_tokens, model, sharing, self._classes, self._lesser
-        )  # fmt: skip
-        self._lesser.planned(waiting=first.lesser_tokens is not None, served=bool(first.lesser_tokens))
+        first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)
         offline = sum(request.offline for request in decoding)  # take their token from what is left
         waiting = tuple(request.key for request in first.prompts if not request.running)
         left = 0 if first.held_back else view.max_tokens - first.work.new_tokens
@@ -69,7 +65,6 @@ class PromptsInOrder(ServingPolicy):
 
     def observe(self, done: IterationDone) -> None:
         self._margin.see(done.predicted_s, done.seconds)
-        self._lesser.passed(done.seconds)
 
 
 class NonPreemptive(ServingPolicy):

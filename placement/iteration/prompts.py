@@ -46,10 +46,6 @@ class PromptSharing:
         tbt_s = self.tbt_s * (BETTER_STRETCH if ahead_s > 0 else 1.0)
         return max(tbt_s, decoding_s / (1 - (LESSER_SHARE if ahead_s < 0 else 0.5)))
 
-    def is_short(self, decoding_s: float) -> bool:
-        """The target leaves prompts of lesser classes less than their tenth."""
-        return self.tbt_s * (1 - LESSER_SHARE) < decoding_s
-
     def share(self, decoding_s: float) -> float:
         """Of the engine's time, what is left to prompts; `decoding_s` is an iteration without them."""
         return 1 - decoding_s / self.iteration_s(decoding_s)
@@ -65,35 +61,6 @@ class PromptSharing:
     ) -> int:
         """Of the next prompt, that join an iteration which has `work` so far."""
         return model.max_tokens(work, computed, want, self.iteration_s(decoding_s, ahead_s))
-
-
-class LesserTurns:
-    """When prompts of lesser classes are computed beside a better one that decodes.
-
-    Where its target leaves them less, they are owed a tenth of its time, and have that together: a batch of
-    both kinds pays for a prompt's pass, however short that is. So they wait until they are owed as much as an
-    iteration without them takes.
-    """
-
-    def __init__(self) -> None:
-        self._owed_s = 0.0
-        self._waiting = self._served = False
-
-    def due_s(self, decoding_s: float) -> float:
-        """What they may add to an iteration that takes `decoding_s` without them."""
-        return self._owed_s if self._owed_s >= decoding_s else 0.0
-
-    def planned(self, *, waiting: bool, served: bool) -> None:
-        """Of the next iteration: some wait for their turn in it, or have it."""
-        self._waiting, self._served = waiting, served
-
-    def passed(self, seconds: float) -> None:
-        """It took so long."""
-        if self._served:
-            self._owed_s = 0.0
-        elif self._waiting:
-            self._owed_s += LESSER_SHARE * seconds
-        self._waiting = self._served = False
 
 
 class PromptRate:
