@@ -188,7 +188,8 @@ def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]
     for name in STOOD_STILL:
         total, count = (sum(_with(counted, f"{name}_{part}")) for part in ("sum", "count"))
         figures[name.removeprefix("conserve_split_").removesuffix("econds")] = total / max(1.0, count)
-    changes = {name: value for name, value in counted.items() if "_bucket" not in name}
+    unread = ("_bucket", "_created")
+    changes = {name: value for name, value in counted.items() if not any(part in name for part in unread)}
     return figures, {**found, "changes": changes}
 
 
