@@ -58,8 +58,8 @@ def share_out(
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
-            ahead_s = request.ahead_s - best_s
-            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, ahead_s)
+            lesser = request.ahead_s < best_s
+            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, lesser)
         if index == 0:
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending

@@ -14,7 +14,6 @@ from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
 LESSER_SHARE = 0.1  # of an iteration, what lesser classes have at least beside a better one
-BETTER_STRETCH = 4.0  # times the target of lesser classes that decode, for a better one's prompt beside them
 LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 
@@ -39,12 +38,10 @@ class PromptSharing:
         saved, each = model.per_attended - model.per_before, model.constant + model.per_request
         return most if saved <= 0 else min(most, max(LEAST_CHUNK, int(math.sqrt(2 * each / saved))))
 
-    def iteration_s(self, decoding_s: float, ahead_s: float = 0.0) -> float:
-        """What an iteration may take with prompts in it: half is theirs, or they would never end. `ahead_s`:
-        of a prompt's class beyond the best that decodes. A lesser one has a tenth; a better one is not cut
-        into as many pieces as the others' target wants: each costs the constant again."""
-        tbt_s = self.tbt_s * (BETTER_STRETCH if ahead_s > 0 else 1.0)
-        return max(tbt_s, decoding_s / (1 - (LESSER_SHARE if ahead_s < 0 else 0.5)))
+    def iteration_s(self, decoding_s: float, lesser: bool = False) -> float:
+        """What an iteration may take with prompts in it: half is theirs, or they would never end. `lesser`: a
+        prompt of a lesser class than what decodes has a tenth."""
+        return max(self.tbt_s, decoding_s / (1 - (LESSER_SHARE if lesser else 0.5)))
 
     def share(self, decoding_s: float) -> float:
         """Of the engine's time, what is left to prompts; `decoding_s` is an iteration without them."""
@@ -57,10 +54,10 @@ class PromptSharing:
         decoding_s: float,
         computed: int,
         want: int,
-        ahead_s: float = 0.0,
+        lesser: bool = False,
     ) -> int:
         """Of the next prompt, that join an iteration which has `work` so far."""
-        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s, ahead_s))
+        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s, lesser))
 
 
 class PromptRate:

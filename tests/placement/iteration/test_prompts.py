@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.prompts import BETTER_STRETCH, LEAST_CHUNK, PromptSharing
+from placement.iteration.prompts import LEAST_CHUNK, PromptSharing
 
 MODEL = LatencyModel(1e-5, 2.5e-9, 2e-8, 0.012)
 SHARING = PromptSharing(tbt_s=0.06)
@@ -18,11 +18,11 @@ def test_running_requests_keep_their_target_or_prompts_have_half(
 ) -> None:
     work = BatchWork.of((1, context) for context in contexts)
     decoding_s = MODEL.seconds(work)
-    for ahead_s, target, most in ((0.0, 1.0, 2.0), (-1.0, 1.0, 1 / 0.9), (1.0, BETTER_STRETCH, 2.0)):
-        tokens = SHARING.tokens(MODEL, work, decoding_s, computed, want, ahead_s)
+    for lesser, most in ((False, 2.0), (True, 1 / 0.9)):
+        tokens = SHARING.tokens(MODEL, work, decoding_s, computed, want, lesser)
         assert 0 <= tokens <= want
         seconds = MODEL.seconds(work.plus(tokens, computed)) if tokens else decoding_s
-        assert seconds <= max(target * SHARING.tbt_s, most * decoding_s) + 1e-12
+        assert seconds <= max(SHARING.tbt_s, most * decoding_s) + 1e-12
     assert 0.5 <= SHARING.share(decoding_s) < 1
 
 

@@ -160,16 +160,3 @@ def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_o
         tokens = fill(policy, view(replace(gold, ahead_s=ahead_s), waiting=(prompt,)))["prompt"]
         seconds = MODEL.seconds(BatchWork.of([(1, 20_000), (tokens, 0)]))
         assert 0.9 * share < 1 - decoding_s / seconds <= share + 1e-9
-
-
-@BOTH
-def test_a_better_classs_prompt_is_not_cut_as_short_as_lesser_ones_target_wants(name: str) -> None:
-    """A piece of 50 ms pays the constant of 5 ms each time; behind it others have no more than that."""
-    gold = replace(arrived("gold", 3000, 9.9), ahead_s=5.0)
-    tokens = given(name, online("a"), waiting=(gold,))["gold"]
-    alike = given(name, online("a"), waiting=(replace(gold, ahead_s=0.0),))["gold"]
-    seconds = MODEL.seconds(BatchWork.of([(1, 99), (tokens, 0)]))
-    assert alike < tokens and 0.1 < seconds <= 0.2
-    ends, other = replace(gold, tokens=900), arrived("other", 3000, at=6.0)
-    both = given(name, online("a"), waiting=(ends, other))
-    assert both["gold"] == 900 and both["other"] == 0
