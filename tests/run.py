@@ -20,10 +20,11 @@ LISTED_FOR = timedelta(days=30)
 FORGIVEN = 2  # tests that failed once, passed alone, and are not on the list
 # Which tests, and how they run. Those without engines wait more than they compute: several at a time keep two
 # cores busy. Engines need both.
+QUIET, LONGEST = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES = {
-    "fast": (["-m", "not engine and not fleet and not slow"], ["-q", "-n", "3", "--dist", "loadfile"]),
-    "slow": (["-m", "slow and not engine and not fleet"], ["-q", "-n", "2", "--dist", "loadfile"]),
-    "engines": (["-m", "engine or fleet"], ["--durations", "30"]),
+    "fast": (["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "3", *LONGEST]),
+    "slow": (["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "2", *LONGEST]),
+    "engines": (["-m", "engine or fleet"], LONGEST),
 }
 PASSED, FAILED = 0, 1
 
