@@ -151,6 +151,7 @@ def _biases(name: str, value: Any) -> None:
         number(-100.0, 100.0)(name, bias)
 
 
+_OF_THE_PROMPT = ("chat_template", "tokenize", "tools", "documents", "messages", "conversation")
 _SLO = positive(_MAX_SLO_MS)
 _EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
 
@@ -170,7 +171,7 @@ def _extra_arguments(name: str, value: Any) -> None:
 def _template_arguments(name: str, value: Any) -> None:
     if type(value) is not dict:
         raise _wrong(name, "an object", None)
-    if not value.keys().isdisjoint(("chat_template", "tokenize", "tools", "messages", "conversation")):
+    if not value.keys().isdisjoint(_OF_THE_PROMPT):
         raise BadRequest(f"{name} may not replace the template or its input", param=name)
     nested(name, value)
 

@@ -322,7 +322,8 @@ CLIENT_TIMEOUTS = Counter(
 TLS_HANDSHAKES = Counter(
     "conserve_tls_handshakes_total",
     "TLS handshakes of clients by how they ended: done, refused (versions, ciphers or what is no TLS), "
-    "not_tls (plain HTTP, answered with 400), late (10 s), left, too_many (connections).",
+    "not_tls (plain HTTP, answered with 400), late (10 s), left, too_many (connections, all with requests), "
+    "gave_way (to others, when there were as many connections as may be).",
     ["outcome"],
 )
 TLS_STALE = Gauge(
@@ -365,7 +366,7 @@ from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
 from_zero(ANSWERS, "kept", "pruned", "failed")
-from_zero(TLS_HANDSHAKES, "done", "refused", "not_tls", "late", "left", "too_many")
+from_zero(TLS_HANDSHAKES, "done", "refused", "not_tls", "late", "left", "too_many", "gave_way")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 

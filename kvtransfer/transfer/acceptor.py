@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
@@ -25,6 +26,8 @@ class Acceptor:
 
     def close(self) -> None:
         self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody who waits in `accept`
         self._listener.close()
 
     def _accept(self) -> None:

@@ -264,14 +264,21 @@ class ServerConnection(asyncio.Protocol):
         if not self._closed:
             self._transport.abort()
 
+    @property
+    def sending(self) -> bool:
+        return self._lingering or bool(self._unsent())
+
     def give_way(self) -> None:
         """Others need its place, and no request is under way here."""
         self._server.timed_out("gave_way")
-        unsent = self._below is not None or self._transport.get_write_buffer_size()
-        if unsent or self._parser.in_head or self._lingering:
+        if self.sending or self._parser.in_head or self._below is not None:
             self.abort()  # an end in order could wait for what the client does not take
         else:
             self._transport.close()
+
+    def _unsent(self) -> int:
+        below = self._below.get_write_buffer_size() if self._below is not None else 0
+        return self._transport.get_write_buffer_size() + below
 
     def close_if_idle(self) -> None:
         """For a drain: nothing is under way here, so nothing is lost."""
@@ -299,10 +306,7 @@ class ServerConnection(asyncio.Protocol):
     def _check_linger(self, now: float) -> None:
         if self._responder is not None:
             return
-        unsent = self._transport.get_write_buffer_size()
-        if self._below is not None:
-            unsent += self._below.get_write_buffer_size()
-        if unsent and now < self._flush_deadline:
+        if self._unsent() and now < self._flush_deadline:
             self._deadline = now + self._limits.linger_s
         elif now > self._deadline:
             self.abort()

@@ -6,11 +6,19 @@ with most of them loses the one that has asked for nothing longest: nobody who h
 somebody who holds many. Of a load balancer's these are kept-alive ones, which may end at any time.
 """
 
+from ipaddress import IPv6Address, ip_network
+from itertools import islice
 from typing import Any, Protocol
+
+_LOOKED_AT = 64  # of an address's, for one whose answer has gone out
 
 
 class Idle(Protocol):
     """A connection without a request under way, or the handshake before one."""
+
+    @property
+    def sending(self) -> bool:
+        """The end of its last answer is still on its way."""
 
     def give_way(self) -> None:
         """End now."""
@@ -19,14 +27,25 @@ class Idle(Protocol):
 class Crowd:
     def __init__(self) -> None:
         self._of: dict[str, dict[Idle, None]] = {}  # by address, longest idle first
+        self._holding: dict[
+            int, dict[str, None]
+        ] = {}  # addresses by how many they have; unchanged longest first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
 
     def add(self, address: str, one: Idle) -> None:
-        self._of.setdefault(address, {})[one] = None
+        there = self._of.setdefault(address, {})
+        before = len(there)
+        there[one] = None
+        self._moved(address, before, len(there))
 
     def discard(self, address: str, one: Idle) -> None:
         """It has a request now, or has ended."""
         there = self._of.get(address, {})
+        before = len(there)
         there.pop(one, None)
+        self._moved(address, before, len(there))
         if not there:
             self._of.pop(address, None)
 
@@ -34,13 +53,29 @@ class Crowd:
         """One of them ends; False where all have requests under way."""
         if not self._of:
             return False
-        address, most = max(self._of.items(), key=lambda of: len(of[1]))
-        one = next(iter(most))
+        address = next(iter(self._holding[max(self._holding)]))
+        there = self._of[address]
+        oldest = islice(there, _LOOKED_AT)
+        one = next((idle for idle in oldest if not idle.sending), next(iter(there)))
         self.discard(address, one)
         one.give_way()
         return True
 
+    def _moved(self, address: str, before: int, after: int) -> None:
+        if before == after:
+            return
+        if before:
+            self._holding[before].pop(address, None)
+            if not self._holding[before]:
+                del self._holding[before]
+        if after:
+            self._holding.setdefault(after, {})[address] = None
+
 
 def address_of(peer: Any) -> str:
-    """Of a transport's `peername`; empty for what has none."""
-    return str(peer[0]) if isinstance(peer, tuple) else ""
+    """Of a transport's `peername`; of IPv6 its network, of which a host has all. Empty for what has none."""
+    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or ip_network((address, 64), strict=False))

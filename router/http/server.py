@@ -40,7 +40,7 @@ class ServerStats:
     timeouts: dict[str, int] = field(default_factory=dict)
     """By what did not come in time: head, body, idle, write; or `gave_way` to others, asking for nothing."""
     handshakes: dict[str, int] = field(default_factory=dict)
-    """Of TLS, by how they ended: done, refused, not_tls, late, left, too_many."""
+    """Of TLS, by how they ended: done, refused, not_tls, late, left, too_many, gave_way."""
 
 
 class Server:

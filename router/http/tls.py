@@ -192,8 +192,8 @@ class Handshakes:
             return "late"
         except (OSError, RuntimeError):  # the latter of one that was closed in the same moment
             return "left"
-        if upgraded is None or upgraded.get_extra_info("ssl_object") is None:
-            return "left"  # it was lost meanwhile
+        if upgraded is None or transport.is_closing() or upgraded.get_extra_info("ssl_object") is None:
+            return "left"  # it was lost meanwhile, or gave way
         connection = self._connect(transport)
         upgraded.set_protocol(connection)
         connection.connection_made(upgraded)
@@ -238,8 +238,12 @@ class _Accepted(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.cut("left")
 
+    @property
+    def sending(self) -> bool:
+        return False
+
     def give_way(self) -> None:
-        self.cut("too_many")
+        self.cut("gave_way")
 
     def cut(self, how: str) -> None:
         if self._late is not None:

@@ -131,16 +131,16 @@ async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.Strea
 async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
     """However slowly they come: what has come is kept."""
     mib = 1 << 20
-    limits, keys = ServerLimits(max_body_bytes=4 * mib), inline(["alice", "bob", "carol"], [])
-    async with fleet(tmp_path, limits=limits, bodies_bytes=8 * mib, keys=keys) as made:
+    limits, keys = ServerLimits(max_body_bytes=mib), inline(["alice", "bob", "carol"], [])
+    async with fleet(tmp_path, limits=limits, bodies_bytes=2 * mib, keys=keys) as made:
         url, served, before = made.urls[0], made.gateways[0].server.stats, refusals()
-        slow = [await slow_body(url, "alice", 4 * mib, 2 * mib - 100) for _ in range(2)]  # half of 8 MiB
-        kept = [user("x" * (mib // 2))]
+        slow = [await slow_body(url, "alice", mib, mib // 2 - 100) for _ in range(2)]  # half of 2 MiB
+        kept = [user("x" * (mib // 8))]
         await until(lambda: served.requests == 2)
         await asyncio.sleep(0.2)  # until it has been read
         refused = await ask(url, kept, headers=ALICE)
         assert (refused.status, refused.error["code"]) == (429, "too_many_bytes_at_once")
-        slow += [await slow_body(url, "bob", 4 * mib, 2 * mib - 100)]  # of the other half as much as is left
+        slow += [await slow_body(url, "bob", mib, mib // 2 - 100)]  # of the other half as much as is left
         await until(lambda: served.requests == 4)
         await asyncio.sleep(0.2)
         assert (await ask(url, kept, headers=BOB)).error["code"] == "too_many_bytes_at_once"
@@ -149,4 +149,21 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
         for writer in slow:
             writer.close()
         await until(lambda: served.connections == 0)
-        assert (await ask(url, kept, headers=ALICE)).status != 429
+        for who in (ALICE, BOB) * 3:  # as much as at first, each time again
+            assert (await ask(url, [user("x" * (mib - mib // 8))], headers=who)).status != 429
+
+
+async def test_a_stored_history_is_of_its_owners_share_too(tmp_path: Path) -> None:
+    """A body of a hundred bytes may name one of megabytes."""
+    kib, slow = 1 << 10, {"kv_tokens": 1_000_000, "token_s": 1.0}
+    limits = ServerLimits(max_body_bytes=64 * kib)
+    async with fleet(tmp_path, decoders=1, engine=slow, limits=limits, bodies_bytes=128 * kib) as made:
+        first = await ask(made.urls[0], "x" * 45 * kib, headers=ALICE, path="/v1/responses")
+        assert first.status == 200, first.body
+        named = {"path": "/v1/responses", "previous_response_id": orjson.loads(first.body)["id"]}
+        running = [
+            asyncio.create_task(ask(made.urls[0], "go on", headers=ALICE, max_output_tokens=3, **named))
+            for _ in range(3)
+        ]
+        answers = await asyncio.gather(*running)
+        assert sorted(one.status for one in answers) == [200, 429, 429]

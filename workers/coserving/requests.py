@@ -92,7 +92,8 @@ class TrackedRequests:
         age = max(self.wall() - request.arrival_time, 0.0)
         offline = request.priority > 0
         arguments = self.arguments_of(request)
-        slo = slo_of(arguments, self.default_slo)
+        # Whoever puts a target into a line of a batch would have turns wait for it.
+        slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
         ahead_s = ahead_of(arguments)
         tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s)
         self.by_id[request.request_id] = tracked

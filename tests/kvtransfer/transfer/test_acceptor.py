@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 
 import pytest
 
@@ -57,3 +58,16 @@ def test_what_serves_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             assert asked(port) == b""
     assert asked(port) == b"hello"
     acceptor.close()
+
+
+def test_what_is_closed_accepts_nobody() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor, port = Acceptor(listener, echo, 2, "closed"), int(listener.getsockname()[1])
+    assert asked(port) == b"hello"
+    acceptor.close()
+    for _ in range(100):
+        if not any(thread.name == "closed-accept" for thread in threading.enumerate()):
+            break
+        time.sleep(0.05)
+    with pytest.raises(ConnectionRefusedError):
+        asked(port)

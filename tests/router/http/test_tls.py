@@ -226,15 +226,16 @@ async def test_handshakes_that_do_not_come_give_way(serve: Any, authority: Autho
     server, port, _ = await serve(echo, ServerLimits(max_connections=3, handshake_timeout_s=60.0))
     silent = [("127.0.0.2", 0)] * 5  # more than there may be, of one address
     held = [await asyncio.open_connection("127.0.0.1", port, local_addr=one) for one in silent]
-    await eventually(lambda: server.stats.handshakes.get("too_many") == 2)
+    await eventually(lambda: server.stats.handshakes.get("gave_way") == 2)
     _, writer = await connect(port, authority.trusting())
-    await eventually(lambda: server.stats.handshakes == {"too_many": 3, "done": 1})
+    await eventually(lambda: server.stats.handshakes == {"gave_way": 3, "done": 1})
     held.append(await asyncio.open_connection("127.0.0.1", port, local_addr=silent[0]))  # it goes on
-    await eventually(lambda: server.stats.handshakes["too_many"] == 4)
+    await eventually(lambda: server.stats.handshakes["gave_way"] == 4)
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await eventually(lambda: server.stats.requests == 1)
     for one in (writer, *(silent_one for _, silent_one in held)):
         one.transport.abort()
+    await eventually(lambda: not server.stats.connections and not len(server.idle_ones))
 
 
 async def test_a_client_in_clear_is_told_so(serve: Any) -> None:

@@ -115,3 +115,12 @@ def test_bros_starts_what_has_least_to_bring_back_and_others_keep_the_order(
         tracked.add(request(key, 1, restore=restore))
     order = tracked.start_order(make_policy(ServingSettings(policy)), 10, lambda r: r.request_id != "runs")
     assert [one.request_id for one in order] == expected
+
+
+def test_offline_work_brings_no_slo() -> None:
+    """Turns beside it would wait for its target: whoever creates a batch may write any into its lines."""
+    tracked = Clocks().requests()
+    for key, priority, expected in (("turn", 0, TurnTargets(0.5, 0.001)), ("line", 1, DEFAULT)):
+        asked = request(key, priority)
+        asked.arguments = {"slo_ttft_ms": 500, "slo_tbt_ms": 1}
+        assert tracked.add(asked).slo == expected
