@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.peers import page
 from benchmarks.peers.contenders import Bench, DoesNotRun, PlainEngines, contenders
-from benchmarks.peers.figures import RATIOS, PeerRow, medians, named
+from benchmarks.peers.figures import RATIOS, PeerRow, by_round, medians, named
 from benchmarks.peers.loads import plays
 from deploy.fleet import load_fleet
 
@@ -64,7 +64,7 @@ def test_the_page_has_every_trace_the_figures_and_what_did_not_run(tmp_path: Pat
     rows = [a_row("ours", 2.0), a_row("quick", 4.0)]
     table = medians(rows)
     text = page.written(
-        *(table, named(rows), {"other": "not\n installed"}, plays(None, quick=True)),
+        *(table, named(rows), by_round(rows), {"other": "not\n installed"}, plays(None, quick=True)),
         command="python -m benchmarks.peers --quick",
         rounds=1,
         engines=3,
@@ -72,7 +72,7 @@ def test_the_page_has_every_trace_the_figures_and_what_did_not_run(tmp_path: Pat
         provisional="the machine was busy",
     )
     assert "**Provisional**: the machine was busy" in text
-    assert "| ours | 2 |" in text and "| `ttfet_p95_vs_best_peer` | 0.5 |" in text
+    assert "| ours | 2 |" in text and "| `ttfet_p95_vs_best_peer` | 0.50 (0.50 to 0.50) | 0.5 |" in text
     assert "| other | not installed |" in text
     page.plot(table, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").stat().st_size > 1_000

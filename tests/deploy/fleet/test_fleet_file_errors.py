@@ -53,9 +53,9 @@ def test_the_good_file_is_good() -> None:
             "fleet.yaml:11: slos.default.ttft: unknown key 'ttft'; did you mean 'ttfet'?",
         ),
         (
-            "  ttl: 10m",
-            "  ttl: 10m\ngateway:\n  limits:\n    bodies_mib: 48",
-            "fleet.yaml:12: gateway.limits.bodies_mib: bodies_mib is to hold two bodies of body_mib at least",
+            "  park_after: 30s",
+            "  park_after: 30s\ngateway:\n  limits:\n    bodies_mib: 48",
+            "fleet.yaml:13: gateway.limits.bodies_mib: bodies_mib is to hold two bodies of body_mib at least",
         ),
         (
             "    replicas: 2",
