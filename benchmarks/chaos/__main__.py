@@ -53,7 +53,7 @@ DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 20.0, 60.0
 # Two engines that end under one request have it set aside for minutes, as they should: the second one is left
 # alone until what it took over has ended.
 DROP_LEAST_S = 60.0
-DROP_LENGTHS = AgentLengths((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0), hang_ups=0.1)
+DROP_LENGTHS = AgentLengths((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0), hang_ups=0.1, apart=True)
 DROP_BLOCKS = 96  # of 32 tokens, on each decoder
 
 

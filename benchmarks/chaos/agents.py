@@ -41,6 +41,9 @@ class AgentLengths:
     tokens: tuple[int, ...] = (8, 24, 96)
     waits_s: tuple[float, ...] = (0.0, 0.2, 1.0, 8.0)  # of tools; the longest: until after KV is parked
     hang_ups: float = 0.0  # share of streams that their client leaves, to ask again
+    apart: bool = False
+    """Each conversation has a key of its own. Else those of one script are one request to a gateway that sets
+    requests aside under which two engines ended."""
 
 
 def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
@@ -123,6 +126,8 @@ class Agents:
         for turn, (tokens, expected) in enumerate(zip(script.tokens, answers, strict=True)):
             messages.append({"role": "user", "content": script.said[turn]})
             headers = {"x-conversation-id": name}
+            if self._lengths.apart:
+                headers["Authorization"] = f"Bearer {name}"
             if turn == len(answers) - 1:
                 headers["x-conversation-final"] = "true"
             if not await self._turn(f"{name}, turn {turn}", messages, tokens, headers, expected, random):
