@@ -34,6 +34,7 @@ class ConnectorConfig:
     park_after_s: float = 60.0  # idle time after which a conversation is parked
     ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: when it is ended
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
+    idle_kv_yields: bool = False  # KV between turns gives way without a copy on the host, too, and is lost
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
     # False: no plugin does anything between layers here, so that vLLM may run a pass as one graph. Then

@@ -177,13 +177,14 @@ class ReportScheduler(SchedulerSide):
         return int(max(0, request.num_tokens * self._per_token + self._beside - has))
 
     def _here_of(self, request: Any) -> int:
-        """What is counted as held already; not what is on the host too, and gives way at no cost."""
+        """What is counted as held already; not what gives way."""
         blocks = 0
         for block in request.block_hashes:
             found = self._pool.get_cached_block(block, [self._full])
             if not found:
                 break
-            if not found[0].ref_cnt and self._residence.host.stored(block_key(block, self._full)):
+            yields = self._config.idle_kv_yields or self._residence.host.stored(block_key(block, self._full))
+            if not found[0].ref_cnt and yields:
                 break
             blocks += 1
         return blocks * self._block_tokens * self._per_token
@@ -213,8 +214,9 @@ class ReportScheduler(SchedulerSide):
     def _idle_blocks(self, ending: set[int]) -> tuple[int, int, int]:
         """Free blocks that are retained, those of them that give way, and those of parked conversations.
 
-        What is on the host too gives way. Where layers can be shared with another engine, all does: nothing
-        is copied meanwhile, and idle conversations alone are no reason to share or to go on with it.
+        What is on the host too gives way. All does where it may be lost (`idle_kv_yields`), and where layers
+        can be shared with another engine: nothing is copied meanwhile, and idle conversations alone are no
+        reason to share or to go on with it.
         """
         conversations = self._residence.conversations
         retained: set[tuple[bytes, int]] = set()
@@ -225,8 +227,8 @@ class ReportScheduler(SchedulerSide):
             elif conversation.phase is RetentionPhase.PARKED:
                 parked.update(conversations.blocks(conversation))
         free = [block_key(*block) for block in retained if self._is_free(*block, ending)]
-        shares = self._residence.split is not None
-        idle = len(free) if shares else sum(map(self._residence.host.stored, free))
+        all_yield = self._config.idle_kv_yields or self._residence.split is not None
+        idle = len(free) if all_yield else sum(map(self._residence.host.stored, free))
         return len(free), idle, len(parked - retained)
 
     def _is_free(self, block_hash: bytes, group: int, ending: set[int]) -> bool:

@@ -182,6 +182,11 @@ def drops_on(fleet: FleetSpec, role: Role) -> bool:
     return fleet.overload.policy == "drop" and role is not Role.PREFILL
 
 
+def parks(fleet: FleetSpec) -> bool:
+    """Idle conversations may go to the host."""
+    return fleet.overload.policy in ("park", "drop")
+
+
 def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
     coserves, transfer = coserves_on(fleet, role), fleet.policy != "collocated"
     publishes = transfer and role is Role.PREFILL and fleet.transfer.backend == "tcp"
@@ -195,7 +200,8 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
         transfer=transfer,
         layer_hooks=publishes or (coserves and has_safepoints(fleet)),
         ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
-        host_kv_gib=fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0,
+        host_kv_gib=fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers and parks(fleet) else 0.0,
+        idle_kv_yields=fleet.overload.policy == "preempt",
         lmcache_timeout_s=fleet.kv.lmcache.timeout,
     )
 

@@ -1,4 +1,4 @@
-"""What stands in the way of dropping parameters in a running fleet, said before it runs."""
+"""What stands in the way of an overload policy in a running fleet, said before it runs."""
 
 from collections.abc import Iterator
 
@@ -44,8 +44,30 @@ def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
 
 
 def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
-    if fleet.overload.policy != "drop":
-        return
+    if fleet.overload.policy == "drop":
+        yield from _drop(fleet)
+    elif fleet.overload.policy != "park":
+        yield from _without_parking(fleet)
+
+
+def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
+    """What the file says of parking would do nothing."""
+    policy = fleet.overload.policy
+    said = {
+        ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,
+        ("kv", "kv_tiers"): "kv_tiers" in fleet.kv.model_fields_set and bool(fleet.kv.kv_tiers),
+        ("conversation", "park_after"): "park_after" in fleet.conversation.model_fields_set,
+    }
+    for path, given in said.items():
+        if given:
+            yield Problem(
+                path,
+                f"nothing is parked with overload.policy '{policy}': take this out, or set policy: park",
+                at_key=True,
+            )
+
+
+def _drop(fleet: FleetSpec) -> Iterator[Problem]:
     path = ("overload", "policy")
     holders = [tier for tier in fleet.tiers if tier.role is not Role.PREFILL]
     found = [f"tier '{tier.name}': {why}" for tier in holders for why in in_the_way(fleet, tier)]

@@ -420,13 +420,19 @@ class CapacitySpec(Spec):
     """How long turns may go on on an engine that is to end, before they are cut off."""
 
 
+def _off(value: object) -> object:
+    """YAML reads the word `off` as false."""
+    return "off" if value is False else value
+
+
 class OverloadSpec(Spec):
     """What gives way when running turns ask for more KV than the decoders have."""
 
-    policy: Literal["park", "drop"] = "park"
-    """`park`: idle conversations go to the host, and turns wait. `drop`: beside that, pairs of decoders keep
-    half of the model's layers each and serve as a pipeline until it is over; what the other layers took
-    becomes KV. On CPUs, in eager mode, without co-serving."""
+    policy: Annotated[Literal["off", "preempt", "park", "drop"], BeforeValidator(_off)] = "park"
+    """`off`: idle conversations keep their KV, and new ones wait. `preempt`, as plain vLLM: idle KV is lost,
+    and computed again. `park`: it goes to the host, and turns wait. `drop`: beside that, groups of decoders
+    keep a share of the model's layers each and serve as a pipeline until it is over; what the other layers
+    took becomes KV. On CPUs, in eager mode, without co-serving."""
 
 
 class RaySpec(Spec):

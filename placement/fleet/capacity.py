@@ -163,7 +163,7 @@ def _decoders(signals: Signals, limits: Thresholds) -> Recommendation | None:
         if 0 < running <= limits.target:
             reason = (
                 f"{holds}, those with a turn under way {running:.0%}: with more host "
-                "memory (kv.host_kv_gib) the others could wait there"
+                "memory (kv.host_kv_gib, overload.policy: park) the others could wait there"
             )
             return Recommendation(Action.RAISE_HOST_KV, 0, reason)
         count = max(1, limits.enough(pressure, engines) - engines)

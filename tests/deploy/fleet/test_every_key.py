@@ -314,6 +314,9 @@ CASES = {
     "ray.dashboard": case(True, lambda got: "--include-dashboard true" in got.head),
 }  # fmt: skip
 
+# Other values of a key, which set other fields.
+ALSO = {"overload.policy": "preempt"}
+
 # Keys that an actor reads from the fleet itself.
 DIRECT = {
     "tiers.hardware.accelerator": ["deploy/fleet/engine_checks.py"],
@@ -368,7 +371,7 @@ DERIVED = {
     (GatewayConfig, "hosts"),  # localhost, where no key is asked for
     (GatewayConfig, "classes"),  # `default` is one of them
     (KeeperSettings, "start_together"),  # by the device
-    (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers
+    (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers and overload.policy
     (ConnectorConfig, "plugins"),  # by coserving.enabled and overload.policy
     (DispatchSettings, "coserving"),  # by coserving.enabled
     (LaunchSpec, "options"),
@@ -429,8 +432,9 @@ def test_a_key_is_read(key: str) -> None:
 def set_by_keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[type, str]]:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     found = set()
-    for key, one in CASES.items():
-        before, after = made(*one.base), made(*one.base, (key, one.value))
+    changes = [(one.base, (key, one.value)) for key, one in CASES.items()]
+    for base, change in (*changes, *(((), other) for other in ALSO.items())):
+        before, after = made(*base), made(*base, change)
         old = list(before.settings())
         found |= {place for place, value in after.settings() if (place, value) not in old}
     return found

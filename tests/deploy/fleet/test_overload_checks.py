@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from deploy.fleet import FleetFileError, parse_fleet
+from deploy.fleet.components import connector
+from placement.engines import Role
 
 DROPS = """\
 name: test
@@ -86,3 +88,29 @@ def test_of_models_that_can_be_split_those_with_several_kinds_of_layers_are_refu
     assert not every_mistake(of_model(tmp_path, "Qwen3ForCausalLM", layer_types=["full_attention"] * 2))
     (found,) = every_mistake(of_model(tmp_path, "LlamaForCausalLM", **WINDOWS))
     assert "layers have windows or states" in found and found.endswith("set overload.policy: park")
+
+
+@pytest.mark.parametrize(
+    ("policy", "host_kv_gib", "idle_kv_yields"),
+    [("off", 0.0, False), ("preempt", 0.0, True), ("park", 4.0, False), ("drop", 4.0, False)],
+)
+def test_what_engines_are_told_of_idle_kv(policy: str, host_kv_gib: float, idle_kv_yields: bool) -> None:
+    fleet = parse_fleet(DROPS.replace("policy: drop", f"policy: {policy}"), "fleet.yaml")
+    told = connector(fleet, Role.DECODE)
+    assert (told.host_kv_gib, told.idle_kv_yields) == (host_kv_gib, idle_kv_yields)
+
+
+@pytest.mark.parametrize("policy", ["off", "preempt"])
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ("kv: {host_kv_gib: 2}", "kv.host_kv_gib"),
+        ("kv: {kv_tiers: [host]}", "kv.kv_tiers"),
+        ("conversation: {park_after: 5s}", "conversation.park_after"),
+    ],
+)
+def test_what_parks_is_refused_where_nothing_is_parked(policy: str, block: str, key: str) -> None:
+    text = DROPS.replace("policy: drop", f"policy: {policy}") + block + "\n"
+    said = f"fleet.yaml:9: {key}: nothing is parked with overload.policy '{policy}': take this out"
+    assert [one for one in every_mistake(text) if one.startswith(said)]
+    assert not every_mistake(text.replace(policy, "park"))

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,12 +27,10 @@ def copied(engine: SimulatedEngine, host_kv_gib: float) -> EngineState:
     return state
 
 
-def idle_and_live_blocks(host_kv_gib: float) -> tuple[int, int, int]:
+def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int, int, int]:
     """While a turn of ten blocks runs beside a conversation that keeps ten, and after it ended."""
-    engine = SimulatedEngine(
-        ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib),
-        blocks=60,
-    )
+    config = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib)
+    engine = SimulatedEngine(replace(config, idle_kv_yields=yields), blocks=60)
     try:
         for name, output in (("first", 2), ("second", 20)):
             prompt = [(n + len(name)) % 250 for n in range(10 * BLOCK_TOKENS + 5)]
@@ -60,6 +59,13 @@ def test_what_waits_on_the_host_too_is_idle_and_what_runs_is_not() -> None:
 
 def test_without_a_host_store_nothing_gives_way_at_no_cost() -> None:
     assert idle_and_live_blocks(host_kv_gib=0.0)[:2] == (0, 0)
+
+
+def test_where_idle_kv_may_be_lost_it_gives_way_without_a_host_store() -> None:
+    """As plain vLLM's prefix cache: `overload: {policy: preempt}`."""
+    beside, after, live = idle_and_live_blocks(host_kv_gib=0.0, yields=True)
+    assert beside == 10
+    assert after == live
 
 
 def test_a_parked_conversation_that_leaves_a_full_host_is_named() -> None:
@@ -133,14 +139,15 @@ def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: d
         engine.close()
 
 
-@pytest.mark.parametrize(("where", "lacks"), [("kept", 40), ("on the host too", 360), ("parked", 360)])
+@pytest.mark.parametrize(
+    ("where", "lacks"), [("kept", 40), ("may be lost", 360), ("on the host too", 360), ("parked", 360)]
+)
 def test_a_turn_that_comes_back_lacks_its_whole_history_where_nothing_holds_it(
     where: str, lacks: int
 ) -> None:
-    host_kv_gib = 0.0 if where == "kept" else 0.005
-    engine = SimulatedEngine(
-        ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=host_kv_gib), blocks=60
-    )
+    host_kv_gib = 0.0 if where in ("kept", "may be lost") else 0.005
+    config = ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=host_kv_gib)
+    engine = SimulatedEngine(replace(config, idle_kv_yields=where == "may be lost"), blocks=60)
     try:
         prompt = [n % 250 for n in range(10 * BLOCK_TOKENS)]
         engine.add("first", prompt, 2, session="s")
