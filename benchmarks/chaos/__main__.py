@@ -12,7 +12,8 @@ while. Wanted: no conversation lost, no wrong token (float32, greedy, what cut s
 request that outlives its limit, nothing left behind, every line of the batch answered once.
 
 With --drop decoders have so little KV that they share their layers again and again (`overload: {policy:
-drop}`); their processes are killed meanwhile, and clients leave their streams and ask again.
+drop}`), and have them again when all agents rest; their processes are killed meanwhile, and clients leave
+their streams and ask again.
 """
 
 import asyncio
@@ -53,7 +54,9 @@ DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 20.0, 60.0
 # Two engines that end under one request have it set aside for minutes, as they should: the second one is left
 # alone until what it took over has ended.
 DROP_LEAST_S = 60.0
-DROP_LENGTHS = AgentLengths((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0), hang_ups=0.1, apart=True)
+DROP_LENGTHS = AgentLengths(
+    *((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0)), hang_ups=0.1, busy_s=25.0, rest_s=10.0, apart=True
+)
 DROP_BLOCKS = 96  # of 32 tokens, on each decoder
 
 

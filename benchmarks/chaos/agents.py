@@ -41,6 +41,8 @@ class AgentLengths:
     tokens: tuple[int, ...] = (8, 24, 96)
     waits_s: tuple[float, ...] = (0.0, 0.2, 1.0, 8.0)  # of tools; the longest: until after KV is parked
     hang_ups: float = 0.0  # share of streams that their client leaves, to ask again
+    busy_s: float = math.inf  # then all rest for a while, so that what overload changed is changed back
+    rest_s: float = 0.0
     apart: bool = False
     """Each conversation has a key of its own. Else those of one script are one request to a gateway that sets
     requests aside under which two engines ended."""
@@ -128,12 +130,20 @@ class Agents:
             headers = {"x-conversation-id": name}
             if self._lengths.apart:
                 headers["Authorization"] = f"Bearer {name}"
+            await asyncio.sleep(self._rest_left_s())
             if turn == len(answers) - 1:
                 headers["x-conversation-final"] = "true"
             if not await self._turn(f"{name}, turn {turn}", messages, tokens, headers, expected, random):
                 return
             messages.append({"role": "assistant", "content": expected})
             await asyncio.sleep(random.choice(self._lengths.waits_s))
+
+    def _rest_left_s(self) -> float:
+        lengths = self._lengths
+        if not lengths.rest_s:
+            return 0.0
+        into_s = time.monotonic() % (lengths.busy_s + lengths.rest_s)
+        return max(0.0, lengths.busy_s + lengths.rest_s - into_s) if into_s >= lengths.busy_s else 0.0
 
     async def _turn(
         self,
