@@ -1,12 +1,14 @@
 """Conversations that begin alike, on two prefillers and two decoders: what is computed and moved of it.
 
     python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--quick] [--json FILE] [--fleet FILE]
+                                  [--before URL,ENGINE,ENGINE,...]
 
 Three frameworks' system prompts, and a question to each conversation. The same arrivals are played three
 times, with texts of their own: `apart`, each conversation of another owner, so that nothing is shared;
 `unknown`, as plain prompts, whose beginnings the directory is not told of, while engines find what they have
 cached; and `shared`, as chats. Prompt tokens that engines computed and bytes that prefillers sent are the
-engines' own counts.
+engines' own counts. `--before` is another fleet of the same size that is up already, as of an earlier commit:
+its gateway, and host:port of each of its engines. It is played the same chats, and ours only those.
 """
 
 import asyncio
@@ -24,7 +26,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.live_policies import brought_up
 from benchmarks.output import command, write_json
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.home import FleetHome
 from deploy.lifecycle.status import fleet_status, serving
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +45,11 @@ class PrefixFigures:
     failed: int
 
 
-def counted(home: FleetHome) -> tuple[float, float]:
+def counted(engines: Sequence[str]) -> tuple[float, float]:
     """Prompt tokens computed and bytes fetched, of all engines since their start."""
     computed = moved = 0.0
-    for engine in fleet_status(home).engines:
-        page = httpx.get(f"http://{engine.http}/metrics", timeout=30).text
+    for engine in engines:
+        page = httpx.get(f"http://{engine}/metrics", timeout=30).text
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == "vllm:prompt_tokens_by_source_total":
@@ -106,6 +107,19 @@ class PrefixPlay:
             self.failed += 1
 
 
+def played(
+    variant: str, url: str, engines: Sequence[str], model: str, system_words: int, arrivals: Sequence[float]
+) -> PrefixFigures:
+    before, play = counted(engines), PrefixPlay(url, model, variant, system_words)
+    asyncio.run(play.run(arrivals))
+    time.sleep(2)
+    after = counted(engines)
+    p95 = quantiles(play.ttft, n=20)[-1] if len(play.ttft) > 1 else 0.0
+    found = PrefixFigures(after[0] - before[0], after[1] - before[1], median(play.ttft), p95, play.failed)
+    print(f"{variant}: {found}", flush=True)
+    return found
+
+
 def alone_s(url: str, model: str, system_words: int) -> float:
     """One such prompt on an idle fleet; the second of two, for the first pays for a start."""
     for number in range(2):
@@ -136,6 +150,7 @@ def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_CONVERSATIONS} conversations, {QUICK_TOKENS} tokens")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a framework's system prompt")
+    parser.add_argument("--before", help="another fleet: its gateway's URL, and host:port of each engine")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
     options = parser.parse_args()
     count = QUICK_CONVERSATIONS if options.quick else options.conversations
@@ -152,25 +167,22 @@ def main() -> None:
             arrivals.append(at)
             at += random.expovariate(LOAD / alone)  # two cores carry one prompt's work at a time
         print(f"a prompt of {tokens} tokens alone: {alone:.2f} s; {count} in {at:.0f} s", flush=True)
-        for variant in VARIANTS:
-            before, play = counted(home), PrefixPlay(url, model, variant, system_words)
-            asyncio.run(play.run(arrivals))
-            time.sleep(2)
-            after = counted(home)
-            p95 = quantiles(play.ttft, n=20)[-1] if len(play.ttft) > 1 else 0.0
-            table[variant] = PrefixFigures(
-                after[0] - before[0], after[1] - before[1], median(play.ttft), p95, play.failed
-            )
-            print(f"{variant}: {table[variant]}", flush=True)
+        engines = [engine.http for engine in fleet_status(home).engines]
+        for variant in VARIANTS if not options.before else ("shared",):
+            table[variant] = played(variant, url, engines, model, system_words, arrivals)
+        if options.before:
+            its_url, *its_engines = options.before.split(",")
+            table["before"] = played("before", its_url, its_engines, model, system_words, arrivals)
     shared = table["shared"]
-    figures = {
-        "prefill_tokens_vs_apart": shared.computed_tokens / table["apart"].computed_tokens,
-        "bytes_vs_apart": shared.bytes_moved / max(1.0, table["apart"].bytes_moved),
-        "prefill_tokens_vs_unknown": shared.computed_tokens / table["unknown"].computed_tokens,
-        "bytes_vs_unknown": shared.bytes_moved / max(1.0, table["unknown"].bytes_moved),
-        "ttft_p95_vs_unknown": shared.ttft_p95_s / table["unknown"].ttft_p95_s,
-        "failed": sum(one.failed for one in table.values()),
-    }
+    figures: dict[str, float] = {}
+    for name, other in table.items():
+        if name != "shared":
+            figures |= {
+                f"prefill_tokens_vs_{name}": shared.computed_tokens / other.computed_tokens,
+                f"bytes_vs_{name}": shared.bytes_moved / max(1.0, other.bytes_moved),
+                f"ttft_p95_vs_{name}": shared.ttft_p95_s / other.ttft_p95_s,
+            }
+    figures["failed"] = sum(one.failed for one in table.values())
     for name, value in figures.items():
         print(f"{name} = {value:.3f}")
     write_json(options.json, figures | {"table": {name: asdict(one) for name, one in table.items()}})
