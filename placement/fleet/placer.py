@@ -50,6 +50,9 @@ class PlacerSettings:
     forget_prefill_after_s: float = 5.0  # an idle prefiller's unreported ends
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
     first_turns: FirstTurns = FirstTurns.ELASTIC  # and later ones with much to compute as well
+    # Elastic: a decoder with room is chosen instead of the one with the least KV if its first token comes in
+    # so much of the time.
+    sooner_share: float = 0.9
     last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
 
 
@@ -183,6 +186,8 @@ class Placer:
                 return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
             prefiller = self._with_cached(prefiller, turn, cached, now)
+            decoder = self._soonest(decoder, prefiller, turn, cached)
+            uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
             prefiller, estimates = self._sooner(prefiller, decoder, uncached)
             wait_s = prefiller.chosen.wait_s if prefiller.chosen else 0.0
             if wait_s > (limit_s := settings.max_prefill_wait_s):
@@ -346,15 +351,33 @@ class Placer:
             prefiller = _without(prefiller, Why.SOONER_ON_DECODER)
         return prefiller, estimates
 
+    def _soonest(
+        self, least: DecoderChoice, prefiller: PrefillerChoice, turn: FirstTurn, cached: Mapping[str, int]
+    ) -> DecoderChoice:
+        """Elastic: of the decoders with the least KV, the one that computes the prompt soonest, if that is
+        clearly sooner than on the first of them and on a prefiller. Prompts wait for each other there."""
+        if self._elastic is None or least.why is not Why.LEAST_KV_IN_USE:
+            return least
+        tokens = {
+            one.engine: turn.prompt_tokens - cached.get(one.engine, 0)
+            for one in (least.chosen, *least.runners_up)
+            if one.engine not in self._split
+        }
+        local_s = {name: self._elastic.estimates(name, few, None).local_s for name, few in tokens.items()}
+        best = min(local_s, key=local_s.__getitem__)
+        if not local_s[best] < self.settings.sooner_share * local_s[least.chosen.engine]:
+            return least
+        if not self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first:
+            return least
+        return _with_first(least, best)._replace(why=Why.SOONER_WITH_ROOM)
+
     def _decoder_with_time(self, decoder: DecoderChoice, tokens: int) -> DecoderChoice | None:
         """Elastic: the first that the conversation fits on and whose own prompts are soon through."""
         if self._elastic is None:
             return None
-        fitting = (decoder.chosen, *decoder.runners_up)
-        for one in fitting:
+        for one in (decoder.chosen, *decoder.runners_up):
             if self._elastic.local_wait_s(one.engine, tokens) <= self.settings.max_prefill_wait_s:
-                others = tuple(other for other in fitting if other is not one)
-                return decoder._replace(chosen=one, runners_up=others)
+                return _with_first(decoder, one.engine)
         return None
 
     def _cached(self, turn: FirstTurn, now: float) -> dict[str, int]:
@@ -436,3 +459,10 @@ def _without(prefiller: PrefillerChoice, why: Why) -> PrefillerChoice:
 
 def _no_prefiller(why: Why) -> PrefillerChoice:
     return PrefillerChoice(why, None, (), 0)
+
+
+def _with_first(decoder: DecoderChoice, engine: str) -> DecoderChoice:
+    """Another of those that it fits on is the chosen one."""
+    seen = (decoder.chosen, *decoder.runners_up)
+    others = tuple(one for one in seen if one.engine != engine)
+    return decoder._replace(chosen=next(one for one in seen if one.engine == engine), runners_up=others)

@@ -67,6 +67,53 @@ def test_a_prefiller_has_it_when_idle_and_the_decoder_when_the_queue_is_long() -
     assert second.decoder == "d1", "the binding is that of the decoder with the least KV in use"
 
 
+def waits_on(placer: Placer, decoder: str, prompt_tokens: int, live_tokens: int = 0) -> None:
+    report = state(decoder, live_tokens, 1, waiting_prompt_tokens=prompt_tokens, prompt_tokens_per_s=20_000.0)
+    assert placer.observe(report, 0.0)
+
+
+def test_of_decoders_with_room_the_one_that_is_clearly_sooner_computes_the_prompt() -> None:
+    placer = a_placer()
+    place(placer, "queued", 100_000)
+    waits_on(placer, "d0", 0, live_tokens=50_000)
+    waits_on(placer, "d1", 30_000)
+    found = place(placer, "a")
+    assert (found.prefiller, found.decoder) == (None, "d0"), "d1 holds less, and computes another's prompt"
+    assert found.receipt.decoder.why is Why.SOONER_WITH_ROOM
+    assert [one.engine for one in found.receipt.decoder.runners_up] == ["d1"]
+    assert found.receipt.estimates is not None and found.receipt.estimates.local_first
+
+
+@pytest.mark.parametrize(
+    ("queued", "waiting", "live", "preferred"),
+    [
+        (0, 30_000, 50_000, None),  # a prefiller is sooner: least KV in use
+        (100_000, 500, 50_000, None),  # not clearly sooner
+        (100_000, 30_000, 995_000, None),  # no room there
+        (100_000, 30_000, 50_000, "d1"),  # its parent's decoder
+    ],
+)
+def test_it_stays_with_the_least_kv_in_use(
+    queued: int, waiting: int, live: int, preferred: str | None
+) -> None:
+    placer = a_placer()
+    if queued:
+        place(placer, "queued", queued)
+    waits_on(placer, "d0", 0, live_tokens=live)
+    waits_on(placer, "d1", waiting)
+    found = placer.place(FirstTurn("a", 10_000, preferred), 0.0)
+    assert isinstance(found, Placement) and found.decoder == "d1"
+    assert found.receipt.decoder.why is (Why.PREFERRED if preferred else Why.LEAST_KV_IN_USE)
+
+
+def test_where_nothing_is_known_of_any_decoder_it_stays_with_the_least_kv_in_use() -> None:
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
+    for number in range(2):
+        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
+    placer.observe(state("d0", 10_000, 1), 0.0)
+    assert place(placer, "a").decoder == "d1"
+
+
 def test_the_papers_rule_estimates_nothing() -> None:
     assert PlacerSettings().first_turns is FirstTurns.ELASTIC
     placer = a_placer(first=FirstTurns.PREFILLER)
