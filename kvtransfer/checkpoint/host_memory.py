@@ -1,11 +1,12 @@
 """Host memory for blocks, and how their bytes leave the accelerator and return to it.
 
 A *piece* is some blocks in host memory: a row a block, in it its bytes of each layer, one after the other.
-The copier's thread shares Python's lock with the model's: it makes few calls for many bytes, which let go of
-the lock meanwhile. NumPy's do, and they start no threads, as torch's do.
+The copier's thread shares Python's lock with the model's: what copies bytes lets go of it meanwhile. NumPy's
+calls do, and they start no threads, as torch's do.
 """
 
 from abc import ABC, abstractmethod
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,14 @@ def _digests(piece: Piece) -> list[int]:
     return [xxhash.xxh3_64_intdigest(block.data) for block in piece]
 
 
-HOST_PART_BYTES = 2 << 20  # stays in a core's cache between its two copies
+HOST_PART_BYTES = 2 << 20  # of a load: stays in a core's cache between its two copies
 CUDA_PART_BYTES = 8 << 20  # a few tenths of a millisecond on the bus: starting one is little beside it
 THREADS = 4  # digests keep up with the bus
 
 
 class Mover(ABC):
-    """What moves blocks between the accelerator and `bounce`, from whose row `at` on they are. Called from
-    threads of the copier, each with rows of its own."""
+    """What moves blocks between the accelerator and the host, those of a load by way of `bounce`, from whose
+    row `at` on they are. Called from threads of the copier, each with rows of its own."""
 
     bounce: Piece  # as many blocks as are moved at once
     takes_cores: bool  # what moves bytes is what the model computes with
@@ -83,8 +84,8 @@ class Mover(ABC):
         that launches steps."""
 
     @abstractmethod
-    def from_device(self, blocks: list[int], at: int = 0) -> Piece:
-        """The rows: good until the next call for them."""
+    def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
+        """Returns when they are in their slots."""
 
     @abstractmethod
     def to_device(self, blocks: list[int], at: int = 0) -> None:
@@ -97,7 +98,10 @@ class HostMover(Mover):
     takes_cores = True
 
     def __init__(self, device: list[torch.Tensor]) -> None:
-        self._layers = [whole(layer.view(len(layer), -1).view(torch.uint8).numpy()) for layer in device]
+        self._bytes = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
+        ends = list(accumulate(layer.shape[1] for layer in self._bytes))
+        self._places = [slice(*ends_at) for ends_at in pairwise([0, *ends])]  # of each layer in a row
+        self._layers = [whole(layer) for layer in self._bytes]
         self.bounce = np.empty(bounce_shape(device, HOST_PART_BYTES), dtype=np.uint8)
         row = self.bounce.view([(str(n), layer.dtype) for n, layer in enumerate(self._layers)])
         self._bounce = [row[str(n)][:, 0] for n in range(len(device))]  # of each layer
@@ -105,11 +109,15 @@ class HostMover(Mover):
     def mark(self) -> None:
         """What was launched is done."""
 
-    def from_device(self, blocks: list[int], at: int = 0) -> Piece:
-        rows = slice(at, at + len(blocks))
-        for layer, bounce in zip(self._layers, self._bounce, strict=True):
-            bounce[rows] = layer[blocks]
-        return self.bounce[rows]
+    def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
+        """In one pass: bytes are copied while they are in a core's cache for their digest."""
+        for copy in copies:
+            row, digest = memory.rows[copy.slot], xxhash.xxh3_64()
+            for layer, place in zip(self._bytes, self._places, strict=True):
+                came = layer[copy.block]
+                digest.update(came)
+                row[place] = came
+            memory.contents[copy.slot] = copy.generation, digest.intdigest()
 
     def to_device(self, blocks: list[int], at: int = 0) -> None:
         for layer, bounce in zip(self._layers, self._bounce, strict=True):
@@ -139,7 +147,11 @@ class CudaMover(Mover):
         self._layers = self._together.view(unit).split(widths, dim=1)  # of each row
         self.bounce: Piece = self._pinned.numpy()
 
+    def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
+        memory.put(copies, self.from_device([copy.block for copy in copies], at))
+
     def from_device(self, blocks: list[int], at: int = 0) -> Piece:
+        """The rows: good until the next call for them."""
         rows = slice(at, at + len(blocks))
         with self._from.launching():
             source = self._index(blocks, rows)

@@ -179,7 +179,7 @@ class Copier:
             self._report.failed.update(copy.slot for copy in failed)
 
     def _store_part(self, at: int, copies: list[BlockCopy]) -> None:
-        self.memory.put(copies, self._mover.from_device([copy.block for copy in copies], at))
+        self._mover.store(self.memory, copies, at)
 
     def _load_part(self, at: int, copies: list[BlockCopy]) -> list[BlockCopy]:
         good = self.memory.take(copies, self._mover.bounce[at:])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.checkpoint.host_memory import HostMover, HostSlots, Piece, block_bytes, whole
+from kvtransfer.checkpoint.host_memory import HostMover, HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.plugins import LoadsEnded
@@ -75,14 +75,12 @@ def test_a_byte_flipped_on_the_host_is_found_and_not_copied(host: Host) -> None:
 
 
 def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
-    rows = host.memory.rows
-
     class FlippedOnArrival(np.ndarray):  # type: ignore[type-arg]
-        def __setitem__(self, *copy: Any) -> None:
-            whole(rows).__setitem__(*copy)
-            rows[3][300] ^= 1
+        def __setitem__(self, place: Any, came: Any) -> None:
+            super().__setitem__(place, came)
+            self[place].view(np.ndarray)[0] ^= 1
 
-    host.memory.rows = rows.view(FlippedOnArrival)
+    host.memory.rows = host.memory.rows.view(FlippedOnArrival)
     host.store(BlockCopy(2, slot=3, generation=1))
     assert host.load(BlockCopy(7, slot=3, generation=1)).failed_blocks == {7}
 
@@ -102,8 +100,8 @@ def test_a_byte_flipped_after_the_check_is_not_what_is_copied(host: Host) -> Non
 
 def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
     class Failing(HostMover):
-        def from_device(self, blocks: list[int], at: int = 0) -> Piece:
-            raise IndexError(blocks)
+        def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
+            raise IndexError(copies)
 
         def to_device(self, blocks: list[int], at: int = 0) -> None:
             raise MemoryError
@@ -132,9 +130,9 @@ def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> No
     done: list[str] = []
 
     class RecordingMover(HostMover):
-        def from_device(self, blocks: list[int], at: int = 0) -> Piece:
+        def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
             done.append("store")
-            return super().from_device(blocks, at)
+            super().store(memory, copies, at)
 
         def to_device(self, blocks: list[int], at: int = 0) -> None:
             done.append("load")

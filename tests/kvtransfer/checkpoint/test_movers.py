@@ -6,8 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
-from kvtransfer.checkpoint.host_memory import THREADS, CudaMover, HostMover, Mover
+from kvtransfer.checkpoint.host_memory import (
+    THREADS,
+    CudaMover,
+    HostMover,
+    HostSlots,
+    Mover,
+    block_bytes,
+)
+from kvtransfer.checkpoint.scheduler import BlockCopy
 
 BLOCKS = 6
 
@@ -35,22 +44,35 @@ def bytes_of(device: list[Any], block: int) -> bytes:
     return b"".join(bytes(layer[block].view(torch.uint8).numpy().tobytes()) for layer in device)
 
 
-def test_a_row_is_a_block(mover: Mover, device: list[Any]) -> None:
-    piece = mover.from_device([4, 1])
-    assert [row.tobytes() for row in piece] == [bytes_of(device, 4), bytes_of(device, 1)]
+@pytest.fixture
+def memory(device: list[Any]) -> HostSlots:
+    return HostSlots(BLOCKS, block_bytes(device))
 
 
-def test_blocks_go_where_they_are_told_and_nowhere_else(mover: Mover, device: list[Any]) -> None:
+def test_a_row_is_a_block(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
+    mover.store(memory, [BlockCopy(4, slot=2, generation=1), BlockCopy(1, slot=0, generation=3)])
+    assert [memory.rows[slot].tobytes() for slot in (2, 0)] == [bytes_of(device, 4), bytes_of(device, 1)]
+    digests = [xxhash.xxh3_64_intdigest(bytes_of(device, block)) for block in (4, 1)]
+    assert memory.contents == {2: (1, digests[0]), 0: (3, digests[1])}
+
+
+def test_blocks_go_where_they_are_told_and_nowhere_else(
+    mover: Mover, memory: HostSlots, device: list[Any]
+) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
-    mover.from_device([4, 1])
+    mover.store(memory, [BlockCopy(4, slot=3, generation=1), BlockCopy(1, slot=5, generation=1)])
+    back = [BlockCopy(0, slot=3, generation=1), BlockCopy(5, slot=5, generation=1)]
+    assert memory.take(back, mover.bounce) == back
     mover.to_device([0, 5])
     assert [bytes_of(device, block) for block in range(BLOCKS)] == [before[4], *before[1:5], before[1]]
 
 
-def test_parts_of_a_piece_do_not_touch_each_other(mover: Mover, device: list[Any]) -> None:
+def test_parts_of_a_piece_do_not_touch_each_other(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
-    mover.from_device([4], at=1)
-    mover.from_device([2], at=0)
+    mover.store(memory, [BlockCopy(4, slot=0, generation=1)], at=1)
+    mover.store(memory, [BlockCopy(2, slot=1, generation=1)], at=0)
+    memory.take([BlockCopy(0, slot=0, generation=1)], mover.bounce[1:])
+    memory.take([BlockCopy(0, slot=1, generation=1)], mover.bounce)
     mover.to_device([0], at=1)
     assert bytes_of(device, 0) == before[4] and mover.bounce[0].tobytes() == before[2]
 
