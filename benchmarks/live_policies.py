@@ -12,6 +12,7 @@ systems that the simulation puts 30 % apart or more has to be in the same order 
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -97,7 +98,8 @@ def up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[str]:
 
 @contextmanager
 def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetHome]:
-    """The fleet by its command line, as a person brings it up."""
+    """The fleet by its command line, as a person brings it up; whoever is told to end takes it down."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="live-") as base:
         file, port = Path(base) / "fleet.yaml", free_port("127.0.0.1")
         file.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_unset=True)))
