@@ -53,6 +53,9 @@ class PlacerSettings:
     # Elastic: a decoder with room is chosen instead of the one with the least KV if its first token comes in
     # so much of the time.
     sooner_share: float = 0.9
+    sooner_full: float = (
+        0.25  # share of decoders without room, beyond which KV is short: then it alone counts
+    )
     last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
 
 
@@ -357,6 +360,8 @@ class Placer:
         """Elastic: of the decoders with the least KV, the one that computes the prompt soonest, if that is
         clearly sooner than on the first of them and on a prefiller. Prompts wait for each other there."""
         if self._elastic is None or least.why is not Why.LEAST_KV_IN_USE:
+            return least
+        if least.without_capacity > self.settings.sooner_full * least.considered:
             return least
         tokens = {
             one.engine: turn.prompt_tokens - cached.get(one.engine, 0)

@@ -352,7 +352,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     PlacerSettings: {
         "fill retry_no_capacity_s retry_no_engine_s local_prefill_without_prefiller forget_prefill_after_s "
-        "last_resort_fill": CONSTANT,
+        "last_resort_fill sooner_share sooner_full": CONSTANT,
     },
     DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
     KeeperSettings: {

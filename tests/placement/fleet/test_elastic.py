@@ -106,6 +106,17 @@ def test_it_stays_with_the_least_kv_in_use(
     assert found.receipt.decoder.why is (Why.PREFERRED if preferred else Why.LEAST_KV_IN_USE)
 
 
+@pytest.mark.parametrize(("full", "chosen"), [(1, "d0"), (2, "d1")])
+def test_where_many_decoders_are_full_only_kv_counts(full: int, chosen: str) -> None:
+    placer = a_placer(decoders=5)
+    place(placer, "queued", 100_000)
+    waits_on(placer, "d0", 0, live_tokens=50_000)
+    waits_on(placer, "d1", 30_000)
+    for number in range(2, 5):
+        waits_on(placer, f"d{number}", 30_000, live_tokens=995_000 if number < 2 + full else 60_000)
+    assert place(placer, "a").decoder == chosen
+
+
 def test_where_nothing_is_known_of_any_decoder_it_stays_with_the_least_kv_in_use() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     for number in range(2):
