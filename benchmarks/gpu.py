@@ -115,7 +115,7 @@ def kernels_beside_copies(shape: MadeShape) -> Figures:
 
     def copy() -> None:
         while not over.is_set():
-            mover.from_device(list(range(len(mover.bounce)))[: shape.blocks])
+            mover.from_device(list(range(mover.at_once))[: shape.blocks])
 
     alone = statistics.median(taken() for _ in range(ROUNDS))
     with ThreadPoolExecutor(1) as copier:

@@ -32,6 +32,14 @@ class HostSlots:
         self.rows: Piece = np.empty((slots, block_bytes), dtype=np.uint8)
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
 
+    def known(self, copies: list[BlockCopy]) -> list[BlockCopy]:
+        """Those whose slots were last written for them."""
+        return [c for c in copies if self.contents.get(c.slot, (None, 0))[0] == c.generation]
+
+    def holds(self, copy: BlockCopy, digest: int) -> bool:
+        """What came back is what was stored."""
+        return self.contents[copy.slot][1] == digest
+
     def put(self, copies: list[BlockCopy], piece: Piece) -> None:
         digests = _digests(piece)
         whole(self.rows)[[copy.slot for copy in copies]] = whole(piece)
@@ -40,20 +48,16 @@ class HostSlots:
 
     def take(self, copies: list[BlockCopy], bounce: Piece) -> list[BlockCopy]:
         """Those whose slots hold what they should; the first rows of `bounce` get their bytes."""
-        known = [c for c in copies if self.contents.get(c.slot, (None, 0))[0] == c.generation]
+        known = self.known(copies)
         if not known:
             return []
-        piece = self.gather(known, bounce)
+        piece = bounce[: len(known)]
+        np.take(whole(self.rows), [copy.slot for copy in known], out=whole(piece), mode="clip")
         digests = _digests(piece)
-        good = [n for n, copy in enumerate(known) if self.contents[copy.slot][1] == digests[n]]
+        good = [n for n, copy in enumerate(known) if self.holds(copy, digests[n])]
         if len(good) < len(known):
             piece[: len(good)] = piece[good]
         return [known[n] for n in good]
-
-    def gather(self, copies: list[BlockCopy], bounce: Piece) -> Piece:
-        piece = bounce[: len(copies)]
-        np.take(whole(self.rows), [copy.slot for copy in copies], out=whole(piece), mode="clip")
-        return piece
 
 
 def whole(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -66,62 +70,68 @@ def _digests(piece: Piece) -> list[int]:
     return [xxhash.xxh3_64_intdigest(block.data) for block in piece]
 
 
-HOST_PART_BYTES = 2 << 20  # of a load: stays in a core's cache between its two copies
+HOST_PART_BYTES = 2 << 20  # a rest beside steps comes after so many
 CUDA_PART_BYTES = 8 << 20  # a few tenths of a millisecond on the bus: starting one is little beside it
 THREADS = 4  # digests keep up with the bus
 
 
 class Mover(ABC):
-    """What moves blocks between the accelerator and the host, those of a load by way of `bounce`, from whose
-    row `at` on they are. Called from threads of the copier, each with rows of its own."""
+    """What moves blocks between the accelerator and the host. Called from threads of the copier, each with
+    blocks of its own, the first of which is number `at` of those that are moved at once."""
 
-    bounce: Piece  # as many blocks as are moved at once
+    at_once: int  # blocks, by all threads
     takes_cores: bool  # what moves bytes is what the model computes with
 
     @abstractmethod
     def mark(self) -> None:
-        """What was launched up to now comes before what `to_device` writes from now on. Called by the thread
-        that launches steps."""
+        """What was launched up to now comes before what `load` writes from now on. Called by the thread that
+        launches steps."""
 
     @abstractmethod
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
         """Returns when they are in their slots."""
 
     @abstractmethod
-    def to_device(self, blocks: list[int], at: int = 0) -> None:
-        """Returns when the bytes are there."""
+    def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
+        """Those whose slots hold what they should: their bytes are there when it returns. Blocks of others
+        may have been written, too."""
 
 
 class HostMover(Mover):
-    """KV in host memory already (CPU build)."""
+    """KV in host memory already (CPU build): one pass, bytes are copied and hashed while they are in a core's
+    cache."""
 
     takes_cores = True
 
     def __init__(self, device: list[torch.Tensor]) -> None:
-        self._bytes = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
-        ends = list(accumulate(layer.shape[1] for layer in self._bytes))
+        self._layers = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
+        ends = list(accumulate(layer.shape[1] for layer in self._layers))
         self._places = [slice(*ends_at) for ends_at in pairwise([0, *ends])]  # of each layer in a row
-        self._layers = [whole(layer) for layer in self._bytes]
-        self.bounce = np.empty(bounce_shape(device, HOST_PART_BYTES), dtype=np.uint8)
-        row = self.bounce.view([(str(n), layer.dtype) for n, layer in enumerate(self._layers)])
-        self._bounce = [row[str(n)][:, 0] for n in range(len(device))]  # of each layer
+        self.at_once = at_once(device, HOST_PART_BYTES)
 
     def mark(self) -> None:
         """What was launched is done."""
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """In one pass: bytes are copied while they are in a core's cache for their digest."""
         for copy in copies:
             row, digest = memory.rows[copy.slot], xxhash.xxh3_64()
-            for layer, place in zip(self._bytes, self._places, strict=True):
+            for layer, place in zip(self._layers, self._places, strict=True):
                 came = layer[copy.block]
                 digest.update(came)
                 row[place] = came
             memory.contents[copy.slot] = copy.generation, digest.intdigest()
 
-    def to_device(self, blocks: list[int], at: int = 0) -> None:
-        for layer, bounce in zip(self._layers, self._bounce, strict=True):
-            layer[blocks] = bounce[at : at + len(blocks)]
+    def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
+        good = []
+        for copy in memory.known(copies):
+            row, digest = memory.rows[copy.slot], xxhash.xxh3_64()
+            for layer, place in zip(self._layers, self._places, strict=True):
+                back = layer[copy.block]
+                back[:] = row[place]
+                digest.update(back)
+            if memory.holds(copy, digest.intdigest()):
+                good.append(copy)
+        return good
 
 
 class CudaMover(Mover):
@@ -139,13 +149,14 @@ class CudaMover(Mover):
         unit = torch.int64 if all(layer.dtype == torch.int64 for layer in rows) else torch.uint8
         self._device = [layer.view(unit) for layer in rows]
         self._from, self._to = SideStream(cuda), SideStream(cuda)
-        shape = bounce_shape(device, CUDA_PART_BYTES)
+        self.at_once = at_once(device, CUDA_PART_BYTES)
+        shape = self.at_once, block_bytes(device)
         self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=device[0].is_cuda)
         self._together = torch.empty(shape, dtype=torch.uint8, device=device[0].device)
         self._indices = torch.empty(shape[0], dtype=torch.int64, pin_memory=device[0].is_cuda)
         widths = [layer.shape[1] for layer in self._device]
         self._layers = self._together.view(unit).split(widths, dim=1)  # of each row
-        self.bounce: Piece = self._pinned.numpy()
+        self._bounce: Piece = self._pinned.numpy()
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
         memory.put(copies, self.from_device([copy.block for copy in copies], at))
@@ -158,7 +169,13 @@ class CudaMover(Mover):
             for layer, together in zip(self._device, self._layers, strict=True):
                 together[rows].copy_(layer.index_select(0, source))
             self._pinned[rows].copy_(self._together[rows], non_blocking=True)
-        return self.bounce[rows]
+        return self._bounce[rows]
+
+    def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
+        good = memory.take(copies, self._bounce[at:])
+        if good:
+            self.to_device([copy.block for copy in good], at)
+        return good
 
     def mark(self) -> None:
         self._to.mark()
@@ -177,10 +194,9 @@ class CudaMover(Mover):
         return self._indices[rows].to(self._together.device, non_blocking=True)
 
 
-def bounce_shape(device: list[torch.Tensor], nbytes: int) -> tuple[int, int]:
-    """For as many parts as there are threads."""
-    block = block_bytes(device)
-    return THREADS * max(1, nbytes // block), block
+def at_once(device: list[torch.Tensor], nbytes: int) -> int:
+    """As many blocks as parts of so many bytes have, one for each thread."""
+    return THREADS * max(1, nbytes // block_bytes(device))
 
 
 def block_bytes(device: list[torch.Tensor]) -> int:

@@ -100,7 +100,7 @@ class Copier:
         self._in_step, self._step_ended_at = False, time.monotonic()
 
     def _pieces(self, copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
-        size = len(self._mover.bounce)
+        size = self._mover.at_once
         return (copies[at : at + size] for at in range(0, len(copies), size))
 
     def take_report(self) -> CheckpointReport:
@@ -147,11 +147,12 @@ class Copier:
         if self._mover.takes_cores:
             come_after_the_model()
 
-    def _in_parts(self, work: Callable[[int, list[BlockCopy]], Any], copies: list[BlockCopy]) -> list[Any]:
-        """Each with rows of the bounce buffer from the place on that it is told. Beside steps that need the
-        cores, by this thread alone."""
+    def _in_parts(
+        self, work: Callable[[HostSlots, list[BlockCopy], int], Any], copies: list[BlockCopy]
+    ) -> list[Any]:
+        """By several threads; beside steps that need the cores, by this one alone."""
         size = -(-len(copies) // (1 if self._beside_steps else self._threads))
-        parts = [(at, copies[at : at + size]) for at in range(0, len(copies), size)]
+        parts = [(self.memory, copies[at : at + size], at) for at in range(0, len(copies), size)]
         others = [self._helpers.submit(work, *part) for part in parts[1:]]
         try:
             mine = work(*parts[0])
@@ -169,7 +170,7 @@ class Copier:
         failed: list[BlockCopy] = []
         self._throttle.begin()
         try:
-            self._in_parts(self._store_part, copies)
+            self._in_parts(self._mover.store, copies)
         except Exception:
             logger.exception("%d blocks could not be copied to the host", len(copies))
             failed = copies
@@ -178,15 +179,6 @@ class Copier:
             self._report.stored.update(copy.slot for copy in copies)
             self._report.failed.update(copy.slot for copy in failed)
 
-    def _store_part(self, at: int, copies: list[BlockCopy]) -> None:
-        self._mover.store(self.memory, copies, at)
-
-    def _load_part(self, at: int, copies: list[BlockCopy]) -> list[BlockCopy]:
-        good = self.memory.take(copies, self._mover.bounce[at:])
-        if good:
-            self._mover.to_device([copy.block for copy in good], at)
-        return good
-
     def _load(self, load: BlockLoad, asked_for: float) -> None:
         failed: list[BlockCopy] = []
         corrupt: list[BlockCopy] = []
@@ -194,7 +186,7 @@ class Copier:
             self._rest()
             self._throttle.begin()
             try:
-                good = [copy for part in self._in_parts(self._load_part, copies) for copy in part]
+                good = [copy for part in self._in_parts(self._mover.load, copies) for copy in part]
             except Exception:
                 logger.exception(
                     "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import xxhash
@@ -62,26 +61,36 @@ def test_blocks_go_where_they_are_told_and_nowhere_else(
     before = [bytes_of(device, block) for block in range(BLOCKS)]
     mover.store(memory, [BlockCopy(4, slot=3, generation=1), BlockCopy(1, slot=5, generation=1)])
     back = [BlockCopy(0, slot=3, generation=1), BlockCopy(5, slot=5, generation=1)]
-    assert memory.take(back, mover.bounce) == back
-    mover.to_device([0, 5])
+    assert mover.load(memory, back) == back
     assert [bytes_of(device, block) for block in range(BLOCKS)] == [before[4], *before[1:5], before[1]]
 
 
-def test_parts_of_a_piece_do_not_touch_each_other(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
+def test_parts_that_are_moved_at_once_do_not_touch_each_other(
+    mover: Mover, memory: HostSlots, device: list[Any]
+) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
-    mover.store(memory, [BlockCopy(4, slot=0, generation=1)], at=1)
-    mover.store(memory, [BlockCopy(2, slot=1, generation=1)], at=0)
-    memory.take([BlockCopy(0, slot=0, generation=1)], mover.bounce[1:])
-    memory.take([BlockCopy(0, slot=1, generation=1)], mover.bounce)
-    mover.to_device([0], at=1)
-    assert bytes_of(device, 0) == before[4] and mover.bounce[0].tobytes() == before[2]
+    four, two = (BlockCopy(block, slot=block, generation=1) for block in (4, 2))
+    mover.store(memory, [four], at=1)
+    mover.store(memory, [two], at=0)
+    parts = [(BlockCopy(0, slot=4, generation=1), 1), (BlockCopy(1, slot=2, generation=1), 0)]
+    assert [mover.load(memory, [copy], at) for copy, at in parts] == [[copy] for copy, _ in parts]
+    assert [bytes_of(device, block) for block in (0, 1)] == [before[4], before[2]]
+
+
+def test_what_is_not_what_was_stored_is_told(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
+    mover.store(memory, [BlockCopy(block, slot=block, generation=1) for block in (1, 2, 3)])
+    memory.rows[2][-1] ^= 1
+    back = [BlockCopy(block, slot=block, generation=1) for block in (1, 2, 3)]
+    assert mover.load(memory, [*back, BlockCopy(4, 1, generation=2), BlockCopy(5, 5, 1)]) == [
+        back[0],
+        back[2],
+    ]
 
 
 def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 1)
-    assert HostMover(device).bounce.shape == (THREADS, len(bytes_of(device, 0)))
+    assert HostMover(device).at_once == THREADS
     monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 10_000)
-    assert HostMover(device).bounce.dtype == np.uint8
-    assert len(HostMover(device).bounce) == THREADS * (10_000 // len(bytes_of(device, 0)))
+    assert HostMover(device).at_once == THREADS * (10_000 // len(bytes_of(device, 0)))
