@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from placement.iteration.latency import BatchWork, LatencyModel
+from placement.overload.lookahead import Forecast, PipelineView
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class EngineView:
     block_tokens: int
     max_tokens: int  # per iteration
     max_running: int
+    pipeline: PipelineView | None = None  # of an engine that shares its layers and knows its model's speed
 
 
 @dataclass(slots=True)
@@ -144,6 +146,7 @@ class IterationPlan:
     builder: BatchBuilder = field(compare=False)
     # Online requests that wait, in the order in which the engine is to look at them; None: by arrival.
     waiting: tuple[str, ...] | None = None
+    forecast: Forecast | None = None  # for engines that share their layers with this one
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import RequestView
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.prompts import LESSER_SHARE, PromptSharing
+from placement.overload.lookahead import Forecast, PipelineView, cut_to, own_level
 
 LEAST_STRETCH = 0.25
 
@@ -23,7 +24,31 @@ class OnlineShare:
     caps: Caps
     prompts: tuple[RequestView, ...]  # in the order in which they are computed
     seconds: float  # what the iteration may take by prompts; infinity: as long as they like
+    decoding: BatchWork  # of it, what has no prompt
     held_back: bool = False  # a prompt waits for the end of those before it: nothing else has its place
+
+    def forecast(self, pipeline: PipelineView) -> Forecast:
+        model = pipeline.model
+        base_s = model.seconds(self.decoding) if self.decoding.requests else 0.0
+        return Forecast(base_s, max(base_s, model.seconds(self.work)) if self.work.requests else base_s)
+
+    def beside(self, pipeline: PipelineView) -> "OnlineShare":
+        """Cut so that the others' batches take as long; what is cut off is nobody else's place."""
+        level = own_level(self.forecast(pipeline), pipeline.peers)
+        takes = [(prompt, tokens) for prompt in self.prompts if (tokens := self._taken(prompt))]
+        asked = [(tokens, prompt.computed) for prompt, tokens in takes]
+        left = cut_to(pipeline.model, self.decoding, asked, level)
+        work, caps = self.decoding, dict(self.caps)
+        for (prompt, tokens), fits in zip(takes, left, strict=True):
+            work = work.plus(fits, prompt.computed) if fits else work
+            if fits < tokens:
+                caps[prompt.key] = fits
+        if work == self.work:
+            return self
+        return replace(self, work=work, caps=caps, held_back=True)
+
+    def _taken(self, prompt: RequestView) -> int:
+        return min(prompt.pending, self.caps.get(prompt.key, prompt.pending))
 
 
 def token_due(request: RequestView, margin: float) -> float:
@@ -49,8 +74,8 @@ def share_out(
     prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
     decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model)
     best_s = max((request.worth_s for request in decoding), default=-math.inf)
-    work = memory.online_work(decoding, max_tokens)
-    decoding_s = model.seconds(work)
+    alone = work = memory.online_work(decoding, max_tokens)
+    decoding_s = model.seconds(alone)
     seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
@@ -67,7 +92,7 @@ def share_out(
         if part:
             caps.update((other.key, 0) for other in prompts[index:])
         if waits:
-            return OnlineShare(work, caps, prompts, seconds, held_back=True)
+            return OnlineShare(work, caps, prompts, seconds, alone, held_back=True)
         if tokens:
             work = work.plus(tokens, request.computed)
             budget -= tokens
@@ -76,7 +101,7 @@ def share_out(
         if part:
             caps[request.key] = tokens
             break
-    return OnlineShare(work, caps, prompts, seconds)
+    return OnlineShare(work, caps, prompts, seconds, alone)
 
 
 def with_a_token(

@@ -1,18 +1,76 @@
 """Lookahead batch formation: micro-batches of a pipeline that take equally long, by the latency model.
 
 Stages of a pipeline wait for the longest of its micro-batches. Equal token counts do not take equally long,
-because a token attends to all of its context; so prompts are cut and spread where time is left. Turns that
-decode stay with their engine. (The KunServe paper halves a batch recursively until its parts are equal;
-filling all parts to one level gives equal parts for any number of them.)
+because a token attends to all of its context; so prompts are cut where a batch would be the longest. Two
+variants. In the simulator (`lookahead`) prompts are also spread: one of an engine is computed by all parts.
+(The KunServe paper halves a batch recursively until its parts are equal; filling all parts to one level gives
+equal parts for any number of them.) In running engines (`own_level`, `cut_to`) each cuts its own prompts at a
+level that it knows from what the others said of their next batches. Live prompts stay with their engine: its
+scheduler has their requests and blocks, and another one's would need both for a piece of one iteration.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_TOKENS = 32  # of a piece: cutting costs reading the context once more
 ROUNDS = 8
+FRESH_S = 2.0  # how old what is known of another member's batch may be: it may have none any more
+MOST_S = 3600.0  # of a batch: more is nonsense
+
+
+class Forecast(NamedTuple):
+    """An engine's next batch, in seconds of its whole model: what another member waits for."""
+
+    base_s: float  # of what decodes
+    wanted_s: float  # with the prompts that its own budget lets in
+
+    @staticmethod
+    def of(values: Any) -> "Forecast | None":
+        """As another member said it; None: it is no forecast."""
+        if not isinstance(values, list | tuple) or len(values) != 2:
+            return None
+        if any(type(one) not in (int, float) for one in values):
+            return None
+        base_s, wanted_s = map(float, values)
+        return Forecast(base_s, wanted_s) if 0 <= base_s <= wanted_s <= MOST_S else None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineView:
+    """What an engine that shares its layers knows of the other members' next batches."""
+
+    model: LatencyModel  # of the whole model: what is said in its seconds means the same to all
+    peers: tuple[Forecast, ...]  # that are known, and young
+
+
+def own_level(own: Forecast, peers: Sequence[Forecast]) -> float:
+    """Seconds to which an engine cuts its batch: what members take on average by their own budgets, but no
+    less than the longest of what decodes, which all wait for anyway. Prompts keep the share of one member of
+    what they wanted, or they would never end beside turns that decode for longer than the average."""
+    members = (own, *peers)
+    mean = sum(one.wanted_s for one in members) / len(members)
+    least = own.base_s + (own.wanted_s - own.base_s) / len(members)
+    return max(mean, least, *(one.base_s for one in members))
+
+
+def cut_to(
+    model: LatencyModel, work: BatchWork, prompts: Sequence[tuple[int, int]], level: float
+) -> list[int]:
+    """Of prompts as (new tokens, context), in their order, the tokens that join `work` below the level. The
+    first has some in any case, and behind one that is cut there are none."""
+    taken: list[int] = []
+    for tokens, context in prompts:
+        fits = model.max_tokens(work, context, tokens, level)
+        if not taken:
+            fits = max(fits, min(LEAST_TOKENS, tokens))
+        taken.append(fits)
+        if fits < tokens:
+            break
+        work = work.plus(fits, context)
+    return taken + [0] * (len(prompts) - len(taken))
 
 
 class Piece(NamedTuple):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.overload.lookahead import LEAST_TOKENS, by_tokens, lookahead
+from placement.overload.lookahead import LEAST_TOKENS, Forecast, by_tokens, cut_to, lookahead, own_level
 
 MODEL = LatencyModel(1.4e-4, 5e-9, 1.2e-7, 0.02, per_before=1e-9, per_request=1e-5)
 decoding = st.lists(
@@ -63,3 +63,58 @@ def test_a_prompt_of_one_engine_is_computed_by_both_halves() -> None:
 def test_nothing_to_do_takes_no_time() -> None:
     assert lookahead(MODEL, [BatchWork(), BatchWork()], []).longest_s == 0
     assert by_tokens(MODEL, [BatchWork()], [[]]).bubble == 0
+
+
+def test_each_cuts_to_what_members_take_on_average() -> None:
+    busy, calm = Forecast(0.1, 0.9), Forecast(0.3, 0.3)
+    assert own_level(busy, [calm]) == pytest.approx(0.6)
+    assert own_level(calm, [busy]) == pytest.approx(0.6)  # which it does not reach: it has no prompts
+    assert own_level(busy, []) == 0.9  # nobody waits: as its own budget lets it
+    assert own_level(busy, [busy, busy]) == pytest.approx(0.9)
+
+
+def test_nobody_cuts_below_what_decodes_anywhere() -> None:
+    assert own_level(Forecast(0.0, 0.5), [Forecast(1.0, 1.0), Forecast(0.0, 0.0)]) == 1.0
+
+
+def test_prompts_keep_a_member_s_share_beside_long_decoding() -> None:
+    assert own_level(Forecast(1.0, 2.0), [Forecast(0.1, 0.1)]) == pytest.approx(1.5)
+
+
+@given(decoding.map(lambda rows: rows[0]), prompts, st.floats(0, 2))
+def test_prompts_are_cut_from_behind_and_the_first_goes_on(
+    row: BatchWork, asked: list[tuple[int, int]], level: float
+) -> None:
+    taken = cut_to(MODEL, row, asked, level)
+    assert len(taken) == len(asked)
+    whole = [left == tokens for left, (tokens, _) in zip(taken, asked, strict=True)]
+    cut = whole.index(False) if False in whole else len(asked)
+    assert not any(taken[cut + 1 :])
+    if asked:
+        assert taken[0] >= min(LEAST_TOKENS, asked[0][0])
+    work = row
+    for tokens, (_, context) in zip(taken, asked, strict=True):
+        work = work.plus(tokens, context) if tokens else work
+    alone = row.plus(taken[0], asked[0][1]) if asked else row
+    assert MODEL.seconds(work) <= max(level, MODEL.seconds(alone)) * (1 + 1e-9)
+
+
+def test_equal_levels_make_batches_equally_long() -> None:
+    """Two engines that know of each other, one with a long prompt and both with turns that decode."""
+    row = BatchWork.of([(1, 1_500)] * 50)
+    wanted = MODEL.seconds(row.plus(2_048, 10_000))
+    first, second = Forecast(MODEL.seconds(row), wanted), Forecast(MODEL.seconds(row), wanted - 0.2)
+    level = own_level(first, [second])
+    (tokens,) = cut_to(MODEL, row, [(2_048, 10_000)], level)
+    assert MODEL.seconds(row.plus(tokens, 10_000)) == pytest.approx(level, abs=2 * MODEL.per_token)
+    assert own_level(second, [first]) == level
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, 1.0, [], [1.0], [0.1, 0.2, 0.3], ["a", 1.0], [float("nan"), 1.0], [0.0, float("inf")], [-1.0, 1.0],
+     [0.5, 0.1], [True, 1.0], [0.1, 1e9]],
+)  # fmt: skip
+def test_what_is_no_forecast_is_known(said: object) -> None:
+    assert Forecast.of(said) is None
+    assert Forecast.of([0.25, 1]) == (0.25, 1.0)
