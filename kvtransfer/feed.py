@@ -25,7 +25,7 @@ from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.feed")
 
-VERSION = 4  # of what both sides understand; an engine of another is not adopted but started again
+VERSION = 5  # of what both sides understand; an engine of another is not adopted but started again
 STATES = "states"
 SHORTEST_S = 0.05
 LONGEST_S = 1.0
@@ -43,8 +43,8 @@ class FeedCommand:
     conversation: str = ""
     draining: bool = False
     epoch: int = 0  # of a split
-    peer: str = ""  # host:port of the other engine's peer server
-    part: int = 0  # of the two halves of the layers, the one that is kept
+    members: tuple[str, ...] = ()  # host:port of each one's peer server, in the order of their parts
+    part: int = 0  # of the layers, the one that is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +208,10 @@ class EngineFeed:
     async def drain(self, draining: bool = True) -> None:
         await self._ask(FeedCommand("drain", draining=draining))
 
-    async def drop(self, epoch: int, peer: str, part: int) -> None:
-        """Keep half of the layers, and share the other's with the peer, which is told the same. The states
-        say what became of it (`split`)."""
-        await self._ask(FeedCommand("drop", epoch=epoch, peer=peer, part=part))
+    async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
+        """Keep a part of the layers, and share the others with the other members, which are told the same.
+        The states say what became of it (`split`)."""
+        await self._ask(FeedCommand("drop", epoch=epoch, members=members, part=part))
 
     async def restore(self, epoch: int) -> None:
         """Have all layers again."""

@@ -86,11 +86,11 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """Of an engine that can share its layers with another one of its kind."""
+    """Of an engine that can share its layers with others of its kind."""
 
-    peer: str  # host:port at which the other reaches it
+    peer: str  # host:port at which the others reach it
     shape: EngineShape
     epoch: int = 0  # in which it shares them; 0: its model is whole
     kv_tokens: int = 0  # that fit now
     newest: int = 0  # epoch that it was told of; the next one is later
-    partner: str = ""  # `peer` of the engine that it shares them with
+    partners: tuple[str, ...] = ()  # `peer` of each engine that it shares them with

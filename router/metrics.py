@@ -69,8 +69,8 @@ KV_ASKED = Gauge(
 )
 LAYERS_SHARED = Counter(
     "conserve_overload_changes_total",
-    "Pairs of decoders told to share their layers (drop), or to have them again (restore), by how it ended: "
-    "done; failed (not both within 45 s: each is what it says it is, and the pair is left alone for 60 s); "
+    "Groups of decoders told to share their layers (drop), or to have them again (restore), by how it ended: "
+    "done; failed (not all within 45 s: each is what it says it is, and the group is left alone for 60 s); "
     "refused (an engine did not answer, or said no).",
     ["change", "outcome"],
 )

@@ -12,6 +12,7 @@ WHY = {
     NotDropped.ENOUGH: "more is not asked for",
     NotDropped.ALONE: "no other engine of this tier is left to share layers with",
     NotDropped.LARGEST: "groups may not be larger, or the model has no more layers",
+    NotDropped.SPLIT: "the engines that are left share their layers already",
     NotDropped.NO_GAIN: "an engine would have no more KV than now",
     NotDropped.UNMEASURED: "the latency of these engines is not known: `conserve profile`",
     NotDropped.LINK: "the link between engines is too slow for activations, or for moving the KV in time",

@@ -72,7 +72,7 @@ def _drop(fleet: FleetSpec) -> Iterator[Problem]:
     holders = [tier for tier in fleet.tiers if tier.role is not Role.PREFILL]
     found = [f"tier '{tier.name}': {why}" for tier in holders for why in in_the_way(fleet, tier)]
     if all(max(tier.replicas, tier.autoscale.max if tier.autoscale else 0) < 2 for tier in holders):
-        found.append("two engines of a tier that holds conversations share their layers: no tier has two")
+        found.append("engines of one tier that holds conversations share their layers: no tier has two")
     if fleet.transfer.backend == "nixl":
         found.append("NIXL has the KV registered as it was at the start: set transfer.backend: tcp")
     if "lmcache" in fleet.kv.kv_tiers:

@@ -430,8 +430,8 @@ class OverloadSpec(Spec):
 
     policy: Annotated[Literal["off", "preempt", "park", "drop"], BeforeValidator(_off)] = "park"
     """`off`: idle conversations keep their KV, and new ones wait. `preempt`, as plain vLLM: idle KV is lost,
-    and computed again. `park`: it goes to the host, and turns wait. `drop`: beside that, groups of decoders
-    keep a share of the model's layers each and serve as a pipeline until it is over; what the other layers
+    and computed again. `park`: it goes to the host, and turns wait. `drop`: beside that, two to four decoders
+    keep a part of the model's layers each and serve as a pipeline until it is over; what the other layers
     took becomes KV. On CPUs, in eager mode, without co-serving."""
 
 

@@ -21,8 +21,8 @@ Reply = TypeVar("Reply")
 @dataclass(frozen=True, slots=True)
 class DropOrders:
     epoch: int
-    peer: str  # host:port of the other engine's peer server
-    part: int  # of the two halves of the layers
+    members: tuple[str, ...]  # host:port of each one's peer server, in the order of their parts
+    part: int  # of the layers
 
 
 _SERVICE = "/conserve.workers.v2.EngineControl"
@@ -66,7 +66,7 @@ class ControlServer:
         await self._server.stop(grace=1.0)
 
     async def _drop(self, orders: DropOrders) -> None:
-        await self._feed.drop(orders.epoch, orders.peer, orders.part)
+        await self._feed.drop(orders.epoch, orders.members, orders.part)
 
     async def _info(self, _: None) -> KeeperReport:
         return self._store.report
@@ -98,9 +98,9 @@ class ControlClient:
         """Its prompt is computed elsewhere, if the engine has not begun it."""
         return await self._ask(WITHDRAW, conversation)
 
-    async def drop(self, epoch: int, peer: str, part: int) -> None:
-        """Share its layers with another engine, which is told the same; it keeps one half of them."""
-        await self._ask(DROP, DropOrders(epoch, peer, part))
+    async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
+        """Share its layers with other engines, which are told the same; it keeps one part of them."""
+        await self._ask(DROP, DropOrders(epoch, members, part))
 
     async def restore(self, epoch: int) -> None:
         """Have all layers again."""

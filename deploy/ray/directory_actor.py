@@ -122,9 +122,9 @@ class _DropsByKeepers:
     def __init__(self, secret: str) -> None:
         self._secret = secret
 
-    async def drop(self, info: EngineInfo, epoch: int, peer: str, part: int) -> None:
+    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
         async with ControlClient(info.control, self._secret) as client:
-            await client.drop(epoch, peer, part)
+            await client.drop(epoch, members, part)
 
     async def restore(self, info: EngineInfo, epoch: int) -> None:
         async with ControlClient(info.control, self._secret) as client:

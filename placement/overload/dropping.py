@@ -16,6 +16,14 @@ from itertools import pairwise
 
 from placement.iteration.latency import BatchWork, LatencyModel
 
+MOST_ENGINES = 4  # of a group: for the KV of so many, running engines reserve address space at their start
+
+
+def parts_of(layers: int, engines: int) -> tuple[range, ...]:
+    """Of each engine of a group: as equal as they can be, every layer on exactly one."""
+    bounds = [index * layers // engines for index in range(engines + 1)]
+    return tuple(range(*pair) for pair in pairwise(bounds))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
@@ -31,9 +39,7 @@ class EngineShape:
     hop_s: float = 1e-4  # of one message
 
     def kept(self, engines: int) -> tuple[range, ...]:
-        """Layers of each engine of a group: as equal as they can be, every layer on exactly one."""
-        bounds = [index * self.layers // engines for index in range(engines + 1)]
-        return tuple(range(*pair) for pair in pairwise(bounds))
+        return parts_of(self.layers, engines)
 
     def kv_each(self, engines: int) -> int:
         """Tokens of each engine's own conversations when so many share the layers."""
@@ -43,10 +49,8 @@ class EngineShape:
         return int((self.layers * self.kv_tokens + freed / layer_kv) / (kept * engines))
 
     def hops_s(self, engines: int, tokens: float) -> float:
-        """A batch goes once around the group."""
-        if engines == 1:
-            return 0.0
-        return engines * (self.hop_s + tokens * self.activation_bytes / self.link_bytes_per_s)
+        """A batch goes from its engine to each other one, and comes back."""
+        return 2 * (engines - 1) * (self.hop_s + tokens * self.activation_bytes / self.link_bytes_per_s)
 
     def exchange_s(self, before: int, after: int, held: float) -> float:
         """KV of layers that change their engine, when a group of one size becomes one of another."""
@@ -71,7 +75,8 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class DropLimits:
     tbt_s: float  # SLO target
-    most_engines: int = 4  # of a group
+    most_engines: int = MOST_ENGINES  # of a group
+    grows: bool = True  # groups that are split already may merge; running engines cannot
     exchange_s: float = 5.0  # that running turns may stand still
     # Share of the KV that is given beyond what is lacking, once: demand that is declared goes on growing, and
     # where few engines have room, all new turns go there and wait for each other's prompts.
@@ -85,6 +90,7 @@ class NotDropped(StrEnum):
     ENOUGH = "enough"  # what is lacking fits, and the reserve
     ALONE = "alone"  # no other engine of this kind is left to share the layers with
     LARGEST = "largest"  # the group would have more engines than it may
+    SPLIT = "split"  # those that are left share their layers already, and such groups do not grow
     NO_GAIN = "no_gain"  # an engine would have no more KV than now
     UNMEASURED = "unmeasured"  # no latency model: what the pipeline costs is not known
     LINK = "link"  # too slow for activations, or the exchange of KV would take too long
@@ -120,6 +126,7 @@ def plan_drop(
     queue = [
         (len(group), -sum(one.held_tokens for one in group), min(one.engine for one in group), tuple(group))
         for group in groups
+        if limits.grows or len(group) == 1
     ]
     heapify(queue)
     merged: dict[str, SplitGroup] = {}
@@ -146,6 +153,8 @@ def plan_drop(
         heappush(queue, (len(members), first[1] + second[1], name, members))
     if gained >= wanted:
         why = NotDropped.ENOUGH
+    elif why is NotDropped.ALONE and not limits.grows and any(len(group) > 1 for group in groups):
+        why = NotDropped.SPLIT
     return DropPlan(tuple(merged.values()), gained, why)
 
 

@@ -1,7 +1,9 @@
-"""Orders to decoders under overload: which pairs share their layers from now on, and which have them again.
+"""Orders to decoders under overload: which groups share their layers from now on, and which have them again.
 
-Pairs only: a running engine keeps one of two halves. What a drop needs is in what engines report
-(`SplitState`); whether it is overload says the signal, and who merges says the plan.
+Groups are made of engines with whole models, more than two where two do not suffice, and stay as they are
+until they are restored: to grow they would have to have whole models first, and what full ones hold does not
+fit there. What a drop needs is in what engines report (`SplitState`); whether it is overload says the signal,
+and who merges says the plan.
 """
 
 from collections import defaultdict
@@ -11,8 +13,6 @@ from dataclasses import dataclass, replace
 from placement.engines import SplitState
 from placement.overload.dropping import DropLimits, Member, NotDropped, plan_drop
 from placement.overload.signal import OverloadState
-
-PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class SharingDecoder:
 
 @dataclass(frozen=True, slots=True)
 class SplitOrders:
-    drops: tuple[tuple[str, str], ...] = ()  # the first keeps the first half
-    restores: tuple[tuple[str, ...], ...] = ()  # of a pair, or of one whose peer is gone
+    drops: tuple[tuple[str, ...], ...] = ()  # in the order of their parts of the layers
+    restores: tuple[tuple[str, ...], ...] = ()  # of a group, or of what is left of it
     why_no_more: NotDropped | None = None  # where KV is lacking and none of it is dropped for
 
 
@@ -46,27 +46,32 @@ def split_orders(
     *,
     silent: bool = False,
 ) -> SplitOrders:
-    """`unwilling`: engines that failed at it a while ago; their pair is left as it is. `silent`: some decoder
-    is not heard, and may be the peer of one that seems to have none."""
+    """`unwilling`: engines that failed at it a while ago; their group is left as it is. `silent`: some
+    decoder is not heard, and may be in a group that seems to lack one."""
     groups = [group for group in _groups(decoders) if not any(one.engine in unwilling for one in group)]
-    alone = tuple((group[0].engine,) for group in groups if _lacks_its_peer(group))
-    if alone and not silent:
-        return SplitOrders(restores=alone)
+    parts = tuple(_names(group) for group in groups if _lacks_a_member(group))
+    if parts and not silent:
+        return SplitOrders(restores=parts)
     lacking = state.lacking_tokens - sum(one.gained_tokens for one in decoders)
-    pairs = [group for group in groups if len(group) == PAIR]
-    left = [pair for pair in pairs if any(one.leaving for one in pair)]
+    split = [group for group in groups if group[0].split.epoch and not _lacks_a_member(group)]
+    left = [group for group in split if any(one.leaving for one in group)]
     if state.overloaded and lacking > 0 and not left:
-        return _drops([group for group in groups if _may_be_merged(group)], lacking, limits)
-    over = left if state.overloaded else [pair for pair in pairs if pair in left or all(map(_fits, pair))]
-    return SplitOrders(restores=tuple(tuple(one.engine for one in pair) for pair in over))
+        return _drops([group for group in groups if _may_be_planned(group)], lacking, limits)
+    over = left if state.overloaded else [one for one in split if one in left or all(map(_fits, one))]
+    return SplitOrders(restores=tuple(map(_names, over)))
 
 
-def _lacks_its_peer(group: Sequence[SharingDecoder]) -> bool:
-    return len(group) < PAIR and group[0].split.epoch != 0
+def _names(group: Sequence[SharingDecoder]) -> tuple[str, ...]:
+    return tuple(one.engine for one in group)
 
 
-def _may_be_merged(group: Sequence[SharingDecoder]) -> bool:
-    return not _lacks_its_peer(group) and not any(one.leaving for one in group)
+def _lacks_a_member(group: Sequence[SharingDecoder]) -> bool:
+    split = group[0].split
+    return split.epoch != 0 and len(group) <= len(split.partners)
+
+
+def _may_be_planned(group: Sequence[SharingDecoder]) -> bool:
+    return not _lacks_a_member(group) and not any(one.leaving for one in group)
 
 
 def _fits(decoder: SharingDecoder) -> bool:
@@ -75,14 +80,14 @@ def _fits(decoder: SharingDecoder) -> bool:
 
 
 def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
-    """Two that share with each other in one epoch are a group, and one with a whole model is by itself. An
-    epoch alone is not enough: a directory that began again may give it to another pair before those that are
+    """Those that share with each other in one epoch are a group, and one with a whole model is by itself. An
+    epoch alone is not enough: a directory that began again may give it to another group before those that are
     in it have reported."""
     split: defaultdict[tuple[int, frozenset[str]], list[SharingDecoder]] = defaultdict(list)
     whole: list[list[SharingDecoder]] = []
     for one in decoders:
         if one.split.epoch:
-            split[one.split.epoch, frozenset((one.split.peer, one.split.partner))].append(one)
+            split[one.split.epoch, frozenset((one.split.peer, *one.split.partners))].append(one)
         else:
             whole.append([one])
     return [*whole, *split.values()]
@@ -90,14 +95,13 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
 
 def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
     """Tiers do not mix: their engines may have other models' shapes, or other speeds."""
-    drops: list[tuple[str, str]] = []
+    drops: list[tuple[str, ...]] = []
     why = NotDropped.ALONE
     for tier in sorted({group[0].tier for group in groups}):
         here = [group for group in groups if group[0].tier == tier]
         members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in here]
-        plan = plan_drop(members, here[0][0].split.shape, lacking, replace(limits, most_engines=PAIR))
-        made = ((merged.engines[0], merged.engines[1]) for merged in plan.merged)
-        drops += made
+        plan = plan_drop(members, here[0][0].split.shape, lacking, replace(limits, grows=False))
+        drops += (merged.engines for merged in plan.merged)
         lacking, why = lacking - plan.gained_tokens, plan.why_no_more
         if lacking <= 0:
             break

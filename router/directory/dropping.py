@@ -1,7 +1,7 @@
-"""Dropping: tells pairs of decoders to share their layers under overload, and to have them again after it.
+"""Dropping: tells groups of decoders to share their layers under overload, and to have them again after it.
 
 What is told is decided in placement/overload/orders.py, from what engines report. An engine that does not
-hear it, or refuses, changes nothing by itself: its peer waits for it, and goes on with its whole model.
+hear it, or refuses, changes nothing by itself: the others wait for it, and go on with their whole models.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _TELL_S = 5.0
 CHANGE_S = 45.0  # until both say that it has happened: steps, exchange and limits of the engines
 _LOOK_S = 0.1
 _EVERY_S = 1.0
-SILENT_S = 30.0  # that an engine which is not heard may be the peer of one that seems to have none
+SILENT_S = 30.0  # that an engine which is not heard may be in a group that seems to lack one
 UNWILLING_S = 60.0  # that engines which failed at it are left alone
 
 
@@ -36,7 +36,7 @@ def _is_heard(record: EngineRecord) -> bool:
 class DropCommands(Protocol):
     """To engines, by way of their keepers."""
 
-    async def drop(self, info: EngineInfo, epoch: int, peer: str, part: int) -> None: ...
+    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None: ...
 
     async def restore(self, info: EngineInfo, epoch: int) -> None: ...
 
@@ -62,7 +62,7 @@ class Dropper:
             await asyncio.sleep(_EVERY_S)
             try:
                 await self.look(state())
-            except Exception:  # pairs are restored by a later round, or never
+            except Exception:  # groups are restored by a later round, or never
                 metrics.OVERLOAD_ROUNDS_FAILED.inc()
                 self._failed += 1
                 if self._failed.bit_count() == 1:  # 1, 2, 4, ...: it may fail every second
@@ -75,7 +75,7 @@ class Dropper:
         silent = any(since > now - SILENT_S for since in self._not_heard(now).values())
         orders = split_orders(state, self._sharing(), self._limits, self._unwilling, silent=silent)
         self._say(orders)
-        drops = [self._drop(*pair) for pair in orders.drops]
+        drops = [self._drop(engines) for engines in orders.drops]
         restores = [self._restore(engines) for engines in orders.restores]
         await asyncio.gather(*drops, *restores)
 
@@ -102,18 +102,16 @@ class Dropper:
             log.warning("nothing is dropped reason=%s", why)
         self._said = why
 
-    async def _drop(self, first: str, second: str) -> None:
+    async def _drop(self, engines: tuple[str, ...]) -> None:
         self._epoch = epoch = 1 + max([self._epoch, *self._told()])
-        pair = self._known(first), self._known(second)
-        peers = tuple(record.state.split for record in pair if record is not None)
-        if len(peers) != len(pair):
+        records = [record for record in map(self._known, engines) if record is not None]
+        members = tuple(record.state.split.peer for record in records if record.state.split is not None)
+        if len(members) != len(engines):
             return
         tells = [
-            self._commands.drop(record.info, epoch, peer.peer, part)
-            for part, (record, peer) in enumerate(zip(pair, reversed(peers), strict=True))
-            if record is not None and peer is not None
+            self._commands.drop(record.info, epoch, members, part) for part, record in enumerate(records)
         ]
-        await self._change("drop", (first, second), tells, epoch)
+        await self._change("drop", engines, tells, epoch)
 
     async def _restore(self, engines: tuple[str, ...]) -> None:
         records = [record for record in map(self._known, engines) if record is not None]

@@ -151,7 +151,7 @@ class PlannedScheduling(internals.OpenScheduling):
     def _plan(self, now: float) -> IterationPlan | None:
         if not self.needs_plan():
             return None
-        plan = self.policy.plan(self._view(now), self.latency.model)
+        plan = self.policy.plan(self.engine_view(now), self.latency.model)
         self._budget = plan.builder.offline_budget()
         by_key = {request.request_id: request for request in self.running}
         for key in plan.preempt:
@@ -163,7 +163,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self.carry_out(plan, now)
         return plan
 
-    def _view(self, now: float) -> EngineView:
+    def engine_view(self, now: float) -> EngineView:
         tracked = self.tracked
         known = [(request, tracked.by_id.get(request.request_id)) for request in self.running]
         running = tuple(tracked.view(one or tracked.add(request), True) for request, one in known)

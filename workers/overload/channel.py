@@ -12,8 +12,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -32,7 +31,7 @@ PURPOSE = b"overload"  # signed too: a proof for a KV transfer opens no connecti
 MODES = {False: b"clear", True: b"encrypted"}  # of tensors
 HANDSHAKE_S = 5.0
 MESSAGE_S = 30.0  # of a peer's, from its first byte to its last; and of what it is answered
-MAX_CONNECTIONS = 64  # a peer has one at a time; who is not one stays for a handshake
+MAX_CONNECTIONS = 64  # each peer has one at a time; who is not one stays for a handshake
 SILENT_S, LOOKS_S, LOOKS = 15, 5, 3  # a host that is gone without a word is noticed after 30 s
 MAX_HEADER = 1 << 20
 MAX_TENSORS_BYTES = 1 << 30
@@ -192,7 +191,7 @@ class PeerConnection:
     """To the peer's server; used by one thread."""
 
     def __init__(self, address: str, secret: bytes, limit_s: float, *, encrypt: bool = False) -> None:
-        self.address, self._limit_s, self._end = address, limit_s, math.inf
+        self.address, self._limit_s = address, limit_s
         host, _, port = address.rpartition(":")
         try:
             self._peer = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
@@ -205,19 +204,10 @@ class PeerConnection:
             self._peer.close()
             raise PeerError(f"{address} is not reached: {error}") from error
 
-    @contextmanager
-    def until(self, end: float) -> Iterator[None]:
-        """All that is asked meanwhile is answered by then: each of many answers may come in its own time."""
-        self._end = end
-        try:
-            yield
-        finally:
-            self._end = math.inf
-
-    def ask(self, message: Message) -> Message:
-        """Its answer, within the limit of each; PeerRefused or SplitOver where it says no, PeerError where it
-        says nothing, or where what came is not what was sent."""
-        end = min(time.monotonic() + self._limit_s, self._end)
+    def ask(self, message: Message, end: float = math.inf) -> Message:
+        """Its answer, within the limit of each, and by `end`; PeerRefused or SplitOver where it says no,
+        PeerError where it says nothing, or where what came is not what was sent."""
+        end = min(time.monotonic() + self._limit_s, end)
         try:
             self._line.send(message, end - time.monotonic())
             answer = self._line.receive(end - time.monotonic())

@@ -13,29 +13,36 @@ class SplitEvent(StrEnum):
     RESTORED = "restored"
     NOT_SPLIT = "not_split"  # the model is whole, nothing was lost
     NOT_RESTORED = "not_restored"  # split still, nothing was lost
-    LOST = "lost"  # the model is whole again; KV that the peer had is lost
+    LOST = "lost"  # the model is whole again; KV that peers had is lost
 
 
 COUNTERS = {
     "splits": CounterSpec(
         "conserve_splits",
-        "Drops and restores of parameters, by how they ended. `lost`: the peer was, and requests were "
+        "Drops and restores of parameters, by how they ended. `lost`: a peer was, and requests were "
         "computed again.",
         "outcome",
         tuple(event for event in SplitEvent if event is not SplitEvent.READY),
     ),
     "split_batches": CounterSpec(
         "conserve_split_batches",
-        "Batches that went through layers of two engines: own ones, which were at the peer; and the peer's, "
+        "Batches that went through layers of several engines: own ones, which were at peers; and peers', "
         "which were here.",
         "whose",
         ("own", "peer"),
     ),
     "split_peer_seconds": CounterSpec(
         "conserve_split_peer_seconds",
-        "Time that own batches were at the peer: on the way, waiting for their turn, and computed.",
+        "Time that own batches were at peers: on the way, waiting for their turn, and computed.",
     ),
-    "split_peer_bytes": CounterSpec("conserve_split_peer_bytes", "Bytes of own batches sent to the peer."),
+    "split_idle_seconds": CounterSpec(
+        "conserve_split_idle_seconds",
+        "Time that own batches were at peers and nothing was computed here: the pipeline's bubble.",
+    ),
+    "split_served_seconds": CounterSpec(
+        "conserve_split_served_seconds", "Time that peers' batches were computed here."
+    ),
+    "split_peer_bytes": CounterSpec("conserve_split_peer_bytes", "Bytes of own batches sent to peers."),
 }
 _BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 HISTOGRAMS = {

@@ -1,15 +1,17 @@
-"""Orders of an engine's scheduler side to its worker, and the worker's reports."""
+"""Orders of an engine's scheduler side to its worker, and the worker's reports. An order of a step in which
+nothing changes is the forecast of its batch, for the other members."""
 
 from dataclasses import dataclass
 
+from placement.overload.lookahead import Forecast
 from workers.overload.metrics import SplitEvent
 
 
 @dataclass(frozen=True, slots=True)
 class DropOrder:
     epoch: int
-    peer: str  # host:port of its peer server
-    part: int  # of the two halves of the layers: 0, the first, or 1
+    members: tuple[str, ...]  # host:port of each one's peer server, in the order of their parts
+    part: int  # of the layers, the one that is kept here
     used: list[int]  # blocks that hold something
 
 
@@ -41,4 +43,14 @@ class SplitReport:
     facts: WorkerFacts | None = None
 
     def merge(self, other: "SplitReport") -> "SplitReport":
+        return self  # one rank
+
+
+@dataclass(frozen=True, slots=True)
+class PeersForecasts:
+    """What other members said of their next batches, by part: each with how long ago, in seconds."""
+
+    said: dict[int, tuple[Forecast, float]]
+
+    def merge(self, other: "PeersForecasts") -> "PeersForecasts":
         return self  # one rank

@@ -15,10 +15,11 @@ from kvtransfer.feed import FeedCommand, Reply
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from placement.engines import SplitState
 from placement.iteration.latency import LatencyModel
-from placement.overload.dropping import EngineShape
+from placement.overload.dropping import MOST_ENGINES, EngineShape
+from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
 from workers.overload import vllm_internals as internals
 from workers.overload.metrics import COUNTERS, HISTOGRAMS, SplitEvent
-from workers.overload.orders import DropOrder, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.orders import DropOrder, PeersForecasts, RestoreOrder, SplitReport, WorkerFacts
 from workers.overload.split import SplitModel
 
 logger = logging.getLogger("conserve.workers.overload")
@@ -41,11 +42,14 @@ class OverloadScheduler(SchedulerSide):
         self._ordered: FeedCommand | None = None
         self._moves: dict[int, int] = {}
         self._epoch = self._newest = 0  # of the split that lasts; of any that was asked for
-        self._partner = ""  # in the last one
+        self._partners: tuple[str, ...] = ()  # in the last one
         self._whole_blocks = 0
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._facts: WorkerFacts | None = None
         self._latency: LatencyModel | None = None  # of the whole model
+        self.forms_ahead = True  # false: batches are as long as this engine's own budget lets them be
+        self._forecast: Forecast | None = None  # of the step that is planned
+        self._heard: dict[int, tuple[Forecast, float]] = {}  # of the other parts', and when
         self._pool: Any = None
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -62,8 +66,12 @@ class OverloadScheduler(SchedulerSide):
     # Commands
 
     def drop(self, command: FeedCommand) -> Reply:
-        if command.part not in (0, 1) or not command.peer:
-            return Reply(error="a drop needs the peer's address, and which half is kept: part 0 or 1")
+        members, part, facts = command.members, command.part, self._facts
+        most = min(MOST_ENGINES, facts.layers if facts is not None else 0)
+        if not 2 <= len(members) <= most or len(set(members)) < len(members):
+            return Reply(error=f"a drop needs 2 to {most} members, each once, and these are {len(members)}")
+        if not 0 <= part < len(members) or facts is None or members[part] != facts.address:
+            return Reply(error=f"part {part} of these members is not this engine")
         return self._ask(command, 0)
 
     def restore(self, command: FeedCommand) -> Reply:
@@ -77,7 +85,8 @@ class OverloadScheduler(SchedulerSide):
                 return Reply(error=f"{command.command} {command.epoch}: the split is {self._epoch or 'none'}")
             self._asked, self._asked_at = command, self._residence.clock()
             self._newest = max(self._newest, command.epoch)
-            self._partner = command.peer or self._partner
+            if command.members:
+                self._partners = tuple(one for one in command.members if one != command.members[command.part])
         internals.wake()
         return Reply(True)
 
@@ -106,17 +115,22 @@ class OverloadScheduler(SchedulerSide):
         held = self._residence.references.values()
         return not self._residence.loading and not any(any(True for _ in ids()) for ids in held)
 
-    def order(self, scheduler_output: Any) -> DropOrder | RestoreOrder | None:
+    def order(self, scheduler_output: Any) -> DropOrder | RestoreOrder | Forecast | None:
         ordered = self._ordered
         if ordered is None:
-            return None
+            forecast, self._forecast = self._forecast, None
+            return forecast
         used = internals.used_blocks(self._pool)
         if ordered.command == "drop":
-            return DropOrder(ordered.epoch, ordered.peer, ordered.part, used)
+            return DropOrder(ordered.epoch, ordered.members, ordered.part, used)
         return RestoreOrder(ordered.epoch, self._moves, used)
 
-    def after_step(self, scheduler: Any, report: SplitReport | None) -> None:
+    def after_step(self, scheduler: Any, report: SplitReport | PeersForecasts | None) -> None:
         """Before the step's tokens are taken."""
+        if isinstance(report, PeersForecasts):
+            now = self._residence.clock()
+            self._heard |= {part: (said, now - age) for part, (said, age) in report.said.items()}
+            report = None
         if self._ordered is not None:
             self._ordered = None
             if report is None:
@@ -139,6 +153,7 @@ class OverloadScheduler(SchedulerSide):
         split = event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED)
         self._residence.fenced = split
         self._epoch = epoch if split else 0
+        self._heard, self._forecast = {}, None
         self._counts[f"splits.{event}"] += 1
         self._publish()
         as_wanted = event in (SplitEvent.SPLIT, SplitEvent.RESTORED)
@@ -146,6 +161,20 @@ class OverloadScheduler(SchedulerSide):
         logger.log(
             logging.INFO if as_wanted else logging.WARNING, said, event, epoch, self._pool.num_gpu_blocks, why
         )
+
+    # Batches that are formed ahead
+
+    def pipeline(self) -> PipelineView | None:
+        """While the engine is split: what is known of the others' batches, and not for long."""
+        if not self._epoch or self._latency is None:
+            return None
+        since = self._residence.clock() - FRESH_S
+        young = tuple(said for said, at in self._heard.values() if at > since)
+        return PipelineView(self._latency, young if self.forms_ahead else ())
+
+    def says(self, forecast: Forecast) -> None:
+        """To the others, with the step that is planned."""
+        self._forecast = forecast
 
     def measured(self, latency: LatencyModel) -> None:
         """By the scheduler, after a step: how long steps take."""
@@ -165,8 +194,8 @@ class OverloadScheduler(SchedulerSide):
             *(LINK_BYTES_PER_S, self._latency),
         )
         now = int(self._pool.num_gpu_blocks) * self._block_tokens
-        partner = self._partner if self._epoch else ""
-        self._residence.split = SplitState(facts.address, shape, self._epoch, now, self._newest, partner)
+        partners = self._partners if self._epoch else ()
+        self._residence.split = SplitState(facts.address, shape, self._epoch, now, self._newest, partners)
 
     def take_counts(self) -> Mapping[str, float]:
         counts, self._counts = self._counts, Counter()
@@ -192,19 +221,23 @@ class OverloadWorker(WorkerSide):
             "split_batches.own": tally.passes,
             "split_batches.peer": tally.served,
             "split_peer_seconds": tally.peer_s,
+            "split_idle_seconds": tally.idle_s,
+            "split_served_seconds": tally.served_s,
             "split_peer_bytes": tally.peer_bytes,
         }
         new = {name: count - before.get(name, 0) for name, count in now.items()}
         return {name: count for name, count in new.items() if count}
 
-    def before_step(self, order: DropOrder | RestoreOrder | None) -> None:
+    def before_step(self, order: DropOrder | RestoreOrder | Forecast | None) -> None:
         if isinstance(order, DropOrder):
             self.split.drop(order)
+        elif isinstance(order, Forecast):
+            self.split.forecast(order)
         elif order is not None:
             self.split.restore(order)
 
-    def report(self) -> SplitReport | None:
-        return self.split.take_report()
+    def report(self) -> SplitReport | PeersForecasts | None:
+        return self.split.take_report() or self.split.take_forecasts()
 
     def shutdown(self) -> None:
         if hasattr(self, "split"):

@@ -1,12 +1,12 @@
-"""Half of a model: what an engine's worker does to share its layers with a peer's, and to have all again.
+"""Part of a model: what an engine's worker does to share its layers with peers', and to have all again.
 
-Each engine keeps its scheduler and its requests. A batch goes through the layers that are here, and through
-the others at the peer; the peer's batches come here for those that it dropped. Every layer that is kept has
-KV of both: rows of this engine's blocks, and behind them the peer's.
+Each engine keeps its scheduler and its requests. A batch goes through the layers in order: those that are
+here, and the others at the peers that keep them; peers' batches come here for those that they dropped. Every
+layer that is kept has KV of all (workers/overload/membership.py).
 
-Both workers are told in a step of their own, and meet: no phase begins on one before the other has come to
-it. Every wait has a limit. Whatever goes wrong, an engine goes back to its whole model by itself: before the
-peer has its KV nothing is lost; later what the peer had is, and its requests are computed again. A peer that
+All workers are told in a step of their own, and meet: no phase begins on one before the others have come to
+it. Every wait has a limit. Whatever goes wrong, an engine goes back to its whole model by itself: before all
+peers have its KV nothing is lost; later what they had is, and its requests are computed again. A peer that
 is left learns it from the next message, which is of another epoch or phase and is refused.
 """
 
@@ -14,101 +14,42 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any
 
 import torch
 
+from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
-from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer
+from workers.overload.channel import Message, PeerAsk, PeerServer
 from workers.overload.errors import PeerError, PeerRefused, SplitOver
+from workers.overload.membership import (
+    DeviceLock,
+    Membership,
+    PeerLine,
+    SplitLimits,
+    SplitPhase,
+    rows_that_fit,
+)
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.orders import DropOrder, PeersForecasts, RestoreOrder, SplitReport, WorkerFacts
 
 logger = logging.getLogger("conserve.workers.overload")
 
 ROWS_A_MESSAGE = 64
 
 
-class DeviceLock:
-    """The turn to compute: vLLM has one forward context a process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """By who has it and waits for the peer, whose batches go on: or both would wait for ever."""
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-
-
-class SplitPhase(IntEnum):
-    """In the order in which they are passed through."""
-
-    WHOLE = 0
-    MEETING = 1  # at a step boundary; nothing has changed
-    OPEN = 2  # parameters are dropped; the peer's KV can come
-    GIVEN = 3  # the peer has all KV that is its to keep
-    SPLIT = 4
-    LEAVING = 5  # at a step boundary; the peer's batches still come
-    TAKEN = 6  # all own KV is back
-
-
-@dataclass(frozen=True, slots=True)
-class SplitLimits:
-    meet_s: float = 10.0  # for the peer to come to a step boundary
-    answer_s: float = 30.0  # of one message: the peer may be in a long step of its own
-    order_s: float = 30.0  # of all messages of a drop, or of a restore: streams stand still meanwhile
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLine:
-    """How peers reach this engine, and it them."""
-
-    host: str
-    secret: bytes
-    encrypt: bool = False
-
-
 @dataclass
 class SplitTally:
     """Since the engine's start."""
 
-    passes: int = 0  # own batches that went through the peer
-    served: int = 0  # the peer's that came here
-    peer_s: float = 0.0  # in which own batches were there
+    passes: int = 0  # own batches that went through peers
+    served: int = 0  # peers' that came here
+    served_s: float = 0.0  # in which those were computed
+    peer_s: float = 0.0  # in which own batches were at peers
+    idle_s: float = 0.0  # of that, in which nothing was computed here
     peer_bytes: int = 0  # sent there with them
-
-
-@dataclass
-class Membership:
-    """In one split, from its order on."""
-
-    epoch: int
-    kept: range
-    gone: range
-    stages: tuple[tuple[range, bool], ...]  # layers in order, and whether they are here
-    blocks: int = 0  # of each engine's pool; also where the peer's rows begin
-    peer: PeerConnection | None = None
-
-    @property
-    def line(self) -> PeerConnection:
-        """Once it is reached."""
-        assert self.peer is not None
-        return self.peer
 
 
 class SplitModel:
@@ -134,6 +75,8 @@ class SplitModel:
         self._epoch = 0  # of the last split, whether it lasts or not
         self.lost = False  # in this step: KV is not what it should be, and nothing may be computed from it
         self.tally = SplitTally()
+        self._forecast: tuple[Forecast, float] | None = None  # of this engine's batch, and since when
+        self._heard: dict[int, tuple[Forecast, float]] = {}  # of the other parts', and when
         self._server = PeerServer(line.host, line.secret, self.answer, encrypt=line.encrypt)
         self._report: SplitReport | None = SplitReport(SplitEvent.READY, 0, blocks, facts=self.facts())
 
@@ -160,22 +103,23 @@ class SplitModel:
         if order.epoch <= self._epoch:
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, f"epoch {self._epoch} was later")
             return
-        member, end = self._membership(order), began + self.limits.order_s
+        member, end = Membership.of(order, len(self.weights)), began + self.limits.order_s
         try:
-            with self._device.lent():
-                self._come_together(member, order, end)
+            with self._device.lent(), member.until(end):
+                self._come_together(member)
             self.weights.drop(member.gone)
-            self._bind(2 * member.blocks)
+            self._bind(member.rows)
             self._enter(SplitPhase.OPEN)
-            with self._device.lent(), member.line.until(end):
+            with self._device.lent(), member.until(end):
                 self.give(member, order.used)
                 self._enter(SplitPhase.GIVEN)
-                self._meet(member, SplitPhase.GIVEN)
+                for part in member.others:
+                    member.meet(part, SplitPhase.GIVEN)
         except PeerError as error:
             self._whole_again(member)
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, str(error))
             return
-        self.kv.forget(member.gone, 0, 2 * member.blocks)
+        self.kv.forget(member.gone, 0, member.rows)
         self._enter(SplitPhase.SPLIT)
         self._tell(SplitEvent.SPLIT, order.epoch, began)
 
@@ -183,7 +127,7 @@ class SplitModel:
         began, member = time.monotonic(), self.member
         if member is None or member.epoch != order.epoch:
             return  # it was lost meanwhile, and said so
-        with member.line.until(began + self.limits.order_s):
+        with member.until(began + self.limits.order_s):
             self._restore(member, order, began)
 
     def _restore(self, member: Membership, order: RestoreOrder, began: float) -> None:
@@ -192,7 +136,8 @@ class SplitModel:
             self._enter(SplitPhase.LEAVING)
             with self._device.lent():
                 try:
-                    self._meet(member, SplitPhase.LEAVING)
+                    for part in member.others:
+                        member.meet(part, SplitPhase.LEAVING)
                 except PeerRefused as late:
                     self._enter(SplitPhase.SPLIT)
                     self._tell(SplitEvent.NOT_RESTORED, order.epoch, began, str(late))
@@ -202,62 +147,49 @@ class SplitModel:
         except PeerError as error:
             self._lost(member, error)
             return
-        try:
-            with self._device.lent():
-                self._meet(member, SplitPhase.TAKEN)
-        except PeerError as error:  # it has gone on already, or is late: all that is needed is here
-            logger.info("the peer did not wait: %s", error)
+        with self._device.lent():
+            for part in member.others:
+                try:  # each of them: who has gone on says nothing of another, which may want its KV still
+                    member.meet(part, SplitPhase.TAKEN)
+                except PeerError as error:  # it has gone on already, or is late: all that is needed is here
+                    logger.info("a peer did not wait: %s", error)
         self._whole_again(member)
         self._tell(SplitEvent.RESTORED, order.epoch, began)
 
-    def _membership(self, order: DropOrder) -> Membership:
-        layers = len(self.weights)
-        first, second = range(layers // 2), range(layers // 2, layers)
-        kept, gone = (second, first) if order.part else (first, second)
-        return Membership(order.epoch, kept, gone, ((first, kept is first), (second, kept is second)))
-
-    def _come_together(self, member: Membership, order: DropOrder, end: float) -> None:
+    def _come_together(self, member: Membership) -> None:
         with self._changed:
-            self._epoch, self.member, self._phase = order.epoch, member, SplitPhase.MEETING
+            self._epoch, self.member, self._phase = member.epoch, member, SplitPhase.MEETING
             self._changed.notify_all()
-        member.peer = PeerConnection(
-            order.peer, self._line.secret, self.limits.answer_s, encrypt=self._line.encrypt
-        )
-        mine = self._most_blocks(member)
-        with member.line.until(end):
-            theirs = self._meet(member, SplitPhase.MEETING).values
-        if theirs.get("layout") != self._layout() or theirs.get("kept") != list(member.gone):
-            raise PeerError("the peer has another model, other blocks, or the same half of the layers")
-        member.blocks = min(mine, int(theirs["blocks"]))
+        member.connect(self._line, self.limits)
+        offers = [self._most_blocks(member)]
+        for part in member.others:
+            theirs = member.meet(part, SplitPhase.MEETING).values
+            if theirs.get("layout") != self._layout() or theirs.get("part") != part:
+                raise PeerError(f"{member.members[part]} has another model, other blocks, or another part")
+            offers.append(int(theirs["blocks"]))
+        member.blocks = min(offers)
         if member.blocks <= self._whole_blocks:
             raise PeerError(f"no gain: {member.blocks} blocks, and {self._whole_blocks} with the whole model")
 
     def _most_blocks(self, member: Membership) -> int:
-        """Of a pool. Layers that are kept hold two, in the memory of all KV and of what is dropped."""
-        freed = sum(map(self.weights.layer_bytes, member.gone)) // self.kv.row_bytes
-        rows = (self._whole_blocks * len(self.weights) + freed) // len(member.kept)
-        return min(rows, self.kv.rows) // 2
+        """Of a pool: layers that are kept hold one of each member."""
+        sizes = [self.weights.layer_bytes(layer) for layer in range(len(self.weights))]
+        rows = rows_that_fit(member.kept, self._whole_blocks, sizes, self.kv.row_bytes)
+        return min(rows, self.kv.rows) // len(member.parts)
 
     def _layout(self) -> list[Any]:
         return [len(self.weights), self.kv.row_bytes, self._block_tokens, self.weights.layer_bytes(0)]
 
-    def _meet(self, member: Membership, phase: SplitPhase) -> Message:
-        """Until the peer has come as far."""
-        return member.line.ask(Message(PeerAsk.MEET, member.epoch, {"phase": int(phase)}))
-
     def give(self, member: Membership, used: Sequence[int]) -> None:
         """The KV of layers that are dropped here, to who keeps them."""
-        for layer in member.gone:
-            for rows in _pieces(used):
-                values = {"layer": layer, "rows": rows}
-                member.line.ask(Message(PeerAsk.PUT, member.epoch, values, [self.kv.read(layer, rows)]))
+        for part, layer, rows in _dropped(member, used):
+            member.ask(part, PeerAsk.PUT, {"layer": layer, "rows": rows}, [self.kv.read(layer, rows)])
 
     def take(self, member: Membership, used: Sequence[int]) -> None:
         """And back."""
-        for layer in member.gone:
-            for rows in _pieces(used):
-                answer = member.line.ask(Message(PeerAsk.GET, member.epoch, {"layer": layer, "rows": rows}))
-                self.kv.write(layer, rows, answer.tensors[0])
+        for part, layer, rows in _dropped(member, used):
+            answer = member.ask(part, PeerAsk.GET, {"layer": layer, "rows": rows})
+            self.kv.write(layer, rows, answer.tensors[0])
 
     def _move(self, member: Membership, moves: Mapping[int, int]) -> None:
         internals.rename_blocks(self._runner, moves)
@@ -265,7 +197,8 @@ class SplitModel:
         if moves:
             pairs = [[old, new] for old, new in moves.items()]
             with self._device.lent():
-                member.line.ask(Message(PeerAsk.MOVE, member.epoch, {"moves": pairs}))
+                for part in member.others:
+                    member.ask(part, PeerAsk.MOVE, {"moves": pairs})
 
     def _bind(self, rows: int) -> None:
         for name, view in self.kv.views(rows):
@@ -277,11 +210,12 @@ class SplitModel:
         with self._changed:
             self._phase, self.member = SplitPhase.WHOLE, None
             self._changed.notify_all()
+        self._forecast = None
+        self._heard = {}
         self.weights.restore(member.gone)
         self._bind(self._whole_blocks)
         self.kv.forget(range(len(self.weights)), self._whole_blocks, self.kv.rows)
-        if member.peer is not None:
-            member.peer.close()
+        member.close()
 
     def _lost(self, member: Membership, error: PeerError) -> None:
         began = time.monotonic()
@@ -317,14 +251,15 @@ class SplitModel:
         hidden = embedded if embedded is not None else self._model.embed(input_ids)
         residual: torch.Tensor | None = None
         try:
-            for layers, here in member.stages:
-                if here:
+            for part, layers in enumerate(member.parts):
+                if part == member.part:
                     hidden, residual = self._through(layers, positions, hidden, residual)
                 else:
-                    hidden, residual = self._elsewhere(member, layers, batch, positions, hidden, residual)
+                    hidden, residual = self._elsewhere(member, part, batch, positions, hidden, residual)
         except PeerError as error:
             self._lost(member, error)
             return None
+        self.tally.passes += 1
         hidden, _ = self._model.norm(hidden, residual)
         return hidden
 
@@ -338,7 +273,7 @@ class SplitModel:
     def _elsewhere(
         self,
         member: Membership,
-        layers: range,
+        part: int,
         batch: internals.BatchKv,
         positions: torch.Tensor,
         hidden: torch.Tensor,
@@ -346,20 +281,46 @@ class SplitModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = [positions, hidden, batch.query_start, batch.seq_lens, batch.blocks, batch.slots]
         tensors = [tensor.clone() for tensor in (*tensors, *([residual] if residual is not None else []))]
-        values = {
-            "layers": [layers.start, layers.stop],
-            "sizes": [batch.tokens, batch.longest_query, batch.longest],
-        }
-        began = time.monotonic()
+        values = {"sizes": [batch.tokens, batch.longest_query, batch.longest], **self._said()}
+        began, served_s = time.monotonic(), self.tally.served_s
         with self._device.lent():
-            answer = member.line.ask(Message(PeerAsk.RUN, member.epoch, values, tensors))
-        self.tally.passes += 1
-        self.tally.peer_s += time.monotonic() - began
+            answer = member.ask(part, PeerAsk.RUN, values, tensors)
+        gone_s = time.monotonic() - began  # and until the device was free, which is among what was served
+        self._hear(part, answer)
+        self.tally.peer_s += gone_s
+        self.tally.idle_s += max(0.0, gone_s - (self.tally.served_s - served_s))
         self.tally.peer_bytes += sum(tensor.nbytes for tensor in tensors)
         after, left = answer.tensors
         return after, left
 
-    # The peer's messages: in threads of the server
+    # What members tell each other of their next batches (placement/overload/lookahead.py)
+
+    def forecast(self, forecast: Forecast) -> None:
+        """By this engine's scheduler, of the step that begins."""
+        self._forecast = forecast, time.monotonic()
+
+    def _said(self) -> dict[str, list[float]]:
+        """Nothing of an engine that has no batch: nobody waits for it."""
+        forecast, at = self._forecast or (None, 0.0)
+        return {"forecast": list(forecast)} if forecast and time.monotonic() - at < FRESH_S else {}
+
+    def _hear(self, part: int, message: Message) -> None:
+        said = message.values.get("forecast")
+        if said is None:
+            return
+        if (forecast := Forecast.of(said)) is None:
+            raise PeerRefused(f"{said!r} is no forecast")
+        self._heard[part] = forecast, time.monotonic()
+
+    def take_forecasts(self) -> PeersForecasts | None:
+        """Those since the last time; within a step."""
+        heard, self._heard = self._heard, {}
+        now = time.monotonic()
+        return (
+            PeersForecasts({part: (said, now - at) for part, (said, at) in heard.items()}) if heard else None
+        )
+
+    # Peers' messages: in threads of the server
 
     def answer(self, message: Message) -> Message:
         handler: Callable[[Message], Message] = {
@@ -390,57 +351,77 @@ class SplitModel:
 
     def _met(self, message: Message) -> Message:
         member = self.wait_for(message, SplitPhase(message.values["phase"]))
-        known = {"layout": self._layout(), "kept": list(member.kept), "blocks": self._most_blocks(member)}
+        if message.values.get("members") != list(member.members):
+            raise PeerRefused(f"epoch {message.epoch} has other members here")
+        member.sender(message)
+        known = {"layout": self._layout(), "part": member.part, "blocks": self._most_blocks(member)}
         return Message(PeerAsk.DONE, message.epoch, known)
 
     def _put(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.OPEN), self._kept_layer(message)
-        rows = [row + self.offset(member) for row in message.values["rows"]]
+        rows = self._places(member, message)
         with self._device:
             self.kv.write(layer, rows, message.tensors[0])
         return Message(PeerAsk.DONE, message.epoch)
 
     def _get(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.LEAVING), self._kept_layer(message)
-        rows = [row + self.offset(member) for row in message.values["rows"]]
+        rows = self._places(member, message)
         with self._device:
             return Message(PeerAsk.DONE, message.epoch, {}, [self.kv.read(layer, rows)])
 
     def _moved(self, message: Message) -> Message:
         member = self.wait_for(message, SplitPhase.SPLIT)
+        moves, offset = member.moves_of(message), self.offset(member, member.sender(message))
         with self._device:
-            self.kv.move(member.kept, dict(message.values["moves"]), self.offset(member))
+            self.kv.move(member.kept, moves, offset)
         return Message(PeerAsk.DONE, message.epoch)
 
     def _run(self, message: Message) -> Message:
         member = self.wait_for(message, SplitPhase.SPLIT)
+        part = member.sender(message)
         positions, hidden, query_start, seq_lens, blocks, slots, *residual = message.tensors
-        offset = self.offset(member)
+        if len(slots) and int(slots.max()) >= member.blocks * self._block_tokens:
+            raise PeerRefused(f"it writes beyond a pool of {member.blocks} blocks")
+        offset = self.offset(member, part)
         batch = internals.BatchKv(query_start, seq_lens, blocks, slots, *message.values["sizes"])
         batch = replace(
             batch,
             blocks=batch.blocks + offset,
             slots=torch.where(slots >= 0, slots + offset * self._block_tokens, slots),
         )
-        layers = range(*message.values["layers"])
-        names = [self._model.attention[index] for index in layers]
+        names = [self._model.attention[index] for index in member.kept]
         with self._device:
             if self.member is not member:
                 raise SplitOver(f"epoch {message.epoch} is over here")
+            self._hear(part, message)
+            began = time.monotonic()
             with internals.model_with(self._runner, names, batch, positions):
-                after, left = self._through(layers, positions, hidden, residual[0] if residual else None)
+                after, left = self._through(member.kept, positions, hidden, residual[0] if residual else None)
             self.tally.served += 1
-        return Message(PeerAsk.DONE, message.epoch, {}, [after, left])  # type: ignore[list-item]
+            self.tally.served_s += time.monotonic() - began
+        return Message(PeerAsk.DONE, message.epoch, self._said(), [after, left])  # type: ignore[list-item]
 
-    def offset(self, member: Membership) -> int:
-        """The peer's rows are behind those of this engine's blocks."""
-        return member.blocks
+    def offset(self, member: Membership, part: int) -> int:
+        """Where rows of that member's blocks begin here."""
+        return member.region(part)
+
+    def _places(self, member: Membership, message: Message) -> list[int]:
+        offset = self.offset(member, member.sender(message))
+        return [row + offset for row in member.rows_of(message)]
 
     def _kept_layer(self, message: Message) -> int:
         layer = int(message.values["layer"])
         if self.member is None or layer not in self.member.kept:
             raise PeerRefused(f"layer {layer} is not kept here")
         return layer
+
+
+def _dropped(member: Membership, used: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """What is at peers, in pieces of a message: the part that keeps a layer, the layer, and rows of it."""
+    for part in member.others:
+        for layer in member.parts[part]:
+            yield from ((part, layer, rows) for rows in _pieces(used))
 
 
 def _pieces(rows: Sequence[int]) -> Iterator[list[int]]:

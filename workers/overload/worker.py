@@ -12,9 +12,10 @@ from workers.coserving import vllm_internals as passes
 from workers.cpu_worker import SeedSafeCpuWorker
 from workers.overload import vllm_internals as internals
 from workers.overload.errors import OverloadConfigError
+from workers.overload.membership import DeviceLock, PeerLine, most_rows
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.plugin import NAME
-from workers.overload.split import DeviceLock, PeerLine, SplitModel
+from workers.overload.split import SplitModel
 
 logger = logging.getLogger("conserve.workers.overload")
 
@@ -78,16 +79,16 @@ class DroppingCpuWorker(SeedSafeCpuWorker):
             raise OverloadConfigError(f"parameters cannot be dropped with {'; '.join(named)}")
 
     def _in_reserved_memory(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Room for the rows of two pools in each layer, when half of the layers are gone."""
+        """With address space for the rows of the largest group's pools in each layer that is kept."""
         model = internals.decoder_of(self.model_runner)
         if set(model.attention) != set(tensors):
             raise OverloadConfigError("layers of this model share their KV: it is not split")
         self._weights = LayerWeights(model.layers)
-        blocks, layers = len(next(iter(tensors.values()))), len(model.layers)
+        blocks = len(next(iter(tensors.values())))
         row = max(tensor[0].nbytes for tensor in tensors.values())
-        freed = max(map(self._weights.layer_bytes, range(layers))) * -(-layers // 2) // row
+        sizes = [self._weights.layer_bytes(layer) for layer in range(len(model.layers))]
         in_order = {name: tensors[name] for name in model.attention}
-        self._kv = ReservedKv(in_order, (blocks * layers + freed) // (layers // 2) + 1)
+        self._kv = ReservedKv(in_order, most_rows(blocks, sizes, row))
         return dict(self._kv.views(blocks))
 
     def _through_the_split(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,4 +36,4 @@ def test_not_where_layers_are_shared() -> None:
     shape = EngineShape(8, 3e6, 1000, 8192, 1024, 1e9, None)
     whole = SplitState("d:1", shape, 0, 1000, newest=7)
     assert may_restore(replace(IDLE, split=whole), 500)
-    assert not may_restore(replace(IDLE, split=replace(whole, epoch=8, partner="e:1")), 500)
+    assert not may_restore(replace(IDLE, split=replace(whole, epoch=8, partners=("e:1",))), 500)

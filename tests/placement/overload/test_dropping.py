@@ -121,6 +121,21 @@ def test_groups_that_are_split_already_are_where_a_plan_goes_on() -> None:
     assert made.gained_tokens == 4 * (SHAPE.kv_each(4) - SHAPE.kv_each(2))
 
 
+def test_running_groups_that_are_split_stay_and_what_they_gave_counts() -> None:
+    pair = [Member("a", 1e5, 50), Member("b", 1e5, 50)]
+    groups = [pair, [Member("c", 2e5, 50)], [Member("d", 2e5, 50)]]
+    stays = replace(LIMITS, grows=False)
+    assert [group.engines for group in plan_drop(groups, SHAPE, 1e6, stays).merged] == [("c", "d")]
+    assert plan_drop(groups[:2], SHAPE, 1, stays).why_no_more is NotDropped.SPLIT
+    reserve = replace(stays, reserve=0.3)  # less than the pair has given already
+    assert plan_drop(groups, SHAPE, 1, reserve).gained_tokens == 2 * (SHAPE.kv_each(2) - SHAPE.kv_tokens)
+
+
+def test_a_batch_goes_from_its_engine_to_each_other_and_back() -> None:
+    hop = SHAPE.hop_s + 10 * SHAPE.activation_bytes / SHAPE.link_bytes_per_s
+    assert [round(SHAPE.hops_s(size, 10) / hop) for size in (1, 2, 3, 4)] == [0, 2, 4, 6]
+
+
 @pytest.mark.parametrize(
     ("shape", "limits", "why"),
     [

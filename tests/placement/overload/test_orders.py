@@ -1,4 +1,4 @@
-"""Orders under overload: pairs of whole engines share, all have their layers again when it is over."""
+"""Orders under overload: groups of whole engines share, all have their layers again when it is over."""
 
 from dataclasses import replace
 
@@ -22,10 +22,13 @@ LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_to
 PARTNERS = {"a": "b", "b": "a", "c": "d", "d": "c"}  # of engines that share their layers
 
 
-def decoder(name: str, epoch: int = 0, held: float = 900, tier: str = "decode") -> SharingDecoder:
-    now = SHAPE.kv_each(2) if epoch else SHAPE.kv_tokens
-    partner = f"{PARTNERS[name]}:1" if epoch else ""
-    split = SplitState(f"{name}:1", SHAPE, epoch, now, newest=epoch, partner=partner)
+def decoder(
+    name: str, epoch: int = 0, held: float = 900, tier: str = "decode", partners: str = ""
+) -> SharingDecoder:
+    """`partners`: of which it says that they share its layers; those of a pair where there are none."""
+    others = tuple(f"{one}:1" for one in partners or PARTNERS.get(name, "")) if epoch else ()
+    now = SHAPE.kv_each(1 + len(others))
+    split = SplitState(f"{name}:1", SHAPE, epoch, now, newest=epoch, partners=others)
     return SharingDecoder(name, tier, held, 4, split)
 
 
@@ -37,8 +40,35 @@ def test_overload_makes_pairs_of_engines_with_whole_models() -> None:
 def test_no_more_than_is_lacking_and_the_reserve() -> None:
     four = [decoder(name) for name in "abcd"]
     assert len(split_orders(LACKING, four, LIMITS).drops) == 1
+    more = replace(LACKING, lacking_tokens=2_000)
+    assert len(split_orders(more, four, LIMITS).drops) == 2
+
+
+def trio(held: float = 900) -> list[SharingDecoder]:
+    return [
+        decoder("a", 7, held, partners="bc"),
+        decoder("b", 7, held, partners="ac"),
+        decoder("c", 7, held, partners="ab"),
+    ]
+
+
+def test_where_two_do_not_suffice_more_engines_share() -> None:
     much = replace(LACKING, lacking_tokens=100_000)
-    assert len(split_orders(much, four, LIMITS).drops) == 2
+    assert split_orders(much, [decoder(name) for name in "abc"], LIMITS).drops == (("c", "a", "b"),)
+    four = split_orders(much, [decoder(name) for name in "abcd"], LIMITS).drops
+    assert [sorted(group) for group in four] == [["a", "b", "c", "d"]]
+    six = split_orders(much, [decoder(name) for name in "abcdef"], LIMITS).drops
+    assert sorted(map(len, six)) == [2, 4]
+
+
+def test_a_group_of_three_is_restored_together_and_as_soon_as_one_is_gone() -> None:
+    assert split_orders(OVER, trio(held=100), LIMITS) == SplitOrders(restores=(("a", "b", "c"),))
+    assert split_orders(OVER, [*trio(held=100)[:2], trio(held=1_200)[2]], LIMITS) == SplitOrders()
+    assert split_orders(LACKING, trio()[1:], LIMITS) == SplitOrders(restores=(("b", "c"),))
+    whole_again = [decoder("a"), *trio()[1:]]
+    assert split_orders(LACKING, whole_again, LIMITS) == SplitOrders(restores=(("b", "c"),))
+    leaving = [replace(trio()[0], leaving=True), *trio()[1:]]
+    assert split_orders(LACKING, leaving, LIMITS) == SplitOrders(restores=(("a", "b", "c"),))
 
 
 def test_what_a_pair_has_gained_is_not_lacking_any_more() -> None:
@@ -46,10 +76,14 @@ def test_what_a_pair_has_gained_is_not_lacking_any_more() -> None:
     assert split_orders(LACKING, pair, LIMITS) == SplitOrders()
 
 
-def test_pairs_stay_pairs_when_still_more_is_lacking() -> None:
-    pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
-    made = split_orders(replace(LACKING, lacking_tokens=100_000), pair, LIMITS)
-    assert made.drops == () and made.why_no_more in NotDropped
+def test_groups_that_are_split_do_not_grow_and_say_so() -> None:
+    much = replace(LACKING, lacking_tokens=100_000)
+    pairs = [decoder("a", 7), decoder("b", 7), decoder("c", 8), decoder("d", 8)]
+    assert split_orders(much, pairs, LIMITS) == SplitOrders(why_no_more=NotDropped.SPLIT)
+    one_more = [*pairs[:2], decoder("e")]
+    assert split_orders(much, one_more, LIMITS) == SplitOrders(why_no_more=NotDropped.SPLIT)
+    two_more = [*pairs[:2], decoder("e"), decoder("f")]
+    assert split_orders(much, two_more, LIMITS).drops == (("e", "f"),)
 
 
 def test_tiers_do_not_mix() -> None:

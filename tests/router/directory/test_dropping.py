@@ -1,4 +1,4 @@
-"""Pairs are told once, of one epoch for both; who refuses or is late is left alone for a while."""
+"""Groups are told once, of one epoch for all; who refuses or is late is left alone for a while."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,9 @@ LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_to
 OVER = OverloadState.initial()
 
 
-def in_split(name: str, epoch: int, partner: str) -> SplitState:
-    return SplitState(f"{name}:1", SHAPE, epoch, SHAPE.kv_each(2), newest=epoch, partner=partner)
+def in_split(name: str, epoch: int, *partners: str) -> SplitState:
+    kv_tokens = SHAPE.kv_each(1 + len(partners))
+    return SplitState(f"{name}:1", SHAPE, epoch, kv_tokens, newest=epoch, partners=partners)
 
 
 class TwoEngines:
@@ -34,7 +35,7 @@ class TwoEngines:
 
     def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
         self.refuses: set[str] = set()
-        self.told: list[tuple[str, str, int, int, str]] = []
+        self.told: list[tuple[str, str, int, int, tuple[str, ...]]] = []
         self._records = {
             name: EngineRecord(info(name), replace(state(name, 1, live=9_000), running=4), suspect=False)
             for name in names
@@ -62,14 +63,15 @@ class TwoEngines:
     def epochs(self) -> list[int]:
         return [record.state.split.epoch for record in self.records() if record.state.split]
 
-    async def drop(self, info: EngineInfo, epoch: int, peer: str, part: int) -> None:
-        self.told.append(("drop", info.engine, epoch, part, peer))
+    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
+        self.told.append(("drop", info.engine, epoch, part, members))
         if info.engine in self.refuses:
             raise OSError("no")
-        self.set(info.engine, in_split(info.engine, epoch, peer))
+        others = (one for one in members if one != members[part])
+        self.set(info.engine, in_split(info.engine, epoch, *others))
 
     async def restore(self, info: EngineInfo, epoch: int) -> None:
-        self.told.append(("restore", info.engine, epoch, 0, ""))
+        self.told.append(("restore", info.engine, epoch, 0, ()))
         self.set(info.engine, SplitState(f"{info.engine}:1", SHAPE, 0, SHAPE.kv_tokens))
 
 
@@ -77,8 +79,9 @@ def test_a_pair_is_made_and_restored() -> None:
     two = TwoEngines()
     dropper = Dropper(DropLimits(1.0), two.records, two)
     asyncio.run(dropper.look(LACKING))
-    assert [(what, engine, part, peer) for what, engine, _, part, peer in two.told] == [
-        ("drop", "d0", 0, "d1:1"), ("drop", "d1", 1, "d0:1"),
+    both = ("d0:1", "d1:1")
+    assert [(what, engine, part, members) for what, engine, _, part, members in two.told] == [
+        ("drop", "d0", 0, both), ("drop", "d1", 1, both),
     ]  # fmt: skip
     first, second = two.epochs()
     assert first == second > 0
@@ -91,6 +94,27 @@ def test_a_pair_is_made_and_restored() -> None:
         ("restore", "d0", first), ("restore", "d1", first),
     ]  # fmt: skip
     assert two.epochs() == [0, 0]
+
+
+def test_where_two_do_not_suffice_three_share_and_are_restored_together() -> None:
+    three = TwoEngines(("d0", "d1", "d2"))
+    for name in (
+        "d0",
+        "d1",
+        "d2",
+    ):  # a third of the layers is worth more than half of them only if they are large
+        three.set(name, SplitState(f"{name}:1", replace(SHAPE, layer_bytes=3e7), 0, SHAPE.kv_tokens))
+    dropper = Dropper(DropLimits(1.0), three.records, three)
+    asyncio.run(dropper.look(replace(LACKING, lacking_tokens=100_000)))
+    (members,) = {members for _, _, _, _, members in three.told}
+    assert sorted(members) == ["d0:1", "d1:1", "d2:1"]
+    assert all(members[part] == f"{engine}:1" for _, engine, _, part, _ in three.told)
+    (epoch,) = set(three.epochs())
+    assert epoch > 0 and len(three.told) == 3
+    for name in ("d0", "d1", "d2"):
+        three.holds(name, 2_000)
+    asyncio.run(dropper.look(OVER))
+    assert three.epochs() == [0, 0, 0]
 
 
 def test_who_refuses_is_left_alone_for_a_while() -> None:

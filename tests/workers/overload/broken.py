@@ -5,15 +5,23 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from workers.overload.channel import Message
+from workers.overload.membership import Membership, SplitPhase
 from workers.overload.memory import LayerWeights
-from workers.overload.split import Membership, SplitModel, SplitPhase
+from workers.overload.split import SplitModel
 
 
 class WithoutRegions(SplitModel):
-    """The peer's blocks are where this engine's are."""
+    """A peer's blocks are where this engine's are."""
 
-    def offset(self, member: Membership) -> int:
+    def offset(self, member: Membership, part: int) -> int:
         return 0
+
+
+class InOneRegion(SplitModel):
+    """Blocks of all peers are behind this engine's own, as a pair's are."""
+
+    def offset(self, member: Membership, part: int) -> int:
+        return member.blocks
 
 
 class WithoutExchange(SplitModel):

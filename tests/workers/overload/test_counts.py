@@ -16,8 +16,9 @@ def test_what_is_new_is_taken_once_and_under_known_names() -> None:
     worker.split = split
     assert worker.take_counts() == {}
     tally.passes, tally.served, tally.peer_s, tally.peer_bytes = 3, 2, 0.5, 4096
+    tally.idle_s, tally.served_s = 0.25, 0.75
     first = worker.take_counts()
-    assert sorted(first.values()) == [0.5, 2, 3, 4096]
+    assert sorted(first.values()) == [0.25, 0.5, 0.75, 2, 3, 4096]
     for name in first:
         kind, _, value = name.partition(".")
         assert value in (COUNTERS[kind].values or ("",))

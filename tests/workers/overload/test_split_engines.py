@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from deploy.small_model import ModelShape, make_model
-from tests.workers.overload.pair import BLOCKS, MEET_S, ORDER_S, Request, SplitPair, pair, requests
+from tests.workers.overload.together import (
+    BLOCKS,
+    MEET_S,
+    ORDER_S,
+    Request,
+    SplitTogether,
+    requests,
+    together,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -26,15 +34,9 @@ def thin_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(thin_model: Path) -> Iterator[SplitPair]:
-    with pair(thin_model) as engines:
+def both(thin_model: Path) -> Iterator[SplitTogether]:
+    with together(thin_model) as engines:
         yield engines
-
-
-def of_whole_engines(both: SplitPair, asked: list[Request]) -> Answers:
-    both.fresh()
-    both.add(asked)
-    return both.finish()
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +45,16 @@ def asked() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def right(both: SplitPair, asked: list[Request]) -> Answers:
-    return of_whole_engines(both, asked)
+def right(both: SplitTogether, asked: list[Request]) -> Answers:
+    return both.right(asked)
 
 
-def split_in_flight(both: SplitPair, asked: list[Request]) -> None:
-    both.add(asked)
-    for engine in both.engines:
-        engine.until(lambda state: state["generated"] > 20)
-    both.drop()
-    for engine in both.engines:
-        engine.until(lambda state: state["generated"] > 150)
-
-
-def test_outputs_are_equal_and_the_pool_grows(both: SplitPair, asked: list[Request], right: Answers) -> None:
+def test_outputs_are_equal_and_the_pool_grows(
+    both: SplitTogether, asked: list[Request], right: Answers
+) -> None:
     both.fresh()
     whole = [engine.state() for engine in both.engines]
-    split_in_flight(both, asked)
+    both.split_in_flight(asked)
     split = [engine.until(lambda state: state["highest"] >= BLOCKS) for engine in both.engines]
     assert all(state["epoch"] == both.epoch and state["blocks"] > 1.4 * BLOCKS for state in split)
     assert all(now["parameters"] < 0.6 * old["parameters"] for now, old in zip(split, whole, strict=True))
@@ -73,23 +68,23 @@ def test_outputs_are_equal_and_the_pool_grows(both: SplitPair, asked: list[Reque
     assert [engine.faults() for engine in both.engines] == [[], []]
 
 
-def test_shared_prefixes_stay_shared(both: SplitPair) -> None:
+def test_shared_prefixes_stay_shared(both: SplitTogether) -> None:
     asked = requests(5, common=100, output=80)
-    right = of_whole_engines(both, asked)
+    right = both.right(asked)
     both.fresh()
-    split_in_flight(both, asked)
+    both.split_in_flight(asked)
     both.restore()
     assert both.finish() == right
 
 
 @pytest.mark.parametrize("what", ["WithoutRegions", "WithoutExchange", "WithAPartOfTheWeights"])
 def test_without_it_outputs_are_wrong(
-    both: SplitPair, asked: list[Request], right: Answers, what: str
+    both: SplitTogether, asked: list[Request], right: Answers, what: str
 ) -> None:
     both.fresh()
     for engine in both.engines:
         engine.broken(what)
-    split_in_flight(both, asked)
+    both.split_in_flight(asked)
     both.restore()
     wrong = both.finish()
     both.fresh()
@@ -100,15 +95,15 @@ def test_without_it_outputs_are_wrong(
 
 @pytest.mark.parametrize("what", ["", "WithoutEpochs"])
 def test_a_message_of_a_split_that_is_over(
-    both: SplitPair, asked: list[Request], right: Answers, what: str
+    both: SplitTogether, asked: list[Request], right: Answers, what: str
 ) -> None:
     both.fresh()
     both.drop()
     both.restore()
     over = both.epoch
-    split_in_flight(both, asked)
+    both.split_in_flight(asked)
     both.second.broken(what)
-    answered = both.first.late_message(both.second.address, over)
+    answered = both.first.late_message(1, over)
     both.second.broken("")
     both.restore()
     answers = both.finish()
@@ -121,7 +116,7 @@ def test_a_message_of_a_split_that_is_over(
 
 
 def test_a_peer_that_does_not_come_changes_nothing(
-    both: SplitPair, asked: list[Request], right: Answers
+    both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     both.fresh()
     both.add(asked)
@@ -135,7 +130,7 @@ def test_a_peer_that_does_not_come_changes_nothing(
 
 
 def test_a_peer_that_is_slow_in_each_answer_costs_a_bounded_time(
-    both: SplitPair, asked: list[Request], right: Answers
+    both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     """Two pieces of KV of 4 s each, and 6 s for both: a drop is left, and so is a restore, whose requests are
     computed again."""
@@ -168,9 +163,9 @@ def test_a_peer_that_is_slow_in_each_answer_costs_a_bounded_time(
     assert [engine.faults() for engine in both.engines] == [[], []]
 
 
-def test_an_idle_engine_serves_its_half(both: SplitPair) -> None:
+def test_an_idle_engine_serves_its_half(both: SplitTogether) -> None:
     asked = requests(7, count=8)
-    right = of_whole_engines(both, asked)
+    right = both.right(asked)
     both.fresh()
     both.drop()
     both.first.add(asked)
@@ -179,9 +174,9 @@ def test_an_idle_engine_serves_its_half(both: SplitPair) -> None:
     assert answers == right
 
 
-def test_a_storm_of_drops_and_restores(both: SplitPair) -> None:
+def test_a_storm_of_drops_and_restores(both: SplitTogether) -> None:
     asked = requests(11, count=60, output=40)
-    right = of_whole_engines(both, asked)
+    right = both.right(asked)
     both.fresh()
     rng = random.Random(11)
     both.add(asked)
@@ -198,11 +193,11 @@ def test_a_storm_of_drops_and_restores(both: SplitPair) -> None:
 
 
 def test_the_survivor_of_a_killed_peer_serves_alone(
-    both: SplitPair, asked: list[Request], right: Answers
+    both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     """The last test: there is no peer after it."""
     both.fresh()
-    split_in_flight(both, asked)
+    both.split_in_flight(asked)
     before = both.first.state()
     pid = both.second.process.pid
     assert pid is not None

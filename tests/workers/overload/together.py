@@ -1,4 +1,4 @@
-"""Two engines, each in a process of its own, that may share their layers; told what to do over a pipe.
+"""Engines, each in a process of its own, that may share their layers; told what to do over a pipe.
 
 An engine steps whenever it has something to do, as vLLM's own loop does.
 """
@@ -8,7 +8,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import FeedCommand, Reply
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from workers.overload.config import DROPPING_SCHEDULER, DROPPING_WORKER, OVERLOAD_PLUGIN
+from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
 from workers.overload.plugin import NAME
-from workers.overload.split import SplitLimits, SplitModel
+from workers.overload.split import SplitModel
 
 BLOCKS = 41
 LIMIT_S = 240.0
@@ -28,21 +29,35 @@ ORDER_S = 60.0
 Request = tuple[str, list[int], int]
 
 
+@dataclass(frozen=True)
+class SpentSplit:
+    """Of an engine, while it is split: its own batches, and seconds."""
+
+    passes: int
+    at_peers_s: float
+    idle_s: float
+    served_s: float
+
+    def since(self, before: "SpentSplit") -> "SpentSplit":
+        return SpentSplit(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
 class SplitChild:
     """In the engine's process."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, blocks: int, batched_tokens: int) -> None:
+        self.steps_s: list[float] = []  # with something to compute
         connector = ConnectorConfig(
             transfer=False, layer_hooks=False, plugins=(OVERLOAD_PLUGIN,), host_kv_gib=0.05
         )
         self.engine = EngineHere(
             model,
             connector,
-            blocks=BLOCKS,
+            blocks=blocks,
             scheduler_cls=DROPPING_SCHEDULER,
             worker_cls=DROPPING_WORKER,
             max_model_len=1024,
-            max_num_batched_tokens=128,
+            max_num_batched_tokens=batched_tokens,
             max_num_seqs=16,
         )
         self.names: dict[str, str] = {}
@@ -91,6 +106,22 @@ class SplitChild:
     def faults(self) -> list[str]:
         return self.engine.faults()
 
+    def form_ahead(self, on: bool) -> None:
+        self.engine.side(NAME).forms_ahead = on
+
+    def step(self) -> None:
+        began = time.monotonic()
+        self.engine.step()
+        self.steps_s.append(time.monotonic() - began)
+
+    def taken_steps(self) -> list[float]:
+        taken, self.steps_s = self.steps_s, []
+        return taken
+
+    def spent(self) -> SpentSplit:
+        tally = self.split.tally
+        return SpentSplit(tally.passes, tally.peer_s, tally.idle_s, tally.served_s)
+
     def limit(self, order_s: float) -> None:
         self.split.limits = SplitLimits(meet_s=MEET_S, order_s=order_s)
 
@@ -101,20 +132,22 @@ class SplitChild:
         self.split.__class__ = getattr(broken, name, SplitModel)
         self.split.weights.__class__ = broken.SkipsALayer if name == "WithAPartOfTheWeights" else LayerWeights
 
-    def late_message(self, address: str, epoch: int) -> str:
-        """KV of a split that is over, sent to the peer as if it had been on its way for long."""
+    def late_message(self, part: int, epoch: int) -> str:
+        """KV of a split that is over, sent to a peer as if it had been on its way for long."""
         import torch
 
         from workers.overload.channel import Message, PeerAsk, PeerConnection
         from workers.overload.errors import SplitOver
 
-        peer = PeerConnection(address, ENVIRONMENT[SECRET_VARIABLE].encode(), 10.0)
-        rows, member = list(range(1, BLOCKS)), self.split.member
+        member = self.split.member
         assert member is not None
+        rows = list(range(1, BLOCKS))
+        peer = PeerConnection(member.members[part], ENVIRONMENT[SECRET_VARIABLE].encode(), 10.0)
         try:
-            for layer in member.gone:
+            for layer in member.parts[part]:
                 noise = torch.randn_like(self.split.kv.read(member.kept[0], rows))
-                peer.ask(Message(PeerAsk.PUT, epoch, {"layer": layer, "rows": rows}, [noise]))
+                values = {"layer": layer, "rows": rows, "part": member.part}
+                peer.ask(Message(PeerAsk.PUT, epoch, values, [noise]))
         except SplitOver:
             return "refused"
         finally:
@@ -122,28 +155,28 @@ class SplitChild:
         return "taken"
 
 
-def serve(pipe: Connection, model: Path) -> None:
-    child = SplitChild(model)
+def serve(pipe: Connection, *arguments: Any) -> None:
+    child = SplitChild(*arguments)
     pipe.send(child.split.facts().address)
     while True:
         if pipe.poll(0 if child.busy else 0.01):
             try:
-                name, arguments = pipe.recv()
+                name, given = pipe.recv()
             except EOFError:
                 return
-            pipe.send(getattr(child, name)(*arguments))
+            pipe.send(getattr(child, name)(*given))
         elif child.busy:
-            child.engine.step()
+            child.step()
 
 
 class SplitEngine:
     """The test's side of one."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, blocks: int, batched_tokens: int) -> None:
         self.address = ""  # of its peer server, once it is ready
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, model), daemon=True
+            target=serve, args=(theirs, model, blocks, batched_tokens), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -171,26 +204,29 @@ class SplitEngine:
 
 
 @dataclass
-class SplitPair:
-    first: SplitEngine
-    second: SplitEngine
+class SplitTogether:
+    engines: tuple[SplitEngine, ...]  # in the order of their parts
     epoch: int = 0
 
     @property
-    def engines(self) -> tuple[SplitEngine, SplitEngine]:
-        return self.first, self.second
+    def first(self) -> SplitEngine:
+        return self.engines[0]
+
+    @property
+    def second(self) -> SplitEngine:
+        return self.engines[1]
 
     def drop(self) -> None:
         """And wait until it has happened, or has not."""
-        self.tell(self.first, 0)
-        self.tell(self.second, 1, again=False)
+        for part, engine in enumerate(self.engines):
+            self.tell(engine, part, again=part == 0)
         for engine in self.engines:
             assert engine.until(lambda state: not state["pending"])["epoch"] == self.epoch
 
     def tell(self, engine: SplitEngine, part: int, again: bool = True) -> None:
         self.epoch += again
-        peer = self.second if part == 0 else self.first
-        reply = engine.command(FeedCommand("drop", epoch=self.epoch, peer=peer.address, part=part))
+        members = tuple(one.address for one in self.engines)
+        reply = engine.command(FeedCommand("drop", epoch=self.epoch, members=members, part=part))
         assert reply.done, reply
 
     def restore(self) -> None:
@@ -204,8 +240,12 @@ class SplitPair:
             assert reply.done, reply
 
     def add(self, requests: list[Request]) -> None:
-        self.first.add(requests[::2])
-        self.second.add(requests[1::2])
+        for number, engine in enumerate(self.engines):
+            engine.add(self.own(requests, number))
+
+    def own(self, requests: list[Request], number: int) -> list[Request]:
+        """Of all, those that go to this engine."""
+        return requests[number :: len(self.engines)]
 
     def finish(self) -> dict[str, list[int]]:
         answers: dict[str, list[int]] = {}
@@ -225,14 +265,30 @@ class SplitPair:
             engine.until(lambda state: not state["left"])
             assert engine.forget()
 
+    def right(self, asked: list[Request]) -> dict[str, list[int]]:
+        """Answers of whole engines."""
+        self.fresh()
+        self.add(asked)
+        return self.finish()
+
+    def split_in_flight(self, asked: list[Request], generated: int = 150) -> None:
+        self.add(asked)
+        for engine in self.engines:
+            engine.until(lambda state: state["generated"] > 20)
+        self.drop()
+        for engine in self.engines:  # of those that are left: who began soon may have none any more
+            engine.until(lambda state: state["generated"] > generated or not state["left"])
+
 
 @contextlib.contextmanager
-def pair(model: Path) -> Iterator[SplitPair]:
-    engines = SplitEngine(model), SplitEngine(model)
+def together(
+    model: Path, count: int = 2, blocks: int = BLOCKS, batched_tokens: int = 128
+) -> Iterator[SplitTogether]:
+    engines = tuple(SplitEngine(model, blocks, batched_tokens) for _ in range(count))
     try:
         for engine in engines:
             engine.ready()
-        yield SplitPair(*engines)
+        yield SplitTogether(engines)
     finally:
         for engine in engines:
             engine.process.kill()

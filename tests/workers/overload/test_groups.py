@@ -1,0 +1,200 @@
+"""Groups of two to four workers share their layers: whose KV is where, how much of it there is, and what a
+message may name. Without an engine."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.feed import FeedCommand
+from placement.overload.dropping import EngineShape
+from tests.workers.overload import broken
+from tests.workers.overload.workers_here import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    LAYERS,
+    LIMITS,
+    SECRET,
+    USED,
+    WorkerHere,
+    at_once,
+    dropping,
+    drops,
+    restores,
+)
+from workers.overload.channel import Message, PeerAsk, PeerConnection
+from workers.overload.errors import PeerRefused
+from workers.overload.metrics import SplitEvent
+from workers.overload.orders import DropOrder, SplitReport, WorkerFacts
+from workers.overload.plugin import OverloadScheduler
+
+Group = tuple[WorkerHere, ...]
+
+
+@pytest.fixture
+def four() -> Iterator[Group]:
+    made = tuple(WorkerHere() for _ in range(4))
+    for worker in made:
+        worker.split.limits = replace(LIMITS, order_s=10.0)
+        worker.split.take_report()
+    yield made
+    for worker in made:
+        worker.split.close()
+
+
+def split(group: Group) -> None:
+    ended, _ = at_once(*drops(*group))
+    assert ended == [SplitEvent.SPLIT] * len(group)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_has_its_rows_on_every_member_and_all_back(four: Group, size: int) -> None:
+    group = four[:size]
+    split(group)
+    kept = [layer for worker in group for layer in worker.split.member.kept]  # type: ignore[union-attr]
+    assert kept == list(range(LAYERS))
+    for keeper in group:
+        member = keeper.split.member
+        assert member is not None
+        for part, owner in enumerate(group):
+            rows = [row + member.region(part) for row in USED]
+            for layer in member.kept:
+                assert torch.equal(keeper.split.kv.read(layer, rows), owner.had[layer])
+    assert not any(worker.whole for worker in group)
+    ended, _ = at_once(*restores(group))
+    assert ended == [SplitEvent.RESTORED] * size
+    assert all(worker.whole and worker.has_all for worker in group)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_pool_is_as_large_as_a_plan_says(four: Group, size: int) -> None:
+    facts = four[0].split.facts()
+    shape = EngineShape(
+        facts.layers, facts.layer_bytes, BLOCKS * BLOCK_TOKENS,
+        facts.row_bytes * LAYERS / BLOCK_TOKENS, facts.activation_bytes, 1e9, None,
+    )  # fmt: skip
+    split(four[:size])
+    member = four[0].split.member
+    assert member is not None
+    planned = shape.kv_each(size)
+    assert planned - BLOCK_TOKENS < member.blocks * BLOCK_TOKENS <= planned
+
+
+def test_in_one_region_peers_overwrite_each_other(four: Group) -> None:
+    three = four[:3]
+    for worker in three:
+        worker.split.__class__ = broken.InOneRegion
+    split(three)
+    ended, _ = at_once(*restores(three))
+    assert ended == [SplitEvent.RESTORED] * 3
+    assert not all(worker.has_all for worker in three)
+
+
+def test_who_is_not_told_leaves_the_others_whole(four: Group) -> None:
+    for worker in four:
+        worker.split.limits = replace(LIMITS, meet_s=0.5, order_s=10.0)
+    ended, seconds = at_once(*drops(*four)[:2])
+    assert ended == [SplitEvent.NOT_SPLIT] * 2 and seconds < 5
+    assert all(worker.whole and worker.has_all and not worker.split.lost for worker in four)
+
+
+def test_members_that_were_told_of_other_groups_do_not_share(four: Group) -> None:
+    a, b, c, d = (worker.split.facts().address for worker in four)
+    told = [(0, (a, b, c)), (1, (a, b, d)), (2, (a, b, c)), (2, (a, b, d))]  # to each its part is right
+    steps = [
+        dropping(worker, DropOrder(1, members, part, USED))
+        for worker, (part, members) in zip(four, told, strict=True)
+    ]
+    ended, _ = at_once(*steps)
+    assert ended == [SplitEvent.NOT_SPLIT] * 4
+    assert all(worker.whole and worker.has_all for worker in four)
+
+
+@pytest.fixture
+def line(four: Group) -> Iterator[PeerConnection]:
+    """To the first of three that share, of whoever knows the secret."""
+    split(four[:3])
+    made = PeerConnection(four[0].split.facts().address, SECRET, 5.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("part", [0, 3, -1, "1", 1.0, True, None])
+@pytest.mark.parametrize("kind", [PeerAsk.MEET, PeerAsk.PUT, PeerAsk.MOVE, PeerAsk.RUN])
+def test_who_is_no_other_member_is_refused(
+    four: Group, line: PeerConnection, kind: PeerAsk, part: Any
+) -> None:
+    members = [worker.split.facts().address for worker in four[:3]]
+    known = {"layer": 0, "rows": [1], "moves": [[1, 2]], "phase": 1, "members": members, "sizes": [1, 1, 1]}
+    with pytest.raises(PeerRefused, match="is no other part of epoch 1"):
+        line.ask(Message(kind, 1, {**known, "part": part}, [torch.zeros(1, 2, 32)]))
+
+
+@pytest.mark.parametrize("row", [-1, 1_000, "1", 1.5, None])
+def test_rows_of_other_members_are_refused(four: Group, line: PeerConnection, row: Any) -> None:
+    member = four[0].split.member
+    assert member is not None
+    for one in (row, member.blocks):
+        for kind, values in (
+            (PeerAsk.PUT, {"layer": 0, "rows": [1, one]}),
+            (PeerAsk.MOVE, {"moves": [[1, one]]}),
+            (PeerAsk.MOVE, {"moves": [[one, 1]]}),
+        ):
+            with pytest.raises(PeerRefused, match="is no block of a pool"):
+                line.ask(Message(kind, 1, {**values, "part": 1}, [torch.zeros(2, 2, 32)]))
+    assert all(worker.split.is_split for worker in four[:3])
+
+
+def test_a_batch_that_writes_behind_its_pool_or_says_nonsense_is_refused(
+    four: Group, line: PeerConnection
+) -> None:
+    member = four[0].split.member
+    assert member is not None
+    one = torch.zeros(1, dtype=torch.int64)
+    slots = torch.tensor([member.blocks * BLOCK_TOKENS])
+    tensors = [one, torch.zeros(1, 64), torch.tensor([0, 1]), one, one.view(1, 1)]
+    values = {"part": 1, "sizes": [1, 1, 1]}
+    with pytest.raises(PeerRefused, match="writes beyond a pool"):
+        line.ask(Message(PeerAsk.RUN, 1, values, [*tensors, slots]))
+    with pytest.raises(PeerRefused, match="is no forecast"):
+        line.ask(Message(PeerAsk.RUN, 1, {**values, "forecast": [0.5, 0.1]}, [*tensors, one]))
+    assert four[0].split.take_forecasts() is None
+
+
+def scheduler_side(address: str, layers: int) -> OverloadScheduler:
+    facts = WorkerFacts(address, layers, 1_000, 256, 64)
+    residence = SimpleNamespace(clock=lambda: 0.0, split=None, fenced=False)
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
+    context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
+    side = OverloadScheduler(context)
+    side.bind(SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS)))
+    side.after_step(None, SplitReport(SplitEvent.READY, 0, BLOCKS, facts=facts))
+    return side
+
+
+@pytest.mark.parametrize(
+    ("members", "part", "why"),
+    [
+        (("a:1",), 0, "needs 2 to 3 members"),
+        (("a:1", "b:1", "c:1", "d:1"), 0, "needs 2 to 3 members"),
+        (("a:1", "b:1", "b:1"), 0, "each once"),
+        (("a:1", "b:1"), 2, "part 2 of these members is not this engine"),
+        (("a:1", "b:1"), -2, "part -2 of these members is not this engine"),
+        (("a:1", "b:1"), 1, "part 1 of these members is not this engine"),
+    ],
+)
+def test_an_order_that_is_none_of_this_engine_is_refused(
+    members: tuple[str, ...], part: int, why: str
+) -> None:
+    side = scheduler_side("a:1", layers=3)
+    assert why in side.drop(FeedCommand("drop", epoch=1, members=members, part=part)).error
+    assert not side.pending
+    assert side.drop(FeedCommand("drop", epoch=1, members=("b:1", "a:1", "c:1"), part=1)).done
+
+
+def test_nobody_shares_before_its_worker_is_known() -> None:
+    side = scheduler_side("a:1", layers=1)
+    assert side.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error

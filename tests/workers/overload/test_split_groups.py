@@ -1,0 +1,148 @@
+"""On real vLLM: three engines share their layers and have them all again, with requests in flight, and every
+answer equals that of whole engines (float32, greedy). What is left out shows in the answers."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.small_model import ModelShape, make_model
+from tests.workers.overload.together import BLOCKS, MEET_S, Request, SplitTogether, requests, together
+
+pytestmark = pytest.mark.engine
+
+SIZE = 3
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitTogether]:
+    out = tmp_path_factory.mktemp("model") / "thin"
+    make_model(out, ModelShape(layers=LAYERS, hidden=128, heads=4, head_dim=32, intermediate=512))
+    with together(out, SIZE) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    return requests(3, count=24, output=100)
+
+
+@pytest.fixture(scope="module")
+def right(three: SplitTogether, asked: list[Request]) -> dict[str, list[int]]:
+    return three.right(asked)
+
+
+def test_outputs_are_equal_and_the_pools_grow(
+    three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
+) -> None:
+    three.fresh()
+    whole = [engine.state() for engine in three.engines]
+    three.split_in_flight(asked)
+    split = [engine.until(lambda state: state["highest"] >= BLOCKS) for engine in three.engines]
+    assert all(state["epoch"] == three.epoch and state["blocks"] > 1.4 * BLOCKS for state in split)
+    assert all(now["parameters"] == old["parameters"] / SIZE for now, old in zip(split, whole, strict=True))
+    for engine in three.engines:
+        engine.until(lambda state: state["passes"] > 5 and state["served"] > 10)
+    three.restore()
+    after = [engine.state() for engine in three.engines]
+    assert all(state["epoch"] == 0 and state["blocks"] == BLOCKS for state in after)
+    assert [state["parameters"] for state in after] == [state["parameters"] for state in whole]
+    assert three.finish() == right
+    assert [engine.faults() for engine in three.engines] == [[]] * SIZE
+
+
+@pytest.mark.parametrize(
+    "what", ["InOneRegion", "WithoutRegions", "WithoutExchange", "WithAPartOfTheWeights"]
+)
+def test_without_it_outputs_are_wrong(
+    three: SplitTogether, asked: list[Request], right: dict[str, list[int]], what: str
+) -> None:
+    three.fresh()
+    for engine in three.engines:
+        engine.broken(what)
+    three.split_in_flight(asked)
+    three.restore()
+    wrong = three.finish()
+    three.fresh()
+    three.drop()  # what was left out is put right by a whole one
+    three.restore()
+    assert wrong != right
+
+
+@pytest.mark.parametrize("what", ["", "WithoutEpochs"])
+def test_a_message_of_a_split_that_is_over(
+    three: SplitTogether, asked: list[Request], right: dict[str, list[int]], what: str
+) -> None:
+    three.fresh()
+    three.drop()
+    three.restore()
+    over = three.epoch
+    three.split_in_flight(asked)
+    three.second.broken(what)
+    answered = three.first.late_message(1, over)
+    three.second.broken("")
+    three.restore()
+    answers = three.finish()
+    assert (answered, answers == right) == (("taken", False) if what else ("refused", True))
+
+
+def test_one_that_does_not_come_changes_nothing(
+    three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
+) -> None:
+    three.fresh()
+    three.add(asked)
+    three.first.until(lambda state: state["generated"] > 20)
+    began = time.monotonic()
+    three.tell(three.first, 0)
+    three.tell(three.second, 1, again=False)
+    for engine in three.engines[:2]:
+        state = engine.until(lambda state: not state["pending"])
+        assert state["epoch"] == 0 and state["blocks"] == BLOCKS
+    assert time.monotonic() - began < MEET_S + 5
+    assert three.finish() == right
+
+
+def test_a_storm_of_drops_and_restores(three: SplitTogether) -> None:
+    asked = requests(11, count=75, output=40)
+    right = three.right(asked)
+    three.fresh()
+    rng = random.Random(11)
+    three.add(asked)
+    changes = 0
+    while any(engine.state()["left"] > 2 for engine in three.engines):
+        three.drop()
+        time.sleep(rng.uniform(0, 0.5))
+        three.restore()
+        time.sleep(rng.uniform(0, 0.3))
+        changes += 1
+    assert three.finish() == right
+    assert changes >= 3
+    assert [engine.faults() for engine in three.engines] == [[]] * SIZE
+
+
+def test_the_survivors_of_a_killed_member_serve_alone(
+    three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
+) -> None:
+    """The last test: there is no group after it."""
+    three.fresh()
+    three.split_in_flight(asked)
+    survivors = three.engines[0], three.engines[2]
+    before = [engine.state() for engine in survivors]
+    pid = three.second.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    alone = [engine.until(lambda state: not state["epoch"]) for engine in survivors]
+    for engine, seen in zip(survivors, before, strict=True):
+        engine.until(lambda state, seen=seen: state["generated"] > seen["generated"] or not state["left"])
+    assert time.monotonic() - killed < 10
+    assert all(state["blocks"] == BLOCKS for state in alone)
+    for number in (0, 2):
+        engine = three.engines[number]
+        engine.until(lambda state: not state["left"])
+        assert engine.answers() == {name: right[name] for name, _, _ in three.own(asked, number)}
+        assert engine.faults() == []

@@ -1,0 +1,118 @@
+"""Workers between two steps, without an engine: as much of a model as a split is made of, and its orders."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from workers.overload.membership import DeviceLock, PeerLine, SplitLimits, most_rows
+from workers.overload.memory import LayerWeights, ReservedKv
+from workers.overload.metrics import SplitEvent
+from workers.overload.orders import DropOrder, RestoreOrder, SplitReport
+from workers.overload.split import SplitModel
+
+LAYERS, BLOCKS, WIDTH, BLOCK_TOKENS = 20, 16, 64, 16
+LIMITS = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=1.0)
+SECRET = b"a secret only for these tests"
+USED = list(range(1, BLOCKS))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.self_attn = SimpleNamespace(attn=SimpleNamespace(layer_name=name))
+
+    def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        raise NotImplementedError
+
+
+class Qwen3ForCausalLM:
+    """As much of one as a split is made of."""
+
+    def __init__(self) -> None:
+        layers = [Layer(str(number)) for number in range(LAYERS)]
+        self.model = SimpleNamespace(layers=layers, embed_input_ids=lambda ids: ids, norm=lambda *seen: seen)
+
+
+class WorkerHere:
+    """A worker between two steps."""
+
+    def __init__(self) -> None:
+        model = Qwen3ForCausalLM()
+        attention = SimpleNamespace(bind_kv_cache=lambda tensor: None)
+        names = [str(number) for number in range(LAYERS)]
+        runner = SimpleNamespace(
+            get_model=lambda: model,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+            cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
+            model_config=SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float32),
+            compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, attention)),
+            kv_caches=[],
+        )
+        weights = LayerWeights(model.model.layers)
+        first = {name: torch.empty(BLOCKS, 2, 32) for name in names}
+        sizes = [weights.layer_bytes(layer) for layer in range(LAYERS)]
+        kv = ReservedKv(first, most_rows(BLOCKS, sizes, first["0"][0].nbytes))
+        self.device = DeviceLock()
+        line = PeerLine("127.0.0.1", SECRET)
+        self.split = SplitModel(runner, kv, weights, BLOCKS, self.device, line)
+        self.split.limits = LIMITS
+        for layer in range(LAYERS):
+            kv.write(layer, USED, torch.randn(len(USED), 2, 32))
+        self.had, self.parameters = self.kv(), weights.held_bytes()
+
+    def kv(self) -> list[torch.Tensor]:
+        return [self.split.kv.read(layer, USED).clone() for layer in range(LAYERS)]
+
+    @property
+    def has_all(self) -> bool:
+        return all(map(torch.equal, self.kv(), self.had))
+
+    @property
+    def whole(self) -> bool:
+        return not self.split.is_split and self.split.weights.held_bytes() == self.parameters
+
+    def step(self, what: Callable[[SplitModel], None]) -> SplitReport:
+        with self.device:
+            what(self.split)
+        report = self.split.take_report()
+        assert report is not None
+        return report
+
+
+def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
+    """How each ended, and how long the first of them took."""
+    ended: dict[int, tuple[SplitReport, float]] = {}
+
+    def run(number: int, step: Callable[[], SplitReport]) -> None:
+        began = time.monotonic()
+        ended[number] = step(), time.monotonic() - began
+
+    threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(steps)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [ended[number][0].event for number in sorted(ended)], ended[0][1]
+
+
+def drops(*workers: WorkerHere, epoch: int = 1) -> list[Callable[[], SplitReport]]:
+    """Of each, its part of the layers in this order."""
+    members = tuple(worker.split.facts().address for worker in workers)
+    return [dropping(worker, DropOrder(epoch, members, part, USED)) for part, worker in enumerate(workers)]
+
+
+def dropping(worker: WorkerHere, order: DropOrder) -> Callable[[], SplitReport]:
+    return lambda: worker.step(lambda split: split.drop(order))
+
+
+def restores(workers: Sequence[WorkerHere], epoch: int = 1) -> list[Callable[[], SplitReport]]:
+    return [restoring(worker, RestoreOrder(epoch, {}, USED)) for worker in workers]
+
+
+def restoring(worker: WorkerHere, order: RestoreOrder) -> Callable[[], SplitReport]:
+    return lambda: worker.step(lambda split: split.restore(order))
