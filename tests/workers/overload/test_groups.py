@@ -1,7 +1,7 @@
 """Groups of two to four workers share their layers: whose KV is where, how much of it there is, and what a
 message may name. Without an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvtransfer.feed import FeedCommand
+from placement.iteration.latency import LatencyModel
 from placement.overload.dropping import EngineShape
+from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
     BLOCK_TOKENS,
@@ -28,7 +30,7 @@ from tests.workers.overload.workers_here import (
 from workers.overload.channel import Message, PeerAsk, PeerConnection
 from workers.overload.errors import PeerRefused
 from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, SplitReport, WorkerFacts
+from workers.overload.orders import DropOrder, PeersForecasts, SplitReport, WorkerFacts
 from workers.overload.plugin import OverloadScheduler
 
 Group = tuple[WorkerHere, ...]
@@ -164,13 +166,21 @@ def test_a_batch_that_writes_behind_its_pool_or_says_nonsense_is_refused(
     assert four[0].split.take_forecasts() is None
 
 
-def scheduler_side(address: str, layers: int) -> OverloadScheduler:
+def engine_with_a_pool() -> Any:
+    queue = SimpleNamespace(append_n=lambda blocks: None)
+    pool = SimpleNamespace(num_gpu_blocks=BLOCKS, blocks=[None] * BLOCKS, free_block_queue=queue)
+    sizes = SimpleNamespace(num_gpu_blocks=BLOCKS), SimpleNamespace(num_blocks=BLOCKS)
+    manager = SimpleNamespace(block_pool=pool)
+    return SimpleNamespace(kv_cache_manager=manager, cache_config=sizes[0], kv_cache_config=sizes[1])
+
+
+def scheduler_side(address: str, layers: int, clock: Callable[[], float] = lambda: 0.0) -> OverloadScheduler:
     facts = WorkerFacts(address, layers, 1_000, 256, 64)
-    residence = SimpleNamespace(clock=lambda: 0.0, split=None, fenced=False)
+    residence = SimpleNamespace(clock=clock, split=None, fenced=False)
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
     context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
     side = OverloadScheduler(context)
-    side.bind(SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS)))
+    side.bind(engine_with_a_pool().kv_cache_manager)
     side.after_step(None, SplitReport(SplitEvent.READY, 0, BLOCKS, facts=facts))
     return side
 
@@ -198,3 +208,31 @@ def test_an_order_that_is_none_of_this_engine_is_refused(
 def test_nobody_shares_before_its_worker_is_known() -> None:
     side = scheduler_side("a:1", layers=1)
     assert side.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error
+
+
+def test_what_others_said_is_believed_for_two_seconds_and_while_it_is_split() -> None:
+    now, model = [100.0], LatencyModel(1e-4, 0.0, 0.0, 0.01)
+    side = scheduler_side("a:1", layers=3, clock=lambda: now[0])
+    calm, busy = Forecast(0.1, 0.1), Forecast(0.2, 0.9)
+    assert side.pipeline() is None
+    side.measured(model)
+    assert side.pipeline() is None
+    side.after_step(engine_with_a_pool(), SplitReport(SplitEvent.SPLIT, 1, BLOCKS + 1))
+    assert side.pipeline() == PipelineView(model, ())
+    side.after_step(None, PeersForecasts({1: (calm, 0.5), 2: (busy, 1.5)}))
+    assert side.pipeline() == PipelineView(model, (calm, busy))
+    now[0] += 1.0
+    assert side.pipeline() == PipelineView(model, (calm,))
+    side.after_step(None, PeersForecasts({1: (busy, 0.0)}))
+    assert side.pipeline() == PipelineView(model, (busy,))
+    now[0] += FRESH_S
+    assert side.pipeline() == PipelineView(model, ())
+    side.after_step(None, PeersForecasts({1: (busy, 0.0)}))
+    side.after_step(engine_with_a_pool(), SplitReport(SplitEvent.RESTORED, 1, BLOCKS))
+    assert side.pipeline() is None
+
+
+def test_a_forecast_is_said_once_with_the_step_it_is_of() -> None:
+    side = scheduler_side("a:1", layers=3)
+    side.says(Forecast(0.1, 0.2))
+    assert [side.order(None), side.order(None)] == [Forecast(0.1, 0.2), None]
