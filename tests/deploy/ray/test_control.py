@@ -33,8 +33,8 @@ class Feed:
     async def drain(self, on: bool) -> None:
         self.drained.append(on)
 
-    async def drop(self, epoch: int, peer: str, part: int) -> None:
-        self.shared.append((epoch, peer, part))
+    async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
+        self.shared.append((epoch, members, part))
 
     async def restore(self, epoch: int) -> None:
         self.shared.append((epoch,))
@@ -79,10 +79,10 @@ async def test_commands_reach_the_engine(rig: Rig) -> None:
         assert not await client.withdraw("known")
         await client.drain()
         await client.drain(False)
-        await client.drop(7, "10.0.0.2:9", 1)
+        await client.drop(7, ("10.0.0.1:9", "10.0.0.2:9"), 1)
         await client.restore(7)
     assert rig.feed.drained == [True, False]
-    assert rig.feed.shared == [(7, "10.0.0.2:9", 1), (7,)]
+    assert rig.feed.shared == [(7, ("10.0.0.1:9", "10.0.0.2:9"), 1), (7,)]
 
 
 async def test_an_engine_out_of_reach_is_an_error_with_its_reason(rig: Rig) -> None:
