@@ -23,7 +23,7 @@ FORGIVEN = 2  # tests that failed once, passed alone, and are not on the list
 QUIET, LONGEST = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES = {
     "fast": (["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "3", *LONGEST]),
-    "slow": (["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "2", *LONGEST]),
+    "slow": (["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "4", *LONGEST]),
     "engines": (["-m", "engine or fleet"], LONGEST),
 }
 PASSED, FAILED = 0, 1

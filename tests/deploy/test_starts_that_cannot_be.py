@@ -24,6 +24,8 @@ from router.directory.journal import Journal, Row
 from tests.support.fleet import ROOT, conserve
 from workers.processes import free_port
 
+pytestmark = pytest.mark.slow
+
 Edit = Callable[[dict[str, Any]], object]
 
 

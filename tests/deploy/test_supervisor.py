@@ -13,6 +13,8 @@ import pytest
 
 from workers.processes import alive, session
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys

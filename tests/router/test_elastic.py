@@ -6,10 +6,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.prefillers import PrefillCurve
 from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 SLOW = {"prefill": PrefillCurve(0.0, 1e-2, 0.0)}  # a prompt of 1000 bytes is 10 s
 

@@ -23,6 +23,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import MODEL, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def engine_process(name: str, token_s: float) -> AsyncIterator[tuple[EngineInfo, int]]:

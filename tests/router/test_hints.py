@@ -15,6 +15,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NAMED = {"x-session-id": "s"}
 RESTORES = "conserve_restores_ahead_total"
 

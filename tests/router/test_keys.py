@@ -22,6 +22,8 @@ from tests.support.descriptors import no_descriptors
 from tests.support.fake_fleet import MODEL, ask, fleet, get, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 ENTRY = "- {id: one, owner: search, hash: 'HASH'}\n".replace("HASH", hash_of("first"))
 
 

@@ -20,6 +20,8 @@ from router.reading import Api, Reading, read_body
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 BOUND_S = 0.02
 START = b'{"model": "small", "max_tokens": 2, '

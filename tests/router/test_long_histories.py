@@ -37,6 +37,8 @@ from tests.router.test_stored_answers import ALICE, BOB, PATH, name_of, say, sto
 from tests.support.fake_fleet import fleet, get, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 KEPT = "conserve_stored_answers_total", {"outcome": "kept"}
 FAILED = "conserve_stored_answers_total", {"outcome": "failed"}
 MIB = 1 << 20

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.fuzz.__main__ import FuzzResults, attackers
 from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 1500
 
 

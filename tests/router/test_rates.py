@@ -21,6 +21,8 @@ from router.rates import Bucket, Meters
 from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 BOB = {"authorization": "Bearer bob"}
 
 

@@ -25,6 +25,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
 

@@ -15,6 +15,8 @@ from router.keys import inline
 from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 

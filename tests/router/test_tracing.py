@@ -19,6 +19,8 @@ from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
 CANARY = "canary-of-a-prompt"

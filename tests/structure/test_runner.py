@@ -7,6 +7,8 @@ import pytest
 
 from tests import run
 
+pytestmark = pytest.mark.slow
+
 TODAY = date(2026, 11, 23)
 FLAKY = """
 from pathlib import Path

@@ -13,6 +13,8 @@ from traces.describe import describe, spread
 from traces.format import TraceConversation, TraceTurn, load
 from traces.generators import bursts
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = load(Path(traces.__file__).parent / "samples" / "agents.jsonl.gz")
 
 

@@ -15,6 +15,8 @@ from workers import processes
 from workers.launch import ProcessCommand
 from workers.leased import LEASE, LeasedProcess
 
+pytestmark = pytest.mark.slow
+
 # A parent with a child of its own, both deaf to SIGTERM: what an engine is at its worst.
 STUBBORN = """
 import signal, subprocess, sys, time

@@ -7,6 +7,8 @@ import yaml
 
 from tests.workers.power.machine import DRIVER, PERMISSION, ROOT, Machine, build
 
+pytestmark = pytest.mark.slow
+
 CONSERVE = "import sys; from deploy.cli import main; sys.argv = ['conserve', *sys.argv[1:]]; main()"
 
 

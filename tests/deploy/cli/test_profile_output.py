@@ -10,6 +10,8 @@ from placement.iteration.latency import CONSERVATIVE
 from tests.workers.power.machine import PERMISSION, Machine, build
 from workers.profiles import Profile, ProfileKey
 
+pytestmark = pytest.mark.slow
+
 KEY = ProfileKey("m", "float32", "cpu", 1, 1, None, "eager", "0.32")
 CAPPED = """\
 policy: collocated

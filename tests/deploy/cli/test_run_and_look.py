@@ -27,6 +27,8 @@ from router.errors import GatewayConfigError
 from tests.support.fleet import ROOT, conserve
 from workers.status import KeeperPhase, KeeperReport, KeeperStatus
 
+pytestmark = pytest.mark.slow
+
 OURS = RunRecord(pid=41, started=1.0, ray_address="127.0.0.1:1")
 LAPTOP = ROOT / "configs" / "laptop.yaml"
 

@@ -17,6 +17,8 @@ from tests.deploy.ray.test_control import SECRET, Feed
 from tests.workers.test_status import INFO, STATE
 from workers.status import KeeperPhase, StatusStore
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Told:

@@ -11,6 +11,8 @@ from kvtransfer.conversations import EvictionRank
 from tests.kvtransfer.engine.engines import eventually, free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
 
+pytestmark = pytest.mark.slow
+
 
 def end_copies(engine: SimulatedEngine) -> None:
     """Blocks on their way to the host are not free: a thread copies them, and a step hears of its end."""

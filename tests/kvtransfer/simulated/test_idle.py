@@ -15,6 +15,8 @@ from placement.engines import EngineState
 from tests.kvtransfer.engine.engines import eventually, feed_path, free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
 
+pytestmark = pytest.mark.slow
+
 
 def copied(engine: SimulatedEngine, host_kv_gib: float) -> EngineState:
     """The state once everything that waits is on the host too, if there is one."""

@@ -18,6 +18,8 @@ from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
 from kvtransfer.transfer.staging import SlotWindow, StagedBlockMemory
 
+pytestmark = pytest.mark.slow
+
 SECRET = b"a secret for these tests"
 LAYERS, BLOCK_TOKENS = 3, 16
 PROMPTS, TOKENS = 8, 128 * 1024 - 5

@@ -12,6 +12,8 @@ from tests.router.batch.fake_engine import FakeEngine
 from tests.router.batch.gateway import FAST, Gateway, StaticFleet, engine_info
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
 
+pytestmark = pytest.mark.slow
+
 
 async def results_of(client: Any, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     output = {entry["custom_id"]: entry for entry in await lines_of(client, batch.output_file_id)}

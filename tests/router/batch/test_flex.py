@@ -19,6 +19,8 @@ from tests.router.batch.jobs import ended, jsonl, line, submit
 from tests.router.test_large_bodies import BOUND_S, Stalls, hostile_request
 from tests.router.test_rates import alice, left, limited
 
+pytestmark = pytest.mark.slow
+
 
 async def ask(client: AsyncOpenAI, text: str) -> str | None:
     answer = await client.chat.completions.create(

@@ -22,6 +22,8 @@ from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, s
 from tests.router.batch.processes import free_port
 from tests.support.fake_fleet import MODEL, Fleet, fleet
 
+pytestmark = pytest.mark.slow
+
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 

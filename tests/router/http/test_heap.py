@@ -10,6 +10,8 @@ from router.http import Request, Responder, Server, collect_when_idle, settle_he
 from router.http.request import RequestParser
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def collector() -> Iterator[None]:

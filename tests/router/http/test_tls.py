@@ -24,6 +24,8 @@ from tests.support.certificates import Authority
 from tests.support.descriptors import no_descriptors
 from tests.support.fake_fleet import MODEL, fleet, user
 
+pytestmark = pytest.mark.slow
+
 QUICK = ServerLimits(handshake_timeout_s=0.5)
 
 

@@ -10,6 +10,8 @@ from traces.format import TraceConversation, TraceError, TraceTurn, load
 from traces.planner import PlanRequest, capacity_of, measure, plan_fleet
 from traces.simulator.profiles import NAMED
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = Path(__file__).parents[3] / "traces" / "samples" / "laptop.jsonl.gz"
 ENGINE = a40.A40().engine(a40.PREFILL_CHUNK)
 

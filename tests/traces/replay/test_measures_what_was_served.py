@@ -9,6 +9,8 @@ from tests.traces.replay.workload import Counting, agent
 from traces.replay import Replay, ReplayOptions, replay, summarise
 from traces.replay.results import PlayOutcome
 
+pytestmark = pytest.mark.slow
+
 NEAR_S = 0.012  # client and server share a process; half of all turns must be this near
 FAR_S = 0.08  # what a busy machine may do to one of them
 

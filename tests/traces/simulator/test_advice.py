@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+import pytest
+
 from placement.fleet.capacity import Action, Signals, Thresholds, advise
 from placement.fleet.placer import PlacerSettings
 from tests.traces.simulator.conftest import fleet
@@ -9,6 +11,8 @@ from traces.format import TraceConversation
 from traces.generators import paper
 from traces.simulator.metrics import SimulationSummary, summarise
 from traces.simulator.simulation import Simulation, SimulationSettings
+
+pytestmark = pytest.mark.slow
 
 WINDOW_S = 60.0
 LONGEST_WAIT_S = 10.0

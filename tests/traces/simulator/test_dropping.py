@@ -22,6 +22,8 @@ from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 from .conftest import profile
 from .test_conservation import fleet_for, settings_for, trace
 
+pytestmark = pytest.mark.slow
+
 KV = 40_000
 DROP = DroppingSettings(DropLimits(tbt_s=1.0), look_s=0.25)
 

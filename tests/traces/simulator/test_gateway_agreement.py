@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from placement.engines import Role
 from placement.fleet.elastic import FirstTurns
@@ -21,6 +22,8 @@ from traces.simulator.simulation import SimulationSettings
 from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
 from .conftest import fleet, profile
+
+pytestmark = pytest.mark.slow
 
 HEADROOM, FILL, KV = 100, 0.95, 100_000
 PLACER = PlacerSettings(headroom_tokens=HEADROOM, fill=FILL, max_prefill_wait_s=1e9)

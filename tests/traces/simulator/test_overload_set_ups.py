@@ -19,6 +19,8 @@ from benchmarks.overload.setups import (
 from placement.iteration.latency import BatchWork
 from traces.simulator.metrics import percentile
 
+pytestmark = pytest.mark.slow
+
 
 def test_memory_is_as_the_paper_says() -> None:
     assert QWEN_14B.kv_bytes_per_token == 192 * 1024

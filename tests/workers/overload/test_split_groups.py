@@ -1,5 +1,5 @@
 """On real vLLM: three engines share their layers and have them all again, with requests in flight, and every
-answer equals that of whole engines (float32, greedy). What is left out shows in the answers."""
+answer equals that of whole engines (float32, greedy). What two show as well is in test_split_engines.py."""
 
 import os
 import random
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from deploy.small_model import ModelShape, make_model
-from tests.workers.overload.together import BLOCKS, MEET_S, Request, SplitTogether, requests, together
+from tests.workers.overload.together import BLOCKS, Request, SplitTogether, requests, together
 
 pytestmark = pytest.mark.engine
 
@@ -28,7 +28,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitTogether]:
 
 @pytest.fixture(scope="module")
 def asked() -> list[Request]:
-    return requests(3, count=24, output=100)
+    return requests(3, count=18, output=80)
 
 
 @pytest.fixture(scope="module")
@@ -55,59 +55,21 @@ def test_outputs_are_equal_and_the_pools_grow(
     assert [engine.faults() for engine in three.engines] == [[]] * SIZE
 
 
-@pytest.mark.parametrize(
-    "what", ["InOneRegion", "WithoutRegions", "WithoutExchange", "WithAPartOfTheWeights"]
-)
-def test_without_it_outputs_are_wrong(
-    three: SplitTogether, asked: list[Request], right: dict[str, list[int]], what: str
+def test_where_two_peers_have_one_region_outputs_are_wrong(
+    three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
 ) -> None:
     three.fresh()
     for engine in three.engines:
-        engine.broken(what)
+        engine.broken("InOneRegion")
     three.split_in_flight(asked)
     three.restore()
     wrong = three.finish()
     three.fresh()
-    three.drop()  # what was left out is put right by a whole one
-    three.restore()
     assert wrong != right
 
 
-@pytest.mark.parametrize("what", ["", "WithoutEpochs"])
-def test_a_message_of_a_split_that_is_over(
-    three: SplitTogether, asked: list[Request], right: dict[str, list[int]], what: str
-) -> None:
-    three.fresh()
-    three.drop()
-    three.restore()
-    over = three.epoch
-    three.split_in_flight(asked)
-    three.second.broken(what)
-    answered = three.first.late_message(1, over)
-    three.second.broken("")
-    three.restore()
-    answers = three.finish()
-    assert (answered, answers == right) == (("taken", False) if what else ("refused", True))
-
-
-def test_one_that_does_not_come_changes_nothing(
-    three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
-) -> None:
-    three.fresh()
-    three.add(asked)
-    three.first.until(lambda state: state["generated"] > 20)
-    began = time.monotonic()
-    three.tell(three.first, 0)
-    three.tell(three.second, 1, again=False)
-    for engine in three.engines[:2]:
-        state = engine.until(lambda state: not state["pending"])
-        assert state["epoch"] == 0 and state["blocks"] == BLOCKS
-    assert time.monotonic() - began < MEET_S + 5
-    assert three.finish() == right
-
-
 def test_a_storm_of_drops_and_restores(three: SplitTogether) -> None:
-    asked = requests(11, count=75, output=40)
+    asked = requests(11, count=45, output=40)
     right = three.right(asked)
     three.fresh()
     rng = random.Random(11)

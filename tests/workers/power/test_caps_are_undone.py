@@ -11,6 +11,8 @@ import pytest
 
 from tests.workers.power.machine import IGNORES_LIMIT, LOST, PERMISSION, Machine
 
+pytestmark = pytest.mark.slow
+
 APPLY = """
 import sys
 from pathlib import Path
