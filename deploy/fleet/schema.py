@@ -298,7 +298,7 @@ class SloSpec(Spec):
     last_turn_tbt: Duration | None = None
     """Between the tokens of the last turn. Engines hold the turns of other classes than `default` to it, and
     none of them may ask for less; those of `default` are held to `coserving.tbt`. Beside a class with a
-    shorter target, turns of classes with less `ahead` sit iterations out as far as their own target allows."""
+    shorter target, turns of classes with less `ahead` sit iterations out as their own target allows."""
     e2e: Duration | None = None
     """From the first turn's arrival to the end of the last."""
     ahead: Duration = default(SloClass, "ahead_s")
