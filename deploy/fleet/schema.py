@@ -297,8 +297,7 @@ class SloSpec(Spec):
     """From the first turn's arrival to the first token of the last turn, which is the answer to the user."""
     last_turn_tbt: Duration | None = None
     """Between the tokens of the last turn. Engines hold the turns of other classes than `default` to it, and
-    none of them may ask for less; those of `default` are held to `coserving.tbt`. Beside a class with a
-    shorter target, turns of classes with less `ahead` sit iterations out as their own target allows."""
+    none of them may ask for less; those of `default` are held to `coserving.tbt`."""
     e2e: Duration | None = None
     """From the first turn's arrival to the end of the last."""
     ahead: Duration = default(SloClass, "ahead_s")
