@@ -97,12 +97,11 @@ def test_lesser_turns_decode_seldom_and_together_and_meet_their_own_target(name:
 
 @BOTH
 def test_prompts_of_lesser_classes_advance_with_them_and_have_their_tenth(name: str) -> None:
-    """Also of a class whose target leaves nothing."""
-    prompt, tight = replace(arrived("prompt", 100_000), slo=WIDE), TurnTargets(0.5, 0.005)
-    seen = iterated(name, better(slo=tight), *others(3), waiting=(prompt,)).steps(200)
+    prompt = replace(arrived("prompt", 100_000), slo=WIDE)
+    seen = iterated(name, better(), *others(3), waiting=(prompt,)).steps(200)
     with_prompt = [number for number, given in enumerate(seen.given) if "prompt" in given]
     assert len(with_prompt) <= 50
-    assert all(any(key.startswith("o") for key in seen.given[number]) for number in with_prompt)
+    assert all("o0" in seen.given[number] for number in with_prompt)
     without_s = MODEL.seconds(BatchWork.of([(1, 100)] * 4))
     prompts_s = sum(seen.seconds[number] - without_s for number in with_prompt)
     assert prompts_s > 0.09 * (seen.now - FIRST)
@@ -144,17 +143,6 @@ def test_more_of_them_than_join_at_once_meet_their_target_too(name: str) -> None
     seen = iterated(name, better(), *others(12, tokens=10_000, computed=9_999)).steps(60)
     assert any(list(given) == ["gold"] for given in seen.given)
     assert all(seen.longest_gap_s(f"o{number}") <= WIDE.tbt_s for number in range(12))
-
-
-@BOTH
-def test_prompts_advance_seldom_where_some_of_them_decode_in_every_iteration(name: str) -> None:
-    prompt = replace(arrived("prompt", 100_000), slo=WIDE)
-    crowd = others(40, tokens=10_000, computed=9_999)
-    seen = iterated(name, better(), *crowd, waiting=(prompt,)).steps(100)
-    assert not any(list(given) == ["gold"] for given in seen.given)
-    with_prompt = [number for number, given in enumerate(seen.given) if "prompt" in given]
-    assert len(with_prompt) > 10
-    assert all(later - earlier >= 2 for earlier, later in pairwise(with_prompt))
 
 
 @BOTH
