@@ -39,9 +39,7 @@ def test_lesser_turns_sit_out_and_meet_their_target(
     at: dict[str, list[float]] = {key: [] for key in asked}
     before = dict.fromkeys(asked, 0)
     alone = 0
-    for _ in range(400):
-        if "better" not in engine.scheduler.requests:
-            break
+    while not engine.outputs["better"] or "better" in engine.scheduler.requests:
         if waits and len(engine.steps) == 8:
             asked["prompt"] = words(200, 5), 2
             engine.ask("prompt", *asked["prompt"], priority=0)
