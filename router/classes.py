@@ -68,8 +68,6 @@ class Classes:
                 said[argument] = _milliseconds(header, headers[header])
         if ahead := ahead_s(of, hints):
             said["ahead_s"] = ahead
-        if of.ahead_s:
-            said["class_s"] = of.ahead_s
         asked = body.get("vllm_xargs") or {}
         said |= asked
         least = (own or self._tbt_s or 0.0) * 1000

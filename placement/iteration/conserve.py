@@ -15,10 +15,9 @@ from placement.iteration.interface import (
     ServingPolicy,
     ServingSettings,
 )
-from placement.iteration.latency import BatchWork, LatencyModel, Margin
-from placement.iteration.online import of_best_class, tightest_target, until_a_token_is_due
+from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.online import of_best_class, share_out, tightest_target, until_a_token_is_due
 from placement.iteration.prompts import PromptSharing
-from placement.iteration.sitting_out import SittingOut
 
 
 class Conserve(ServingPolicy):
@@ -40,7 +39,6 @@ class Conserve(ServingPolicy):
         self._arrivals = ArrivalRate()
         self._classes = ClassOrder()
         self._margin = Margin(settings.margin, beyond=0.05)
-        self._sitting_out = SittingOut(settings.margin)
         # A prompt's iteration that takes longer than a target does so without offline work too; and a prompt
         # that is cut shorter for it makes those wait that arrive behind it.
         self._prompt_margin = Margin(settings.margin, beyond=0.2)
@@ -58,9 +56,7 @@ class Conserve(ServingPolicy):
         decoding = of_best_class([request for request in online if request.decoding])
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
         sharing = PromptSharing(due_in, fills=True)
-        first = self._sitting_out.share_out(
-            online, view.now, online_left, model, sharing, self._classes
-        )  # fmt: skip
+        first = share_out(online, view.now, online_left, model, sharing, self._classes)
         tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share
         target = tightest_target(
@@ -69,8 +65,6 @@ class Conserve(ServingPolicy):
         if target is None:
             rate = self._arrivals.rate if self._settings.safepoints else 0.0
             tokens_left = min(tokens_left, best_batch(model, rate, view.max_tokens))
-        elif first.held_back:
-            target = 0.0  # turns sit out: offline work does, too
         waiting = tuple(request.key for request in first.prompts if not request.running)
         reserve = int(self.online_reserve * view.total_blocks) if online or self._arrivals.rate else 0
         free_after = view.free_blocks + sum(r.blocks for r in taken) - memory.online_demand(view)
@@ -110,7 +104,7 @@ class Conserve(ServingPolicy):
     def observe(self, done: IterationDone) -> None:
         self._arrivals.settle(done.now)
         if not done.aborted:
-            for margin in (self._margin, self._prompt_margin, self._sitting_out):
+            for margin in (self._margin, self._prompt_margin):
                 margin.see(done.predicted_s, done.seconds)
 
     def _starving(self, request: RequestView, now: float) -> bool:
@@ -149,6 +143,21 @@ def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> i
         if tokens >= max_tokens:
             return best
         tokens = min(tokens * 2, max_tokens)
+
+
+class Margin:
+    """Share of a target kept free: what iterations take beyond their prediction, but for `beyond` of them."""
+
+    step, most = 0.02, 0.5
+
+    def __init__(self, start: float, beyond: float) -> None:
+        self.share = start
+        self._beyond = beyond
+
+    def see(self, predicted_s: float, seconds: float) -> None:
+        over = seconds > predicted_s * (1 + self.share)
+        self.share += self.step * ((1 - self._beyond) if over else -self._beyond)
+        self.share = min(max(self.share, 0.0), self.most)
 
 
 class ArrivalRate:

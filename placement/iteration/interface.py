@@ -40,8 +40,7 @@ class RequestView:
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
     refused: bool = False  # the engine had no place for it when it was last to start
-    ahead_s: float = 0.0  # what its class and its priority are worth (`placement/classes.py`)
-    class_s: float = 0.0  # its class alone, which the operator says
+    ahead_s: float = 0.0  # what its class is worth (`placement/classes.py`)
 
     @property
     def pending(self) -> int:

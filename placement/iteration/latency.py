@@ -278,18 +278,3 @@ def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float =
     slowness = [sample.seconds / max(model.seconds(sample.work), 1e-9) for sample in samples]
     limit = float(np.median(slowness)) * allowed
     return [sample for sample, slow in zip(samples, slowness, strict=True) if slow <= limit]
-
-
-class Margin:
-    """Share of a target kept free: what iterations take beyond their prediction, but for `beyond` of them."""
-
-    step, most = 0.02, 0.5
-
-    def __init__(self, start: float, beyond: float) -> None:
-        self.share = start
-        self._beyond = beyond
-
-    def see(self, predicted_s: float, seconds: float) -> None:
-        over = seconds > predicted_s * (1 + self.share)
-        self.share += self.step * ((1 - self._beyond) if over else -self._beyond)
-        self.share = min(max(self.share, 0.0), self.most)

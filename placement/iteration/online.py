@@ -51,19 +51,6 @@ class OnlineShare:
         return min(prompt.pending, self.caps.get(prompt.key, prompt.pending))
 
 
-@dataclass(frozen=True, slots=True)
-class SatOut:
-    """Requests of lesser classes that have nothing of an iteration (`sitting_out.py` decides)."""
-
-    keys: frozenset[str] = frozenset()
-    alone: bool = False  # all of them: nothing else has their place
-    until_s: float = math.inf  # how long the iteration may be for those that decode
-    owed_s: float = 0.0  # what prompts of lesser classes that are in it have at least, beside what decodes
-
-
-NOBODY = SatOut()
-
-
 def token_due(request: RequestView, margin: float) -> float:
     """When an iteration that has its next token should end."""
     return request.deadline() - margin * request.slo.tbt_s
@@ -81,26 +68,23 @@ def share_out(
     model: LatencyModel,
     sharing: PromptSharing,
     classes: ClassOrder,
-    sits: SatOut = NOBODY,
 ) -> OnlineShare:
     """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
     requests = tuple(requests)
-    ordered = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
-    prompts = tuple(request for request in ordered if request.key not in sits.keys)
-    rows = [request for request in requests if request.decoding and request.key not in sits.keys]
-    decoding, left_out = with_a_token(rows, prompts, max_tokens, model)
+    prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
+    decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model)
     best_s = max((request.worth_s for request in decoding), default=-math.inf)
     alone = work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(alone)
-    seconds = min(sharing.iteration_s(decoding_s) if decoding else math.inf, sits.until_s)
+    seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
-    caps = dict.fromkeys((*sits.keys, *(request.key for request in left_out)), 0)
+    caps = {request.key: 0 for request in left_out}
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
             lesser = request.ahead_s < best_s
-            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, lesser, sits.owed_s)
+            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, lesser)
         if index == 0:
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
@@ -108,7 +92,7 @@ def share_out(
         if part:
             caps.update((other.key, 0) for other in prompts[index:])
         if waits:
-            return OnlineShare(work, caps, ordered, seconds, alone, held_back=True)
+            return OnlineShare(work, caps, prompts, seconds, alone, held_back=True)
         if tokens:
             work = work.plus(tokens, request.computed)
             budget -= tokens
@@ -117,7 +101,7 @@ def share_out(
         if part:
             caps[request.key] = tokens
             break
-    return OnlineShare(work, caps, ordered, seconds, alone, held_back=sits.alone)
+    return OnlineShare(work, caps, prompts, seconds, alone)
 
 
 def with_a_token(

@@ -5,7 +5,7 @@ import math
 from placement.classes import ClassOrder
 from placement.errors import PlacementError
 from placement.iteration import memory
-from placement.iteration.conserve import Conserve, cost_of_losing, online_then_offline
+from placement.iteration.conserve import Conserve, Margin, cost_of_losing, online_then_offline
 from placement.iteration.interface import (
     BatchBuilder,
     EngineView,
@@ -15,9 +15,9 @@ from placement.iteration.interface import (
     ServingPolicy,
     ServingSettings,
 )
-from placement.iteration.latency import BatchWork, LatencyModel, Margin
+from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.online import share_out
 from placement.iteration.prompts import PromptSharing
-from placement.iteration.sitting_out import SittingOut
 
 
 class UnknownPolicyError(PlacementError, ValueError):
@@ -44,7 +44,6 @@ class PromptsInOrder(ServingPolicy):
     def __init__(self, settings: ServingSettings) -> None:
         super().__init__(settings)
         self._margin = Margin(settings.margin, beyond=0.2)
-        self._sitting_out = SittingOut(settings.margin)
         self._classes = ClassOrder()
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
@@ -53,9 +52,7 @@ class PromptsInOrder(ServingPolicy):
         sharing = PromptSharing(target * (1 - self._margin.share))
         prompts = (request for request in memory.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
-        first = self._sitting_out.share_out(
-            requests, view.now, view.max_tokens, model, sharing, self._classes
-        )  # fmt: skip
+        first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)
         forecast = None
         if view.pipeline is not None:
             forecast, first = first.forecast(view.pipeline), first.beside(view.pipeline)
@@ -72,7 +69,6 @@ class PromptsInOrder(ServingPolicy):
 
     def observe(self, done: IterationDone) -> None:
         self._margin.see(done.predicted_s, done.seconds)
-        self._sitting_out.see(done.predicted_s, done.seconds)
 
 
 class NonPreemptive(ServingPolicy):

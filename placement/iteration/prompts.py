@@ -24,7 +24,6 @@ class PromptSharing:
     tbt_s: float  # SLO target of requests that decode
     stretch: float = 8.0
     fills: bool = False  # an iteration in which a prompt ends has a part of the next one, too
-    least: float = 0.5  # of an iteration, whatever the target: prompts would never end without
 
     def due(self, model: LatencyModel, arrival: float, pending: int, computed: int) -> float:
         """Sorting key of prompts: the least goes first."""
@@ -39,12 +38,10 @@ class PromptSharing:
         saved, each = model.per_attended - model.per_before, model.constant + model.per_request
         return most if saved <= 0 else min(most, max(LEAST_CHUNK, int(math.sqrt(2 * each / saved))))
 
-    def iteration_s(self, decoding_s: float, lesser: bool = False, owed_s: float = 0.0) -> float:
-        """What an iteration may take with prompts in it. `lesser`: a prompt of a lesser class than what
-        decodes has a tenth, or `owed_s`, what it has not had of iterations before."""
-        if lesser:
-            return max(self.tbt_s, decoding_s / (1 - LESSER_SHARE), decoding_s + owed_s)
-        return max(self.tbt_s, decoding_s / (1 - self.least))
+    def iteration_s(self, decoding_s: float, lesser: bool = False) -> float:
+        """What an iteration may take with prompts in it: half is theirs, or they would never end. `lesser`: a
+        prompt of a lesser class than what decodes has a tenth."""
+        return max(self.tbt_s, decoding_s / (1 - (LESSER_SHARE if lesser else 0.5)))
 
     def share(self, decoding_s: float) -> float:
         """Of the engine's time, what is left to prompts; `decoding_s` is an iteration without them."""
@@ -58,10 +55,9 @@ class PromptSharing:
         computed: int,
         want: int,
         lesser: bool = False,
-        owed_s: float = 0.0,
     ) -> int:
         """Of the next prompt, that join an iteration which has `work` so far."""
-        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s, lesser, owed_s))
+        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s, lesser))
 
 
 class PromptRate:

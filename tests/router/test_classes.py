@@ -47,7 +47,7 @@ def test_what_engines_hear() -> None:
     default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, Hints(priority=2), {}, {}) == {
-        "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0, "class_s": 30.0}
+        "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0}
     }
     own = engine_arguments(GOLD, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
     assert own["vllm_xargs"]["slo_tbt_ms"] == 90
@@ -58,7 +58,6 @@ def test_what_engines_hear() -> None:
     with pytest.raises(BadRequest, match="x-llm-d-slo-ttft-ms"):
         engine_arguments(default, Hints(), {"x-llm-d-slo-ttft-ms": "soon"}, {})
     assert ahead_s(default, Hints(priority=-3)) == -3.0
-    assert engine_arguments(default, Hints(priority=9), {}, {}) == {"vllm_xargs": {"ahead_s": 9.0}}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
         await asyncio.gather(*waiting)
         assert done[0] == "c2"
         gold = next(seen for seen in made.decoder_requests() if seen.conversation.endswith(":c2"))
-        assert gold.body["vllm_xargs"] == {"slo_tbt_ms": 50.0, "ahead_s": 30.0, "class_s": 30.0}
+        assert gold.body["vllm_xargs"] == {"slo_tbt_ms": 50.0, "ahead_s": 30.0}
         assert "vllm_xargs" not in made.decoder_requests()[-1].body
         _, page = await get(f"{made.urls[0]}/metrics")
         assert 'conserve_slo_total{met="yes",objective="ttfet",slo_class="gold"} 1.0' in page
@@ -107,6 +106,5 @@ async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
 
 async def test_a_client_cannot_put_itself_ahead(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
-        for argument in ("ahead_s", "class_s"):
-            answer = await ask(made.urls[0], [user("hi")], vllm_xargs={argument: 1000})
-            assert answer.status == 400
+        answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"ahead_s": 1000})
+        assert answer.status == 400

@@ -332,7 +332,7 @@ class PromptScheduling(PlannedScheduling):
         return replace(config, serving=serving)
 
     def needs_plan(self) -> bool:
-        return super().needs_plan() and (self.waits_or_prefills() or self.tracked.several_classes)
+        return super().needs_plan() and self.waits_or_prefills()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output, iteration = self.planned_step(throttle_prefills)

@@ -19,8 +19,7 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-# The gateway's (router/classes.py): what a turn's class and priority are worth, and the class alone.
-AHEAD_ARGUMENT, CLASS_ARGUMENT = "ahead_s", "class_s"
+AHEAD_ARGUMENT = "ahead_s"  # the gateway's: what a turn's class and priority are worth (router/classes.py)
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
 
@@ -33,7 +32,6 @@ class TrackedRequest:
     arrival: float  # on the scheduler's clock
     slo: TurnTargets
     ahead_s: float = 0.0
-    class_s: float = 0.0
     last_token: float | None = None
     last_served: float = 0.0
     outputs: int = 0
@@ -65,13 +63,13 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
     return TurnTargets(ttft, tbt)
 
 
-def worth_of(arguments: Mapping[str, Any], argument: str) -> float:
-    """What the gateway says that the request's class, or class and priority, are worth."""
+def ahead_of(arguments: Mapping[str, Any]) -> float:
+    """What the gateway says that the request's class and priority are worth."""
     try:
-        worth_s = float(arguments.get(argument, 0.0))
+        ahead_s = float(arguments.get(AHEAD_ARGUMENT, 0.0))
     except (TypeError, ValueError, OverflowError):
         return 0.0
-    return worth_s if math.isfinite(worth_s) else 0.0
+    return ahead_s if math.isfinite(ahead_s) else 0.0
 
 
 @dataclass(slots=True)
@@ -96,9 +94,8 @@ class TrackedRequests:
         arguments = self.arguments_of(request)
         # Whoever puts a target into a line of a batch would have turns wait for it.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
-        ahead_s = worth_of(arguments, AHEAD_ARGUMENT)
-        class_s = 0.0 if offline else worth_of(arguments, CLASS_ARGUMENT)
-        tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s, class_s)
+        ahead_s = ahead_of(arguments)
+        tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked
         return tracked
@@ -120,10 +117,6 @@ class TrackedRequests:
         return (tracked for tracked in first if is_waiting(tracked.request))
 
     @property
-    def several_classes(self) -> bool:
-        return len({tracked.class_s for tracked in self.by_id.values()}) > 1
-
-    @property
     def offline_count(self) -> int:
         return len(self._offline)
 
@@ -143,7 +136,6 @@ class TrackedRequests:
             slo=tracked.slo,
             refused=tracked.refused,
             ahead_s=tracked.ahead_s,
-            class_s=tracked.class_s,
         )
 
     def start_order(
