@@ -1,8 +1,10 @@
 """What many tests share: one real fleet a session, and the recorded life of another."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -23,6 +25,18 @@ if psutil.LINUX:
 
 settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")
+
+
+MARKS_OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What a suite leaves out whole is not imported for it either: that takes longer than most tests."""
+    left_out = {mark for mark in ("engine", "fleet", "slow") if f"not {mark}" in str(config.option.markexpr)}
+    if not left_out or collection_path.suffix != ".py":
+        return None
+    marks = MARKS_OF_ALL.search(collection_path.read_text())
+    return True if marks and left_out & set(re.findall(r"mark\.(\w+)", marks[1])) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ now and then, and fails from the third: each is to be mended or listed with the 
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ FORGIVEN = 2  # tests that failed once, passed alone, and are not on the list
 # cores busy. Engines need both.
 QUIET, LONGEST = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES = {
-    "fast": (["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "3", *LONGEST]),
+    "fast": (["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "2", *LONGEST]),
     "slow": (["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "4", *LONGEST]),
     "engines": (["-m", "engine or fleet"], LONGEST),
 }
@@ -42,9 +43,11 @@ def listed(file: Path, today: date) -> tuple[set[str], list[str]]:
 
 
 def pytest(*arguments: str, cache: str) -> tuple[int, set[str]]:
-    """Exit status, and the ids of what failed."""
+    """Exit status, and the ids of what failed. Where modules may not be kept compiled, each worker compiles all
+    tests, and each process of each fleet all of ours: they may here."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
-    status = subprocess.run(command, check=False).returncode
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    status = subprocess.run(command, check=False, env=environment).returncode
     failed = Path(cache, "v", "cache", "lastfailed")
     return status, set(json.loads(failed.read_text())) if failed.exists() else set()
 
