@@ -43,8 +43,8 @@ def listed(file: Path, today: date) -> tuple[set[str], list[str]]:
 
 
 def pytest(*arguments: str, cache: str) -> tuple[int, set[str]]:
-    """Exit status, and the ids of what failed. Modules are kept compiled: else each worker compiles all tests,
-    and each process of each fleet all of ours."""
+    """Exit status, and the ids of what failed. Modules are kept compiled: else each worker compiles all
+    tests, and each process of each fleet all of ours."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     status = subprocess.run(command, check=False, env=environment).returncode
