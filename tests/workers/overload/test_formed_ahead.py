@@ -78,4 +78,5 @@ def test_prompts_are_cut_where_a_peer_would_wait(both: SplitTogether) -> None:
             f"{mean(sum(own) for _, own, _ in rounds):.2f} s in {mean(len(own) for _, own, _ in rounds):.0f} "
             f"steps; bubble {mean(share for _, _, share in rounds):.1%}"
         )
-    assert min(len(own) for _, own, _ in seen[True]) > max(len(own) for _, own, _ in seen[False])
+    cut, whole = (median(len(own) for _, own, _ in seen[on]) for on in (True, False))
+    assert cut > 1.2 * whole, "prompts take more steps, and none of them makes the others wait long"
