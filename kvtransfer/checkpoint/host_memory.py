@@ -117,8 +117,8 @@ class HostMover(Mover):
             row, digest = memory.rows[copy.slot], xxhash.xxh3_64()
             for layer, place in zip(self._layers, self._places, strict=True):
                 came = layer[copy.block]
-                digest.update(came)
                 row[place] = came
+                digest.update(came)  # the block itself, not its copy
             memory.contents[copy.slot] = copy.generation, digest.intdigest()
 
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
