@@ -271,6 +271,20 @@ class SplitTogether:
         self.add(asked)
         return self.finish()
 
+    def storm(self, asked: list[Request]) -> tuple[dict[str, list[int]], int]:
+        """Drops and restores at random while these run: their answers, and how many times."""
+        self.fresh()
+        rng = random.Random(11)
+        self.add(asked)
+        changes = 0
+        while any(engine.state()["left"] > 2 for engine in self.engines):
+            self.drop()
+            time.sleep(rng.uniform(0, 0.5))
+            self.restore()
+            time.sleep(rng.uniform(0, 0.3))
+            changes += 1
+        return self.finish(), changes
+
     def split_in_flight(self, asked: list[Request], generated: int = 150) -> None:
         self.add(asked)
         for engine in self.engines:
