@@ -53,9 +53,7 @@ class PlacerSettings:
     # Elastic: a decoder with room is chosen instead of the one with the least KV if its first token comes in
     # so much of the time.
     sooner_share: float = 0.9
-    sooner_full: float = (
-        0.25  # share of decoders without room, beyond which KV is short: then it alone counts
-    )
+    sooner_full: float = 0.25  # share of decoders without room, beyond which only the KV in use counts
     last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
 
 

@@ -85,18 +85,21 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
 
 
 def test_a_byte_flipped_on_its_way_back_is_found(host: Host) -> None:
-    """What is checked is what came back, not what was read before."""
+    """What is checked is what came back: reading the row again would find it right."""
+    flips = [1]
 
-    class FlippedOnTheWay(HostMover):
-        def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
-            assert len(memory.known(copies)) == len(copies)
-            memory.rows[3][300] ^= 1
-            return super().load(memory, copies, at)
+    class FlippedWhenRead(np.ndarray):  # type: ignore[type-arg]
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            if isinstance(place, slice) and flips:
+                found = found.copy()
+                found[0] ^= flips.pop()
+            return found
 
     host.store(BlockCopy(2, slot=3, generation=1))
-    host.copier.close()
-    host.copier = Copier(host.memory, FlippedOnTheWay(host.device))
+    host.memory.rows = host.memory.rows.view(FlippedWhenRead)
     assert host.load(BlockCopy(7, slot=3, generation=1)).failed_blocks == {7}
+    assert not host.load(BlockCopy(8, slot=3, generation=1)).failed_blocks
 
 
 def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
