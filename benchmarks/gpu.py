@@ -2,9 +2,10 @@
 
 --mechanisms needs torch and no vLLM: eight prompts through staging windows, blocks to the host and back,
 kernels beside copies, a load behind kernels that an abort left, the fence between graph pieces and the time
-from signal to abort, energy as the driver counts it. Bandwidths stand beside plain copies of the same run;
-bytes are compared. Without it the benchmarks of engines follow, on this GPU: KV, co-serving, and the peers'
-traces. Without CUDA the mechanisms' doubles run on the CPU, and the page says so.
+from signal to abort, parameters whose pages become KV and come back, energy as the driver counts it.
+Bandwidths stand beside plain copies of the same run; bytes are compared. Without it the benchmarks of engines
+follow, on this GPU: KV, co-serving, and the peers' traces. Without CUDA the mechanisms' doubles run on the CPU,
+and the page says so.
 """
 
 import json
@@ -29,6 +30,10 @@ from kvtransfer.checkpoint.host_memory import CudaMover
 from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.staging import StagedBlockMemory
 from workers.coserving.safepoint import RUN_AHEAD, Armed, Flag, SafepointAbort, SafepointWorker
+from workers.overload.cuda_pages import CudaDriver
+from workers.overload.memfd import MemfdDriver
+from workers.overload.memory import LayerWeights, ReservedKv
+from workers.overload.pages import PhysicalMemory
 from workers.power.nvml import Gpus, PowerError
 
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "gpu.md"
@@ -53,6 +58,7 @@ def mechanisms(device: str) -> Figures:
         "kernels": lambda: kernels_beside_copies(shape),
         "load_after_abort": lambda: load_after_abort(device),
         "safepoints": lambda: safepoints(device),
+        "pages": lambda: pages_that_change_their_use(device),
     }
     found: Figures = {}
     for name, part in parts.items():
@@ -191,6 +197,83 @@ def safepoints(device: str) -> Figures:
         "armed_vs_plain": armed / plain,
         "signal_to_idle_layers": left / (plain / LAYERS),
     }
+
+
+def pages_that_change_their_use(device: str) -> Figures:
+    """Half of some layers gives way to KV of the other half, and comes back under a graph that was captured
+    before. Bandwidths are of what is dropped; restoring stands beside one plain copy."""
+    on_gpu, row = device == "cuda", 1 << 14
+    driver = CudaDriver(torch.device(device)) if on_gpu else MemfdDriver()
+    memory, width = PhysicalMemory(driver), 8192 if on_gpu else 256
+    layers = [torch.nn.Linear(width, width, bias=False, device=device) for _ in range(4)]
+    weights, kept, gone = LayerWeights(layers, memory), range(2), range(2, 4)
+    size = sum(map(weights.layer_bytes, gone))
+    blocks = size // 2 // (4 * row)  # as much KV as parameters
+    like = {str(layer): torch.empty(blocks, row, device="meta") for layer in range(4)}
+    kv = ReservedKv(like, 3 * blocks, memory)
+    old, new = list(range(blocks)), list(range(blocks, 3 * blocks))
+    kv.write(1, old, torch.ones(blocks, row, device=device))
+    passes = LayerPasses(layers, torch.randn(1, width, device=device), graph=on_gpu)
+    before = passes.run().clone()
+
+    def taken(what: Callable[[], object]) -> float:
+        driver.wait()
+        began = time.perf_counter()
+        what()
+        driver.wait()
+        return time.perf_counter() - began
+
+    def drop() -> None:
+        weights.drop(gone)
+        kv.set_aside(gone, [])
+        kv.forget_aside()
+
+    drop_s, grow_s = taken(drop), taken(lambda: kv.resize(kept, 3 * blocks))
+    new_is_zero = not kv.read(1, new).any()
+    kv.write(1, new, torch.full((len(new), row), 9.0, device=device))
+    shrink_s, restore_s = taken(lambda: kv.resize(kept, blocks)), taken(lambda: weights.restore(gone))
+    kv.put_back(blocks)
+    host, plain = driver.host(size), torch.empty(size, dtype=torch.uint8, device=device)
+    plain_s = min(taken(lambda: plain.copy_(host, non_blocking=True)) for _ in range(3))
+    equal = new_is_zero and bool((kv.read(1, old) == 1).all()) and torch.equal(passes.run(), before)
+    return {
+        "page_bytes": driver.page_bytes,
+        "equal": equal,
+        "drop_gbs": size / drop_s / 1e9,
+        "grow_gbs": 2 * size / grow_s / 1e9,  # what was parameters and what was their KV
+        "shrink_gbs": 2 * size / shrink_s / 1e9,
+        "restore_gbs": size / restore_s / 1e9,
+        "restore_vs_plain_copy": plain_s / restore_s,
+    }
+
+
+class LayerPasses:
+    """One behind the other: as they are, or as a graph that was captured once."""
+
+    def __init__(self, layers: list[torch.nn.Linear], asked: torch.Tensor, graph: bool) -> None:
+        self._layers, self._asked = layers, asked
+        self._graph: Any = None
+        self._given = self._through()
+        if graph:
+            torch.cuda.synchronize()
+            captured: Any = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                self._given = self._through()
+            self._graph = captured
+
+    def _through(self) -> torch.Tensor:
+        given = self._asked
+        with torch.inference_mode():
+            for layer in self._layers:
+                given = layer(given)
+        return given
+
+    def run(self) -> torch.Tensor:
+        if self._graph is None:
+            return self._through()
+        self._graph.replay()
+        torch.cuda.synchronize()
+        return self._given
 
 
 def engines() -> Figures:

@@ -1,13 +1,14 @@
 """Conversations that begin alike, on two prefillers and two decoders: what is computed and moved of it.
 
-    python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--quick] [--json FILE] [--fleet FILE]
-                                  [--before URL,ENGINE,ENGINE,...]
+    python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--kv-tokens N] [--quick] [--json FILE]
+                                  [--fleet FILE] [--before URL,ENGINE,ENGINE,...]
 
 Three frameworks' system prompts, and a question to each conversation. The same arrivals are played three
 times, with texts of their own: `apart`, each conversation of another owner, so that nothing is shared;
 `unknown`, as plain prompts, whose beginnings the directory is not told of, while engines find what they have
 cached; and `shared`, as chats. Prompt tokens that engines computed and bytes that prefillers sent are the
-engines' own counts. `--before` is another fleet of the same size that is up already, as of an earlier commit:
+engines' own counts. `--kv-tokens` is what an engine's KV holds, where not all frameworks' prompts are to fit.
+`--before` is another fleet of the same size that is up already, as of an earlier commit:
 its gateway, and host:port of each of its engines. It is played the same chats, and ours only those.
 """
 
@@ -135,14 +136,19 @@ def words_of(url: str, model: str, tokens: int) -> int:
     return round(tokens * 1_000 / int(answer.json()["count"]))
 
 
-def prepared(file: Path) -> FleetSpec:
+def prepared(file: Path, kv_tokens: int | None) -> FleetSpec:
     fleet = load_fleet(file)
     tiers = [tier.model_copy(update={"replicas": 2}) for tier in fleet.tiers]
     waits = {"prefiller_wait": LIMIT_S, "decoder_wait": LIMIT_S}
-    engine = fleet.engine.model_copy(update={"start_together": 2})
+    args, model = fleet.engine.args, fleet.model
+    if kv_tokens is not None:
+        block = int(args["block-size"])
+        args = args | {"num-gpu-blocks-override": kv_tokens // block}
+        model = model.model_copy(update={"max_context": kv_tokens - block})  # one block is vLLM's own
+    engine = fleet.engine.model_copy(update={"start_together": 2, "args": args})
     talks = fleet.conversation.model_copy(update=waits)
     return fleet.model_copy(
-        update={"name": "prefixes", "tiers": tiers, "conversation": talks, "engine": engine}
+        update={"name": "prefixes", "tiers": tiers, "conversation": talks, "engine": engine, "model": model}
     )
 
 
@@ -150,12 +156,13 @@ def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_CONVERSATIONS} conversations, {QUICK_TOKENS} tokens")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a framework's system prompt")
+    parser.add_argument("--kv-tokens", type=int, help="of an engine's KV; without, as in the fleet file")
     parser.add_argument("--before", help="another fleet: its gateway's URL, and host:port of each engine")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
     options = parser.parse_args()
     count = QUICK_CONVERSATIONS if options.quick else options.conversations
     tokens = QUICK_TOKENS if options.quick else options.tokens
-    fleet = prepared(options.fleet)
+    fleet = prepared(options.fleet, options.kv_tokens)
     table: dict[str, PrefixFigures] = {}
     with brought_up(fleet) as home:
         url, model = serving(home).endpoint, fleet.model.name

@@ -47,7 +47,12 @@ from workers.coserving.config import (
 from workers.keeper import KeeperSettings
 from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
 from workers.lmcache_server import LmcacheServer
-from workers.overload.config import DROPPING_SCHEDULER, DROPPING_WORKER, OVERLOAD_PLUGIN
+from workers.overload.config import (
+    DROPPING_CPU_WORKER,
+    DROPPING_SCHEDULER,
+    DROPPING_WORKER,
+    OVERLOAD_PLUGIN,
+)
 from workers.power.engine_power import PowerSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -147,7 +152,7 @@ def _model_options(fleet: FleetSpec) -> dict[str, object]:
 def _worker_class(device: Device, coserves: bool, drops: bool) -> str | None:
     """vLLM's own where nothing of ours is needed."""
     if drops:
-        return DROPPING_WORKER
+        return DROPPING_CPU_WORKER if device is Device.CPU else DROPPING_WORKER
     if device is Device.CPU:
         return CPU_WORKER_CLASS if coserves else PLAIN_CPU_WORKER
     return WORKER_CLASS if coserves else None

@@ -1,6 +1,6 @@
 """What stands in the way of an overload policy in a running fleet, said before it runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from deploy.fleet.architecture import find_architecture
 from deploy.fleet.hardware import arguments, parallel
@@ -14,18 +14,33 @@ def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
     """Of the engines of a tier."""
     given = arguments(fleet, tier)
     ranks = parallel(fleet, tier)
-    if fleet.engine.device != "cpu":
-        yield "memory of a GPU is not given from parameters to KV yet: engine.device 'cpu'"
     if ranks.gpus > 1:
         yield f"its engines have {ranks.gpus} ranks"
     if quantization := given.get("quantization"):
         yield f"quantization '{quantization}' may pack weights so that they cannot come back"
-    if not given.get("enforce-eager"):
-        yield "a compiled pass has all layers in it: set enforce-eager: true under engine.args"
+    if compiled := _compiled(fleet, given):
+        yield compiled
     if given.get("speculative-config") or given.get("enable-lora"):
         yield "speculative decoding and LoRA have parameters beside the layers"
     if fleet.coserving.enabled:
         yield "co-serving aborts its own iterations, not those of another engine: coserving.enabled: false"
+
+
+def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
+    """On GPUs pieces of graphs are left unused while layers are shared; a full one would be used."""
+    if given.get("enforce-eager"):
+        return ""
+    if fleet.engine.device == "cpu":
+        return "a compiled pass has all layers in it: set enforce-eager: true under engine.args"
+    config = given.get("compilation-config")
+    mode = config.get("cudagraph_mode") if isinstance(config, dict) else None
+    mode = given.get("compilation-config.cudagraph_mode", mode)
+    if mode is not None and str(mode).upper() in ("NONE", "PIECEWISE"):  # unsaid: vLLM's, which has full ones
+        return ""
+    return (
+        "a full CUDA graph has all layers in it: set compilation-config.cudagraph_mode: PIECEWISE, "
+        "or enforce-eager: true, under engine.args"
+    )
 
 
 def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:

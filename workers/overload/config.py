@@ -2,7 +2,8 @@
 
 OVERLOAD_PLUGIN = "workers.overload.plugin:OverloadPlugin"
 DROPPING_SCHEDULER = "workers.overload.scheduler.DroppingScheduler"
-DROPPING_WORKER = "workers.overload.worker.DroppingCpuWorker"
+DROPPING_WORKER = "workers.overload.worker.DroppingWorker"
+DROPPING_CPU_WORKER = "workers.overload.cpu_worker.DroppingCpuWorker"
 
 # Models whose pass is that of a split: an embedding, layers one after the other with a residual, a norm, as
 # tests/workers/overload/test_split_models.py reads in vLLM. A list, because layers may look right and not be:

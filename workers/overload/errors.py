@@ -17,3 +17,11 @@ class PeerRefused(PeerError):
 
 class SplitOver(PeerError):
     """The peer answered, and has left this epoch, or was never in it."""
+
+
+class PageError(WorkerError, MemoryError):
+    """Physical memory could not be mapped, unmapped, or had; says which call, and the system's own words."""
+
+
+class RowsUnmapped(PageError):
+    """Rows of KV that have no memory at present were named."""

@@ -161,15 +161,28 @@ class Membership:
             line.close()
 
 
-def rows_that_fit(kept: range, blocks: int, layer_bytes: Sequence[int], row_bytes: int) -> int:
-    """Rows of each kept layer, in the memory of all KV of a pool of `blocks` and of what is dropped."""
-    freed = sum(nbytes for layer, nbytes in enumerate(layer_bytes) if layer not in kept)
-    return (blocks * len(layer_bytes) + freed // row_bytes) // len(kept)
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Of one engine with its whole model: what of it there is to share out."""
 
+    blocks: int  # of its pool
+    row_bytes: int  # KV of a block in a layer
+    layer_bytes: Sequence[int]  # of each layer's parameters
+    page_bytes: int
 
-def most_rows(blocks: int, layer_bytes: Sequence[int], row_bytes: int) -> int:
-    """Of a layer in any split that there may be."""
-    layers = len(layer_bytes)
-    sizes = range(2, min(MOST_ENGINES, layers) + 1)
-    fit = (rows_that_fit(kept, blocks, layer_bytes, row_bytes) for n in sizes for kept in parts_of(layers, n))
-    return max(fit, default=blocks)
+    def rows_that_fit(self, kept: range) -> int:
+        """Of each kept layer, in the memory of all KV and of the parameters that are dropped: in whole pages,
+        for a layer's KV and a layer's parameters share none."""
+        gone = (nbytes for layer, nbytes in enumerate(self.layer_bytes) if layer not in kept)
+        kv = len(self.layer_bytes) * self._pages(self.blocks * self.row_bytes)
+        return (kv + sum(map(self._pages, gone))) // len(kept) * self.page_bytes // self.row_bytes
+
+    def most_rows(self) -> int:
+        """Of a layer in any split that there may be."""
+        layers = len(self.layer_bytes)
+        sizes = range(2, min(MOST_ENGINES, layers) + 1)
+        fit = (self.rows_that_fit(kept) for n in sizes for kept in parts_of(layers, n))
+        return max(fit, default=self.blocks)
+
+    def _pages(self, nbytes: int) -> int:
+        return -(-nbytes // self.page_bytes)

@@ -1,117 +1,156 @@
 """Memory that changes its use: parameters of layers, which give way and come back, and KV, which grows.
 
-A dropped parameter keeps its tensor, without bytes. A layer's KV has address space for the largest split from
-the start, and pages only where something was written. So every view that somebody has of a block stays good
-(transfers, the checkpoint), and nothing is copied to grow.
+A layer's parameters are in a range of pages of their own, and so is its KV, with address space for the
+largest split from the start. A dropped layer's pages, those of its KV too, become rows of the layers that are
+kept. Tensors stay where they are: every view that somebody has of a block is good while the block has memory
+(transfers, the checkpoint, a captured graph), and nothing is copied to grow.
 
-On the CPU build. A GPU needs the same of the driver's virtual memory; that is not written.
+What must be had again meanwhile is on the host: parameters from the start, rows of KV of dropped layers while
+an exchange lasts, until it is known whether it succeeds.
 """
 
-import mmap
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from workers.overload.errors import OverloadConfigError
+from workers.overload.errors import OverloadConfigError, RowsUnmapped
+from workers.overload.pages import MappedRange, PhysicalMemory
 
-_ALIGNED = 64
-_NO_RESERVE = 0x4000  # Linux: address space that is not counted before it is written
+_ALIGNED = 256  # as CUDA's own allocations are
 
 
 class LayerWeights:
-    """Parameters of a model's layers, and a copy of them that outlives a drop: a file without a name, whose
-    pages the system may write out. So no peer is needed to restore."""
+    """Parameters of a model's layers, moved into ranges, and a copy on the host that outlives a drop: no peer
+    is needed to restore."""
 
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self._layers = [list(layer.parameters()) for layer in layers]
-        for index, parameters in enumerate(self._layers):
+    def __init__(self, layers: Sequence[torch.nn.Module], memory: PhysicalMemory) -> None:
+        """Views of parameters that were taken before are of memory that is not the parameters' any more."""
+        self._memory = memory
+        of_layers = [list(layer.parameters()) for layer in layers]
+        for index, parameters in enumerate(of_layers):
             if any(one.untyped_storage().nbytes() != one.nbytes for one in parameters):
                 raise OverloadConfigError(
                     f"parameters of layer {index} share memory with others: they cannot be dropped"
                 )
-        sizes = [_aligned(one.nbytes) for parameters in self._layers for one in parameters]
-        self._copies = _copies_of([p for parameters in self._layers for p in parameters], sum(sizes))
+        moved = [self._moved(parameters) for parameters in of_layers]
+        self._ranges = [pages for pages, _ in moved]
+        self._copies = [copy for _, copy in moved]
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._ranges)
 
     def layer_bytes(self, index: int) -> int:
-        return sum(copy.nbytes for copy in self._copies_of_layer(index))
+        """What dropping it gives: whole pages."""
+        return self._ranges[index].pages * self._memory.page_bytes
 
     def drop(self, layers: Iterable[int]) -> None:
         for index in layers:
-            for parameter in self._layers[index]:
-                parameter.untyped_storage().resize_(0)
+            self._ranges[index].resize(0)
 
     def restore(self, layers: Iterable[int]) -> None:
+        """Those that are dropped. Pages must be free for them: KV that grew has given them back."""
         for index in layers:
-            for parameter, copy in zip(self._layers[index], self._copies_of_layer(index), strict=True):
-                parameter.untyped_storage().resize_(copy.nbytes)
-                parameter.data.copy_(copy)
+            pages = self._ranges[index]
+            if not pages.mapped_bytes:
+                pages.resize(pages.tensor.nbytes)
+                pages.tensor.copy_(self._copies[index], non_blocking=True)
+        self._memory.driver.wait()
 
     def held_bytes(self) -> int:
-        return sum(p.untyped_storage().nbytes() for parameters in self._layers for p in parameters)
+        return sum(pages.mapped_bytes for pages in self._ranges)
 
-    def _copies_of_layer(self, index: int) -> list[torch.Tensor]:
-        before = sum(map(len, self._layers[:index]))
-        return self._copies[before : before + len(self._layers[index])]
+    def _moved(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[MappedRange, torch.Tensor]:
+        """A layer's parameters, one behind the other, and their copy on the host."""
+        nbytes = sum(_aligned(one.nbytes) for one in parameters)
+        pages = self._memory.reserve(nbytes)
+        self._memory.create(nbytes)
+        pages.resize(nbytes)
+        at = 0
+        for parameter in parameters:
+            place = pages.tensor[at : at + parameter.nbytes].view(parameter.dtype)
+            here = place.as_strided(parameter.shape, parameter.stride())
+            parameter.data = here.copy_(parameter.data)
+            at += _aligned(parameter.nbytes)
+        copy = self._memory.driver.host(nbytes).copy_(pages.tensor)
+        self._memory.driver.reclaim()
+        return pages, copy
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _copies_of(parameters: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
-    handle, path = tempfile.mkstemp(prefix="conserve-layers-")
-    try:
-        os.ftruncate(handle, nbytes)
-        whole = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-    finally:
-        os.close(handle)
-        os.unlink(path)
-    copies, at = [], 0
-    for parameter in parameters:
-        place = whole[at : at + parameter.nbytes]
-        copies.append(place.view(parameter.dtype).view(parameter.shape).copy_(parameter.data))
-        at += _aligned(parameter.nbytes)
-    return copies
-
-
 class LayerKv:
-    """KV of one layer, a row a block, in reserved address space."""
+    """KV of one layer, a row a block; its first rows have memory."""
 
-    def __init__(self, first: torch.Tensor, rows: int) -> None:
-        """`first`: the tensor that vLLM allocated, from which shape and type are taken."""
-        if not first[0].is_contiguous():
+    def __init__(self, like: torch.Tensor, rows: int, memory: PhysicalMemory) -> None:
+        """`like`: the tensor that vLLM allocated, or one of its shape and type without memory."""
+        if not like[0].is_contiguous():
             raise OverloadConfigError("this attention backend does not keep a block of a layer in one piece")
-        self.row_bytes = int(first[0].nbytes)
-        self._map = mmap.mmap(
-            -1, rows * self.row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        )
-        plain = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._rows = plain.view(first.dtype).view(rows, *first.shape[1:])
+        self.row_bytes = int(like[0].nbytes)
+        self._pages = memory.reserve(rows * self.row_bytes)
+        self._rows = self._pages.tensor.view(like.dtype).view(rows, *like.shape[1:])
+        memory.create(len(like) * self.row_bytes)
+        self.resize(len(like))
 
     def view(self, rows: int) -> torch.Tensor:
         return self._rows[:rows]
 
-    def forget(self, first: int, end: int) -> None:
-        """Rows from `first` up to `end`: their pages go back to the system."""
-        start = -(-first * self.row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = end * self.row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop > start:
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+    def resize(self, rows: int) -> None:
+        """So many rows have memory: zeros where it is new, for what others left there may be no number."""
+        self._pages.resize(rows * self.row_bytes, zero=True)
+
+    def release(self, memory: PhysicalMemory) -> None:
+        memory.release(self._pages)
+
+    def read(self, rows: Sequence[int]) -> torch.Tensor:
+        return self._rows[self._at(rows)]
+
+    def write(self, rows: Sequence[int], values: torch.Tensor) -> None:
+        self._rows[self._at(rows)] = values.to(self._rows.device)
+
+    def _at(self, rows: Sequence[int]) -> list[int]:
+        """The rows, if all of them have memory: another would end the process."""
+        mapped = min(self._pages.mapped_bytes // self.row_bytes, len(self._rows))
+        if rows and not 0 <= min(rows) <= max(rows) < mapped:
+            raise RowsUnmapped(f"rows {min(rows)} to {max(rows)} of {mapped} that have memory")
+        return list(rows)
+
+
+class RowsAside:
+    """Rows of a dropped layer's KV, on the host, in the pieces in which they came."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}  # row, and where it is in all pieces together
+
+    @property
+    def rows(self) -> list[int]:
+        return list(self._places)
+
+    def write(self, rows: Sequence[int], values: torch.Tensor) -> None:
+        before = sum(map(len, self._pieces))
+        self._pieces.append(values.to("cpu"))
+        self._places.update((row, before + index) for index, row in enumerate(rows))
+
+    def read(self, rows: Sequence[int]) -> torch.Tensor:
+        if missing := [row for row in rows if row not in self._places]:
+            raise RowsUnmapped(f"rows {missing[:5]} were not set aside")
+        if len(self._pieces) > 1:
+            self._pieces = [torch.cat(self._pieces)]
+        return self._pieces[0][[self._places[row] for row in rows]]
 
 
 class ReservedKv:
     """KV of all layers, in the order of the layers."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], rows: int) -> None:
+    def __init__(self, like: Mapping[str, torch.Tensor], rows: int, memory: PhysicalMemory) -> None:
         """`rows`: of each layer in the largest split."""
-        self.names = tuple(tensors)
+        self.names = tuple(like)
         self.rows = rows
-        self._layers = [LayerKv(tensor, rows) for tensor in tensors.values()]
+        self.memory = memory
+        self._layers = [LayerKv(tensor, rows, memory) for tensor in like.values()]
+        self._aside: dict[int, RowsAside] = {}  # of layers whose KV has no pages
 
     @property
     def row_bytes(self) -> int:
@@ -121,16 +160,42 @@ class ReservedKv:
         return ((name, layer.view(rows)) for name, layer in zip(self.names, self._layers, strict=True))
 
     def read(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
-        return self._layers[layer].view(self.rows)[list(rows)]
+        return (self._aside.get(layer) or self._layers[layer]).read(rows)
 
     def write(self, layer: int, rows: Sequence[int], values: torch.Tensor) -> None:
-        self._layers[layer].view(self.rows)[list(rows)] = values
+        (self._aside.get(layer) or self._layers[layer]).write(rows, values)
 
     def move(self, layers: Iterable[int], moves: Mapping[int, int], offset: int = 0) -> None:
         source, target = [row + offset for row in moves], [row + offset for row in moves.values()]
         for index in layers:
             self.write(index, target, self.read(index, source))
 
-    def forget(self, layers: Iterable[int], first: int, end: int) -> None:
+    def set_aside(self, layers: Iterable[int], rows: Sequence[int]) -> None:
+        """These rows of the layers go to the host, and the layers' pages to who grows."""
         for index in layers:
-            self._layers[index].forget(first, end)
+            aside = RowsAside()
+            aside.write(rows, self._layers[index].read(rows))
+            self._aside[index] = aside
+            self._layers[index].resize(0)
+
+    def forget_aside(self) -> None:
+        """What was set aside is a peer's by now. What is written to these layers is on the host until they
+        are put back."""
+        self._aside = {index: RowsAside() for index in self._aside}
+
+    def put_back(self, rows: int) -> None:
+        """Layers that were set aside have so many rows of memory again, and in it what is on the host."""
+        for index, aside in list(self._aside.items()):
+            self._layers[index].resize(rows)
+            if aside.rows:
+                self._layers[index].write(aside.rows, aside.read(aside.rows))
+            del self._aside[index]
+
+    def resize(self, layers: Iterable[int], rows: int) -> None:
+        for index in layers:
+            self._layers[index].resize(rows)
+
+    def release(self) -> None:
+        """Its address space; its pages are free."""
+        for layer in self._layers:
+            layer.release(self.memory)

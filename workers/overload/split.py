@@ -22,14 +22,14 @@ import torch
 from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import Message, PeerAsk, PeerServer
-from workers.overload.errors import PeerError, PeerRefused, SplitOver
+from workers.overload.errors import PageError, PeerError, PeerRefused, SplitOver
 from workers.overload.membership import (
     DeviceLock,
+    EngineMemory,
     Membership,
     PeerLine,
     SplitLimits,
     SplitPhase,
-    rows_that_fit,
 )
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.metrics import SplitEvent
@@ -67,6 +67,8 @@ class SplitModel:
         """`blocks`: of the engine with its whole model."""
         self._runner, self.kv, self.weights, self._whole_blocks = runner, kv, weights, blocks
         self._device, self._line, self.limits = device, line, SplitLimits()
+        sizes = [weights.layer_bytes(layer) for layer in range(len(weights))]
+        self._memory = EngineMemory(blocks, kv.row_bytes, sizes, kv.memory.page_bytes)
         self._model = internals.decoder_of(runner)
         self._block_tokens = int(runner.cache_config.block_size)
         self._changed = threading.Condition()
@@ -107,19 +109,18 @@ class SplitModel:
         try:
             with self._device.lent(), member.until(end):
                 self._come_together(member)
-            self.weights.drop(member.gone)
-            self._bind(member.rows)
+            self._make_room(member, order.used)
             self._enter(SplitPhase.OPEN)
             with self._device.lent(), member.until(end):
                 self.give(member, order.used)
                 self._enter(SplitPhase.GIVEN)
                 for part in member.others:
                     member.meet(part, SplitPhase.GIVEN)
-        except PeerError as error:
+        except (PeerError, PageError) as error:
             self._whole_again(member)
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, str(error))
             return
-        self.kv.forget(member.gone, 0, member.rows)
+        self.kv.forget_aside()
         self._enter(SplitPhase.SPLIT)
         self._tell(SplitEvent.SPLIT, order.epoch, began)
 
@@ -173,8 +174,7 @@ class SplitModel:
 
     def _most_blocks(self, member: Membership) -> int:
         """Of a pool: layers that are kept hold one of each member."""
-        sizes = [self.weights.layer_bytes(layer) for layer in range(len(self.weights))]
-        rows = rows_that_fit(member.kept, self._whole_blocks, sizes, self.kv.row_bytes)
+        rows = self._memory.rows_that_fit(member.kept)
         return min(rows, self.kv.rows) // len(member.parts)
 
     def _layout(self) -> list[Any]:
@@ -200,6 +200,17 @@ class SplitModel:
                 for part in member.others:
                     member.ask(part, PeerAsk.MOVE, {"moves": pairs})
 
+    def _make_room(self, member: Membership, used: Sequence[int]) -> None:
+        """Memory of layers that are not kept becomes rows of those that are."""
+        self.weights.drop(member.gone)
+        self.kv.set_aside(member.gone, used)
+        self.kv.resize(member.kept, member.rows)
+        self._bind(member.rows)
+
+    def settle(self) -> None:
+        """Before another thread has the device: what was launched is done. (Each has a stream of its own.)"""
+        self.kv.memory.driver.wait()
+
     def _bind(self, rows: int) -> None:
         for name, view in self.kv.views(rows):
             internals.bind_kv(self._runner, name, view)
@@ -212,9 +223,10 @@ class SplitModel:
             self._changed.notify_all()
         self._forecast = None
         self._heard = {}
+        self.kv.resize(member.kept, self._whole_blocks)
         self.weights.restore(member.gone)
+        self.kv.put_back(self._whole_blocks)
         self._bind(self._whole_blocks)
-        self.kv.forget(range(len(self.weights)), self._whole_blocks, self.kv.rows)
         member.close()
 
     def _lost(self, member: Membership, error: PeerError) -> None:
@@ -280,7 +292,8 @@ class SplitModel:
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = [positions, hidden, batch.query_start, batch.seq_lens, batch.blocks, batch.slots]
-        tensors = [tensor.clone() for tensor in (*tensors, *([residual] if residual is not None else []))]
+        tensors += [residual] if residual is not None else []
+        tensors = [tensor.to("cpu", copy=True) for tensor in tensors]  # after all that was launched before
         values = {"sizes": [batch.tokens, batch.longest_query, batch.longest], **self._said()}
         began, served_s = time.monotonic(), self.tally.served_s
         with self._device.lent():
@@ -290,7 +303,7 @@ class SplitModel:
         self.tally.peer_s += gone_s
         self.tally.idle_s += max(0.0, gone_s - (self.tally.served_s - served_s))
         self.tally.peer_bytes += sum(tensor.nbytes for tensor in tensors)
-        after, left = answer.tensors
+        after, left = (tensor.to(hidden.device) for tensor in answer.tensors)
         return after, left
 
     # What members tell each other of their next batches (placement/overload/lookahead.py)
@@ -362,19 +375,21 @@ class SplitModel:
         rows = self._places(member, message)
         with self._device:
             self.kv.write(layer, rows, message.tensors[0])
+            self.settle()
         return Message(PeerAsk.DONE, message.epoch)
 
     def _get(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.LEAVING), self._kept_layer(message)
         rows = self._places(member, message)
         with self._device:
-            return Message(PeerAsk.DONE, message.epoch, {}, [self.kv.read(layer, rows)])
+            return Message(PeerAsk.DONE, message.epoch, {}, [self.kv.read(layer, rows).to("cpu")])
 
     def _moved(self, message: Message) -> Message:
         member = self.wait_for(message, SplitPhase.SPLIT)
         moves, offset = member.moves_of(message), self.offset(member, member.sender(message))
         with self._device:
             self.kv.move(member.kept, moves, offset)
+            self.settle()
         return Message(PeerAsk.DONE, message.epoch)
 
     def _run(self, message: Message) -> Message:
@@ -396,11 +411,13 @@ class SplitModel:
                 raise SplitOver(f"epoch {message.epoch} is over here")
             self._hear(part, message)
             began = time.monotonic()
-            with internals.model_with(self._runner, names, batch, positions):
-                after, left = self._through(member.kept, positions, hidden, residual[0] if residual else None)
+            seen = [tensor.to(self._runner.device) for tensor in (positions, hidden, *residual)]
+            with internals.model_with(self._runner, names, batch, seen[0]):
+                through = self._through(member.kept, seen[0], seen[1], seen[2] if residual else None)
+            answer = [tensor.to("cpu") for tensor in through if tensor is not None]  # when it is computed
             self.tally.served += 1
             self.tally.served_s += time.monotonic() - began
-        return Message(PeerAsk.DONE, message.epoch, self._said(), [after, left])  # type: ignore[list-item]
+        return Message(PeerAsk.DONE, message.epoch, self._said(), answer)
 
     def offset(self, member: Membership, part: int) -> int:
         """Where rows of that member's blocks begin here."""

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
-from kvtransfer.relied_on import ReliedOn
+from kvtransfer.relied_on import ReliedOn, verify
 from kvtransfer.vllm_internals import free_queue
 from workers.overload.config import SPLIT_MODELS
 from workers.overload.errors import OverloadConfigError
@@ -37,23 +37,33 @@ WORKING = ReliedOn(
                 "self", "kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context",
             ),
         },
-        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": {
-            "build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-        },
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
             "bind_kv_cache": ("self", "kv_cache"),
         },
     },
     attributes={
-        _RUNNER: ("attn_groups", "kv_caches", "requests", "input_batch", "compilation_config"),
-        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": (
-            "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table",
-            "slot_mapping",
-        ),
+        _RUNNER: ("attn_groups", "kv_caches", "requests", "input_batch", "compilation_config", "device"),
     },
     # Tensors are bound when they are allocated; the connector is given what that method returns.
     uses={_RUNNER: {"initialize_kv_cache": ("initialize_kv_cache_tensors", "register_kv_caches")}},
 )  # fmt: skip
+
+# By the module of the attention backend that can be split: what a batch is told by, and what is told of it.
+_BUILDS = {"build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build")}
+_TELLS = (
+    "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table",
+    "slot_mapping",
+)  # fmt: skip
+ATTENTION = {
+    module: ReliedOn(
+        signatures={f"{module}:{name}MetadataBuilder": _BUILDS},
+        attributes={f"{module}:{name}Metadata": _TELLS},
+    )
+    for module, name in (
+        ("vllm.v1.attention.backends.cpu_attn", "CPUAttention"),
+        ("vllm.v1.attention.backends.flash_attn", "FlashAttention"),
+    )
+}
 
 SCHEDULING = ReliedOn(
     signatures={
@@ -142,21 +152,51 @@ def decoder_of(runner: Any) -> DecoderModel:
     return DecoderModel(layers, embed, norm, names)
 
 
+def verify_attention(runner: Any) -> None:
+    """Of the backend that the engine has chosen."""
+    builder = runner.attn_groups[0][0].get_metadata_builder(0)
+    relied = ATTENTION.get(type(builder).__module__)
+    if relied is None:
+        raise OverloadConfigError(
+            f"batches of {type(builder).__name__} are not split: choose attention-backend FLASH_ATTN"
+        )
+    verify(relied)
+
+
 def on_kv_allocated(
     runner: Any, replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 ) -> None:
-    """The runner's KV tensors become others as soon as it has allocated them."""
+    """The runner's KV tensors become others as soon as it has allocated them: those that are like the ones
+    that are given, which have no memory any more."""
     allocating = runner.initialize_kv_cache_tensors
 
     @functools.wraps(allocating)
-    def initialize_kv_cache_tensors(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        own = replaced(allocating(*args, **kwargs))
+    def initialize_kv_cache_tensors(
+        kv_cache_config: Any, kernel_block_sizes: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        if set(kernel_block_sizes) != {runner.cache_config.block_size}:
+            raise OverloadConfigError(
+                f"attention computes in blocks of {kernel_block_sizes}: set engine.args.block-size to that"
+            )
+        like = _described(allocating(kv_cache_config, kernel_block_sizes, *args, **kwargs))
+        for name, tensor in like.items():
+            bind_kv(runner, name, tensor)
+        runner.kv_caches.clear()
+        own = replaced(like)
         for name, tensor in own.items():
             bind_kv(runner, name, tensor)
         runner.kv_caches[:] = own.values()
         return dict(own)
 
     runner.initialize_kv_cache_tensors = initialize_kv_cache_tensors
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of their shapes and types."""
+    return {
+        name: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        for name, one in tensors.items()
+    }
 
 
 def bind_kv(runner: Any, name: str, tensor: torch.Tensor) -> None:
@@ -201,28 +241,34 @@ def batch_in_model(block_tokens: int) -> BatchKv | None:
 
 @contextmanager
 def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
-    """A pass through these attention layers reads and writes this batch's KV."""
+    """A pass through these attention layers reads and writes this batch's KV. The batch is on the host, and
+    goes to where the positions are."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
+    device = positions.device
+    slots = batch.slots.to(device)
     common = CommonAttentionMetadata(
-        query_start_loc=batch.query_start,
+        query_start_loc=batch.query_start.to(device),
         query_start_loc_cpu=batch.query_start,
-        seq_lens=batch.seq_lens,
+        seq_lens=batch.seq_lens.to(device),
         num_reqs=len(batch.seq_lens),
         num_actual_tokens=batch.tokens,
         max_query_len=batch.longest_query,
         max_seq_len=batch.longest,
-        block_table_tensor=batch.blocks,
-        slot_mapping=batch.slots,
+        block_table_tensor=batch.blocks.to(device),
+        slot_mapping=slots,
         causal=True,
         positions=positions,
     )
     metadata = builder.build(0, common)
-    with set_forward_context(
-        dict.fromkeys(names, metadata),
-        runner.vllm_config,
-        num_tokens=len(positions),
-        slot_mapping=dict.fromkeys(names, batch.slots),
-        skip_compiled=True,
+    with (
+        torch.cuda.device_of(positions),  # nothing on a CPU; the thread is not the engine's
+        set_forward_context(
+            dict.fromkeys(names, metadata),
+            runner.vllm_config,
+            num_tokens=len(positions),
+            slot_mapping=dict.fromkeys(names, slots),
+            skip_compiled=True,
+        ),
     ):
         yield
 

@@ -5,39 +5,52 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu_worker import Worker
 
 from kvtransfer.config import ConnectorConfig, transfer_secret
 from kvtransfer.relied_on import verify
 from workers.coserving import vllm_internals as passes
-from workers.cpu_worker import SeedSafeCpuWorker
 from workers.overload import vllm_internals as internals
+from workers.overload.cuda_pages import CudaDriver
 from workers.overload.errors import OverloadConfigError
-from workers.overload.membership import DeviceLock, PeerLine, most_rows
+from workers.overload.membership import DeviceLock, EngineMemory, PeerLine
 from workers.overload.memory import LayerWeights, ReservedKv
+from workers.overload.pages import PageDriver, PhysicalMemory
 from workers.overload.plugin import NAME
 from workers.overload.split import SplitModel
 
 logger = logging.getLogger("conserve.workers.overload")
 
 
-class DroppingCpuWorker(SeedSafeCpuWorker):
-    """Can share its layers with another engine's."""
+class DroppingWorkerMixin:
+    """In front of one of vLLM's worker classes: can share its layers with other engines'."""
 
+    model_runner: Any
+    vllm_config: Any
     _split: SplitModel | None = None
+    _weights: LayerWeights | None = None
+    _kv: ReservedKv | None = None
     _without_result: Any | None = None  # the scheduler output of the iteration whose peer was lost
+
+    def page_driver(self, kv_bytes: int) -> PageDriver:
+        raise NotImplementedError
+
+    def compiled_in_the_way(self) -> str | None:
+        """What of its compiled passes and graphs has all layers in it."""
+        raise NotImplementedError
 
     def load_model(self, **kwargs: Any) -> None:
         verify(internals.WORKING)
         self._refuse_unsupported()
         with internals.weights_as_they_are():
-            super().load_model(**kwargs)
+            super().load_model(**kwargs)  # type: ignore[misc]
         self._device = DeviceLock()
-        self._kv: ReservedKv
         internals.on_kv_allocated(self.model_runner, self._in_reserved_memory)
         passes.wrap_forward(self.model_runner, self._through_the_split)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        assert self._kv is not None and self._weights is not None
         config = ConnectorConfig.from_extra_config(
             self.vllm_config.kv_transfer_config.kv_connector_extra_config
         )
@@ -53,10 +66,12 @@ class DroppingCpuWorker(SeedSafeCpuWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._split is None:
-            return super().execute_model(scheduler_output)
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
         self._split.lost = False
         with self._device:
-            output = super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+            if self._split.is_split:
+                self._split.settle()
         self._without_result = scheduler_output if self._split.lost else None
         return output
 
@@ -64,31 +79,42 @@ class DroppingCpuWorker(SeedSafeCpuWorker):
         lost, self._without_result = self._without_result, None
         if lost is not None:
             return passes.nothing_sampled(self.model_runner, lost)
-        return super().sample_tokens(grammar_output)
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def _refuse_unsupported(self) -> None:
         config = self.vllm_config
         wrong = {
-            "compiled passes (start with --enforce-eager)": not config.model_config.enforce_eager,
             "several ranks": config.parallel_config.world_size > 1,
             "quantised weights": config.model_config.quantization is not None,
             "LoRA": config.lora_config is not None,
             "speculative decoding": config.speculative_config is not None,
         }
-        if named := [what for what, present in wrong.items() if present]:
+        named = [what for what, present in wrong.items() if present]
+        if compiled := self.compiled_in_the_way():
+            named.append(compiled)
+        if named:
             raise OverloadConfigError(f"parameters cannot be dropped with {'; '.join(named)}")
 
     def _in_reserved_memory(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """With address space for the rows of the largest group's pools in each layer that is kept."""
+        """With address space for the rows of the largest group's pools in each layer that is kept.
+
+        Twice where vLLM tries its graphs before it knows how much KV there will be.
+        """
         model = internals.decoder_of(self.model_runner)
+        internals.verify_attention(self.model_runner)
         if set(model.attention) != set(tensors):
             raise OverloadConfigError("layers of this model share their KV: it is not split")
-        self._weights = LayerWeights(model.layers)
         blocks = len(next(iter(tensors.values())))
         row = max(tensor[0].nbytes for tensor in tensors.values())
+        if self._kv is not None:
+            self._kv.release()
+        if self._weights is None:
+            self._memory = PhysicalMemory(self.page_driver(len(tensors) * blocks * row))
+            self._weights = LayerWeights(model.layers, self._memory)
         sizes = [self._weights.layer_bytes(layer) for layer in range(len(model.layers))]
+        there_is = EngineMemory(blocks, row, sizes, self._memory.page_bytes)
         in_order = {name: tensors[name] for name in model.attention}
-        self._kv = ReservedKv(in_order, most_rows(blocks, sizes, row))
+        self._kv = ReservedKv(in_order, there_is.most_rows(), self._memory)
         return dict(self._kv.views(blocks))
 
     def _through_the_split(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,3 +139,15 @@ class DroppingCpuWorker(SeedSafeCpuWorker):
             return passes.empty_hidden_states(self.model_runner, positions) if hidden is None else hidden
 
         return here_or_split
+
+
+class DroppingWorker(DroppingWorkerMixin, Worker):
+    """On CUDA, with the V1 model runner. While it shares layers its passes are eager; pieces of graphs are
+    good again with the whole model, because nothing in it has moved."""
+
+    def page_driver(self, kv_bytes: int) -> PageDriver:
+        return CudaDriver(self.model_runner.device)
+
+    def compiled_in_the_way(self) -> str | None:
+        full = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        return "full CUDA graphs (cudagraph_mode: PIECEWISE, or --enforce-eager)" if full else None

@@ -47,7 +47,7 @@ from tests.support.fleet import ROOT
 from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
-from workers.overload.config import DROPPING_WORKER
+from workers.overload.config import DROPPING_CPU_WORKER
 from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
@@ -299,7 +299,7 @@ CASES = {
     "capacity.calm": case(19, lambda got: got.scale.calm_s),
     "overload.policy": case(
         "drop", lambda got: (got.engine.worker_class, got.directory.dropping is not None),
-        (DROPPING_WORKER, True),
+        (DROPPING_CPU_WORKER, True),
         engine__device="cpu", engine__args={"enforce-eager": True}, coserving__enabled=False,
     ),
     "observe.tracing.endpoint": case(

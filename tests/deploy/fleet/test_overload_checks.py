@@ -38,7 +38,6 @@ def test_the_file_is_good() -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
-        ("device: cpu", "device: cuda", "not given from parameters to KV yet"),
         ("enforce-eager: true", "max-num-seqs: 8", "set enforce-eager: true"),
         ("enforce-eager: true", "enforce-eager: true, tensor-parallel-size: 2", "its engines have 2 ranks"),
         ("enforce-eager: true", "enforce-eager: true, quantization: awq", "may pack weights"),
@@ -54,6 +53,26 @@ def test_what_is_in_the_way_is_said(right: str, wrong: str, said: str) -> None:
     found = [one for one in every_mistake(text) if said in one]
     assert found and all("fleet.yaml:8: overload.policy: 'drop' does not work here: " in one for one in found)
     assert not any("overload" in one for one in every_mistake(text.replace("drop", "park")))
+
+
+ON_GPUS = DROPS.replace("device: cpu, args: {enforce-eager: true}", "device: cuda, args: {ARGS}")
+
+
+@pytest.mark.parametrize(
+    ("args", "works"),
+    [
+        ("enforce-eager: true", True),
+        ("compilation-config: {cudagraph_mode: PIECEWISE}", True),
+        ("compilation-config.cudagraph_mode: NONE", True),
+        ("compilation-config.cudagraph_mode: FULL_AND_PIECEWISE", False),
+        ("compilation-config: {cudagraph_mode: FULL_DECODE_ONLY}", False),
+        ("max-num-seqs: 8", False),  # vLLM's default has full graphs
+    ],
+)
+def test_on_gpus_full_graphs_are_in_the_way(args: str, works: bool) -> None:
+    found = every_mistake(ON_GPUS.replace("ARGS", args))
+    assert works == (not found)
+    assert all("set compilation-config.cudagraph_mode: PIECEWISE" in one for one in found)
 
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}

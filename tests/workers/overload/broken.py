@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from workers.overload.channel import Message
 from workers.overload.membership import Membership, SplitPhase
 from workers.overload.memory import LayerWeights
@@ -61,6 +63,6 @@ class SkipsALayer(LayerWeights):
     def restore(self, layers: Iterable[int]) -> None:
         first, *rest = layers
         super().restore(rest)
-        for parameter in self._layers[first]:  # there is memory, and something else in it
-            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-            parameter.data.normal_()
+        pages = self._ranges[first]  # there is memory, and something else in it
+        pages.resize(pages.tensor.nbytes)
+        pages.tensor.view(torch.float32).normal_()

@@ -1,50 +1,148 @@
-"""Parameters and KV that give way: their memory is the system's meanwhile; what comes back is what was."""
+"""Parameters and KV that give way to each other: what comes back is what was, and no more memory is used."""
 
-import psutil
+from collections.abc import Iterator
+
+import pytest
 import torch
 
+from workers.overload.errors import OverloadConfigError, PageError, RowsUnmapped
+from workers.overload.membership import EngineMemory
+from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
+from workers.overload.pages import PhysicalMemory
 
-MIB = 1 << 20
-
-
-def resident() -> int:
-    return int(psutil.Process().memory_info().rss)
+PAGE = 4096
+LAYERS, BLOCKS, ROW = 4, 64, (2, 32, 64)  # a row of 16 KiB
 
 
-def test_dropped_parameters_come_back_as_they_were() -> None:
-    layers = [torch.nn.Linear(512, 1024) for _ in range(4)]
-    before = [[p.detach().clone() for p in layer.parameters()] for layer in layers]
-    views = [layer.weight.data[3] for layer in layers]
-    weights = LayerWeights(layers)
-    assert weights.held_bytes() == 4 * weights.layer_bytes(0)
+@pytest.fixture
+def driver() -> MemfdDriver:
+    return MemfdDriver(PAGE)
+
+
+@pytest.fixture
+def memory(driver: MemfdDriver) -> Iterator[PhysicalMemory]:
+    memory = PhysicalMemory(driver)
+    yield memory
+    memory.close()
+
+
+def kv_of(memory: PhysicalMemory, rows: int) -> ReservedKv:
+    like = {str(n): torch.empty(BLOCKS, *ROW, device="meta") for n in range(LAYERS)}
+    return ReservedKv(like, rows, memory)
+
+
+def numbered(rows: list[int], layer: int = 0) -> torch.Tensor:
+    return torch.stack([torch.full(ROW, float(row + 1000 * layer)) for row in rows])
+
+
+def test_dropped_parameters_come_back_where_and_as_they_were(memory: PhysicalMemory) -> None:
+    layers = [torch.nn.Linear(512, 1024) for _ in range(LAYERS)]
+    before = [[one.detach().clone() for one in layer.parameters()] for layer in layers]
+    weights = LayerWeights(layers, memory)
+    rows = [layer.weight.data[3] for layer in layers]  # views
+    assert weights.held_bytes() == sum(map(weights.layer_bytes, range(LAYERS)))
     weights.drop(range(2))
-    assert weights.held_bytes() == 2 * weights.layer_bytes(0)
-    weights.restore(range(2))
-    for layer, parameters, row in zip(layers, before, views, strict=True):
+    assert weights.held_bytes() == sum(map(weights.layer_bytes, range(2, LAYERS)))
+    kv = kv_of(memory, 8 * BLOCKS)
+    kv.resize([3], 2 * BLOCKS)
+    kv.write(3, list(range(2 * BLOCKS)), torch.ones(2 * BLOCKS, *ROW))  # over what the parameters were
+    kv.resize([3], BLOCKS)
+    weights.restore(range(LAYERS))
+    for layer, parameters, row in zip(layers, before, rows, strict=True):
         assert all(map(torch.equal, layer.parameters(), parameters))
-        assert torch.equal(row, layer.weight.data[3])  # a view from before
+        assert row.data_ptr() == layer.weight.data[3].data_ptr() and torch.equal(row, parameters[0][3])
 
 
-def test_rows_are_where_they_were_when_a_pool_grows_and_what_is_forgotten_is_given_back() -> None:
-    first = {name: torch.zeros(64, 2, 32, 64) for name in ("a", "b")}
-    kv = ReservedKv(first, rows=1_000)
-    small = dict(kv.views(64))
-    kv.write(0, [5], torch.ones(1, 2, 32, 64))
-    large = dict(kv.views(900))
-    assert small["a"].data_ptr() == large["a"].data_ptr()
-    assert torch.equal(large["a"][5], torch.ones(2, 32, 64)) and not large["b"].any()
-    before = resident()
-    large["b"].fill_(1.0)
-    grown = resident() - before
-    kv.forget([1], 0, 1_000)
-    assert grown > 10 * MIB and resident() - before < grown / 2
-    assert not large["b"].any() and torch.equal(small["a"][5], torch.ones(2, 32, 64))
+def test_a_parameter_with_another_order_of_strides_is_moved_as_it_is(memory: PhysicalMemory) -> None:
+    layer = torch.nn.Linear(64, 96, bias=False)
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+    before = layer.weight.detach().clone()
+    LayerWeights([layer], memory)
+    assert layer.weight.stride() == (1, 96) and torch.equal(layer.weight, before)
 
 
-def test_blocks_move_within_their_region() -> None:
-    kv = ReservedKv({"a": torch.zeros(8, 2, 4, 4)}, rows=32)
-    for row in range(32):
-        kv.write(0, [row], torch.full((1, 2, 4, 4), float(row)))
+def test_parameters_that_share_memory_are_refused(memory: PhysicalMemory) -> None:
+    layer = torch.nn.Linear(64, 64, bias=False)
+    layer.weight.data = torch.empty(2, 64, 64)[0]
+    with pytest.raises(OverloadConfigError, match="layer 0 share memory"):
+        LayerWeights([layer], memory)
+
+
+def test_a_split_takes_the_memory_of_what_it_drops_and_no_more(
+    memory: PhysicalMemory, driver: MemfdDriver
+) -> None:
+    layers = [torch.nn.Linear(512, 1024) for _ in range(LAYERS)]
+    weights = LayerWeights(layers, memory)
+    sizes = [weights.layer_bytes(n) for n in range(LAYERS)]
+    there_is = EngineMemory(BLOCKS, 16 << 10, sizes, PAGE)
+    kv, used = kv_of(memory, there_is.most_rows()), [1, 5, 60]
+    for layer in range(LAYERS):
+        kv.write(layer, list(range(BLOCKS)), numbered(list(range(BLOCKS)), layer))
+    pages, most = memory.pages, driver.used_bytes()
+    assert memory.free_pages == 0 and most <= pages * PAGE
+    kept, gone = range(2), range(2, LAYERS)
+    rows = there_is.rows_that_fit(kept)
+    assert rows > 2 * BLOCKS  # both halves of the KV, and what the parameters were
+    views = dict(kv.views(BLOCKS))
+
+    weights.drop(gone)
+    kv.set_aside(gone, used)
+    kv.resize(kept, rows)
+    new = list(range(BLOCKS, rows))
+    for layer in kept:
+        assert not kv.read(layer, new).any(), "what parameters were is no KV"
+        kv.write(layer, new, numbered(new, layer))
+        assert torch.equal(views[str(layer)], numbered(list(range(BLOCKS)), layer))
+    assert (memory.pages, driver.used_bytes()) <= (pages, most)
+    with pytest.raises(PageError, match="pages are wanted"):
+        kv.resize(kept, rows + 1)
+
+    assert torch.equal(kv.read(3, used), numbered(used, 3))  # as long as it may have to come back
+    kv.forget_aside()
+    with pytest.raises(RowsUnmapped):
+        kv.read(3, used)
+    for layer in gone:
+        kv.write(layer, used, numbered(used, layer + 10))  # as it comes back from a peer, in pieces
+    kv.resize(kept, BLOCKS)
+    weights.restore(gone)
+    kv.put_back(BLOCKS)
+    assert torch.equal(kv.read(3, used), numbered(used, 13)) and not kv.read(3, [2]).any()
+    assert torch.equal(kv.read(0, [7]), numbered([7])) and memory.free_pages == 0
+    assert (memory.pages, driver.used_bytes()) <= (pages, most)
+
+
+def test_what_was_set_aside_is_put_back_where_the_exchange_failed(memory: PhysicalMemory) -> None:
+    kv, used = kv_of(memory, 4 * BLOCKS), [0, 9, 63]
+    for layer in range(LAYERS):
+        kv.write(layer, used, numbered(used, layer))
+    kv.set_aside([2, 3], used)
+    kv.resize([0], 2 * BLOCKS)
+    kv.resize([0], BLOCKS)
+    kv.put_back(BLOCKS)
+    assert all(torch.equal(kv.read(layer, used), numbered(used, layer)) for layer in range(LAYERS))
+
+
+def test_blocks_move_within_their_region(memory: PhysicalMemory) -> None:
+    kv = kv_of(memory, BLOCKS)
+    kv.write(0, list(range(BLOCKS)), numbered(list(range(BLOCKS))))
     kv.move([0], {7: 1, 6: 2}, offset=16)
     assert [float(kv.read(0, [row]).mean()) for row in (1, 2, 17, 18, 23)] == [1, 2, 23, 22, 23]
+
+
+def test_rows_without_memory_are_refused_and_do_not_end_the_process(memory: PhysicalMemory) -> None:
+    kv = kv_of(memory, 2 * BLOCKS)
+    for rows in ([BLOCKS], [-1], [0, 2 * BLOCKS]):
+        with pytest.raises(RowsUnmapped):
+            kv.read(0, rows)
+        with pytest.raises(RowsUnmapped):
+            kv.write(0, rows, numbered(rows))
+
+
+def test_released_kv_gives_its_pages_to_the_next(memory: PhysicalMemory) -> None:
+    kv_of(memory, 2 * BLOCKS).release()
+    pages = memory.pages
+    assert memory.free_pages == pages
+    kv = kv_of(memory, 2 * BLOCKS)
+    assert memory.pages == 2 * pages, "it creates what it needs"
+    assert not kv.read(0, [1]).any()

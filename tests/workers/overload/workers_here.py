@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from workers.overload.membership import DeviceLock, PeerLine, SplitLimits, most_rows
+from workers.overload.membership import DeviceLock, EngineMemory, PeerLine, SplitLimits
+from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import DropOrder, RestoreOrder, SplitReport
+from workers.overload.pages import PhysicalMemory
 from workers.overload.split import SplitModel
 
-LAYERS, BLOCKS, WIDTH, BLOCK_TOKENS = 20, 16, 64, 16
+LAYERS, BLOCKS, WIDTH, BLOCK_TOKENS, PAGE = 20, 16, 64, 16, 4096
 LIMITS = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=1.0)
 SECRET = b"a secret only for these tests"
 USED = list(range(1, BLOCKS))
@@ -52,11 +54,14 @@ class WorkerHere:
             model_config=SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float32),
             compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, attention)),
             kv_caches=[],
+            device=torch.device("cpu"),
         )
-        weights = LayerWeights(model.model.layers)
+        self.memory = PhysicalMemory(MemfdDriver(PAGE))
+        weights = LayerWeights(model.model.layers, self.memory)
         first = {name: torch.empty(BLOCKS, 2, 32) for name in names}
         sizes = [weights.layer_bytes(layer) for layer in range(LAYERS)]
-        kv = ReservedKv(first, most_rows(BLOCKS, sizes, first["0"][0].nbytes))
+        there_is = EngineMemory(BLOCKS, first["0"][0].nbytes, sizes, PAGE)
+        kv = ReservedKv(first, there_is.most_rows(), self.memory)
         self.device = DeviceLock()
         line = PeerLine("127.0.0.1", SECRET)
         self.split = SplitModel(runner, kv, weights, BLOCKS, self.device, line)

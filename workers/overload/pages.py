@@ -1,0 +1,172 @@
+"""Pages of physical memory behind address ranges: a page leaves one range and appears in another, and no
+address changes.
+
+A range is reserved address space with memory from its start up to some length, and one tensor that is good
+for as long as the range is. `PhysicalMemory` decides which page is where; a `PageDriver` does it: `memfd.py`
+on CPUs, `cuda_pages.py` through CUDA's driver.
+
+Parameters that give way and KV that grows pass the same pages on. Nothing is freed and allocated in between,
+so growing fails neither for want of memory nor in its fragments, as long as whole pages are counted.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from workers.overload.errors import PageError
+
+
+class PageDriver(Protocol):
+    """The system's side. Addresses and sizes are multiples of `page_bytes`; a handle is a page of memory.
+
+    What fails raises a PageError, and has changed nothing.
+    """
+
+    page_bytes: int
+
+    def reserve(self, nbytes: int) -> int:
+        """Address space without memory; its address."""
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Address space in which nothing is mapped."""
+
+    def create(self) -> int: ...
+
+    def destroy(self, handle: int) -> None:
+        """Of a page that is mapped nowhere."""
+
+    def map(self, address: int, handles: Sequence[int]) -> None:
+        """One page behind the other. What is in them is undefined."""
+
+    def unmap(self, address: int, pages: int) -> None: ...
+
+    def zero(self, address: int, nbytes: int) -> None: ...
+
+    def wait(self) -> None:
+        """Until nothing that was launched reads or writes memory."""
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """Bytes of an address range, whatever is mapped there; who touches what is unmapped faults."""
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """Bytes on the host for a copy that outlives a drop, and that the device reads at full speed."""
+
+    def reclaim(self) -> None:
+        """Memory that torch was given and does not use goes back to the system, so that pages can be had."""
+
+    def close(self) -> None:
+        """What the driver keeps for itself; ranges and pages were given back."""
+
+
+class PhysicalMemory:
+    """Pages, free or in one range each."""
+
+    def __init__(self, driver: PageDriver) -> None:
+        self.driver = driver
+        self.page_bytes = driver.page_bytes
+        self._free: list[int] = []
+        self._ranges: list[MappedRange] = []
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def pages(self) -> int:
+        return len(self._free) + sum(len(one.handles) for one in self._ranges)
+
+    def pages_of(self, nbytes: int) -> int:
+        return -(-nbytes // self.page_bytes)
+
+    def create(self, nbytes: int) -> None:
+        """So much more memory, in whole pages: all of it or none."""
+        created: list[int] = []
+        try:
+            while len(created) < self.pages_of(nbytes):
+                created.append(self.driver.create())
+        except PageError:
+            for handle in created:
+                self.driver.destroy(handle)
+            raise
+        self._free += created
+
+    def take(self, count: int) -> list[int]:
+        """All of them or none; the lowest first, so that neighbours stay neighbours."""
+        if count > len(self._free):
+            raise PageError(f"{count} pages are wanted, and {len(self._free)} of {self.pages} are free")
+        self._free.sort()
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def put(self, handles: Sequence[int]) -> None:
+        self._free += handles
+
+    def reserve(self, nbytes: int) -> "MappedRange":
+        made = MappedRange(self, nbytes)
+        self._ranges.append(made)
+        return made
+
+    def release(self, one: "MappedRange") -> None:
+        """The range's address space; its tensor is dangling from now on."""
+        one.resize(0)
+        self._ranges.remove(one)
+        self.driver.free(one.address, one.pages * self.page_bytes)
+
+    def close(self) -> None:
+        for one in list(self._ranges):
+            self.release(one)
+        while self._free:
+            self.driver.destroy(self._free.pop())
+        self.driver.close()
+
+
+class MappedRange:
+    """Reserved address space whose first pages have memory."""
+
+    def __init__(self, memory: PhysicalMemory, nbytes: int) -> None:
+        self._memory = memory
+        self.pages = memory.pages_of(nbytes)
+        self.address = memory.driver.reserve(self.pages * memory.page_bytes)
+        try:
+            self.tensor = memory.driver.tensor(self.address, nbytes)
+        except PageError:
+            memory.driver.free(self.address, self.pages * memory.page_bytes)
+            raise
+        self.handles: list[int] = []  # page after page
+
+    @property
+    def mapped_bytes(self) -> int:
+        return len(self.handles) * self._memory.page_bytes
+
+    def resize(self, nbytes: int, *, zero: bool = False) -> None:
+        """Its first `nbytes` have memory, and what is behind their last page has none.
+
+        What was there stays as it is; of what is new nothing is known, unless it is to be zero.
+        """
+        wanted, has = self._memory.pages_of(nbytes), len(self.handles)
+        if wanted > self.pages:
+            raise PageError(f"{nbytes} bytes are wanted in a range of {self.pages} pages")
+        if wanted > has:
+            self._grow(wanted - has, zero)
+        elif wanted < has:
+            self._shrink(has - wanted)
+
+    def _grow(self, count: int, zero: bool) -> None:
+        driver, at = self._memory.driver, self.address + self.mapped_bytes
+        handles = self._memory.take(count)
+        try:
+            driver.map(at, handles)
+        except PageError:
+            self._memory.put(handles)
+            raise
+        self.handles += handles
+        if zero:
+            driver.zero(at, count * self._memory.page_bytes)
+
+    def _shrink(self, count: int) -> None:
+        driver, kept = self._memory.driver, len(self.handles) - count
+        driver.wait()
+        driver.unmap(self.address + kept * self._memory.page_bytes, count)
+        self._memory.put(self.handles[kept:])
+        del self.handles[kept:]
