@@ -4,8 +4,8 @@
 kernels beside copies, a load behind kernels that an abort left, the fence between graph pieces and the time
 from signal to abort, parameters whose pages become KV and come back, energy as the driver counts it.
 Bandwidths stand beside plain copies of the same run; bytes are compared. Without it the benchmarks of engines
-follow, on this GPU: KV, co-serving, and the peers' traces. Without CUDA the mechanisms' doubles run on the CPU,
-and the page says so.
+follow, on this GPU: KV, co-serving, and the peers' traces. Without CUDA the doubles run on the CPU,
+which the page says.
 """
 
 import json

@@ -95,9 +95,10 @@ CAPACITY_ADVICE = Gauge(
 PROMPTS_PLACED = Counter(
     "conserve_prompts_placed_total",
     "Placed turns by why their prompt is computed where it is: on a prefiller finishes_first, has_beginning "
-    "(it has some of the prompt); on the decoder sooner_on_decoder, prefillers_saturated, no_prefiller_up, "
-    "prefillers_busy, prefilled_locally, restored; on a prefiller that holds the conversation, because it "
-    "fits on no decoder, last_resort.",
+    "(it has some of the prompt), keeps_beginnings (what several prompts begin with would give way on the "
+    "first); on the decoder sooner_on_decoder, prefillers_saturated, no_prefiller_up, prefillers_busy, "
+    "prefilled_locally, restored; on a prefiller that holds the conversation, because it fits on no decoder, "
+    "last_resort.",
     ["why"],
 )
 SECOND_THOUGHTS = Counter(
@@ -349,8 +350,8 @@ ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bou
 
 from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
 from_zero(
-    *(PROMPTS_PLACED, "finishes_first", "has_beginning", "sooner_on_decoder", "prefillers_saturated"),
-    "last_resort",
+    *(PROMPTS_PLACED, "finishes_first", "has_beginning", "keeps_beginnings", "sooner_on_decoder"),
+    *("prefillers_saturated", "last_resort"),
 )
 from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")

@@ -16,6 +16,7 @@ class Why(StrEnum):
     FINISHES_FIRST = "finishes_first"  # prefiller: queue plus curve is the shortest
     NO_PREFILLER_UP = "no_prefiller_up"  # the decoder computes the prompt itself, by the fleet's setting
     HAS_BEGINNING = "has_beginning"  # prefiller: it has some of the prompt, and is about as soon
+    KEEPS_BEGINNINGS = "keeps_beginnings"  # prefiller: what others begin with gives way on the one before it
     SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: there its first token comes first
     PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
     PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: the queues are too long

@@ -44,17 +44,17 @@ class DecoderPrompts:
     def first_token_s(self, tokens: int) -> float:
         """Those that wait at the rate of late, then these in the time that running turns leave; infinite
         where nothing is known of how fast it is."""
-        return self._alone_s(tokens) + self.wait_s(tokens)
+        return self.alone_s(tokens) + self.wait_s(tokens)
 
     def wait_s(self, tokens: int) -> float:
         """For the prompts before one of so many tokens; 0 where there are none, at any rate."""
         ahead = self.waiting_tokens + sum(tokens for tokens, _ in self.placed.values())
         if not ahead:
             return 0.0
-        rate = self.tokens_per_s or tokens / self._alone_s(tokens)
+        rate = self.tokens_per_s or tokens / self.alone_s(tokens)
         return ahead / rate if rate else inf
 
-    def _alone_s(self, tokens: int) -> float:
+    def alone_s(self, tokens: int) -> float:
         if self.curve is not None:
             return self.curve.seconds(tokens) / max(self.share, LEAST_SHARE)
         return tokens / self.tokens_per_s if self.tokens_per_s else inf
@@ -100,6 +100,10 @@ class Elastic:
             share = max(self._queues[remote.engine].share, LEAST_SHARE)  # it may hold conversations as well
             remote_s = (remote.wait_s + remote.prefill_s) / share + self.transfer_s(tokens)
         return Estimates(self._queues[decoder].first_token_s(tokens), remote_s)
+
+    def alone_s(self, decoder: str, tokens: int) -> float:
+        """Of a prompt that waits for none."""
+        return self._queues[decoder].alone_s(tokens)
 
     def local_wait_s(self, decoder: str, tokens: int) -> float:
         return self._queues[decoder].wait_s(tokens)

@@ -14,7 +14,6 @@ from placement.fleet.answers import (
     DecoderChoice,
     Estimates,
     PrefillerChoice,
-    PrefillerOption,
     Receipt,
     Refusal,
     RefusalReason,
@@ -26,10 +25,16 @@ from placement.fleet.decoders import Decoders
 from placement.fleet.elastic import Elastic, FirstTurns
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve, Prefillers
-from placement.fleet.prefixes import GivenPrompt, Head, SharedPrefixes
+from placement.fleet.prefixes import (
+    RECOMPUTE_COST,
+    AskedPrompt,
+    GivenPrompt,
+    Head,
+    SharedPrefixes,
+    keeping_beginnings,
+    with_beginning,
+)
 from placement.overload.signal import OverloadState, OverloadWatch
-
-RECOMPUTE_COST = 0.5  # of the prefiller's time that tokens take which another has cached
 
 
 class MissingCurve(PlacementError, LookupError):
@@ -118,6 +123,7 @@ class Placer:
         lost = self.engine_down(info.engine)
         self._infos[info.engine] = info
         self._seqs[info.engine] = 0
+        self._shared.holds(info.engine, info.kv_tokens)
         if policy.prefills(info.role):
             self._prefillers.add(info.engine, self._curves[info.tier])
             if self._elastic:
@@ -163,6 +169,7 @@ class Placer:
             if state.engine in holders:
                 holders.observe(state, last)
         self._note_split(state, info.kv_tokens)
+        self._shared.holds(state.engine, self._split.get(state.engine, info.kv_tokens) // state.kv_per_token)
         if self._elastic:
             self._elastic.observe(state, now, curve)
         return True
@@ -186,8 +193,11 @@ class Placer:
             if found is None and not settings.local_prefill_without_prefiller:
                 return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
-            prefiller = self._with_cached(prefiller, turn, cached, now)
-            decoder = self._soonest(decoder, prefiller, turn, cached)
+            asked = AskedPrompt(turn.prompt_tokens, turn.ahead_s, now)
+            prefiller = with_beginning(prefiller, self._prefillers, asked, cached)
+            if turn.heads:
+                prefiller = keeping_beginnings(prefiller, self._prefillers, asked, self._shared)
+            decoder = self._soonest(decoder, prefiller, turn, cached, now)
             uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
             prefiller, estimates = self._sooner(prefiller, decoder, uncached)
             wait_s = prefiller.chosen.wait_s if prefiller.chosen else 0.0
@@ -200,10 +210,11 @@ class Placer:
                 uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         sizes = Sizes(turn.prompt_tokens, uncached, need)
         placement = self._commit(turn, sizes, prefiller, decoder, now, estimates)
-        self._shared.given(turn.heads, placement.decoder, now)
+        given = GivenPrompt(placement.decoder, turn.heads, cached.get(placement.decoder, 0))
         if prefiller.chosen is not None:
+            self._shared.given(turn.heads, placement.decoder, turn.prompt_tokens, now)
             given = GivenPrompt(prefiller.chosen.engine, turn.heads, prefiller.chosen.cached_tokens)
-            self._shared.prefilling(turn.key, given, now)
+        self._shared.computing(turn.key, given, turn.prompt_tokens, now)
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
@@ -221,7 +232,8 @@ class Placer:
             prefiller = found or _no_prefiller(Why.NO_PREFILLER_UP)
             if self._elastic:
                 has = {turn.prefix_on: turn.prefix_tokens}
-                prefiller = self._with_cached(prefiller, turn, has, now)
+                asked = AskedPrompt(turn.prompt_tokens, turn.ahead_s, now)
+                prefiller = with_beginning(prefiller, self._prefillers, asked, has)
                 prefiller, estimates = self._sooner(prefiller, decoder, turn.uncached_tokens)
             elif (first := prefiller.chosen) is not None:
                 longest = settings.policy.later_turn_waits(first.prefill_s, settings.max_prefill_wait_s)
@@ -239,13 +251,13 @@ class Placer:
         )
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int = 0) -> None:
-        """`tokens`: of the prompt that the prefiller computed, from which its curve learns; 0: it did not, or
-        who knows. It had `cached` of them."""
+        """`tokens`: of the prompt that was computed, from which a prefiller's curve learns; 0: it was not, or
+        who knows. Its engine had `cached` of them."""
         self._prefillers.computed(key, tokens, now, cached)
         if tokens:
-            self._shared.prefilled(key, cached)
+            self._shared.computed(key, cached)
         else:
-            self._shared.not_prefilled(key)
+            self._shared.not_computed(key)
         if self._elastic:
             self._elastic.done(key)
 
@@ -278,14 +290,14 @@ class Placer:
     def taken_back(self, key: str, decoder: str, tokens: int, now: float) -> None:
         """A prefill leaves its queue: its decoder computes the prompt."""
         self._prefillers.done(key, now)
-        self._shared.not_prefilled(key)
+        self._shared.not_computed(key)
         if self._elastic:
             self._elastic.goes_local(key, decoder, tokens, now)
 
     def release(self, key: str, now: float) -> None:
         """The conversation ended, or its placement was not used."""
         self._prefillers.done(key, now)
-        self._shared.not_prefilled(key)
+        self._shared.not_computed(key)
         self._decoders.release(key)
         self._last_resort.release(key)
         if self._elastic:
@@ -353,10 +365,16 @@ class Placer:
         return prefiller, estimates
 
     def _soonest(
-        self, least: DecoderChoice, prefiller: PrefillerChoice, turn: FirstTurn, cached: Mapping[str, int]
+        self,
+        least: DecoderChoice,
+        prefiller: PrefillerChoice,
+        turn: FirstTurn,
+        cached: Mapping[str, int],
+        now: float,
     ) -> DecoderChoice:
         """Elastic: of the decoders with the least KV, the one that computes the prompt soonest, if that is
-        clearly sooner than on the first of them and on a prefiller. Prompts wait for each other there."""
+        clearly sooner than on the first of them and on a prefiller. Prompts wait for each other there, and
+        those that begin alike would have to be computed again where what they share gives way."""
         if self._elastic is None or least.why is not Why.LEAST_KV_IN_USE:
             return least
         if least.without_capacity > self.settings.sooner_full * least.considered:
@@ -366,9 +384,13 @@ class Placer:
             for one in (least.chosen, *least.runners_up)
             if one.engine not in self._split
         }
-        local_s = {name: self._elastic.estimates(name, few, None).local_s for name, few in tokens.items()}
-        best = min(local_s, key=local_s.__getitem__)
-        if not local_s[best] < self.settings.sooner_share * local_s[least.chosen.engine]:
+        costs_s = {name: self._elastic.estimates(name, few, None).local_s for name, few in tokens.items()}
+        if turn.heads:
+            for name, few in tokens.items():
+                if lost := self._shared.displaced(name, few, now):
+                    costs_s[name] += RECOMPUTE_COST * self._elastic.alone_s(name, lost)
+        best = min(costs_s, key=costs_s.__getitem__)
+        if not costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]:
             return least
         if not self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first:
             return least
@@ -387,23 +409,6 @@ class Placer:
         """Of its prompt, what engines have, by estimate; the last token is computed again in any case."""
         most = turn.prompt_tokens - 1
         return {name: min(had, most) for name, had in self._shared.on(turn.heads, now).items()}
-
-    def _with_cached(
-        self, prefiller: PrefillerChoice, turn: FirstTurn | LaterTurn, cached: Mapping[str, int], now: float
-    ) -> PrefillerChoice:
-        """What a prefiller has of a prompt it does not compute, and its queue is as much shorter."""
-        best = prefiller.chosen
-        if best is None:
-            return prefiller
-        for engine, had in cached.items():
-            has = self._prefillers.option(engine, turn.prompt_tokens, now, had, turn.ahead_s)
-            if has is not None and _cost(has) < _cost(best):
-                best = has
-        if best is prefiller.chosen:
-            return prefiller
-        seen = filter(None, (prefiller.chosen, *prefiller.runners_up))
-        others = tuple(one for one in seen if one.engine != best.engine)
-        return PrefillerChoice(Why.HAS_BEGINNING, best, others, prefiller.considered)
 
     def _on_a_prefiller(self, turn: FirstTurn, need: int, now: float) -> Placement | None:
         """The last resort, before anything is refused: a prefiller computes the conversation and holds it."""
@@ -446,12 +451,6 @@ class Placer:
             return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
         retry_s, decoders = self.settings.retry_no_capacity_s, len(self._decoders)
         return refuse(RefusalReason.NO_CAPACITY, retry_s, tokens=need, decoders=decoders)
-
-
-def _cost(option: PrefillerOption) -> float:
-    """Seconds to its end, and some of the prefiller's time: computing again what another has, to end somewhat
-    sooner, makes those wait that come next."""
-    return option.wait_s + (1 + RECOMPUTE_COST) * option.prefill_s
 
 
 def _without(prefiller: PrefillerChoice, why: Why) -> PrefillerChoice:

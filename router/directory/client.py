@@ -152,8 +152,8 @@ class DirectoryClient:
     def prefill_done(
         self, key: str, tokens: int = 0, lost: EngineInfo | None = None, cached: int = 0
     ) -> None:
-        """`tokens`: that the prefiller counted, if it computed them, and had `cached` of; `lost`: it could
-        not be reached."""
+        """`tokens`: that the engine counted which the prompt was for, if it computed them, and had `cached`
+        of; `lost`: that prefiller could not be reached."""
         epoch = (lost.engine, lost.epoch) if lost else None
         self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
 

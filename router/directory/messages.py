@@ -85,7 +85,7 @@ class IdentifyReply:
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
     lost: tuple[str, int] | None = None  # the prefiller and its epoch, when it could not be reached
-    tokens: int = 0  # of the prompt, as the prefiller counted them; 0: it did not compute it
+    tokens: int = 0  # of the prompt, as who was to compute it counted them; 0: it did not
     cached: int = 0  # of these, what it had
 
 

@@ -128,7 +128,7 @@ class BindingTable:
         return True
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int = 0) -> None:
-        """`tokens`: of the prompt; 0 when its prefiller did not compute it. It had `cached` of them."""
+        """`tokens`: of the prompt; 0 when who was to compute it did not. It had `cached` of them."""
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if tokens and conversation is not None and conversation.notes:

@@ -1,15 +1,19 @@
 """A prompt goes where its first token comes first, what an engine has of it already not counted."""
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 
-from placement.engines import Role
+from placement.engines import Role, SplitState
+from placement.fleet.answers import Why
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
 from placement.fleet.prefixes import MOST_HEADS, REMEMBERED_S, Head, SharedPrefixes
+from placement.overload.dropping import EngineShape
 from tests.placement.conftest import CURVE, engine, state
 
+SHAPE = EngineShape(8, 3e6, 20_000, 8192, 1024, 1e9, None)
 SYSTEM = Head(b"system and tools", 8_000)
 
 
@@ -100,51 +104,122 @@ def test_a_curve_learns_from_what_was_computed() -> None:
 
 def test_the_longest_beginning_counts_and_memory_is_bounded() -> None:
     shared, long = SharedPrefixes(), Head(b"and an example", 9_000)
-    shared.given((SYSTEM,), "p0", 0.0)
-    shared.given((SYSTEM, long), "p1", 0.0)
+    shared.given((SYSTEM,), "p0", 8_500, 0.0)
+    shared.given((SYSTEM, long), "p1", 9_500, 0.0)
     assert shared.on((SYSTEM, long), 1.0) == {"p0": 8_000, "p1": 9_000}
     for number in range(MOST_HEADS):
-        shared.given((Head(str(number).encode(), 1),), "p0", 2.0)
+        shared.given((Head(str(number).encode(), 1),), "p2", 1, 2.0)
     assert shared.on((SYSTEM, long), 3.0) == {}
 
 
-def test_a_beginning_is_never_longer_than_the_prompt() -> None:
-    """An estimate from bytes may be: an image is many bytes and few tokens."""
-    placer = a_placer(FirstTurns.ELASTIC)
-    image = (Head(b"image", 60_000),)
-    place(placer, "first", 0.0, image)
-    again = place(placer, "second", 0.0, image)
-    chosen, estimates = again.receipt.prefiller.chosen, again.receipt.estimates
-    assert estimates is not None and estimates.local_s > 0
-    assert chosen is None or chosen.cached_tokens < 8_500
+def beginning(number: int) -> Head:
+    return Head(f"framework {number}".encode(), 8_000)
 
 
-@pytest.mark.parametrize("constant", [0.0, 0.02])
-def test_the_very_same_prompt_again(constant: float) -> None:
-    curve = replace(CURVE, a=constant)
-    placer = Placer(PlacerSettings(), {"prefill": curve, "decode": curve})
+def test_what_an_engine_is_thought_to_have_fits_into_its_kv() -> None:
+    """As in vLLM's cache what was used last stays, and of a prompt its beginning."""
+    shared = SharedPrefixes()
+    shared.holds("p", 20_000)
+    for number in (0, 1):
+        shared.given((beginning(number), Head(b"more of %d" % number, 8_200)), "p", 8_300, float(number))
+    assert shared.on((beginning(0), Head(b"more of 0", 8_200)), 2.0) == {"p": 8_200}
+    shared.given((beginning(0),), "p", 8_300, 2.0)
+    shared.given((Head(b"alone", 3_500),), "p", 3_600, 3.0)  # the tails give way, and then what is older
+    assert shared.on((beginning(0),), 4.0) == {"p": 8_000}
+    assert shared.on((beginning(1), Head(b"more of 1", 8_200)), 4.0) == {"p": 8_000}
+    shared.given((beginning(2),), "p", 8_300, 5.0)
+    assert [bool(shared.on((beginning(number),), 6.0)) for number in range(3)] == [True, False, True]
+
+
+def test_what_gives_way_counts_where_several_prompts_have_it() -> None:
+    shared = SharedPrefixes()
+    shared.holds("p", 20_000)
+    shared.given((beginning(0),), "p", 8_300, 0.0)
+    shared.given((beginning(1),), "p", 8_300, 1.0)
+    assert shared.displaced("p", 3_000, 2.0) == 0, "there is room"
+    assert shared.displaced("p", 8_300, 2.0) == 0, "nobody has asked for it again"
+    shared.given((beginning(0),), "q", 8_300, 2.0)
+    assert shared.displaced("p", 8_300, 3.0) == 8_000
+    assert shared.displaced("q", 8_300, 3.0) == 0, "nothing is known of its room"
+    assert shared.displaced("p", 8_300, 3.0 + REMEMBERED_S) == 0
+
+
+@pytest.mark.parametrize(("per_token", "split_tokens", "known"), [(1, 0, 2), (2, 0, 1), (2, 48_000, 2)])
+def test_room_is_in_tokens_of_prompts(per_token: int, split_tokens: int, known: int) -> None:
+    """A model with two groups of blocks holds half as many, and an engine that shares its layers more."""
+    placer = Placer(PlacerSettings(), {"decode": CURVE})
+    placer.engine_up(engine("d", kv_tokens=24_000))
+    split = SplitState("d:1", SHAPE, 1, split_tokens) if split_tokens else None
+    placer.observe(replace(state("d", 0, 1), kv_per_token=per_token, split=split), 0.0)
+    for number in range(2):
+        place(placer, f"c{number}", float(number), (beginning(number),))
+        placer.prefill_done(f"c{number}", number + 0.5, 8_500)
+        placer.release(f"c{number}", number + 0.6)
+    left = [placer.to_compute(8_500, (beginning(number),), 3.0) for number in range(2)]
+    assert left.count(500) == known
+
+
+class PrefixCaches:
+    """What engines really have: the least recently used gives way."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._has: dict[str, OrderedDict[int, int]] = {}
+        self.computed = 0
+
+    def compute(self, engine: str, number: int, tokens: int) -> int:
+        """Tokens that were cached."""
+        has = self._has.setdefault(engine, OrderedDict())
+        cached = 8_000 if has.pop(number, 0) else 0
+        has[number] = tokens
+        while sum(has.values()) > self._room:
+            has.popitem(last=False)
+        self.computed += tokens - cached
+        return cached
+
+
+@pytest.mark.parametrize("first", FirstTurns)
+def test_three_frameworks_stay_where_they_are_although_two_would_fit(first: FirstTurns) -> None:
+    """On an idle fleet one engine would be the first of all each time, and compute each of them again."""
+    placer = Placer(PlacerSettings(first_turns=first), {"prefill": CURVE, "decode": CURVE})
+    for name in ("p0", "p1"):
+        placer.engine_up(engine(name, Role.PREFILL, kv_tokens=20_000))
+    for name in ("d0", "d1"):
+        placer.engine_up(engine(name, kv_tokens=20_000))
+    caches = PrefixCaches(20_000)
+    for turn in range(60):
+        now, number = 20.0 * turn, turn % 3
+        placed = place(placer, f"c{turn}", now, (beginning(number),))
+        cached = caches.compute(placed.prefiller or placed.decoder, number, 8_500)
+        placer.prefill_done(f"c{turn}", now + 5.0, 8_500, cached=cached)
+        placer.release(f"c{turn}", now + 6.0)
+    assert caches.computed < 60 * 500 + 7 * 8_000
+
+
+def test_a_decoder_that_did_not_have_it_is_found_out() -> None:
+    """It computed the prompt itself, and its cache has other things in it than what was given it here."""
+    placer = Placer(PlacerSettings(), {"decode": CURVE})
+    placer.engine_up(engine("d", kv_tokens=20_000))
+    for number, cached in enumerate((0, 8_000, 0)):
+        place(placer, f"c{number}", float(number))
+        placer.prefill_done(f"c{number}", number + 0.5, 8_500, cached=cached)
+        placer.release(f"c{number}", number + 0.6)
+        assert placer.to_compute(8_500, (SYSTEM,), number + 0.7) == (8_500 if number == 2 else 500)
+
+
+def test_a_prefiller_that_has_what_others_begin_with_is_spared() -> None:
+    placer = Placer(PlacerSettings(first_turns=FirstTurns.PREFILLER), {"prefill": CURVE, "decode": CURVE})
+    for name in ("p0", "p1"):
+        placer.engine_up(engine(name, Role.PREFILL, kv_tokens=20_000))
     placer.engine_up(engine("d", kv_tokens=10**7))
-    whole = (Head(b"whole", 8_500),)
-    for number in range(4):
-        place(placer, f"c{number}", 0.0, whole if number % 2 else (Head(b"other", 8_500),))
-
-
-def test_a_cache_that_keeps_nothing_is_found_out() -> None:
-    placer = a_placer()
-    place(placer, "first", 0.0)
-    placer.prefill_done("first", 1.0, 8_500)
-    expected = []
-    for number in range(4):
-        chosen = place(placer, f"c{number}", 2.0 + number).receipt.prefiller.chosen
-        assert chosen is not None
-        expected.append(chosen.cached_tokens)
-        placer.prefill_done(f"c{number}", 2.5 + number, 8_500, cached=0)
-    assert expected == [8_000, 0, 8_000, 0], "of what was computed something may be left"
-
-
-def test_what_was_never_computed_is_on_no_prefiller() -> None:
-    placer = a_placer()
-    first = place(placer, "first", 0.0)
-    placer.release("first", 0.1)
-    chosen = place(placer, "second", 0.2).receipt.prefiller.chosen
-    assert first.prefiller is not None and chosen is not None and chosen.cached_tokens == 0
+    placer.observe(state("p1", 0, 1, draining=True), 0.0)
+    for turn, (took_s, cached) in enumerate([(0.3, 0), (0.3, 0), (0.02, 8_000), (0.02, 8_000)]):
+        assert place(placer, f"c{turn}", 30.0 * turn, (beginning(turn % 2),)).prefiller == "p0"
+        placer.prefill_done(f"c{turn}", 30.0 * turn + took_s, 8_500, cached=cached)  # faster than p1's curve
+    placer.observe(state("p1", 0, 2), 119.0)
+    placed = place(placer, "new", 120.0, (beginning(2),))
+    assert (placed.prefiller, placed.receipt.prefiller.why) == ("p1", Why.KEEPS_BEGINNINGS)
+    short = placer.place(FirstTurn("short", 1_200, heads=(Head(b"of nobody else", 1_000),)), 121.0)
+    assert isinstance(short, Placement) and short.prefiller == "p0", (
+        "it takes the place of what nobody shares"
+    )
