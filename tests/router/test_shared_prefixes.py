@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from placement.fleet.elastic import FirstTurns
+from tests.support.engines import CURVES
 from tests.support.fake_fleet import Fleet, ask, fleet, get, user
 
 SYSTEM = {"role": "system", "content": "You are an agent of this framework. " * 300}
@@ -41,3 +45,24 @@ async def test_what_an_engine_would_not_find_is_not_counted(tmp_path: Path) -> N
         assert await cached(made, "with tools, which stand before all", tools=[TOOL]) == 0
         assert await cached(made, "with a salt", cache_salt="mine") == 0
         assert await cached(made, "with the same tools", tools=[TOOL]) > 1_000
+
+
+@pytest.mark.parametrize("found", [0, 10_000])
+async def test_a_decoder_that_computes_a_prompt_itself_says_what_it_had_of_it(
+    tmp_path: Path, found: int
+) -> None:
+    """Its cache holds other things too: the next prompt counts on what this one found."""
+    elastic, both = {"first_turns": FirstTurns.ELASTIC}, {"decode": CURVES["prefill"]}
+    async with fleet(
+        tmp_path, prefillers=0, decoders=1, engine={"cached": found}, placing=elastic, curves=both
+    ) as made:
+        estimates = []
+        for question in ("one", "two", "three"):
+            answer = await ask(made.urls[0], [SYSTEM, user(question)])
+            assert answer.status == 200
+            await made.settle()
+            _, told = await get(f"{made.urls[0]}/v1/conversations/{answer.conversation}")
+            estimates.append(told["placements"][0]["receipt"]["estimates"]["local_s"])
+        first, second, third = estimates
+        assert second < first / 2, "it was given this beginning"
+        assert (third < first / 2) == bool(found)
