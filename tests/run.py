@@ -1,7 +1,7 @@
 """Runner of the suites: python -m tests.run fast slow engines
 
 What fails is run once more, alone and on fleets of its own, since every test shares the machine with
-engines. What fails twice fails. What failed once and passed alone is named at the end; tests/flaky.toml is
+others and with engines. What fails twice fails. What failed once and passed alone is named at the end; tests/flaky.toml is
 the list of those that may. Of others the run forgives two, since two shared cores delay any of 1,900 tests
 now and then, and fails from the third: each is to be mended or listed with the next change.
 """
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -19,13 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 FLAKY = Path(__file__).with_name("flaky.toml")
 LISTED_FOR = timedelta(days=30)
 FORGIVEN = 2  # tests that failed once, passed alone, and are not on the list
-# Which tests, and how they run. Those without engines wait more than they compute: several at a time keep two
-# cores busy. Engines need both.
+Suite = tuple[list[str], list[str]]  # which tests, and how they run
+# Tests without engines wait more than they compute: several at a time keep two cores busy. So do those of a
+# fleet and those that start engines themselves: they run at once, and share no engine.
 QUIET, LONGEST = ["-q", "--dist", "loadfile"], ["--durations", "30"]
-SUITES = {
-    "fast": (["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "2", *LONGEST]),
-    "slow": (["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "4", *LONGEST]),
-    "engines": (["-m", "engine or fleet"], LONGEST),
+SUITES: dict[str, list[Suite]] = {
+    "fast": [(["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "2", *LONGEST])],
+    "slow": [(["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "4", *LONGEST])],
+    "engines": [(["-m", "fleet"], LONGEST), (["-m", "engine and not fleet"], LONGEST)],
 }
 PASSED, FAILED = 0, 1
 
@@ -42,33 +45,56 @@ def listed(file: Path, today: date) -> tuple[set[str], list[str]]:
     return {test["id"] for test in tests}, wrong
 
 
-def pytest(*arguments: str, cache: str) -> tuple[int, set[str]]:
+def pytest(*arguments: str, cache: str, out: int | None = None) -> tuple[int, set[str]]:
     """Exit status, and the ids of what failed. Modules are kept compiled: else each worker compiles all
     tests, and each process of each fleet all of ours."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    status = subprocess.run(command, check=False, env=environment).returncode
+    status = subprocess.run(command, check=False, env=environment, stdout=out, stderr=out).returncode
     failed = Path(cache, "v", "cache", "lastfailed")
     return status, set(json.loads(failed.read_text())) if failed.exists() else set()
 
 
-def twice(which: list[str], how: list[str]) -> tuple[int, set[str]]:
-    """Exit status of a suite, and the ids of what failed once and passed alone."""
-    with tempfile.TemporaryDirectory(prefix="pytest-cache-") as cache:
-        status, failed = pytest(*which, *how, cache=cache)
-        if status != FAILED:
-            return status, set()
-        print(f"\n{len(failed)} failed (above); once more, alone:", flush=True)
-        status, again = pytest(*which, "--last-failed", "--last-failed-no-failures", "none", cache=cache)
-        return status, failed - again
+def at_once(suites: list[Suite], caches: list[str]) -> list[tuple[int, set[str]]]:
+    """Of each its outcome. The first writes where we do, the others when all have ended."""
+    with ThreadPoolExecutor(len(suites)) as threads, ExitStack() as files:
+        logs = [files.enter_context(tempfile.TemporaryFile()) for _ in suites[1:]]
+        outs = [None, *(log.fileno() for log in logs)]
+        running = [
+            threads.submit(pytest, *which, *how, cache=cache, out=out)
+            for (which, how), cache, out in zip(suites, caches, outs, strict=True)
+        ]
+        ended = [one.result() for one in running]
+        for (which, _), log in zip(suites[1:], logs, strict=True):
+            log.seek(0)
+            print(f"\n{' '.join(which)}, at the same time:", flush=True)
+            sys.stdout.write(log.read().decode(errors="replace"))
+    return ended
 
 
-def run(suites: list[tuple[list[str], list[str]]], flaky: Path, today: date, forgiven: int = FORGIVEN) -> int:
+def twice(suites: list[Suite]) -> tuple[int, set[str]]:
+    """Exit status of suites that run at once, and the ids of what failed once and passed alone."""
+    worst, once = PASSED, set[str]()
+    with ExitStack() as folders:
+        caches = [folders.enter_context(tempfile.TemporaryDirectory(prefix="pytest-cache-")) for _ in suites]
+        ended = at_once(suites, caches)
+        for (which, _), cache, (status, failed) in zip(suites, caches, ended, strict=True):
+            if status == FAILED:
+                print(f"\n{len(failed)} failed (above); once more, alone:", flush=True)
+                of_these = "--last-failed", "--last-failed-no-failures", "none"
+                status, again = pytest(*which, *of_these, cache=cache)
+                once |= failed - again
+            worst = worst or status
+    return worst, once
+
+
+def run(turns: list[list[Suite]], flaky: Path, today: date, forgiven: int = FORGIVEN) -> int:
+    """`turns`: one after the other, each of suites that run at once."""
     allowed, wrong = listed(flaky, today)
     once: set[str] = set()
     status = PASSED
-    for which, how in suites:
-        failed, more = twice(which, how)
+    for suites in turns:
+        failed, more = twice(suites)
         status, once = status or failed, once | more
     if once:
         print("\nfailed once and passed alone:")

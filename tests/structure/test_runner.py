@@ -43,7 +43,7 @@ def flaky_list(tmp_path: Path, since: date | None, reason: str = "made so") -> P
 def test_failing_once_is_named_and_fails(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.run([suite], flaky_list(tmp_path, None), TODAY, forgiven=0) == run.FAILED
+    assert run.run([[suite]], flaky_list(tmp_path, None), TODAY, forgiven=0) == run.FAILED
     said = capsys.readouterr().out
     assert "failed once and passed alone:" in said
     assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in said
@@ -53,17 +53,42 @@ def test_failing_once_is_named_and_fails(
 def test_failing_once_is_named_and_passes_when_listed(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.run([suite], flaky_list(tmp_path, TODAY), TODAY) == run.PASSED
+    assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.PASSED
     assert "  test_made.py::test_first_time_fails\n" in capsys.readouterr().out
 
 
 def test_a_few_are_forgiven(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
-    assert run.run([suite], flaky_list(tmp_path, None), TODAY, forgiven=1) == run.PASSED
+    assert run.run([[suite]], flaky_list(tmp_path, None), TODAY, forgiven=1) == run.PASSED
 
 
 def test_failing_twice_fails(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
     (tmp_path / "test_made.py").write_text(BROKEN)
-    assert run.run([suite], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
+    assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
+
+
+def test_suites_run_at_once_and_each_is_heard(
+    suite: tuple[list[str], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each waits for the other: one after the other would not end."""
+    meets = """
+import time
+from pathlib import Path
+
+def test_{name}():
+    Path({here!r}).touch()
+    while not Path({there!r}).exists():
+        time.sleep(0.05)
+    assert {passes}
+"""
+    sides = {"one": ("two", True), "two": ("one", False)}
+    for name, (other, passes) in sides.items():
+        made = {"name": name, "here": str(tmp_path / name), "there": str(tmp_path / other), "passes": passes}
+        (tmp_path / f"test_{name}.py").write_text(meets.format(**made))
+    suites = [([f"test_{name}.py"], ["-q", "--timeout", "20"]) for name in sides]
+    assert run.run([suites], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
+    said = capfd.readouterr().out
+    assert "test_two.py, at the same time:" in said and "FAILED test_two.py::test_two" in said
+    assert "1 passed" in said and said.count("1 failed") == 3, "twice, and how many are run again"
 
 
 @pytest.mark.parametrize("since, reason", [(TODAY - timedelta(days=31), "made so"), (TODAY, "")])

@@ -81,9 +81,10 @@ def test_the_survivors_of_a_killed_member_serve_alone(
 ) -> None:
     """The last test: there is no group after it."""
     three.fresh()
-    three.split_in_flight(asked)
+    three.split_in_flight(asked, generated=40)
     survivors = three.engines[0], three.engines[2]
     before = [engine.state() for engine in survivors]
+    assert all(state["left"] for state in before), "who has nothing to compute does not miss a peer"
     pid = three.second.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

@@ -47,6 +47,7 @@ class SplitChild:
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int) -> None:
         self.steps_s: list[float] = []  # with something to compute
+        self.highest = 0  # block that a request had, since all was forgotten
         connector = ConnectorConfig(
             transfer=False, layer_hooks=False, plugins=(OVERLOAD_PLUGIN,), host_kv_gib=0.05
         )
@@ -89,7 +90,7 @@ class SplitChild:
             "epoch": residence.split.epoch if residence.split else 0,
             "pending": self.engine.side(NAME).pending,
             "blocks": pool.num_gpu_blocks,
-            "highest": max((b.block_id for b in pool.blocks if b.ref_cnt), default=0),
+            "highest": self.highest,
             "running": len(scheduler.running),
             "left": len(requests),
             "generated": sum(request.num_output_tokens for request in requests),
@@ -101,6 +102,7 @@ class SplitChild:
 
     def forget(self) -> bool:
         """The prefix cache."""
+        self.highest = 0
         return bool(self.engine.scheduler.reset_prefix_cache())
 
     def faults(self) -> list[str]:
@@ -113,6 +115,9 @@ class SplitChild:
         began = time.monotonic()
         self.engine.step()
         self.steps_s.append(time.monotonic() - began)
+        blocks = self.engine.scheduler.kv_cache_manager.block_pool.blocks
+        held = (block.block_id for block in blocks if block.ref_cnt)
+        self.highest = max(self.highest, *held, 0)
 
     def taken_steps(self) -> list[float]:
         taken, self.steps_s = self.steps_s, []
