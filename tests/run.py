@@ -1,9 +1,9 @@
 """Runner of the suites: python -m tests.run fast slow engines
 
-What fails is run once more, alone and on fleets of its own, since every test shares the machine with others and
-with engines. What fails twice fails. What failed once and passed alone is named at the end; tests/flaky.toml is
-the list of those that may. Of others the run forgives two, since two shared cores delay any of 1,900 tests now
-and then, and fails from the third: each is to be mended or listed with the next change.
+What fails is run once more, alone and on fleets of its own, since every test shares the machine with others
+and with engines. What fails twice fails. What failed once and passed alone is named at the end;
+tests/flaky.toml is the list of those that may. Of others the run forgives two, since two shared cores delay
+any of 1,900 tests now and then, and fails from the third: each is to be mended or listed next.
 """
 
 import json
