@@ -64,7 +64,7 @@ def test_plan_overload_says_who_would_pair_what_it_gives_and_what_is_in_the_way(
     said = capsys.readouterr().out
     assert "decode-0 layers 0-13, decode-1 layers 14-27: 303,836 each (+1.3%)" in said
     assert "an engine would have no more KV than now" in said
-    assert "a compiled pass has all layers in it" in said
+    assert "a full CUDA graph has all layers in it" in said
     made = json.loads(out.read_text())
     assert made["decode"]["most"]["gained_tokens"] == 2 * 3_836 and "prefill" not in made
 
