@@ -187,9 +187,9 @@ def test_sampled_ones_keep_what_was_sent_and_go_on(engine: Engine) -> None:
     body = {**GREEDY, "temperature": 1.0, "messages": QUESTION, "max_tokens": 30}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, CHAT, body, [])
-    had = [line for line, _ in whole[:12]]
-    rest = stream(engine, CHAT, body, had)
-    assert len(tokens([*whole[:12], *rest])) == 30
+    some = whole[: len(whole) * 2 // 5]
+    rest = stream(engine, CHAT, body, [line for line, _ in some])
+    assert len(tokens([*some, *rest])) == 30
     usage = next(json.loads(p[6:])["usage"] for _, p in rest if b'"usage"' in p)
     assert usage["completion_tokens"] == 30
 
@@ -198,7 +198,8 @@ def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engin
     body = {**GREEDY, "prompt": "Long enough. " * 12, "max_tokens": 120}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, COMPLETIONS, body, [])
-    rest = stream(engine, COMPLETIONS, body, [line for line, _ in whole[:110]], date_of(whole))
+    most = whole[: len(whole) * 9 // 10]  # several tokens may be in one line, on a busy machine
+    rest = stream(engine, COMPLETIONS, body, [line for line, _ in most], date_of(whole))
     usage = next(json.loads(p[6:])["usage"] for _, p in rest if b'"usage":{' in p)
     cached = (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
     assert 0 <= cached <= usage["prompt_tokens"]
