@@ -111,7 +111,9 @@ class CudaDriver:
             self._call("cuMemUnmap", place, ctypes.c_size_t(self.page_bytes))
 
     def zero(self, address: int, nbytes: int) -> None:
+        """And wait: torch's streams do not wait for the one that this is launched on."""
         self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+        self.wait()
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
