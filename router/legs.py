@@ -103,7 +103,7 @@ def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
 class PrefillAnswer:
     prompt_tokens: int  # exact; 0 when the prefill failed
     params: dict[str, Any] | None
-    cached_tokens: int = 0  # of the prompt, as far as the engine says so
+    cached_tokens: int | None = None  # of the prompt, if the engine says so
     unreachable: bool = False
     died: bool = False  # while it had the request
 
@@ -132,7 +132,7 @@ async def prefill(
     cached = usage.cached_tokens or 0
     metrics.PREFILL_TOKENS.labels("cached").inc(cached)
     metrics.PREFILL_TOKENS.labels("computed").inc(max(0, usage.prompt_tokens - cached))
-    return PrefillAnswer(usage.prompt_tokens, answer.get("kv_transfer_params"), cached)
+    return PrefillAnswer(usage.prompt_tokens, answer.get("kv_transfer_params"), usage.cached_tokens)
 
 
 async def decode(

@@ -135,10 +135,6 @@ class Life:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
             computed = max(0, done.prompt_tokens - ((seen.usage and seen.usage.cached_tokens) or 0))
             turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
-            if route.placed_at is not None and route.prefiller is None and seen.usage is not None:
-                had = seen.usage.cached_tokens
-                if had is not None:  # it says so
-                    self._directory.prefill_done(who.key, seen.usage.prompt_tokens, cached=had)
             first_token_s, handover_s = _took(route, ran.prefilled, seen)
             self._directory.turn_ended(
                 route.known,
@@ -151,6 +147,7 @@ class Life:
                 first_token_s=first_token_s,
                 handover_s=handover_s,
                 ttl_s=turn.prompt.hints.ttl_s or 0.0,
+                cached=seen.usage.cached_tokens if seen.usage is not None else None,
             )
         if turn.prompt.hints.final and outcome.end is RelayEnd.COMPLETE:
             self._end_soon(who.key, "final")

@@ -28,7 +28,6 @@ from placement.fleet.prefillers import PrefillCurve, Prefillers
 from placement.fleet.prefixes import (
     RECOMPUTE_COST,
     AskedPrompt,
-    GivenPrompt,
     Head,
     SharedPrefixes,
     keeping_beginnings,
@@ -196,7 +195,8 @@ class Placer:
             asked = AskedPrompt(turn.prompt_tokens, turn.ahead_s, now)
             prefiller = with_beginning(prefiller, self._prefillers, asked, cached)
             if turn.heads:
-                prefiller = keeping_beginnings(prefiller, self._prefillers, asked, self._shared)
+                seen = prefiller, self._prefillers, asked, turn.heads
+                prefiller = keeping_beginnings(*seen, self._shared)
             decoder = self._soonest(decoder, prefiller, turn, cached, now)
             uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
             prefiller, estimates = self._sooner(prefiller, decoder, uncached)
@@ -210,11 +210,11 @@ class Placer:
                 uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         sizes = Sizes(turn.prompt_tokens, uncached, need)
         placement = self._commit(turn, sizes, prefiller, decoder, now, estimates)
-        given = GivenPrompt(placement.decoder, turn.heads, cached.get(placement.decoder, 0))
-        if prefiller.chosen is not None:
-            self._shared.given(turn.heads, placement.decoder, turn.prompt_tokens, now)
-            given = GivenPrompt(prefiller.chosen.engine, turn.heads, prefiller.chosen.cached_tokens)
-        self._shared.computing(turn.key, given, turn.prompt_tokens, now)
+        prompt = turn.heads, turn.prompt_tokens, now
+        self._shared.computing(turn.key, placement.prefiller or placement.decoder, *prompt)
+        if placement.prefiller is not None:
+            self._shared.given(turn.key, turn.heads, placement.decoder, turn.prompt_tokens, now)
+        self._shared.began(turn.key, turn.heads, new=not turn.had_decoder)
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
@@ -250,16 +250,22 @@ class Placer:
             settings.redisaggregation, uncached_tokens, prompt_tokens
         )
 
-    def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int = 0) -> None:
-        """`tokens`: of the prompt that was computed, from which a prefiller's curve learns; 0: it was not, or
-        who knows. Its engine had `cached` of them."""
-        self._prefillers.computed(key, tokens, now, cached)
+    def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
+        """`tokens`: of the prompt that the prefiller computed, from which its curve learns; 0: it did not, or
+        who knows. It had `cached` of them; None: it does not say."""
+        self._prefillers.computed(key, tokens, now, cached or 0)
         if tokens:
             self._shared.computed(key, cached)
         else:
             self._shared.not_computed(key)
         if self._elastic:
             self._elastic.done(key)
+
+    def turn_ended(self, key: str, engine: str, tokens: int, now: float, cached: int | None = None) -> None:
+        """So many tokens of the conversation are on its decoder. If that computed the turn's prompt itself,
+        it had `cached` of it; None: it does not say, or has not."""
+        self._shared.computed(key, cached)
+        self._shared.grew(key, engine, tokens, now)
 
     def prefill_began(self, key: str) -> None:
         """It is no second thought any more."""
@@ -297,7 +303,7 @@ class Placer:
     def release(self, key: str, now: float) -> None:
         """The conversation ended, or its placement was not used."""
         self._prefillers.done(key, now)
-        self._shared.not_computed(key)
+        self._shared.ended(key)
         self._decoders.release(key)
         self._last_resort.release(key)
         if self._elastic:
@@ -387,7 +393,7 @@ class Placer:
         costs_s = {name: self._elastic.estimates(name, few, None).local_s for name, few in tokens.items()}
         if turn.heads:
             for name, few in tokens.items():
-                if lost := self._shared.displaced(name, few, now):
+                if lost := self._shared.displaced(name, turn.heads, few, now):
                     costs_s[name] += RECOMPUTE_COST * self._elastic.alone_s(name, lost)
         best = min(costs_s, key=costs_s.__getitem__)
         if not costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]:

@@ -7,7 +7,7 @@ profiled or follows its iterations; its scale follows what prompts took.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import NamedTuple
@@ -206,6 +206,16 @@ class Prefillers:
         if not options:
             return None
         return PrefillerChoice(Why.FINISHES_FIRST, options[0], tuple(options[1:]), len(self._queues))
+
+    def soonest(self, engines: Iterable[str], most: int, now: float) -> list[str]:
+        """Of these those that take work, no more than so many: the ones with the shortest queues."""
+        names = [name for name in engines if name in self._queues]
+        if len(names) <= most:
+            return names
+        rows = [self._table.row(name) for name in names]
+        waits = np.maximum(self._table["free_at"][rows] - now, self._table["behind"][rows])
+        waits += self._table["closed"][rows]
+        return [names[index] for index in np.argpartition(waits, most)[:most]]
 
     def option(
         self, engine: str, tokens: int, now: float, cached: int = 0, ahead_s: float = 0.0

@@ -2,14 +2,13 @@
 
 Agents of one framework begin alike, with 10k to 30k tokens of system prompt and tools. What an engine was
 given it has in its prefix cache until something else takes the place. The cache cannot be asked: what is
-known of it here is what fits into its KV, the latest last; it is forgotten after a while without use, and
-when a prompt finds much less than that.
+known of it here is what of prompts and of their conversations fits into its KV, the latest last. Where a
+prompt finds much less than that, less is taken to fit; what was not used for long is forgotten.
 """
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import inf
 from typing import NamedTuple
 
@@ -19,7 +18,12 @@ from placement.fleet.prefillers import Prefillers
 RECOMPUTE_COST = 0.5  # of an engine's time that tokens take which another has, or it had
 MOST_HEADS = 4096
 MOST_PARTS = 4096  # of prompts, that are kept in mind of one engine
+MOST_HOLDERS = 32  # prefillers that have a beginning, of which the soonest is looked for
 REMEMBERED_S = 600.0
+SHRINKS, GROWS = (
+    0.7,
+    1.1,
+)  # what is taken to fit: after a miss, and after a prompt that found what was thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +38,70 @@ class GivenPrompt(NamedTuple):
     """A prompt that an engine computes."""
 
     engine: str
-    heads: Sequence[Head]
     expected: int  # tokens that it was thought to have
+    since: int  # tokens that it was given since it had those, with them: so much fits, if it has them
+    heads: Sequence[Head]
+    at: float
+
+
+class Part(NamedTuple):
+    """Of a prompt: what a head has beyond the head before it, or what is behind the last."""
+
+    name: bytes
+    start: int
+    tokens: int
 
 
 @dataclass(slots=True)
 class Beginning:
     """One head, over all engines."""
 
-    times: int = 0  # that a prompt began with it
-    engines: dict[str, float] = field(default_factory=dict)  # that were given it, and when
+    start: int
+    times: int = 0  # that a conversation began with it
+    engines: dict[str, float] = field(
+        default_factory=dict
+    )  # that have some of it, and when they were given it
 
 
 @dataclass(slots=True)
 class EngineCache:
     """What an engine's prefix cache holds as far as it was given here, what gives way first in front."""
 
-    room: float = inf  # tokens
+    most: float = inf  # tokens that fit
+    room: float = inf  # and are taken to fit
     tokens: int = 0
-    parts: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # of prompts, beyond their beginning
+    parts: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
 
-    def put(self, part: bytes, tokens: int) -> None:
-        self.drop(part)
-        if tokens > 0:
-            self.parts[part] = tokens
-            self.tokens += tokens
+    def put(self, part: Part) -> None:
+        self.drop(part.name)
+        self.parts[part.name] = part.tokens
+        self.tokens += part.tokens
 
-    @property
-    def overflows(self) -> bool:
-        return self.tokens > self.room or len(self.parts) > MOST_PARTS
+    def drop(self, name: bytes) -> None:
+        self.tokens -= self.parts.pop(name, 0)
 
-    def drop(self, part: bytes) -> None:
-        self.tokens -= self.parts.pop(part, 0)
+    def newer(self, name: bytes) -> int:
+        """Tokens that it was given since it was given that part."""
+        found = 0
+        for part, tokens in reversed(self.parts.items()):
+            if part == name:
+                break
+            found += tokens
+        return found
+
+    def over(self) -> list[bytes]:
+        """What has to give way does: of the last such part only its end, as blocks are freed."""
+        gone: list[bytes] = []
+        while self.parts and (self.tokens > self.room or len(self.parts) > MOST_PARTS):
+            name, tokens = next(iter(self.parts.items()))
+            over = self.tokens - self.room
+            if 0 < over < tokens and len(self.parts) <= MOST_PARTS:
+                self.parts[name] -= int(-(-over // 1))
+                self.tokens -= int(-(-over // 1))
+            if not 0 < over < tokens or not self.parts[name]:
+                self.drop(name)
+                gone.append(name)
+        return gone
 
 
 class SharedPrefixes:
@@ -73,81 +109,102 @@ class SharedPrefixes:
         self._known: OrderedDict[bytes, Beginning] = OrderedDict()
         self._caches: dict[str, EngineCache] = {}
         self._given: dict[str, GivenPrompt] = {}  # by conversation
-        self._tails = count()
+        self._heads: dict[str, Sequence[Head]] = {}  # of conversations
 
     def holds(self, engine: str, tokens: int) -> None:
         """So much KV fits there."""
-        self._caches.setdefault(engine, EngineCache()).room = tokens
+        cache = self._caches.setdefault(engine, EngineCache())
+        if cache.most != tokens:
+            cache.most = cache.room = tokens
 
-    def computing(self, key: str, given: GivenPrompt, tokens: int, now: float) -> None:
+    def began(self, key: str, heads: Sequence[Head], *, new: bool) -> None:
+        """A conversation, that was not somewhere else before."""
+        if heads:
+            self._heads[key] = heads
+        for head in heads if new else ():
+            if (beginning := self._known.get(head.digest)) is not None:
+                beginning.times += 1
+
+    def computing(self, key: str, engine: str, heads: Sequence[Head], tokens: int, now: float) -> None:
         """A prompt of so many tokens is on its way to who computes it."""
-        if given.heads:
-            self.given(given.heads, given.engine, tokens, now)
-            self._given[key] = given
+        self._given.pop(key, None)
+        cache = self._caches.get(engine)
+        if heads and cache is not None:
+            expected = min(self.on(heads, now).get(engine, 0), tokens)
+            had = [head.digest for head in heads if head.tokens <= expected]
+            since = expected + (cache.newer(had[-1]) if had else 0)
+            self._given[key] = GivenPrompt(engine, expected, since, heads, now)
+        self.given(key, heads, engine, tokens, now)
 
-    def computed(self, key: str, cached: int) -> None:
-        """`cached`: what the engine had of it, as it says. Where that is much less than was thought, its
-        cache is too small for what it is given."""
+    def computed(self, key: str, cached: int | None) -> None:
+        """`cached`: what the engine had of it, if it says so. It has all of it now; where it had much less
+        than was thought, less fits than was thought."""
         given = self._given.pop(key, None)
-        if given is not None and cached < given.expected / 2:
-            self._withdraw(given)
+        cache = self._caches.get(given.engine) if given is not None else None
+        if given is None or cache is None or cached is None or not given.expected:
+            return
+        if cached < given.expected / 2:
+            cache.room = min(cache.room, SHRINKS * given.since)
+            self._give_way(given.engine)
+        else:
+            cache.room = min(cache.most, GROWS * cache.room)
 
     def not_computed(self, key: str) -> None:
-        """Or nobody knows: who was to bring the beginning has not."""
+        """Or nobody knows: who was to bring the beginning has not, unless it was given to another since."""
         given = self._given.pop(key, None)
         if given is not None and not given.expected:
-            self._withdraw(given)
+            for head in given.heads:
+                if self._given_at(head.digest, given.engine) == given.at:
+                    self._lost(given.engine, head.digest)
 
-    def _withdraw(self, given: GivenPrompt) -> None:
-        for head in given.heads:
-            self._lost(given.engine, head.digest)
+    def grew(self, key: str, engine: str, tokens: int, now: float) -> None:
+        """A turn ended: so much of the conversation is there."""
+        self.given(key, self._heads.get(key, ()), engine, tokens, now)
 
-    def given(self, heads: Sequence[Head], engine: str, tokens: int, now: float) -> None:
+    def ended(self, key: str) -> None:
+        """Nothing more comes of the conversation. What an engine has of it is there until it gives way."""
+        self.not_computed(key)
+        self._heads.pop(key, None)
+
+    def given(self, key: str, heads: Sequence[Head], engine: str, tokens: int, now: float) -> None:
         """As vLLM has it, what is at the end of a prompt gives way before its beginning."""
-        if not heads:
-            return
         cache = self._caches.setdefault(engine, EngineCache())
-        cache.put(b"tail %d" % next(self._tails), tokens - heads[-1].tokens)
-        starts = [0, *(head.tokens for head in heads)]
-        for head, start in zip(reversed(heads), reversed(starts[:-1]), strict=True):
-            beginning = self._known.setdefault(head.digest, Beginning())
+        parts = _parts(key, heads, tokens)
+        for part in reversed(parts):
+            cache.put(part)
+        for part in parts[:-1]:
+            beginning = self._known.setdefault(part.name, Beginning(part.start))
             beginning.engines[engine] = now
-            cache.put(head.digest, head.tokens - start)
-        for head in heads:
-            self._known[head.digest].times += 1
-            self._known.move_to_end(head.digest)
-        while cache.overflows:
-            self._lost(engine, next(iter(cache.parts)))
+            self._known.move_to_end(part.name)
+        self._give_way(engine)
         while len(self._known) > MOST_HEADS:
-            oldest = next(iter(self._known))
-            for name in list(self._known[oldest].engines):
-                self._caches[name].drop(oldest)
-            del self._known[oldest]
-
-    def _lost(self, engine: str, part: bytes) -> None:
-        self._caches[engine].drop(part)
-        if part in self._known:
-            self._known[part].engines.pop(engine, None)
+            oldest, beginning = self._known.popitem(last=False)
+            for name in beginning.engines:
+                if name in self._caches:
+                    self._caches[name].drop(oldest)
 
     def on(self, heads: Sequence[Head], now: float) -> dict[str, int]:
-        """Tokens of the longest of `heads`, which are sorted by length, that each engine has."""
+        """Tokens of `heads`, which are sorted by length, that each engine has."""
         found: dict[str, int] = {}
         for head in heads:
-            beginning = self._known.get(head.digest)
-            for engine, at in beginning.engines.items() if beginning else ():
-                if now - at <= REMEMBERED_S:
-                    found[engine] = head.tokens
+            if (beginning := self._known.get(head.digest)) is None:
+                continue
+            for engine, at in beginning.engines.items():
+                if now - at <= REMEMBERED_S and found.get(engine, 0) >= beginning.start:
+                    found[engine] = beginning.start + self._caches[engine].parts.get(head.digest, 0)
         return found
 
-    def displaced(self, engine: str, tokens: int, now: float) -> int:
-        """Of beginnings that several prompts had, what would give way there to so many new tokens."""
-        cache = self._caches.get(engine)
+    def displaced(self, engine: str, heads: Sequence[Head], tokens: int, now: float) -> int:
+        """Of beginnings that several other conversations had, what would give way there to so many tokens."""
+        cache, own = self._caches.get(engine), {head.digest for head in heads}
         over = cache.tokens + tokens - cache.room if cache else 0
         shared = 0
-        for part, size in cache.parts.items() if cache and over > 0 else ():
-            beginning = self._known.get(part)
+        for name, size in cache.parts.items() if cache and over > 0 else ():
+            if name in own:
+                continue
+            beginning = self._known.get(name)
             if beginning and beginning.times > 1 and now - beginning.engines.get(engine, now) <= REMEMBERED_S:
-                shared += size
+                shared += int(min(size, over))
             over -= size
             if over <= 0:
                 break
@@ -156,12 +213,35 @@ class SharedPrefixes:
     def forget(self, engine: str) -> None:
         """It has started anew, or is gone."""
         self._given = {key: given for key, given in self._given.items() if given.engine != engine}
-        cache = self._caches.pop(engine, EngineCache())
-        for part in cache.parts:
-            if part in self._known:
-                self._known[part].engines.pop(engine, None)
-                if not self._known[part].engines:
-                    del self._known[part]
+        for name in self._caches.pop(engine, EngineCache()).parts:
+            if name in self._known:
+                self._known[name].engines.pop(engine, None)
+
+    def _give_way(self, engine: str) -> None:
+        for name in self._caches[engine].over():
+            if name in self._known:
+                self._known[name].engines.pop(engine, None)
+
+    def _given_at(self, digest: bytes, engine: str) -> float | None:
+        beginning = self._known.get(digest)
+        return beginning.engines.get(engine) if beginning is not None else None
+
+    def _lost(self, engine: str, name: bytes) -> None:
+        if engine in self._caches:
+            self._caches[engine].drop(name)
+        if name in self._known:
+            self._known[name].engines.pop(engine, None)
+
+
+def _parts(key: str, heads: Sequence[Head], tokens: int) -> list[Part]:
+    """The heads' as far as they have any of the prompt, and what is behind them: sizes are estimates, and a
+    head may be taken for longer than the prompt."""
+    parts, end = [], 0
+    for head in heads:
+        if (reaches := min(head.tokens, tokens)) > end:
+            parts.append(Part(head.digest, end, reaches - end))
+            end = reaches
+    return [*parts, Part(b"of " + key.encode(), end, tokens - end)]
 
 
 class AskedPrompt(NamedTuple):
@@ -179,27 +259,34 @@ def with_beginning(
     best = prefiller.chosen
     if best is None:
         return prefiller
-    for engine, had in cached.items():
-        has = prefillers.option(engine, asked.tokens, asked.now, had, asked.ahead_s)
+    for engine in prefillers.soonest(cached, MOST_HOLDERS, asked.now):
+        has = prefillers.option(engine, asked.tokens, asked.now, cached[engine], asked.ahead_s)
         if has is not None and _cost(has) < _cost(best):
             best = has
     return _instead(prefiller, best, Why.HAS_BEGINNING)
 
 
 def keeping_beginnings(
-    prefiller: PrefillerChoice, prefillers: Prefillers, asked: AskedPrompt, shared: SharedPrefixes
+    prefiller: PrefillerChoice,
+    prefillers: Prefillers,
+    asked: AskedPrompt,
+    heads: Sequence[Head],
+    shared: SharedPrefixes,
 ) -> PrefillerChoice:
-    """Another one, if what several prompts begin with would give way on the one that finishes first."""
+    """Another one, if more of what several prompts begin with would give way on the one that is chosen."""
 
     def lost_s(one: PrefillerOption) -> float:
-        lost = shared.displaced(one.engine, asked.tokens - one.cached_tokens, asked.now)
+        lost = shared.displaced(one.engine, heads, asked.tokens - one.cached_tokens, asked.now)
         again = prefillers.option(one.engine, lost, asked.now) if lost else None
         return RECOMPUTE_COST * again.prefill_s if again is not None else 0.0
 
     first = prefiller.chosen
-    if first is None or not lost_s(first):
+    if first is None or not (most_s := lost_s(first)):
         return prefiller
-    best = min((first, *prefiller.runners_up), key=lambda one: _cost(one) + lost_s(one))
+    costs = {one: _cost(one) + lost for one in prefiller.runners_up if (lost := lost_s(one)) < most_s}
+    best = min(costs, key=costs.__getitem__, default=first)
+    if best is first or costs[best] >= _cost(first) + most_s:
+        return prefiller
     return _instead(prefiller, best, Why.KEEPS_BEGINNINGS)
 
 

@@ -150,10 +150,10 @@ class DirectoryClient:
         self._reports.add(Activity(known.key, turn, began=end))
 
     def prefill_done(
-        self, key: str, tokens: int = 0, lost: EngineInfo | None = None, cached: int = 0
+        self, key: str, tokens: int = 0, lost: EngineInfo | None = None, cached: int | None = None
     ) -> None:
-        """`tokens`: that the engine counted which the prompt was for, if it computed them, and had `cached`
-        of; `lost`: that prefiller could not be reached."""
+        """`tokens`: that the prefiller counted, if it computed them, and had `cached` of, if it says so;
+        `lost`: it could not be reached."""
         epoch = (lost.engine, lost.epoch) if lost else None
         self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
 
@@ -187,6 +187,7 @@ class DirectoryClient:
         first_token_s: float = 0.0,
         handover_s: float = 0.0,
         ttl_s: float = 0.0,
+        cached: int | None = None,
     ) -> None:
         if prompt_tokens:
             known.turns += 1
@@ -194,7 +195,7 @@ class DirectoryClient:
             known.context_tokens = prompt_tokens + completion_tokens
         counts = prompt_tokens, completion_tokens
         took = first_token_s, handover_s
-        ended = m.TurnEnded(*counts, tool_call, tuple(met), tuple(missed), *took, ttl_s)
+        ended = m.TurnEnded(*counts, tool_call, tuple(met), tuple(missed), *took, ttl_s, cached)
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:

@@ -85,8 +85,8 @@ class IdentifyReply:
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
     lost: tuple[str, int] | None = None  # the prefiller and its epoch, when it could not be reached
-    tokens: int = 0  # of the prompt, as who was to compute it counted them; 0: it did not
-    cached: int = 0  # of these, what it had
+    tokens: int = 0  # of the prompt, as the prefiller counted them; 0: it did not compute it
+    cached: int | None = None  # of these, what it had, if it says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ class TurnEnded:
     first_token_s: float = 0.0  # from its placement; 0: it was not placed, or nobody could see the token
     handover_s: float = 0.0  # from the end of its prefill to that, less the time of one more token
     ttl_s: float = 0.0  # of silence, after which its client lets the conversation end; 0: it said nothing
+    cached: int | None = None  # of its prompt, that its decoder had, if it says so
 
 
 @dataclass(frozen=True, slots=True)

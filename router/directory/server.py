@@ -183,6 +183,7 @@ class DirectoryServer(Directory):
                 prompt_tokens=ended.prompt_tokens,
                 completion_tokens=ended.completion_tokens,
                 turn=turn,
+                cached=ended.cached,
                 first_token_s=ended.first_token_s,
                 handover_s=ended.handover_s,
                 ttl_s=ended.ttl_s,

@@ -127,8 +127,8 @@ class BindingTable:
         self._began(conversation, gateway, turn, node, now)
         return True
 
-    def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int = 0) -> None:
-        """`tokens`: of the prompt; 0 when who was to compute it did not. It had `cached` of them."""
+    def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
+        """`tokens`: of the prompt; 0 when its prefiller did not compute it. It had `cached` of them."""
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if tokens and conversation is not None and conversation.notes:
@@ -148,6 +148,7 @@ class BindingTable:
         first_token_s: float = 0.0,
         handover_s: float = 0.0,
         ttl_s: float = 0.0,
+        cached: int | None = None,
     ) -> bool:
         """Without tokens the turn came to nothing; a conversation of which nothing came ends."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
@@ -166,6 +167,10 @@ class BindingTable:
         if ttl_s:
             self.conversations.let_live(conversation, ttl_s)
         if prompt_tokens:
+            if (binding := self._bindings.look_up(key)) is not None:
+                alone = placed is not None and placed.note["prefiller"] is None
+                tokens = prompt_tokens + completion_tokens
+                self._placer.turn_ended(key, binding.engine, tokens, now, cached if alone else None)
             conversation.turns += 1
             conversation.prompt_tokens = prompt_tokens
             conversation.completion_tokens = completion_tokens

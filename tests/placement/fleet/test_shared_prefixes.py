@@ -104,12 +104,24 @@ def test_a_curve_learns_from_what_was_computed() -> None:
 
 def test_the_longest_beginning_counts_and_memory_is_bounded() -> None:
     shared, long = SharedPrefixes(), Head(b"and an example", 9_000)
-    shared.given((SYSTEM,), "p0", 8_500, 0.0)
-    shared.given((SYSTEM, long), "p1", 9_500, 0.0)
+    shared.given("a", (SYSTEM,), "p0", 8_500, 0.0)
+    shared.given("b", (SYSTEM, long), "p1", 9_500, 0.0)
     assert shared.on((SYSTEM, long), 1.0) == {"p0": 8_000, "p1": 9_000}
     for number in range(MOST_HEADS):
-        shared.given((Head(str(number).encode(), 1),), "p2", 1, 2.0)
+        shared.given(f"c{number}", (Head(str(number).encode(), 1),), "p2", 1, 2.0)
     assert shared.on((SYSTEM, long), 3.0) == {}
+
+
+def test_engines_that_leave_leave_nothing_behind() -> None:
+    """Also where a beginning is taken for none at all, as a short one is after many images."""
+    shared = SharedPrefixes()
+    nothing = Head(b"short", 0)
+    shared.given("a", (nothing, SYSTEM), "p", 8_500, 0.0)
+    assert shared.on((nothing, SYSTEM), 1.0) == {"p": 8_000}
+    shared.forget("p")
+    for number in range(2 * MOST_HEADS):
+        shared.given(f"c{number}", (Head(str(number).encode(), 1),), "q", 1, 2.0)
+    assert shared.on((nothing, SYSTEM), 3.0) == {}
 
 
 def beginning(number: int) -> Head:
@@ -121,27 +133,106 @@ def test_what_an_engine_is_thought_to_have_fits_into_its_kv() -> None:
     shared = SharedPrefixes()
     shared.holds("p", 20_000)
     for number in (0, 1):
-        shared.given((beginning(number), Head(b"more of %d" % number, 8_200)), "p", 8_300, float(number))
+        heads = beginning(number), Head(b"more of %d" % number, 8_200)
+        shared.given(f"c{number}", heads, "p", 8_300, float(number))
     assert shared.on((beginning(0), Head(b"more of 0", 8_200)), 2.0) == {"p": 8_200}
-    shared.given((beginning(0),), "p", 8_300, 2.0)
-    shared.given((Head(b"alone", 3_500),), "p", 3_600, 3.0)  # the tails give way, and then what is older
-    assert shared.on((beginning(0),), 4.0) == {"p": 8_000}
-    assert shared.on((beginning(1), Head(b"more of 1", 8_200)), 4.0) == {"p": 8_000}
-    shared.given((beginning(2),), "p", 8_300, 5.0)
-    assert [bool(shared.on((beginning(number),), 6.0)) for number in range(3)] == [True, False, True]
+    shared.given("again", (beginning(0),), "p", 8_300, 2.0)
+    shared.given("alone", (Head(b"alone", 3_500),), "p", 3_600, 3.0)
+    assert [shared.on((beginning(number),), 4.0) for number in range(2)] == [{"p": 8_000}] * 2, "tails went"
+    shared.given("third", (Head(b"third", 3_000),), "p", 3_100, 5.0)
+    assert shared.on((beginning(0),), 6.0) == {"p": 8_000}
+    assert 0 < shared.on((beginning(1),), 6.0).get("p", 0) < 8_000, "its end gives way, as far as it has to"
 
 
-def test_what_gives_way_counts_where_several_prompts_have_it() -> None:
+def test_an_image_that_is_many_bytes_takes_no_more_than_the_prompt() -> None:
+    shared, image = SharedPrefixes(), Head(b"image", 250_000)
+    shared.holds("p", 20_000)
+    shared.given("a", (beginning(0),), "p", 8_300, 0.0)
+    shared.given("b", (image,), "p", 1_200, 1.0)
+    assert shared.on((beginning(0),), 2.0) == {"p": 8_000} and shared.on((image,), 2.0) == {"p": 1_200}
+
+
+def begins(shared: SharedPrefixes, key: str, number: int, engine: str, now: float) -> None:
+    shared.given(key, (beginning(number),), engine, 8_300, now)
+    shared.began(key, (beginning(number),), new=True)
+
+
+def test_what_gives_way_counts_where_several_conversations_have_it() -> None:
+    shared, other = SharedPrefixes(), (beginning(2),)
+    shared.holds("p", 20_000)
+    begins(shared, "a", 0, "p", 0.0)
+    begins(shared, "b", 1, "p", 1.0)
+    assert shared.displaced("p", other, 3_000, 2.0) == 0, "there is room"
+    assert shared.displaced("p", other, 8_300, 2.0) == 0, "nobody has asked for it again"
+    begins(shared, "c", 0, "q", 2.0)
+    assert shared.displaced("p", other, 8_300, 3.0) == 4_600, "so much of it has to go, behind a tail of 300"
+    assert shared.displaced("p", (beginning(0),), 8_300, 3.0) == 0, "its own beginning stays"
+    assert shared.displaced("q", other, 8_300, 3.0) == 0, "nothing is known of its room"
+    assert shared.displaced("p", other, 8_300, 3.0 + REMEMBERED_S) == 0
+
+
+def test_turns_that_follow_take_room_too() -> None:
     shared = SharedPrefixes()
     shared.holds("p", 20_000)
-    shared.given((beginning(0),), "p", 8_300, 0.0)
-    shared.given((beginning(1),), "p", 8_300, 1.0)
-    assert shared.displaced("p", 3_000, 2.0) == 0, "there is room"
-    assert shared.displaced("p", 8_300, 2.0) == 0, "nobody has asked for it again"
-    shared.given((beginning(0),), "q", 8_300, 2.0)
-    assert shared.displaced("p", 8_300, 3.0) == 8_000
-    assert shared.displaced("q", 8_300, 3.0) == 0, "nothing is known of its room"
-    assert shared.displaced("p", 8_300, 3.0 + REMEMBERED_S) == 0
+    begins(shared, "a", 0, "p", 0.0)
+    begins(shared, "b", 1, "p", 1.0)
+    shared.grew("b", "p", 14_000, 2.0)
+    assert shared.on((beginning(1),), 3.0) == {"p": 8_000} and shared.on((beginning(0),), 3.0) == {"p": 6_000}
+    shared.ended("b")
+    assert shared.on((beginning(0),), 3.0) == {"p": 6_000}, "what it had is there until it gives way"
+
+
+def test_who_brings_the_beginning_anew_is_not_withdrawn_with_another() -> None:
+    shared = SharedPrefixes()
+    shared.holds("p", 100_000)
+    shared.computing("a", "p", (SYSTEM,), 8_500, 0.0)
+    shared.computing("b", "p", (SYSTEM,), 8_500, 1.0)
+    shared.not_computed("a")
+    assert shared.on((SYSTEM,), 2.0) == {"p": 8_000}
+
+
+def test_a_beginning_is_never_longer_than_the_prompt() -> None:
+    """An estimate from bytes may be: an image is many bytes and few tokens."""
+    placer = a_placer(FirstTurns.ELASTIC)
+    image = (Head(b"image", 60_000),)
+    place(placer, "first", 0.0, image)
+    again = place(placer, "second", 0.0, image)
+    chosen, estimates = again.receipt.prefiller.chosen, again.receipt.estimates
+    assert estimates is not None and estimates.local_s > 0
+    assert chosen is None or chosen.cached_tokens < 8_500
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.02])
+def test_the_very_same_prompt_again(constant: float) -> None:
+    curve = replace(CURVE, a=constant)
+    placer = Placer(PlacerSettings(), {"prefill": curve, "decode": curve})
+    placer.engine_up(engine("d", kv_tokens=10**7))
+    whole = (Head(b"whole", 8_500),)
+    for number in range(4):
+        place(placer, f"c{number}", 0.0, whole if number % 2 else (Head(b"other", 8_500),))
+
+
+def test_a_cache_that_keeps_nothing_is_found_out() -> None:
+    placer = a_placer()
+    placer.engine_down("p1")
+    place(placer, "first", 0.0)
+    placer.prefill_done("first", 1.0, 8_500, cached=0)
+    expected = []
+    for number in range(5):
+        chosen = place(placer, f"c{number}", 2.0 + number).receipt.prefiller.chosen
+        assert chosen is not None
+        expected.append(chosen.cached_tokens)
+        placer.prefill_done(f"c{number}", 2.5 + number, 8_500, cached=0)
+    assert expected[0] == 8_000 and expected[-1] < 3_000, "less fits than was thought, each time"
+    assert expected == sorted(expected, reverse=True)
+
+
+def test_what_was_never_computed_is_on_no_prefiller() -> None:
+    placer = a_placer()
+    first = place(placer, "first", 0.0)
+    placer.release("first", 0.1)
+    chosen = place(placer, "second", 0.2).receipt.prefiller.chosen
+    assert first.prefiller is not None and chosen is not None and chosen.cached_tokens == 0
 
 
 @pytest.mark.parametrize(("per_token", "split_tokens", "known"), [(1, 0, 2), (2, 0, 1), (2, 48_000, 2)])
@@ -152,11 +243,18 @@ def test_room_is_in_tokens_of_prompts(per_token: int, split_tokens: int, known: 
     split = SplitState("d:1", SHAPE, 1, split_tokens) if split_tokens else None
     placer.observe(replace(state("d", 0, 1), kv_per_token=per_token, split=split), 0.0)
     for number in range(2):
-        place(placer, f"c{number}", float(number), (beginning(number),))
-        placer.prefill_done(f"c{number}", number + 0.5, 8_500)
-        placer.release(f"c{number}", number + 0.6)
+        placed = place(placer, f"c{number}", float(number), (beginning(number),))
+        computed(placer, f"c{number}", placed, 0, number + 0.5)
     left = [placer.to_compute(8_500, (beginning(number),), 3.0) for number in range(2)]
     assert left.count(500) == known
+
+
+def computed(placer: Placer, key: str, placed: Placement, cached: int, now: float) -> None:
+    """Its first turn, by whom it was placed on, and then the conversation ends."""
+    if placed.prefiller is not None:
+        placer.prefill_done(key, now, 8_500, cached)
+    placer.turn_ended(key, placed.decoder, 8_600, now + 0.1, None if placed.prefiller else cached)
+    placer.release(key, now + 0.2)
 
 
 class PrefixCaches:
@@ -191,8 +289,7 @@ def test_three_frameworks_stay_where_they_are_although_two_would_fit(first: Firs
         now, number = 20.0 * turn, turn % 3
         placed = place(placer, f"c{turn}", now, (beginning(number),))
         cached = caches.compute(placed.prefiller or placed.decoder, number, 8_500)
-        placer.prefill_done(f"c{turn}", now + 5.0, 8_500, cached=cached)
-        placer.release(f"c{turn}", now + 6.0)
+        computed(placer, f"c{turn}", placed, cached, now + 5.0)
     assert caches.computed < 60 * 500 + 7 * 8_000
 
 
@@ -201,10 +298,10 @@ def test_a_decoder_that_did_not_have_it_is_found_out() -> None:
     placer = Placer(PlacerSettings(), {"decode": CURVE})
     placer.engine_up(engine("d", kv_tokens=20_000))
     for number, cached in enumerate((0, 8_000, 0)):
-        place(placer, f"c{number}", float(number))
-        placer.prefill_done(f"c{number}", number + 0.5, 8_500, cached=cached)
-        placer.release(f"c{number}", number + 0.6)
-        assert placer.to_compute(8_500, (SYSTEM,), number + 0.7) == (8_500 if number == 2 else 500)
+        placed = place(placer, f"c{number}", float(number))
+        computed(placer, f"c{number}", placed, cached, number + 0.5)
+        left = placer.to_compute(8_500, (SYSTEM,), number + 0.9)
+        assert left > 2_000 if number == 2 else left == 500
 
 
 def test_a_prefiller_that_has_what_others_begin_with_is_spared() -> None:
@@ -213,7 +310,7 @@ def test_a_prefiller_that_has_what_others_begin_with_is_spared() -> None:
         placer.engine_up(engine(name, Role.PREFILL, kv_tokens=20_000))
     placer.engine_up(engine("d", kv_tokens=10**7))
     placer.observe(state("p1", 0, 1, draining=True), 0.0)
-    for turn, (took_s, cached) in enumerate([(0.3, 0), (0.3, 0), (0.02, 8_000), (0.02, 8_000)]):
+    for turn, (took_s, cached) in enumerate([(0.36, 0), (0.36, 0), (0.03, 8_000), (0.03, 8_000)]):
         assert place(placer, f"c{turn}", 30.0 * turn, (beginning(turn % 2),)).prefiller == "p0"
         placer.prefill_done(f"c{turn}", 30.0 * turn + took_s, 8_500, cached=cached)  # faster than p1's curve
     placer.observe(state("p1", 0, 2), 119.0)
