@@ -18,7 +18,8 @@ from placement.fleet.prefillers import Prefillers
 RECOMPUTE_COST = 0.5  # of an engine's time that tokens take which another has, or it had
 MOST_HEADS = 4096
 MOST_PARTS = 4096  # of prompts, that are kept in mind of one engine
-MOST_HOLDERS = 32  # prefillers that have a beginning, of which the soonest is looked for
+MOST_ENGINES = 256  # that have a beginning, the latest: each is looked at for a prompt that begins so
+MOST_HOLDERS = 32  # prefillers of these, of which the one that ends first is looked for
 REMEMBERED_S = 600.0
 SHRINKS, GROWS = (
     0.7,
@@ -174,7 +175,10 @@ class SharedPrefixes:
             cache.put(part)
         for part in parts[:-1]:
             beginning = self._known.setdefault(part.name, Beginning(part.start))
+            beginning.engines.pop(engine, None)
             beginning.engines[engine] = now
+            if len(beginning.engines) > MOST_ENGINES:
+                del beginning.engines[next(iter(beginning.engines))]
             self._known.move_to_end(part.name)
         self._give_way(engine)
         while len(self._known) > MOST_HEADS:

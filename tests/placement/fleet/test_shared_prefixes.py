@@ -9,7 +9,7 @@ from placement.engines import Role, SplitState
 from placement.fleet.answers import Why
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
-from placement.fleet.prefixes import MOST_HEADS, REMEMBERED_S, Head, SharedPrefixes
+from placement.fleet.prefixes import MOST_ENGINES, MOST_HEADS, REMEMBERED_S, Head, SharedPrefixes
 from placement.overload.dropping import EngineShape
 from tests.placement.conftest import CURVE, engine, state
 
@@ -320,3 +320,13 @@ def test_a_prefiller_that_has_what_others_begin_with_is_spared() -> None:
     assert isinstance(short, Placement) and short.prefiller == "p0", (
         "it takes the place of what nobody shares"
     )
+
+
+def test_of_very_many_engines_the_latest_are_remembered() -> None:
+    shared = SharedPrefixes()
+    for number in range(MOST_ENGINES + 10):
+        shared.given(f"c{number}", (SYSTEM,), f"e{number}", 8_500, float(number))
+    shared.given("again", (SYSTEM,), "e10", 8_500, 500.0)
+    shared.given("new", (SYSTEM,), "new", 8_500, 500.0)
+    known = shared.on((SYSTEM,), 501.0)
+    assert len(known) == MOST_ENGINES and {"e10", "new"} <= set(known) and "e11" not in known
