@@ -323,7 +323,8 @@ def main() -> None:
     arguments.page.write_text(text)
     write_json(arguments.json, {"machine": machine, **found})
     print(text)
-    sys.exit(1 if any("failed" in figures for figures in found.values()) else 0)
+    wrong = [name for name, figures in found.items() if "failed" in figures or figures.get("equal") is False]
+    sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ class ReportScheduler(SchedulerSide):
         self._per_token = max(1, self._full_groups)
         self._beside = beside_tokens(context.groups) if self._full_groups else 0
         self._requests: dict[str, Any] = {}
-        self._loaded: set[str] = set()  # requests whose background load ended
         self._here: dict[str, int] = {}  # tokens of KV a request found that give way to nobody, as it came
         self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
         # What a scheduler of ours learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
@@ -41,7 +40,6 @@ class ReportScheduler(SchedulerSide):
         self.prompt_share = 1.0  # of its time, what requests that decode leave to prompts
         self.prefill_curve: tuple[float, float, float] | None = None
         self.counts: Counter[str] = Counter()
-        self._departing: set[str] = set()  # ended requests whose blocks vLLM holds until their load ends
         self._manager: Any = None
         self._pool: Any = None
         self._seq = 0
@@ -68,16 +66,16 @@ class ReportScheduler(SchedulerSide):
         self._notify()
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        self._loaded.discard(request.request_id)  # of an allocation before
+        self._residence.loaded.discard(request.request_id)  # of an allocation before
         self._notify()
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         self._requests.pop(request.request_id, None)
         self._known.pop(request.request_id, None)
         self._here.pop(request.request_id, None)
-        if request.request_id in self._residence.loading - self._loaded:
-            self._departing.add(request.request_id)
-        self._loaded.discard(request.request_id)
+        if request.request_id in self._residence.loading - self._residence.loaded:
+            self._residence.departing.add(request.request_id)
+        self._residence.loaded.discard(request.request_id)
         self._residence.loading.discard(request.request_id)  # here, because the plugins before still ask
         self._notify()
 
@@ -89,8 +87,8 @@ class ReportScheduler(SchedulerSide):
                 logger.error("integrity: %s", fault)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        self._loaded |= outcome.loaded & self._requests.keys()
-        self._departing -= outcome.loaded
+        self._residence.loaded |= outcome.loaded & self._requests.keys()
+        self._residence.departing -= outcome.loaded
         self._notify()
 
     def take_counts(self) -> Mapping[str, float]:
@@ -267,7 +265,7 @@ class ReportScheduler(SchedulerSide):
         return conversation is not None and conversation.phase is RetentionPhase.PARKED
 
     def at_rest(self) -> bool:
-        return not (self._requests or self._departing or self._residence.held_by_others)
+        return not (self._requests or self._residence.departing or self._residence.held_by_others)
 
 
 class ReportPlugin(Plugin):

@@ -39,6 +39,8 @@ class Residence:
         self.conversations = RetainedConversations(clock, self.host.drop, groups)
         self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # requests with a conversation, by id
         self.loading: set[str] = set()  # requests with blocks but no step yet: KV may be on its way
+        self.loaded: set[str] = set()  # of these, the ones whose KV is there
+        self.departing: set[str] = set()  # ended requests whose blocks vLLM holds until their load ends
         self.held_by_others: set[str] = set()  # ended requests whose blocks another connector holds
         self.confirmed: list[str] = []  # conversations that got blocks since the last report
         self.parked: list[str] = []  # conversations parked since the last report
@@ -54,6 +56,12 @@ class Residence:
         # Asked to leave a conversation's prompt to another engine; whether it had not begun.
         self.withdraw: Callable[[str], bool] = lambda conversation: False
         self.withdrawn: dict[str, float] = {}  # request -> when it is taken up again, if nobody aborts it
+
+    @property
+    def at_rest(self) -> bool:
+        """No KV is on its way to blocks or from them, also of requests that ended meanwhile."""
+        held = any(any(True for _ in ids()) for ids in self.references.values())
+        return not (self.loading - self.loaded or self.departing or held)
 
     def leaves_alone(self, request_id: str) -> bool:
         return request_id in self.withdrawn and self.clock() < self.withdrawn[request_id]

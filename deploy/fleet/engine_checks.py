@@ -129,9 +129,16 @@ def _environment(one: TierEngines) -> Iterator[Problem]:
         for name, why in OUR_ENVIRONMENT.items():
             if name in env:
                 yield Problem((*path, name), f"'{name}' is not set here: {why}; remove it", at_key=True)
-        if one.coserves and env.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-            sentence = "co-serving needs vLLM's V1 model runner: remove it, or set coserving.enabled: false"
+        if env.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+            continue
+        needs = "vLLM's V1 model runner: remove it, or set"
+        if one.coserves:
+            sentence = f"co-serving needs {needs} coserving.enabled: false"
             yield Problem((*path, "VLLM_USE_V2_MODEL_RUNNER"), sentence)
+        if one.fleet.overload.policy == "drop":
+            yield Problem(
+                (*path, "VLLM_USE_V2_MODEL_RUNNER"), f"dropping needs {needs} overload.policy: park"
+            )
 
 
 def _gpus(one: TierEngines) -> Iterator[Problem]:

@@ -7,8 +7,8 @@ from workers.overload.worker import DroppingWorkerMixin
 
 
 class DroppingCpuWorker(DroppingWorkerMixin, SeedSafeCpuWorker):
-    def page_driver(self, kv_bytes: int) -> PageDriver:
-        return MemfdDriver(page_for(kv_bytes))
+    def page_driver(self, nbytes: int) -> PageDriver:
+        return MemfdDriver(page_for(nbytes))
 
     def compiled_in_the_way(self) -> str | None:
         eager = self.vllm_config.model_config.enforce_eager

@@ -131,7 +131,7 @@ class CudaDriver:
         return
 
     def _result(self, name: str, *arguments: Any) -> int:
-        """In torch's context of this device, whichever thread calls."""
+        """By the worker's thread, which has torch's context of this device."""
         with torch.cuda.device(self._device):
             return int(getattr(self._cuda, name)(*arguments))
 

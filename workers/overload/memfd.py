@@ -105,7 +105,7 @@ class MemfdDriver:
         """A file without a name: the system may write its pages out."""
         handle, path = tempfile.mkstemp(prefix="conserve-layers-")
         try:
-            os.ftruncate(handle, nbytes)
+            os.posix_fallocate(handle, 0, nbytes)  # or a full disk would end the process when it is written
             return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         except OSError as error:
             raise PageError(f"{nbytes} bytes of the host cannot be had: {error}") from error

@@ -16,7 +16,12 @@ import torch
 from workers.overload.errors import OverloadConfigError, RowsUnmapped
 from workers.overload.pages import MappedRange, PhysicalMemory
 
+ROWS_AT_ONCE = 64  # of a layer's KV, in one copy and in one message
 _ALIGNED = 256  # as CUDA's own allocations are
+
+
+def pieces(rows: Sequence[int]) -> Iterator[list[int]]:
+    return (list(rows[at : at + ROWS_AT_ONCE]) for at in range(0, len(rows), ROWS_AT_ONCE))
 
 
 class LayerWeights:
@@ -174,7 +179,8 @@ class ReservedKv:
         """These rows of the layers go to the host, and the layers' pages to who grows."""
         for index in layers:
             aside = RowsAside()
-            aside.write(rows, self._layers[index].read(rows))
+            for some in pieces(rows):
+                aside.write(some, self._layers[index].read(some))
             self._aside[index] = aside
             self._layers[index].resize(0)
 
@@ -187,8 +193,8 @@ class ReservedKv:
         """Layers that were set aside have so many rows of memory again, and in it what is on the host."""
         for index, aside in list(self._aside.items()):
             self._layers[index].resize(rows)
-            if aside.rows:
-                self._layers[index].write(aside.rows, aside.read(aside.rows))
+            for some in pieces(aside.rows):
+                self._layers[index].write(some, aside.read(some))
             del self._aside[index]
 
     def resize(self, layers: Iterable[int], rows: int) -> None:

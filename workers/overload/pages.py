@@ -113,11 +113,15 @@ class PhysicalMemory:
         self._ranges.remove(one)
         self.driver.free(one.address, one.pages * self.page_bytes)
 
+    def trim(self) -> None:
+        """What is free is the system's again."""
+        while self._free:
+            self.driver.destroy(self._free.pop())
+
     def close(self) -> None:
         for one in list(self._ranges):
             self.release(one)
-        while self._free:
-            self.driver.destroy(self._free.pop())
+        self.trim()
         self.driver.close()
 
 

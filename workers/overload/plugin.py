@@ -27,6 +27,7 @@ logger = logging.getLogger("conserve.workers.overload")
 NAME = "overload"
 LINK_BYTES_PER_S = 1e9  # between engines: assumed, nobody measures it
 FENCE_S = 5.0  # for copies and transfers that are under way
+EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
 
 
 class OverloadScheduler(SchedulerSide):
@@ -99,7 +100,7 @@ class OverloadScheduler(SchedulerSide):
             return
         if asked.command == "drop":
             self._residence.fenced = True
-            if not self._at_rest():
+            if not self._residence.at_rest:
                 if self._residence.clock() - self._asked_at > FENCE_S:
                     self._asked = None
                     self._end(SplitEvent.NOT_SPLIT, asked.epoch, "copies or transfers did not end in time")
@@ -111,19 +112,24 @@ class OverloadScheduler(SchedulerSide):
             self._moves = internals.shrink(scheduler, self._whole_blocks)
         self._ordered, self._asked = asked, None
 
-    def _at_rest(self) -> bool:
-        held = self._residence.references.values()
-        return not self._residence.loading and not any(any(True for _ in ids()) for ids in held)
-
     def order(self, scheduler_output: Any) -> DropOrder | RestoreOrder | Forecast | None:
         ordered = self._ordered
         if ordered is None:
             forecast, self._forecast = self._forecast, None
             return forecast
-        used = internals.used_blocks(self._pool)
+        used = self._moved_blocks()
         if ordered.command == "drop":
             return DropOrder(ordered.epoch, ordered.members, ordered.part, used)
         return RestoreOrder(ordered.epoch, self._moves, used)
+
+    def _moved_blocks(self) -> list[int]:
+        """Those whose KV goes to peers or comes back: what requests have, and of what the prefix cache has
+        the latest, as much as the link takes in a while. The rest of that is forgotten."""
+        held, cached = internals.used_blocks(self._pool)
+        row_bytes = self._facts.row_bytes * self._facts.layers if self._facts is not None else 0
+        most = max(0, int(EXCHANGE_S * LINK_BYTES_PER_S / max(1, row_bytes)) - len(held))
+        internals.forget_blocks(self._pool, cached[most:])
+        return held + cached[:most]
 
     def after_step(self, scheduler: Any, report: SplitReport | PeersForecasts | None) -> None:
         """Before the step's tokens are taken."""

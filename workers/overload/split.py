@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import Message, PeerAsk, PeerServer
-from workers.overload.errors import PageError, PeerError, PeerRefused, SplitOver
+from workers.overload.errors import PeerError, PeerRefused, SplitOver
 from workers.overload.membership import (
     DeviceLock,
     EngineMemory,
@@ -31,13 +32,11 @@ from workers.overload.membership import (
     SplitLimits,
     SplitPhase,
 )
-from workers.overload.memory import LayerWeights, ReservedKv
+from workers.overload.memory import LayerWeights, ReservedKv, pieces
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import DropOrder, PeersForecasts, RestoreOrder, SplitReport, WorkerFacts
 
 logger = logging.getLogger("conserve.workers.overload")
-
-ROWS_A_MESSAGE = 64
 
 
 @dataclass
@@ -116,7 +115,7 @@ class SplitModel:
                 self._enter(SplitPhase.GIVEN)
                 for part in member.others:
                     member.meet(part, SplitPhase.GIVEN)
-        except (PeerError, PageError) as error:
+        except (PeerError, MemoryError, RuntimeError) as error:  # torch's, where it finds no memory
             self._whole_again(member)
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, str(error))
             return
@@ -362,6 +361,13 @@ class SplitModel:
                 raise PeerRefused(f"epoch {message.epoch} has not come so far here")
             return self.member
 
+    @contextmanager
+    def _device_in(self, member: Membership) -> Iterator[None]:
+        with self._device:
+            if self.member is not member:  # it ended while this waited
+                raise SplitOver(f"epoch {member.epoch} is over here")
+            yield
+
     def _met(self, message: Message) -> Message:
         member = self.wait_for(message, SplitPhase(message.values["phase"]))
         if message.values.get("members") != list(member.members):
@@ -373,7 +379,7 @@ class SplitModel:
     def _put(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.OPEN), self._kept_layer(message)
         rows = self._places(member, message)
-        with self._device:
+        with self._device_in(member):
             self.kv.write(layer, rows, message.tensors[0])
             self.settle()
         return Message(PeerAsk.DONE, message.epoch)
@@ -381,13 +387,13 @@ class SplitModel:
     def _get(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.LEAVING), self._kept_layer(message)
         rows = self._places(member, message)
-        with self._device:
+        with self._device_in(member):
             return Message(PeerAsk.DONE, message.epoch, {}, [self.kv.read(layer, rows).to("cpu")])
 
     def _moved(self, message: Message) -> Message:
         member = self.wait_for(message, SplitPhase.SPLIT)
         moves, offset = member.moves_of(message), self.offset(member, member.sender(message))
-        with self._device:
+        with self._device_in(member):
             self.kv.move(member.kept, moves, offset)
             self.settle()
         return Message(PeerAsk.DONE, message.epoch)
@@ -396,19 +402,18 @@ class SplitModel:
         member = self.wait_for(message, SplitPhase.SPLIT)
         part = member.sender(message)
         positions, hidden, query_start, seq_lens, blocks, slots, *residual = message.tensors
-        if len(slots) and int(slots.max()) >= member.blocks * self._block_tokens:
-            raise PeerRefused(f"it writes beyond a pool of {member.blocks} blocks")
-        offset = self.offset(member, part)
         batch = internals.BatchKv(query_start, seq_lens, blocks, slots, *message.values["sizes"])
+        named = batch.within(member.blocks, self._block_tokens, len(positions))
+        if named is None or len(hidden) != len(positions):
+            raise PeerRefused(f"it is no batch of a pool of {member.blocks} blocks")
+        offset = self.offset(member, part)
         batch = replace(
             batch,
-            blocks=batch.blocks + offset,
+            blocks=torch.where(named, blocks, 0) + offset,
             slots=torch.where(slots >= 0, slots + offset * self._block_tokens, slots),
         )
         names = [self._model.attention[index] for index in member.kept]
-        with self._device:
-            if self.member is not member:
-                raise SplitOver(f"epoch {message.epoch} is over here")
+        with self._device_in(member):
             self._hear(part, message)
             began = time.monotonic()
             seen = [tensor.to(self._runner.device) for tensor in (positions, hidden, *residual)]
@@ -438,8 +443,4 @@ def _dropped(member: Membership, used: Sequence[int]) -> Iterator[tuple[int, int
     """What is at peers, in pieces of a message: the part that keeps a layer, the layer, and rows of it."""
     for part in member.others:
         for layer in member.parts[part]:
-            yield from ((part, layer, rows) for rows in _pieces(used))
-
-
-def _pieces(rows: Sequence[int]) -> Iterator[list[int]]:
-    return (list(rows[at : at + ROWS_A_MESSAGE]) for at in range(0, len(rows), ROWS_A_MESSAGE))
+            yield from ((part, layer, rows) for rows in pieces(used))

@@ -164,10 +164,12 @@ def verify_attention(runner: Any) -> None:
 
 
 def on_kv_allocated(
-    runner: Any, replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    runner: Any,
+    released: Callable[[], None],
+    replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
 ) -> None:
     """The runner's KV tensors become others as soon as it has allocated them: those that are like the ones
-    that are given, which have no memory any more."""
+    that are given, which have no memory any more. Before, what it had is `released`."""
     allocating = runner.initialize_kv_cache_tensors
 
     @functools.wraps(allocating)
@@ -178,6 +180,7 @@ def on_kv_allocated(
             raise OverloadConfigError(
                 f"attention computes in blocks of {kernel_block_sizes}: set engine.args.block-size to that"
             )
+        released()
         like = _described(allocating(kv_cache_config, kernel_block_sizes, *args, **kwargs))
         for name, tensor in like.items():
             bind_kv(runner, name, tensor)
@@ -219,6 +222,26 @@ class BatchKv:
     tokens: int
     longest_query: int
     longest: int
+
+    def within(self, pool: int, block_tokens: int, rows: int) -> torch.Tensor | None:
+        """Which entries of `blocks` its requests have; what is behind them is old. None: it is no batch of so
+        many rows in a pool of so many blocks, and attention would read elsewhere."""
+        count, lens, slots, blocks = len(self.seq_lens), self.seq_lens, self.slots, self.blocks
+        if blocks.shape[:1] != (count,) or blocks.dim() != 2 or len(self.query_start) != count + 1:
+            return None
+        width = blocks.shape[1] * block_tokens
+        longest = max([0, *lens.tolist()])
+        if min([0, *lens.tolist()]) < 0 or not longest <= self.longest <= width:
+            return None
+        starts = self.query_start.tolist()
+        if starts != sorted(starts) or starts[0] < 0 or not starts[-1] <= self.tokens <= rows:
+            return None
+        if not 0 <= self.longest_query <= self.tokens or len(slots) > rows:
+            return None
+        named = torch.arange(blocks.shape[1])[None, :] * block_tokens < lens[:, None]
+        inside = blocks[named].ge(0) & blocks[named].lt(pool)
+        written = slots.ge(-1) & slots.lt(pool * block_tokens)
+        return named if bool(inside.all()) and bool(written.all()) else None
 
 
 def batch_in_model(block_tokens: int) -> BatchKv | None:
@@ -374,10 +397,15 @@ def _set_size(scheduler: Any, blocks: int) -> None:
     scheduler.cache_config.num_gpu_blocks = scheduler.kv_cache_config.num_blocks = blocks
 
 
-def used_blocks(pool: Any) -> list[int]:
-    """Those that hold something."""
-    held = (block for block in pool.blocks if block.ref_cnt or block.block_hash is not None)
-    return [block.block_id for block in held if not block.is_null]
+def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
+    """Those that requests hold, and those that only the prefix cache has, what was used last in front."""
+    held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+    return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]
+
+
+def forget_blocks(pool: Any, blocks: list[int]) -> None:
+    """Of the prefix cache."""
+    pool.evict_blocks(set(blocks))
 
 
 class _Core:

@@ -32,7 +32,8 @@ class DroppingWorkerMixin:
     _kv: ReservedKv | None = None
     _without_result: Any | None = None  # the scheduler output of the iteration whose peer was lost
 
-    def page_driver(self, kv_bytes: int) -> PageDriver:
+    def page_driver(self, nbytes: int) -> PageDriver:
+        """For so much memory in pages."""
         raise NotImplementedError
 
     def compiled_in_the_way(self) -> str | None:
@@ -45,7 +46,7 @@ class DroppingWorkerMixin:
         with internals.weights_as_they_are():
             super().load_model(**kwargs)  # type: ignore[misc]
         self._device = DeviceLock()
-        internals.on_kv_allocated(self.model_runner, self._in_reserved_memory)
+        internals.on_kv_allocated(self.model_runner, self._release_kv, self._in_reserved_memory)
         passes.wrap_forward(self.model_runner, self._through_the_split)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -95,6 +96,12 @@ class DroppingWorkerMixin:
         if named:
             raise OverloadConfigError(f"parameters cannot be dropped with {'; '.join(named)}")
 
+    def _release_kv(self) -> None:
+        if self._kv is not None:
+            self._kv.release()
+            self._kv = None
+            self._memory.trim()
+
     def _in_reserved_memory(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """With address space for the rows of the largest group's pools in each layer that is kept.
 
@@ -106,10 +113,9 @@ class DroppingWorkerMixin:
             raise OverloadConfigError("layers of this model share their KV: it is not split")
         blocks = len(next(iter(tensors.values())))
         row = max(tensor[0].nbytes for tensor in tensors.values())
-        if self._kv is not None:
-            self._kv.release()
         if self._weights is None:
-            self._memory = PhysicalMemory(self.page_driver(len(tensors) * blocks * row))
+            parameters = sum(one.nbytes for layer in model.layers for one in layer.parameters())
+            self._memory = PhysicalMemory(self.page_driver(len(tensors) * blocks * row + parameters))
             self._weights = LayerWeights(model.layers, self._memory)
         sizes = [self._weights.layer_bytes(layer) for layer in range(len(model.layers))]
         there_is = EngineMemory(blocks, row, sizes, self._memory.page_bytes)
@@ -145,7 +151,7 @@ class DroppingWorker(DroppingWorkerMixin, Worker):
     """On CUDA, with the V1 model runner. While it shares layers its passes are eager; pieces of graphs are
     good again with the whole model, because nothing in it has moved."""
 
-    def page_driver(self, kv_bytes: int) -> PageDriver:
+    def page_driver(self, nbytes: int) -> PageDriver:
         return CudaDriver(self.model_runner.device)
 
     def compiled_in_the_way(self) -> str | None:

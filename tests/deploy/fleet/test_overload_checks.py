@@ -75,6 +75,13 @@ def test_on_gpus_full_graphs_are_in_the_way(args: str, works: bool) -> None:
     assert all("set compilation-config.cudagraph_mode: PIECEWISE" in one for one in found)
 
 
+def test_the_other_model_runner_is_refused() -> None:
+    other = "device: cpu, env: {VLLM_USE_V2_MODEL_RUNNER: '1'}"
+    (found,) = every_mistake(DROPS.replace("device: cpu", other))
+    assert "dropping needs vLLM's V1 model runner" in found and found.startswith("fleet.yaml:2: engine.env.")
+    assert not every_mistake(DROPS.replace("device: cpu", other).replace("drop", "park"))
+
+
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 STATES = {"layer_types": ["linear_attention", "full_attention"]}
 REFUSED: dict[str, dict[str, Any]] = {

@@ -28,7 +28,8 @@ from tests.workers.overload.workers_here import (
     restores,
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection
-from workers.overload.errors import PeerRefused
+from workers.overload.errors import PageError, PeerRefused
+from workers.overload.memory import ReservedKv
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import DropOrder, PeersForecasts, SplitReport, WorkerFacts
 from workers.overload.plugin import OverloadScheduler
@@ -150,20 +151,63 @@ def test_rows_of_other_members_are_refused(four: Group, line: PeerConnection, ro
     assert all(worker.split.is_split for worker in four[:3])
 
 
-def test_a_batch_that_writes_behind_its_pool_or_says_nonsense_is_refused(
-    four: Group, line: PeerConnection
+def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
+    """One token of one request: what RUN takes."""
+    one, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
+    tensors = [
+        one,
+        torch.zeros(1, 64),
+        torch.tensor(starts),
+        lens,
+        torch.tensor([[block]]),
+        torch.tensor([slot]),
+    ]
+    return {"part": 1, "sizes": [1, 1, longest]}, tensors
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"block": block} for block in (10**6, -5)),
+        *({"slot": slot} for slot in (10**9, -2)),
+        *({"length": length} for length in (-1, 10**6)),
+        {"longest": 10**6},
+        *({"starts": starts} for starts in ((0, 2), (1, 0), (-1, 1), (0, 1, 1))),
+    ],
+)
+def test_a_batch_that_names_what_is_not_in_its_pool_is_refused(
+    four: Group, line: PeerConnection, wrong: dict[str, Any]
 ) -> None:
-    member = four[0].split.member
-    assert member is not None
-    one = torch.zeros(1, dtype=torch.int64)
-    slots = torch.tensor([member.blocks * BLOCK_TOKENS])
-    tensors = [one, torch.zeros(1, 64), torch.tensor([0, 1]), one, one.view(1, 1)]
-    values = {"part": 1, "sizes": [1, 1, 1]}
-    with pytest.raises(PeerRefused, match="writes beyond a pool"):
-        line.ask(Message(PeerAsk.RUN, 1, values, [*tensors, slots]))
+    values, tensors = a_batch(**wrong)
+    with pytest.raises(PeerRefused, match="is no batch of a pool of"):
+        line.ask(Message(PeerAsk.RUN, 1, values, tensors))
+    assert four[0].split.is_split
+
+
+def test_a_batch_that_says_nonsense_of_the_next_is_refused(four: Group, line: PeerConnection) -> None:
+    values, tensors = a_batch()
     with pytest.raises(PeerRefused, match="is no forecast"):
-        line.ask(Message(PeerAsk.RUN, 1, {**values, "forecast": [0.5, 0.1]}, [*tensors, one]))
+        line.ask(Message(PeerAsk.RUN, 1, {**values, "forecast": [0.5, 0.1]}, tensors))
     assert four[0].split.take_forecasts() is None
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("out of memory"), PageError("mmap: Cannot allocate memory")])
+def test_where_there_is_no_memory_all_go_on_as_they_were(
+    four: Group, monkeypatch: pytest.MonkeyPatch, wrong: Exception
+) -> None:
+    """While KV of what is dropped goes to the host: torch says so in one way, and the system in another."""
+    kv, layers = four[1].split.kv, []
+
+    def set_aside(some: Any, rows: Any) -> None:
+        layers.extend(some)
+        ReservedKv.set_aside(kv, some[:3], rows)
+        raise wrong
+
+    monkeypatch.setattr(kv, "set_aside", set_aside)
+    ended, _ = at_once(*drops(*four[:2]))
+    assert ended == [SplitEvent.NOT_SPLIT] * 2 and len(layers) == LAYERS // 2
+    assert all(worker.whole and worker.has_all and not worker.split.lost for worker in four[:2])
+    assert all(worker.memory.free_pages == 0 for worker in four[:2])
 
 
 def engine_with_a_pool() -> Any:
