@@ -101,3 +101,31 @@ def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up:
     finally:
         copies.set()
         engine.close()
+
+
+def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
+    """Who takes the blocks' memory away waits for it: the load goes on although its request is over."""
+    engine = engine_with_host()
+    held = Event()
+    try:
+        prompt = parked(engine)
+        host = engine.worker.worker_side("checkpoint").copier.memory
+        take = host.take
+        host.take = lambda *said: take(*said) if held.wait(10) else []
+        engine.add("again", [*prompt, 9], 1, session="s")
+        limit = time.monotonic() + 10
+        while "again" not in engine.residence.loading and time.monotonic() < limit:
+            engine.step()
+        assert not engine.residence.at_rest
+        engine.abort("again")
+        for _ in range(5):
+            engine.step()
+        assert "again" not in engine.residence.loading and not engine.residence.at_rest
+        held.set()
+        while not engine.residence.at_rest and time.monotonic() < limit:
+            engine.step()
+            time.sleep(0.01)
+        assert engine.residence.at_rest
+    finally:
+        held.set()
+        engine.close()
