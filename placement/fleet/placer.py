@@ -195,8 +195,7 @@ class Placer:
             asked = AskedPrompt(turn.prompt_tokens, turn.ahead_s, now)
             prefiller = with_beginning(prefiller, self._prefillers, asked, cached)
             if turn.heads:
-                seen = prefiller, self._prefillers, asked, turn.heads
-                prefiller = keeping_beginnings(*seen, self._shared)
+                prefiller = keeping_beginnings(prefiller, self._prefillers, asked, turn.heads, self._shared)
             decoder = self._soonest(decoder, prefiller, turn, cached, now)
             uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
             prefiller, estimates = self._sooner(prefiller, decoder, uncached)
@@ -210,10 +209,11 @@ class Placer:
                 uncached = turn.prompt_tokens - cached.get(decoder.chosen.engine, 0)
         sizes = Sizes(turn.prompt_tokens, uncached, need)
         placement = self._commit(turn, sizes, prefiller, decoder, now, estimates)
-        prompt = turn.heads, turn.prompt_tokens, now
-        self._shared.computing(turn.key, placement.prefiller or placement.decoder, *prompt)
-        if placement.prefiller is not None:
-            self._shared.given(turn.key, turn.heads, placement.decoder, turn.prompt_tokens, now)
+        engine, expected = placement.decoder, cached.get(placement.decoder, 0)
+        if (first := prefiller.chosen) is not None:
+            self._shared.given(turn.key, turn.heads, engine, turn.prompt_tokens, now)
+            engine, expected = first.engine, first.cached_tokens
+        self._shared.computing(turn.key, engine, turn.heads, turn.prompt_tokens, expected, now)
         self._shared.began(turn.key, turn.heads, new=not turn.had_decoder)
         return placement
 

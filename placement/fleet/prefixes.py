@@ -126,12 +126,13 @@ class SharedPrefixes:
             if (beginning := self._known.get(head.digest)) is not None:
                 beginning.times += 1
 
-    def computing(self, key: str, engine: str, heads: Sequence[Head], tokens: int, now: float) -> None:
-        """A prompt of so many tokens is on its way to who computes it."""
+    def computing(
+        self, key: str, engine: str, heads: Sequence[Head], tokens: int, expected: int, now: float
+    ) -> None:
+        """A prompt of so many tokens is on its way to who computes it, and is thought to have `expected`."""
         self._given.pop(key, None)
         cache = self._caches.get(engine)
         if heads and cache is not None:
-            expected = min(self.on(heads, now).get(engine, 0), tokens)
             had = [head.digest for head in heads if head.tokens <= expected]
             since = expected + (cache.newer(had[-1]) if had else 0)
             self._given[key] = GivenPrompt(engine, expected, since, heads, now)
@@ -175,6 +176,7 @@ class SharedPrefixes:
             cache.put(part)
         for part in parts[:-1]:
             beginning = self._known.setdefault(part.name, Beginning(part.start))
+            beginning.start = part.start  # sizes are estimates, and get better
             beginning.engines.pop(engine, None)
             beginning.engines[engine] = now
             if len(beginning.engines) > MOST_ENGINES:
@@ -188,13 +190,14 @@ class SharedPrefixes:
                     self._caches[name].drop(oldest)
 
     def on(self, heads: Sequence[Head], now: float) -> dict[str, int]:
-        """Tokens of `heads`, which are sorted by length, that each engine has."""
+        """Tokens of `heads`, which are sorted by length, that each engine has: who has some of one has what
+        is before it, which gives way later."""
         found: dict[str, int] = {}
         for head in heads:
             if (beginning := self._known.get(head.digest)) is None:
                 continue
             for engine, at in beginning.engines.items():
-                if now - at <= REMEMBERED_S and found.get(engine, 0) >= beginning.start:
+                if now - at <= REMEMBERED_S:
                     found[engine] = beginning.start + self._caches[engine].parts.get(head.digest, 0)
         return found
 

@@ -144,6 +144,17 @@ def test_what_an_engine_is_thought_to_have_fits_into_its_kv() -> None:
     assert 0 < shared.on((beginning(1),), 6.0).get("p", 0) < 8_000, "its end gives way, as far as it has to"
 
 
+def test_sizes_are_estimates_that_get_better() -> None:
+    """The same messages, of which it is learned meanwhile how many tokens they are."""
+    shared = SharedPrefixes()
+    shared.given("a", (Head(b"system", 12_000), Head(b"example", 15_000)), "p", 15_500, 0.0)
+    better = Head(b"system", 8_000), Head(b"example", 10_000)
+    shared.given("b", better, "q", 10_500, 1.0)
+    assert shared.on(better, 2.0)["q"] == 10_000
+    shared.given("c", better, "p", 10_500, 3.0)
+    assert shared.on(better, 4.0) == {"p": 10_000, "q": 10_000}
+
+
 def test_an_image_that_is_many_bytes_takes_no_more_than_the_prompt() -> None:
     shared, image = SharedPrefixes(), Head(b"image", 250_000)
     shared.holds("p", 20_000)
@@ -185,8 +196,8 @@ def test_turns_that_follow_take_room_too() -> None:
 def test_who_brings_the_beginning_anew_is_not_withdrawn_with_another() -> None:
     shared = SharedPrefixes()
     shared.holds("p", 100_000)
-    shared.computing("a", "p", (SYSTEM,), 8_500, 0.0)
-    shared.computing("b", "p", (SYSTEM,), 8_500, 1.0)
+    shared.computing("a", "p", (SYSTEM,), 8_500, 0, 0.0)
+    shared.computing("b", "p", (SYSTEM,), 8_500, 8_000, 1.0)
     shared.not_computed("a")
     assert shared.on((SYSTEM,), 2.0) == {"p": 8_000}
 
