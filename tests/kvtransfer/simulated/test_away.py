@@ -29,6 +29,14 @@ def loads_of(engine: SimulatedEngine) -> list[Any]:
     return loads
 
 
+def held_copies(engine: SimulatedEngine) -> Event:
+    """From the host: they wait until it is set."""
+    copies, host = Event(), engine.worker.worker_side("checkpoint").copier.memory
+    take = host.take
+    host.take = lambda *said: take(*said) if copies.wait(10) else []
+    return copies
+
+
 def parked(engine: SimulatedEngine) -> list[int]:
     """The prompt of a conversation `s` that is on the host alone: others have used its blocks."""
     prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
@@ -78,12 +86,9 @@ def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
 def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up: bool) -> None:
     """Nothing is loaded twice, unless the restore is given up."""
     engine = engine_with_host()
-    copies = Event()
     try:
         prompt = parked(engine)
-        host = engine.worker.worker_side("checkpoint").copier.memory
-        take = host.take
-        host.take = lambda *said: take(*said) if copies.wait(10) else []
+        copies = held_copies(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
         engine.add("again", prompt, 1, priority=10)
         engine.step()
@@ -99,19 +104,15 @@ def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up:
         assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
         assert engine.wrong == []
     finally:
-        copies.set()
         engine.close()
 
 
 def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
     """Who takes the blocks' memory away waits for it: the load goes on although its request is over."""
     engine = engine_with_host()
-    held = Event()
     try:
         prompt = parked(engine)
-        host = engine.worker.worker_side("checkpoint").copier.memory
-        take = host.take
-        host.take = lambda *said: take(*said) if held.wait(10) else []
+        copies = held_copies(engine)
         engine.add("again", [*prompt, 9], 1, session="s")
         limit = time.monotonic() + 10
         while "again" not in engine.residence.loading and time.monotonic() < limit:
@@ -121,11 +122,10 @@ def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
         for _ in range(5):
             engine.step()
         assert "again" not in engine.residence.loading and not engine.residence.at_rest
-        held.set()
+        copies.set()
         while not engine.residence.at_rest and time.monotonic() < limit:
             engine.step()
             time.sleep(0.01)
         assert engine.residence.at_rest
     finally:
-        held.set()
         engine.close()
