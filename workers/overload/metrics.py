@@ -42,6 +42,11 @@ COUNTERS = {
     "split_served_seconds": CounterSpec(
         "conserve_split_served_seconds", "Time that peers' batches were computed here."
     ),
+    "split_forgotten_blocks": CounterSpec(
+        "conserve_split_forgotten_blocks",
+        "Blocks that only the prefix cache had, and that a drop or a restore forgot: moving them would have "
+        "taken the link more than 5 s.",
+    ),
     "split_peer_bytes": CounterSpec("conserve_split_peer_bytes", "Bytes of own batches sent to peers."),
 }
 _BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)

@@ -128,7 +128,12 @@ class OverloadScheduler(SchedulerSide):
         held, cached = internals.used_blocks(self._pool)
         row_bytes = self._facts.row_bytes * self._facts.layers if self._facts is not None else 0
         most = max(0, int(EXCHANGE_S * LINK_BYTES_PER_S / max(1, row_bytes)) - len(held))
-        internals.forget_blocks(self._pool, cached[most:])
+        if forgotten := cached[most:]:
+            internals.forget_blocks(self._pool, forgotten)
+            self._counts["split_forgotten_blocks"] += len(forgotten)
+            logger.warning(
+                "overload forgets %d blocks of the prefix cache, and moves %d", len(forgotten), most
+            )
         return held + cached[:most]
 
     def after_step(self, scheduler: Any, report: SplitReport | PeersForecasts | None) -> None:

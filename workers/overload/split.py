@@ -116,6 +116,8 @@ class SplitModel:
                 for part in member.others:
                     member.meet(part, SplitPhase.GIVEN)
         except (PeerError, MemoryError, RuntimeError) as error:  # torch's, where it finds no memory
+            if not isinstance(error, PeerError):
+                logger.exception("a drop came to nothing epoch=%d", order.epoch)
             self._whole_again(member)
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, str(error))
             return

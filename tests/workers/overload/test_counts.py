@@ -1,10 +1,19 @@
-"""What the peer costs is counted once, under names that an engine's page has."""
+"""What the peer costs, and what is forgotten for it, are counted once, under names that a page has."""
 
 from types import SimpleNamespace
 from typing import Any
 
-from workers.overload.metrics import COUNTERS
-from workers.overload.plugin import OverloadWorker
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from kvtransfer.feed import FeedCommand
+from workers.overload.metrics import COUNTERS, SplitEvent
+from workers.overload.orders import DropOrder, SplitReport, WorkerFacts
+from workers.overload.plugin import EXCHANGE_S, LINK_BYTES_PER_S, OverloadScheduler, OverloadWorker
 from workers.overload.split import SplitTally
 
 
@@ -25,3 +34,28 @@ def test_what_is_new_is_taken_once_and_under_known_names() -> None:
     tally.peer_s += 0.25
     assert worker.take_counts() == {"split_peer_seconds": 0.25}
     assert worker.take_counts() == {}
+
+
+def test_what_the_link_would_take_too_long_for_is_forgotten_and_counted() -> None:
+    """On vLLM's own pool: what requests hold is moved, and of the rest what was used last."""
+    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=16)
+    blocks = pool.get_new_blocks(12)
+    request: Any = SimpleNamespace(request_id="r", block_hashes=[BlockHash(b"%d" % n) for n in range(12)])
+    pool.cache_full_blocks(request, blocks, 0, 12, 16, 0)
+    held, cached = blocks[:2], blocks[2:]
+    pool.free_blocks(cached)  # the last of them was used last
+    residence = SimpleNamespace(clock=lambda: 0.0, split=None, fenced=False, at_rest=True)
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+    context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
+    side = OverloadScheduler(context)
+    side.bind(SimpleNamespace(block_pool=pool))
+    row_bytes = int(EXCHANGE_S * LINK_BYTES_PER_S / 8 / 5)  # five blocks of eight layers
+    facts = WorkerFacts("a:1", 8, 1_000, row_bytes, 64)
+    side.after_step(None, SplitReport(SplitEvent.READY, 0, 32, facts=facts))
+    assert side.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).done
+    side.between_steps(None)
+    order = side.order(None)
+    assert isinstance(order, DropOrder)
+    assert sorted(order.used) == sorted(block.block_id for block in (*held, *cached[-3:]))
+    assert [bool(block.block_hash) for block in blocks] == [True] * 2 + [False] * 7 + [True] * 3
+    assert side.take_counts()["split_forgotten_blocks"] == 7 and "split_forgotten_blocks" in COUNTERS
