@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from kvtransfer.checkpoint.host_memory import HostSlots
+from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.conversations import RetentionPhase
 from tests.kvtransfer.engine.engines import free_port
@@ -29,12 +31,19 @@ def loads_of(engine: SimulatedEngine) -> list[Any]:
     return loads
 
 
-def held_copies(engine: SimulatedEngine) -> Event:
-    """From the host: they wait until it is set."""
-    copies, host = Event(), engine.worker.worker_side("checkpoint").copier.memory
-    take = host.take
-    host.take = lambda *said: take(*said) if copies.wait(10) else []
-    return copies
+class HeldCopies:
+    """Copies from the host, from here on: each waits until they may go. `came`: one of them waits."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.came, self.may_go = Event(), Event()
+        host: HostSlots = engine.worker.worker_side("checkpoint").copier.memory
+        known = host.known  # every mover asks it before it writes
+
+        def waits(copies: list[BlockCopy]) -> list[BlockCopy]:
+            self.came.set()
+            return known(copies) if self.may_go.wait(10) else []
+
+        host.known = waits  # type: ignore[method-assign]
 
 
 def parked(engine: SimulatedEngine) -> list[int]:
@@ -88,17 +97,18 @@ def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
-        copies = held_copies(engine)
+        copies = HeldCopies(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
         engine.add("again", prompt, 1, priority=10)
         engine.step()
+        assert copies.came.wait(10)
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
         for _ in range(20):
             engine.step()
         assert "t2" not in engine.answers
         if given_up:
             engine.abort("again")
-        copies.set()
+        copies.may_go.set()
         engine.run(2000)
         assert 9 * (1 + given_up) <= len(loads) <= 10 * (1 + given_up)
         assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
@@ -112,17 +122,18 @@ def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
-        copies = held_copies(engine)
+        copies = HeldCopies(engine)
         engine.add("again", [*prompt, 9], 1, session="s")
         limit = time.monotonic() + 10
         while "again" not in engine.residence.loading and time.monotonic() < limit:
             engine.step()
+        assert copies.came.wait(10)
         assert not engine.residence.at_rest
         engine.abort("again")
         for _ in range(5):
             engine.step()
         assert "again" not in engine.residence.loading and not engine.residence.at_rest
-        copies.set()
+        copies.may_go.set()
         while not engine.residence.at_rest and time.monotonic() < limit:
             engine.step()
             time.sleep(0.01)
