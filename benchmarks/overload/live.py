@@ -34,7 +34,8 @@ TURNS, PROMPT, ANSWER = 12, 800, 200  # 1.5 times what both have
 CALM = 4
 ROUNDS, QUICK_ROUNDS = 4, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
-STOOD_STILL = ("conserve_split_drop_seconds", "conserve_split_restore_seconds")
+# For the first two an engine stands still; while parameters return it serves.
+TIMES = tuple(f"conserve_split_{what}_seconds" for what in ("drop", "restore", "return"))
 
 
 @dataclass
@@ -185,7 +186,7 @@ def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]
         )
     }
     figures["wrong"] = sum(one.wrong for one in seen.values())
-    for name in STOOD_STILL:
+    for name in TIMES:
         total, count = (sum(_with(counted, f"{name}_{part}")) for part in ("sum", "count"))
         figures[name.removeprefix("conserve_split_").removesuffix("econds")] = total / max(1.0, count)
     unread = ("_bucket", "_created")

@@ -22,7 +22,8 @@ from router.directory.messages import EngineRecord
 log = logging.getLogger("conserve.router.directory.dropping")
 
 _TELL_S = 5.0
-CHANGE_S = 45.0  # until both say that it has happened: steps, exchange and limits of the engines
+# Until all say that it has happened: steps, exchange and limits of the engines.
+CHANGE_S = {"drop": 45.0, "restore": 150.0}
 _LOOK_S = 0.1
 _EVERY_S = 1.0
 SILENT_S = 30.0  # that an engine which is not heard may be in a group that seems to lack one
@@ -131,7 +132,7 @@ class Dropper:
         try:
             async with asyncio.timeout(_TELL_S):
                 await asyncio.gather(*tells)
-            outcome = "done" if await self._until(engines, epoch, began + CHANGE_S) else "failed"
+            outcome = "done" if await self._until(engines, epoch, began + CHANGE_S[what]) else "failed"
         except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
             log.warning("not told engines=%s change=%s reason=%r", ",".join(engines), what, wrong)
         seconds = self._clock() - began

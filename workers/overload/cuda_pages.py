@@ -124,6 +124,12 @@ class CudaDriver:
     def host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        stream = torch.cuda.Stream(self._device)  # what peers' batches are launched on would wait for a layer
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
     def reclaim(self) -> None:
         torch.cuda.empty_cache()
 
@@ -131,7 +137,7 @@ class CudaDriver:
         return
 
     def _result(self, name: str, *arguments: Any) -> int:
-        """By the worker's thread, which has torch's context of this device."""
+        """In torch's context of this device, whichever thread it is."""
         with torch.cuda.device(self._device):
             return int(getattr(self._cuda, name)(*arguments))
 

@@ -8,7 +8,7 @@ as a pool has blocks: this engine's own first, behind them those of the next par
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -51,15 +51,19 @@ class SplitPhase(IntEnum):
     OPEN = 2  # parameters are dropped; peers' KV can come
     GIVEN = 3  # each peer has all KV that is its to keep
     SPLIT = 4
-    LEAVING = 5  # at a step boundary; peers' batches still come
-    TAKEN = 6  # all own KV is back
+    MOVED = 5  # at a step boundary; own blocks are in the places of a whole model's pool
+    NARROW = 6  # pools are as large as those; parameters come back beside serving
+    LOADED = 7  # they are here
+    LEAVING = 8  # at a step boundary; peers' batches still come
+    TAKEN = 9  # all own KV is back
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLimits:
     meet_s: float = 10.0  # for a peer to come to a step boundary
     answer_s: float = 30.0  # of one message: the peer may be in a long step of its own
-    order_s: float = 30.0  # of all messages of a drop, or of a restore: streams stand still meanwhile
+    order_s: float = 30.0  # of all messages of one order: streams stand still meanwhile
+    load_s: float = 60.0  # for all members' parameters to be back; streams go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,17 @@ class Membership:
 
     def meet(self, part: int, phase: SplitPhase) -> Message:
         """Until that member has come as far."""
-        return self.ask(part, PeerAsk.MEET, {"phase": int(phase), "members": list(self.members)})
+        return self.ask(part, PeerAsk.MEET, self._meeting(phase))
+
+    def meet_beside(self, part: int, phase: SplitPhase, line: PeerLine, limits: SplitLimits) -> None:
+        """The same, in another thread than the worker's: over a connection of its own."""
+        connection = PeerConnection(self.members[part], line.secret, limits.answer_s, encrypt=line.encrypt)
+        with closing(connection):
+            values = {**self._meeting(phase), "part": self.part}
+            connection.ask(Message(PeerAsk.MEET, self.epoch, values))
+
+    def _meeting(self, phase: SplitPhase) -> dict[str, Any]:
+        return {"phase": int(phase), "members": list(self.members)}
 
     def close(self) -> None:
         for line in self.lines.values():

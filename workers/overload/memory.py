@@ -61,6 +61,21 @@ class LayerWeights:
                 pages.tensor.copy_(self._copies[index], non_blocking=True)
         self._memory.driver.wait()
 
+    def bring_back(self, index: int) -> bool:
+        """The same for one of them while others compute; False where too few pages are free for it."""
+        pages = self._ranges[index]
+        if pages.mapped_bytes:
+            return True
+        if pages.pages > self._memory.free_pages:
+            return False
+        pages.resize(pages.tensor.nbytes)
+        try:
+            self._memory.driver.copy_beside(pages.tensor, self._copies[index])
+        except BaseException:
+            pages.resize(0)  # or it would pass for one that is back
+            raise
+        return True
+
     def held_bytes(self) -> int:
         return sum(pages.mapped_bytes for pages in self._ranges)
 
@@ -107,6 +122,12 @@ class LayerKv:
 
     def release(self, memory: PhysicalMemory) -> None:
         memory.release(self._pages)
+
+    def close_up(self, start: int, target: int, count: int) -> None:
+        """Rows from `start` on are from `target` on, which is before it."""
+        for at in range(0, count, ROWS_AT_ONCE):
+            some = min(ROWS_AT_ONCE, count - at)
+            self._rows[target + at :][:some] = self._rows[start + at :][:some].clone()
 
     def read(self, rows: Sequence[int]) -> torch.Tensor:
         return self._rows[self._at(rows)]
@@ -174,6 +195,13 @@ class ReservedKv:
         source, target = [row + offset for row in moves], [row + offset for row in moves.values()]
         for index in layers:
             self.write(index, target, self.read(index, source))
+
+    def narrow(self, layers: Iterable[int], regions: int, rows: int, fewer: int) -> None:
+        """Each region of these layers had `rows`, and its first `fewer` are left."""
+        for index in layers:
+            for region in range(1, regions):
+                self._layers[index].close_up(region * rows, region * fewer, fewer)
+            self._layers[index].resize(regions * fewer)
 
     def set_aside(self, layers: Iterable[int], rows: Sequence[int]) -> None:
         """These rows of the layers go to the host, and the layers' pages to who grows."""

@@ -6,9 +6,11 @@ from kvtransfer.metrics import CounterSpec, HistogramSpec
 
 
 class SplitEvent(StrEnum):
-    """How an order ended; `ready` is said once, before any."""
+    """How an order ended, and before that what has happened."""
 
-    READY = "ready"
+    READY = "ready"  # once, before any order
+    NARROWED = "narrowed"  # a restore has begun: the pool is as with the whole model, and parameters come
+    LOADED = "loaded"  # they are here, and with all members
     SPLIT = "split"
     RESTORED = "restored"
     NOT_SPLIT = "not_split"  # the model is whole, nothing was lost
@@ -16,13 +18,14 @@ class SplitEvent(StrEnum):
     LOST = "lost"  # the model is whole again; KV that peers had is lost
 
 
+ENDS = tuple(event for event in SplitEvent if event.value not in ("ready", "narrowed", "loaded"))
 COUNTERS = {
     "splits": CounterSpec(
         "conserve_splits",
         "Drops and restores of parameters, by how they ended. `lost`: a peer was, and requests were "
         "computed again.",
         "outcome",
-        tuple(event for event in SplitEvent if event is not SplitEvent.READY),
+        ENDS,
     ),
     "split_batches": CounterSpec(
         "conserve_split_batches",
@@ -56,7 +59,13 @@ HISTOGRAMS = {
     ),
     "restore_seconds": HistogramSpec(
         "conserve_split_restore_seconds",
-        "How long an engine stood still for a restore, also one for a peer that was lost.",
+        "How long an engine stood still for a restore, for its pool that shrinks and for its KV that comes "
+        "home together; also for a peer that was lost.",
+        _BUCKETS,
+    ),
+    "return_seconds": HistogramSpec(
+        "conserve_split_return_seconds",
+        "How long parameters took to come back beside serving, until all members had theirs.",
         _BUCKETS,
     ),
 }

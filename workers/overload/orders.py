@@ -16,9 +16,18 @@ class DropOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreOrder:
+class NarrowOrder:
+    """The beginning of a restore: the pool has as many blocks as with the whole model."""
+
     epoch: int
     moves: dict[int, int]  # blocks of the pool that shrank, and their new places
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOrder:
+    """Its end: all members have their parameters."""
+
+    epoch: int
     used: list[int]
 
 

@@ -52,6 +52,9 @@ class PageDriver(Protocol):
     def host(self, nbytes: int) -> torch.Tensor:
         """Bytes on the host for a copy that outlives a drop, and that the device reads at full speed."""
 
+    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """From the host, while other threads compute: over when this returns, and nobody waits for it."""
+
     def reclaim(self) -> None:
         """Memory that torch was given and does not use goes back to the system, so that pages can be had."""
 

@@ -19,7 +19,14 @@ from placement.overload.dropping import MOST_ENGINES, EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
 from workers.overload import vllm_internals as internals
 from workers.overload.metrics import COUNTERS, HISTOGRAMS, SplitEvent
-from workers.overload.orders import DropOrder, PeersForecasts, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.orders import (
+    DropOrder,
+    NarrowOrder,
+    PeersForecasts,
+    RestoreOrder,
+    SplitReport,
+    WorkerFacts,
+)
 from workers.overload.split import SplitModel
 
 logger = logging.getLogger("conserve.workers.overload")
@@ -28,6 +35,8 @@ NAME = "overload"
 LINK_BYTES_PER_S = 1e9  # between engines: assumed, nobody measures it
 FENCE_S = 5.0  # for copies and transfers that are under way
 EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
+AGAIN_S = 1.0  # between two tries of a restore's end: a peer was late for the first
+SplitOrder = DropOrder | NarrowOrder | RestoreOrder
 
 
 class OverloadScheduler(SchedulerSide):
@@ -42,6 +51,9 @@ class OverloadScheduler(SchedulerSide):
         self._asked_at = 0.0
         self._ordered: FeedCommand | None = None
         self._moves: dict[int, int] = {}
+        self._restoring: FeedCommand | None = None  # while parameters come back
+        self._stood_s = 0.0  # for its beginning
+        self._ends_from: float | None = None  # all members have their parameters
         self._epoch = self._newest = 0  # of the split that lasts; of any that was asked for
         self._partners: tuple[str, ...] = ()  # in the last one
         self._whole_blocks = 0
@@ -62,7 +74,12 @@ class OverloadScheduler(SchedulerSide):
     @property
     def pending(self) -> bool:
         """There is something to do, also for an engine without requests."""
-        return self._asked is not None or self._ordered is not None
+        return self._asked is not None or self._ordered is not None or self.returning
+
+    @property
+    def returning(self) -> bool:
+        """A restore has begun, and parameters are on their way: nothing to do until a report says more."""
+        return self._restoring is not None
 
     # Commands
 
@@ -96,6 +113,9 @@ class OverloadScheduler(SchedulerSide):
     def between_steps(self, scheduler: Any) -> None:
         """Before a step is planned. What was asked for becomes its order, or waits for one after it."""
         asked = self._asked
+        if self._ends_from is not None and self._residence.clock() >= self._ends_from:
+            self._ordered = self._restoring
+            return
         if asked is None:
             return
         if asked.command == "drop":
@@ -112,15 +132,16 @@ class OverloadScheduler(SchedulerSide):
             self._moves = internals.shrink(scheduler, self._whole_blocks)
         self._ordered, self._asked = asked, None
 
-    def order(self, scheduler_output: Any) -> DropOrder | RestoreOrder | Forecast | None:
+    def order(self, scheduler_output: Any) -> SplitOrder | Forecast | None:
         ordered = self._ordered
         if ordered is None:
             forecast, self._forecast = self._forecast, None
             return forecast
-        used = self._moved_blocks()
         if ordered.command == "drop":
-            return DropOrder(ordered.epoch, ordered.members, ordered.part, used)
-        return RestoreOrder(ordered.epoch, self._moves, used)
+            return DropOrder(ordered.epoch, ordered.members, ordered.part, self._moved_blocks())
+        if self.returning:
+            return RestoreOrder(ordered.epoch, self._moved_blocks())
+        return NarrowOrder(ordered.epoch, self._moves)
 
     def _moved_blocks(self) -> list[int]:
         """Those whose KV goes to peers or comes back: what requests have, and of what the prefix cache has
@@ -142,29 +163,41 @@ class OverloadScheduler(SchedulerSide):
             now = self._residence.clock()
             self._heard |= {part: (said, now - age) for part, (said, age) in report.said.items()}
             report = None
-        if self._ordered is not None:
-            self._ordered = None
-            if report is None:
-                logger.error("an order came to nothing epoch=%d", self._epoch)
+        ordered, self._ordered = self._ordered, None
+        if ordered is not None and report is None:
+            logger.error("an order came to nothing epoch=%d", self._epoch)
         if report is None:
             return
         if report.facts is not None:
             self._facts = report.facts
             self._publish()
             return
-        if report.event is SplitEvent.LOST:
+        event = report.event
+        if event is SplitEvent.LOADED:
+            self._seconds["return_seconds"].append(report.seconds)
+            self._ends_from = self._residence.clock()
+            return
+        if event is SplitEvent.NARROWED:
+            self._restoring, self._stood_s = ordered, report.seconds
+            self._publish()
+            return
+        dropped = event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)
+        stood_s, self._stood_s = report.seconds + self._stood_s, 0.0
+        self._seconds["drop_seconds" if dropped else "restore_seconds"].append(stood_s)
+        if event is SplitEvent.LOST:
             internals.start_over(scheduler, self._whole_blocks)
-        elif report.event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED):
+        elif event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED):
             internals.grow(scheduler, report.blocks)
-        dropped = report.event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)
-        self._seconds["drop_seconds" if dropped else "restore_seconds"].append(report.seconds)
-        self._end(report.event, report.epoch, report.why)
+        self._end(event, report.epoch, report.why)
 
     def _end(self, event: SplitEvent, epoch: int, why: str) -> None:
         split = event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED)
         self._residence.fenced = split
         self._epoch = epoch if split else 0
         self._heard, self._forecast = {}, None
+        late = event is SplitEvent.NOT_RESTORED and self.returning
+        self._restoring = self._restoring if late else None
+        self._ends_from = self._residence.clock() + AGAIN_S if late else None
         self._counts[f"splits.{event}"] += 1
         self._publish()
         as_wanted = event in (SplitEvent.SPLIT, SplitEvent.RESTORED)
@@ -227,7 +260,7 @@ class OverloadWorker(WorkerSide):
         """Within a step, so that no batch of the peer's is counted meanwhile."""
         if not hasattr(self, "split"):
             return {}
-        tally, before = self.split.tally, self._counted
+        tally, before = self.split.passes.tally, self._counted
         now = self._counted = {
             "split_batches.own": tally.passes,
             "split_batches.peer": tally.served,
@@ -239,16 +272,19 @@ class OverloadWorker(WorkerSide):
         new = {name: count - before.get(name, 0) for name, count in now.items()}
         return {name: count for name, count in new.items() if count}
 
-    def before_step(self, order: DropOrder | RestoreOrder | Forecast | None) -> None:
-        if isinstance(order, DropOrder):
-            self.split.drop(order)
-        elif isinstance(order, Forecast):
-            self.split.forecast(order)
-        elif order is not None:
-            self.split.restore(order)
+    def before_step(self, order: SplitOrder | Forecast | None) -> None:
+        match order:
+            case DropOrder():
+                self.split.drop(order)
+            case NarrowOrder():
+                self.split.narrow(order)
+            case RestoreOrder():
+                self.split.restore(order)
+            case Forecast():
+                self.split.passes.forecast(order)
 
     def report(self) -> SplitReport | PeersForecasts | None:
-        return self.split.take_report() or self.split.take_forecasts()
+        return self.split.take_report() or self.split.passes.take_forecasts()
 
     def shutdown(self) -> None:
         if hasattr(self, "split"):

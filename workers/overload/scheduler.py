@@ -1,5 +1,6 @@
 """The scheduler of an engine that can drop parameters: its pool of blocks grows, shrinks, and starts over."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from workers.overload import vllm_internals as internals
 from workers.overload.orders import PeersForecasts, SplitReport
 from workers.overload.plugin import NAME, OverloadScheduler
 
+IDLE_S = 0.005  # between steps of an engine that has no requests, while its parameters come back
 MEASURED_EVERY = 32  # iterations: the first of them before anything is known of this engine's time
 
 
@@ -30,6 +32,8 @@ class DroppingScheduler(PromptScheduler):
         return super().has_requests() or self._overload.pending
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
+        if self._overload.returning and not self.requests:
+            time.sleep(IDLE_S)
         self._overload.between_steps(self)
         self._say_what_decodes()
         return super().schedule(throttle_prefills)

@@ -15,12 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import Message, PeerAsk, PeerServer
 from workers.overload.errors import PeerError, PeerRefused, SplitOver
@@ -34,21 +32,17 @@ from workers.overload.membership import (
 )
 from workers.overload.memory import LayerWeights, ReservedKv, pieces
 from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, PeersForecasts, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.orders import (
+    DropOrder,
+    NarrowOrder,
+    RestoreOrder,
+    SplitReport,
+    WorkerFacts,
+)
+from workers.overload.pipeline import SplitPasses
+from workers.overload.returning import ReturningWeights
 
 logger = logging.getLogger("conserve.workers.overload")
-
-
-@dataclass
-class SplitTally:
-    """Since the engine's start."""
-
-    passes: int = 0  # own batches that went through peers
-    served: int = 0  # peers' that came here
-    served_s: float = 0.0  # in which those were computed
-    peer_s: float = 0.0  # in which own batches were at peers
-    idle_s: float = 0.0  # of that, in which nothing was computed here
-    peer_bytes: int = 0  # sent there with them
 
 
 class SplitModel:
@@ -68,16 +62,15 @@ class SplitModel:
         self._device, self._line, self.limits = device, line, SplitLimits()
         sizes = [weights.layer_bytes(layer) for layer in range(len(weights))]
         self._memory = EngineMemory(blocks, kv.row_bytes, sizes, kv.memory.page_bytes)
-        self._model = internals.decoder_of(runner)
         self._block_tokens = int(runner.cache_config.block_size)
         self._changed = threading.Condition()
         self._phase = SplitPhase.WHOLE
         self.member: Membership | None = None
         self._epoch = 0  # of the last split, whether it lasts or not
         self.lost = False  # in this step: KV is not what it should be, and nothing may be computed from it
-        self.tally = SplitTally()
-        self._forecast: tuple[Forecast, float] | None = None  # of this engine's batch, and since when
-        self._heard: dict[int, tuple[Forecast, float]] = {}  # of the other parts', and when
+        self.passes = SplitPasses(runner, device)
+        self._returning: ReturningWeights | None = None
+        self._loaded: SplitReport | None = None  # from its thread
         self._server = PeerServer(line.host, line.secret, self.answer, encrypt=line.encrypt)
         self._report: SplitReport | None = SplitReport(SplitEvent.READY, 0, blocks, facts=self.facts())
 
@@ -91,7 +84,10 @@ class SplitModel:
         )
 
     def take_report(self) -> SplitReport | None:
+        """What there is to say: of an order's end, or else of parameters that have come."""
         report, self._report = self._report, None
+        if report is None:
+            report, self._loaded = self._loaded, None
         return report
 
     def close(self) -> None:
@@ -125,7 +121,74 @@ class SplitModel:
         self._enter(SplitPhase.SPLIT)
         self._tell(SplitEvent.SPLIT, order.epoch, began)
 
+    def narrow(self, order: NarrowOrder) -> None:
+        """A restore begins: pools become as small as whole models', and what that frees is parameters' again,
+        which come back while batches go on as before."""
+        began, member = time.monotonic(), self.member
+        if member is None or member.epoch != order.epoch:
+            return  # it was lost meanwhile, and said so
+        try:
+            with member.until(began + self.limits.order_s):
+                self._move(member, order.moves)
+                if not self._all_have_come(member, SplitPhase.MOVED, SplitPhase.SPLIT, began):
+                    return
+        except PeerError as error:
+            self._lost(member, error)
+            return
+        self.close_up(member)
+        self._enter(SplitPhase.NARROW)
+        self._tell(SplitEvent.NARROWED, order.epoch, began)
+        self._returning = ReturningWeights(
+            self.weights, member.gone, lambda began: self._come_back(member, began)
+        )
+
+    def _all_have_come(self, member: Membership, phase: SplitPhase, before: SplitPhase, began: float) -> bool:
+        """False, and this engine is where it was before, if one has not."""
+        self._enter(phase)
+        with self._device.lent():
+            try:
+                for part in member.others:
+                    member.meet(part, phase)
+            except PeerRefused as late:
+                self._enter(before)
+                self._tell(SplitEvent.NOT_RESTORED, member.epoch, began, str(late))
+                return False
+        return True
+
+    def close_up(self, member: Membership) -> None:
+        """Regions of members become as small as their pools are."""
+        blocks, member.blocks = member.blocks, self._whole_blocks
+        self.kv.narrow(member.kept, len(member.parts), blocks, member.blocks)
+        self._bind(member.rows)
+
+    def _come_back(self, member: Membership, began: float) -> None:
+        """In the thread that has brought the parameters: when all members have theirs, it is told."""
+        with self._changed:
+            if self.member is not member:
+                return
+            self._phase = SplitPhase.LOADED
+            self._changed.notify_all()
+        for part in member.others:
+            self._meet_loaded(member, part, began + self.limits.load_s)
+        with self._changed:
+            if self.member is member:
+                seconds = time.monotonic() - began
+                self._loaded = SplitReport(SplitEvent.LOADED, member.epoch, member.blocks, seconds)
+
+    def _meet_loaded(self, member: Membership, part: int, end: float) -> None:
+        """Who is not met in time is lost, or late: the last step sees which."""
+        while self.member is member and time.monotonic() < end:
+            try:
+                member.meet_beside(part, SplitPhase.LOADED, self._line, self.limits)
+                return
+            except PeerRefused:
+                continue  # its parameters are still on their way
+            except PeerError as error:
+                logger.info("a peer is not met while parameters come back: %s", error)
+                return
+
     def restore(self, order: RestoreOrder) -> None:
+        """It ends: KV comes home, and the engine has its whole model."""
         began, member = time.monotonic(), self.member
         if member is None or member.epoch != order.epoch:
             return  # it was lost meanwhile, and said so
@@ -134,16 +197,9 @@ class SplitModel:
 
     def _restore(self, member: Membership, order: RestoreOrder, began: float) -> None:
         try:
-            self._move(member, order.moves)
-            self._enter(SplitPhase.LEAVING)
+            if not self._all_have_come(member, SplitPhase.LEAVING, SplitPhase.LOADED, began):
+                return
             with self._device.lent():
-                try:
-                    for part in member.others:
-                        member.meet(part, SplitPhase.LEAVING)
-                except PeerRefused as late:
-                    self._enter(SplitPhase.SPLIT)
-                    self._tell(SplitEvent.NOT_RESTORED, order.epoch, began, str(late))
-                    return
                 self.take(member, order.used)
                 self._enter(SplitPhase.TAKEN)
         except PeerError as error:
@@ -222,8 +278,11 @@ class SplitModel:
         with self._changed:
             self._phase, self.member = SplitPhase.WHOLE, None
             self._changed.notify_all()
-        self._forecast = None
-        self._heard = {}
+            self._loaded = None
+        if self._returning is not None:
+            self._returning.stop()
+            self._returning = None
+        self.passes.forget()
         self.kv.resize(member.kept, self._whole_blocks)
         self.weights.restore(member.gone)
         self.kv.put_back(self._whole_blocks)
@@ -238,8 +297,7 @@ class SplitModel:
         self._tell(SplitEvent.LOST, member.epoch, began, str(error))
 
     def _tell(self, event: SplitEvent, epoch: int, began: float, why: str = "") -> None:
-        split = event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED)
-        blocks = self.member.blocks if split and self.member is not None else self._whole_blocks
+        blocks = self.member.blocks if self.member is not None else self._whole_blocks
         seconds = time.monotonic() - began
         self._report = SplitReport(event, epoch, blocks, seconds, why)
         logger.info("%s epoch=%d blocks=%d seconds=%.3f why=%r", event, epoch, blocks, seconds, why)
@@ -259,80 +317,14 @@ class SplitModel:
         self, input_ids: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor | None
     ) -> torch.Tensor | None:
         """What the model gives; None where the peer is lost, and nothing is to be sampled."""
-        member, batch = self.member, internals.batch_in_model(self._block_tokens)
-        assert member is not None and batch is not None
-        hidden = embedded if embedded is not None else self._model.embed(input_ids)
-        residual: torch.Tensor | None = None
+        member = self.member
+        assert member is not None
+        narrow = self._phase >= SplitPhase.NARROW
         try:
-            for part, layers in enumerate(member.parts):
-                if part == member.part:
-                    hidden, residual = self._through(layers, positions, hidden, residual)
-                else:
-                    hidden, residual = self._elsewhere(member, part, batch, positions, hidden, residual)
+            return self.passes.forward(member, narrow, input_ids, positions, embedded)
         except PeerError as error:
             self._lost(member, error)
             return None
-        self.tally.passes += 1
-        hidden, _ = self._model.norm(hidden, residual)
-        return hidden
-
-    def _through(
-        self, layers: range, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        for index in layers:
-            hidden, residual = self._model.layers[index](positions, hidden, residual)
-        return hidden, residual
-
-    def _elsewhere(
-        self,
-        member: Membership,
-        part: int,
-        batch: internals.BatchKv,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = [positions, hidden, batch.query_start, batch.seq_lens, batch.blocks, batch.slots]
-        tensors += [residual] if residual is not None else []
-        tensors = [tensor.to("cpu", copy=True) for tensor in tensors]  # after all that was launched before
-        values = {"sizes": [batch.tokens, batch.longest_query, batch.longest], **self._said()}
-        began, served_s = time.monotonic(), self.tally.served_s
-        with self._device.lent():
-            answer = member.ask(part, PeerAsk.RUN, values, tensors)
-        gone_s = time.monotonic() - began  # and until the device was free, which is among what was served
-        self._hear(part, answer)
-        self.tally.peer_s += gone_s
-        self.tally.idle_s += max(0.0, gone_s - (self.tally.served_s - served_s))
-        self.tally.peer_bytes += sum(tensor.nbytes for tensor in tensors)
-        after, left = (tensor.to(hidden.device) for tensor in answer.tensors)
-        return after, left
-
-    # What members tell each other of their next batches (placement/overload/lookahead.py)
-
-    def forecast(self, forecast: Forecast) -> None:
-        """By this engine's scheduler, of the step that begins."""
-        self._forecast = forecast, time.monotonic()
-
-    def _said(self) -> dict[str, list[float]]:
-        """Nothing of an engine that has no batch: nobody waits for it."""
-        forecast, at = self._forecast or (None, 0.0)
-        return {"forecast": list(forecast)} if forecast and time.monotonic() - at < FRESH_S else {}
-
-    def _hear(self, part: int, message: Message) -> None:
-        said = message.values.get("forecast")
-        if said is None:
-            return
-        if (forecast := Forecast.of(said)) is None:
-            raise PeerRefused(f"{said!r} is no forecast")
-        self._heard[part] = forecast, time.monotonic()
-
-    def take_forecasts(self) -> PeersForecasts | None:
-        """Those since the last time; within a step."""
-        heard, self._heard = self._heard, {}
-        now = time.monotonic()
-        return (
-            PeersForecasts({part: (said, now - at) for part, (said, at) in heard.items()}) if heard else None
-        )
 
     # Peers' messages: in threads of the server
 
@@ -401,30 +393,13 @@ class SplitModel:
         return Message(PeerAsk.DONE, message.epoch)
 
     def _run(self, message: Message) -> Message:
-        member = self.wait_for(message, SplitPhase.SPLIT)
+        narrow = message.values.get("narrow") is True
+        member = self.wait_for(message, SplitPhase.NARROW if narrow else SplitPhase.SPLIT)
         part = member.sender(message)
-        positions, hidden, query_start, seq_lens, blocks, slots, *residual = message.tensors
-        batch = internals.BatchKv(query_start, seq_lens, blocks, slots, *message.values["sizes"])
-        named = batch.within(member.blocks, self._block_tokens, len(positions))
-        if named is None or len(hidden) != len(positions):
-            raise PeerRefused(f"it is no batch of a pool of {member.blocks} blocks")
-        offset = self.offset(member, part)
-        batch = replace(
-            batch,
-            blocks=torch.where(named, blocks, 0) + offset,
-            slots=torch.where(slots >= 0, slots + offset * self._block_tokens, slots),
-        )
-        names = [self._model.attention[index] for index in member.kept]
         with self._device_in(member):
-            self._hear(part, message)
-            began = time.monotonic()
-            seen = [tensor.to(self._runner.device) for tensor in (positions, hidden, *residual)]
-            with internals.model_with(self._runner, names, batch, seen[0]):
-                through = self._through(member.kept, seen[0], seen[1], seen[2] if residual else None)
-            answer = [tensor.to("cpu") for tensor in through if tensor is not None]  # when it is computed
-            self.tally.served += 1
-            self.tally.served_s += time.monotonic() - began
-        return Message(PeerAsk.DONE, message.epoch, self._said(), answer)
+            if not narrow and self._phase >= SplitPhase.NARROW:
+                raise SplitOver(f"pools of epoch {message.epoch} are smaller here")
+            return self.passes.serve(member, part, message, self.offset(member, part))
 
     def offset(self, member: Membership, part: int) -> int:
         """Where rows of that member's blocks begin here."""

@@ -1,7 +1,7 @@
 """Negative controls: each leaves out one thing that a split needs, or is slow at it."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,43 @@ class SlowToAnswer(SplitModel):
         return super()._get(message)
 
 
-class WithAPartOfTheWeights(SplitModel):
-    """Its weights are `SkipsALayer`."""
+class WithoutClosingUp(SplitModel):
+    """Pools are smaller, and what is in members' regions stays where it was."""
+
+    def close_up(self, member: Membership) -> None:
+        member.blocks = self._whole_blocks
+        self.kv.resize(member.kept, member.rows)
+        self._bind(member.rows)
+
+
+MODELS = {
+    one.__name__: one
+    for one in (
+        WithoutRegions,
+        InOneRegion,
+        WithoutExchange,
+        WithoutEpochs,
+        WithoutClosingUp,
+        SlowToAnswer,
+    )
+}
 
 
 class SkipsALayer(LayerWeights):
-    def restore(self, layers: Iterable[int]) -> None:
-        first, *rest = layers
-        super().restore(rest)
-        pages = self._ranges[first]  # there is memory, and something else in it
+    def bring_back(self, index: int) -> bool:
+        if index % 2:
+            return super().bring_back(index)
+        pages = self._ranges[index]  # there is memory, and something else in it
         pages.resize(pages.tensor.nbytes)
         pages.tensor.view(torch.float32).normal_()
+        return True
+
+
+class SlowToReturn(LayerWeights):
+    """Each layer takes its time to come back."""
+
+    slow_s = 0.4
+
+    def bring_back(self, index: int) -> bool:
+        time.sleep(self.slow_s)
+        return super().bring_back(index)

@@ -13,15 +13,15 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kvtransfer.feed import FeedCommand
 from workers.overload.metrics import COUNTERS, SplitEvent
 from workers.overload.orders import DropOrder, SplitReport, WorkerFacts
+from workers.overload.pipeline import SplitTally
 from workers.overload.plugin import EXCHANGE_S, LINK_BYTES_PER_S, OverloadScheduler, OverloadWorker
-from workers.overload.split import SplitTally
 
 
 def test_what_is_new_is_taken_once_and_under_known_names() -> None:
     context: Any = None
     worker, tally = OverloadWorker(context, 0), SplitTally()
     assert worker.take_counts() == {}  # there is no model yet
-    split: Any = SimpleNamespace(tally=tally)
+    split: Any = SimpleNamespace(passes=SimpleNamespace(tally=tally))
     worker.split = split
     assert worker.take_counts() == {}
     tally.passes, tally.served, tally.peer_s, tally.peer_bytes = 3, 2, 0.5, 4096

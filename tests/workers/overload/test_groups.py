@@ -188,7 +188,7 @@ def test_a_batch_that_says_nonsense_of_the_next_is_refused(four: Group, line: Pe
     values, tensors = a_batch()
     with pytest.raises(PeerRefused, match="is no forecast"):
         line.ask(Message(PeerAsk.RUN, 1, {**values, "forecast": [0.5, 0.1]}, tensors))
-    assert four[0].split.take_forecasts() is None
+    assert four[0].split.passes.take_forecasts() is None
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError("out of memory"), PageError("mmap: Cannot allocate memory")])

@@ -54,6 +54,38 @@ def test_dropped_parameters_come_back_where_and_as_they_were(memory: PhysicalMem
         assert row.data_ptr() == layer.weight.data[3].data_ptr() and torch.equal(row, parameters[0][3])
 
 
+def test_parameters_come_back_as_far_as_there_are_pages(memory: PhysicalMemory) -> None:
+    layers = [torch.nn.Linear(512, 1024) for _ in range(LAYERS)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    weights = LayerWeights(layers, memory)
+    weights.drop(range(2))
+    taken = memory.take(weights.layer_bytes(0) // PAGE)
+    assert [weights.bring_back(0), weights.bring_back(1)] == [True, False]
+    memory.put(taken)
+    assert [weights.bring_back(0), weights.bring_back(1)] == [True, True]
+    assert all(torch.equal(layer.weight, old) for layer, old in zip(layers, before, strict=True))
+
+
+def test_what_came_back_in_part_is_not_back(
+    memory: PhysicalMemory, driver: MemfdDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [torch.nn.Linear(512, 1024) for _ in range(LAYERS)]
+    before = layers[0].weight.detach().clone()
+    weights = LayerWeights(layers, memory)
+    weights.drop([0])
+
+    def half(target: torch.Tensor, source: torch.Tensor) -> None:
+        target[: len(target) // 2] = source[: len(source) // 2]
+        raise RuntimeError("an error of the device")
+
+    monkeypatch.setattr(driver, "copy_beside", half)
+    with pytest.raises(RuntimeError):
+        weights.bring_back(0)
+    assert weights.held_bytes() == sum(map(weights.layer_bytes, range(1, LAYERS)))
+    weights.restore([0])
+    assert torch.equal(layers[0].weight, before) and memory.free_pages == 0
+
+
 def test_a_parameter_with_another_order_of_strides_is_moved_as_it_is(memory: PhysicalMemory) -> None:
     layer = torch.nn.Linear(64, 96, bias=False)
     layer.weight.data = layer.weight.data.t().contiguous().t()
@@ -121,6 +153,21 @@ def test_what_was_set_aside_is_put_back_where_the_exchange_failed(memory: Physic
     kv.resize([0], BLOCKS)
     kv.put_back(BLOCKS)
     assert all(torch.equal(kv.read(layer, used), numbered(used, layer)) for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize("fewer", [1, 20, 63, 64, 70])
+def test_regions_close_up(memory: PhysicalMemory, fewer: int) -> None:
+    """Also where more is left of one than is between its old place and its new one."""
+    rows, regions = 71, 3
+    memory.create(regions * rows * (16 << 10))
+    kv = kv_of(memory, regions * rows)
+    kv.resize([1], regions * rows)
+    every = list(range(regions * rows))
+    kv.write(1, every, numbered(every))
+    kv.narrow([1], regions, rows, fewer)
+    left = [region * rows + row for region in range(regions) for row in range(fewer)]
+    assert torch.equal(kv.read(1, list(range(regions * fewer))), numbered(left))
+    assert memory.free_pages == regions * rows * 4 - (regions * fewer - BLOCKS) * 4
 
 
 def test_blocks_move_within_their_region(memory: PhysicalMemory) -> None:

@@ -63,4 +63,4 @@ def test_both_are_split_and_restored_where_nobody_is_slow(engines: tuple[WorkerH
 
 
 def test_the_directory_waits_until_an_order_is_over() -> None:
-    assert FENCE_S + SplitLimits().order_s < CHANGE_S
+    assert FENCE_S + SplitLimits().order_s < CHANGE_S["drop"]

@@ -76,7 +76,9 @@ def test_shared_prefixes_stay_shared(both: SplitTogether) -> None:
     assert both.finish() == right
 
 
-@pytest.mark.parametrize("what", ["WithoutRegions", "WithoutExchange", "WithAPartOfTheWeights"])
+@pytest.mark.parametrize(
+    "what", ["WithoutRegions", "WithoutExchange", "WithoutClosingUp", "WithAPartOfTheWeights"]
+)
 def test_without_it_outputs_are_wrong(
     both: SplitTogether, asked: list[Request], right: Answers, what: str
 ) -> None:
@@ -158,6 +160,30 @@ def test_a_peer_that_is_slow_in_each_answer_costs_a_bounded_time(
         assert engine.until(lambda state: not state["epoch"])["blocks"] == BLOCKS
     both.second.broken("")
     both.first.limit(ORDER_S)
+    assert both.finish() == right
+    assert [engine.faults() for engine in both.engines] == [[], []]
+
+
+def test_while_parameters_come_back_answers_go_on(both: SplitTogether) -> None:
+    """For about a second, in pools that are small again."""
+    asked = requests(13, count=8, output=200)
+    right = both.right(asked)
+    both.fresh()
+    whole = both.first.state()["parameters"]
+    both.split_in_flight(asked, generated=40)
+    for engine in both.engines:
+        engine.broken("SlowToReturn")
+    both.tell_restore()
+    begun = [engine.until(lambda state: state["blocks"] == BLOCKS) for engine in both.engines]
+    later = [
+        engine.until(lambda state, passed=state["passes"]: state["passes"] > passed + 5)  # type: ignore[misc]
+        for engine, state in zip(both.engines, begun, strict=True)
+    ]
+    assert all(state["epoch"] == both.epoch for state in (*begun, *later))
+    assert all(state["parameters"] < whole for state in (*begun, *later))
+    assert all(now["generated"] > then["generated"] for now, then in zip(later, begun, strict=True))
+    ended = [engine.until(lambda state: not state["pending"]) for engine in both.engines]
+    assert all(state["epoch"] == 0 and state["parameters"] == whole for state in ended)
     assert both.finish() == right
     assert [engine.faults() for engine in both.engines] == [[], []]
 

@@ -95,8 +95,8 @@ class SplitChild:
             "left": len(requests),
             "generated": sum(request.num_output_tokens for request in requests),
             "preemptions": sum(request.num_preemptions for request in requests),
-            "passes": self.split.tally.passes,
-            "served": self.split.tally.served,
+            "passes": self.split.passes.tally.passes,
+            "served": self.split.passes.tally.served,
             "parameters": self.split.weights.held_bytes(),
         }
 
@@ -124,7 +124,7 @@ class SplitChild:
         return taken
 
     def spent(self) -> SpentSplit:
-        tally = self.split.tally
+        tally = self.split.passes.tally
         return SpentSplit(tally.passes, tally.peer_s, tally.idle_s, tally.served_s)
 
     def limit(self, order_s: float) -> None:
@@ -134,8 +134,9 @@ class SplitChild:
         """What this engine does is wrong in one way from now on; "": right again."""
         from tests.workers.overload import broken
 
-        self.split.__class__ = getattr(broken, name, SplitModel)
-        self.split.weights.__class__ = broken.SkipsALayer if name == "WithAPartOfTheWeights" else LayerWeights
+        self.split.__class__ = broken.MODELS.get(name, SplitModel)
+        weights = {"WithAPartOfTheWeights": broken.SkipsALayer, "SlowToReturn": broken.SlowToReturn}
+        self.split.weights.__class__ = weights.get(name, LayerWeights)
 
     def late_message(self, part: int, epoch: int) -> str:
         """KV of a split that is over, sent to a peer as if it had been on its way for long."""

@@ -12,7 +12,7 @@ from workers.overload.membership import DeviceLock, EngineMemory, PeerLine, Spli
 from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, RestoreOrder, SplitReport
+from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport
 from workers.overload.pages import PhysicalMemory
 from workers.overload.split import SplitModel
 
@@ -69,6 +69,8 @@ class WorkerHere:
         for layer in range(LAYERS):
             kv.write(layer, USED, torch.randn(len(USED), 2, 32))
         self.had, self.parameters = self.kv(), weights.held_bytes()
+        self._layers = model.model.layers
+        self._had = [layer.linear.weight.detach().clone() for layer in self._layers]
 
     def kv(self) -> list[torch.Tensor]:
         return [self.split.kv.read(layer, USED).clone() for layer in range(LAYERS)]
@@ -78,8 +80,24 @@ class WorkerHere:
         return all(map(torch.equal, self.kv(), self.had))
 
     @property
+    def has_its_parameters(self) -> bool:
+        """To be asked of one that is whole: what is dropped has no memory."""
+        return all(
+            torch.equal(layer.linear.weight, had) for layer, had in zip(self._layers, self._had, strict=True)
+        )
+
+    @property
     def whole(self) -> bool:
         return not self.split.is_split and self.split.weights.held_bytes() == self.parameters
+
+    def until_loaded(self, limit_s: float = 20.0) -> SplitReport:
+        """All members have their parameters."""
+        end = time.monotonic() + limit_s
+        while (report := self.split.take_report()) is None:
+            assert time.monotonic() < end, "parameters do not come back"
+            time.sleep(0.002)
+        assert report.event is SplitEvent.LOADED
+        return report
 
     def step(self, what: Callable[[SplitModel], None]) -> SplitReport:
         with self.device:
@@ -116,8 +134,29 @@ def dropping(worker: WorkerHere, order: DropOrder) -> Callable[[], SplitReport]:
 
 
 def restores(workers: Sequence[WorkerHere], epoch: int = 1) -> list[Callable[[], SplitReport]]:
-    return [restoring(worker, RestoreOrder(epoch, {}, USED)) for worker in workers]
+    return [restoring(worker, epoch) for worker in workers]
 
 
-def restoring(worker: WorkerHere, order: RestoreOrder) -> Callable[[], SplitReport]:
-    return lambda: worker.step(lambda split: split.restore(order))
+def restoring(worker: WorkerHere, epoch: int) -> Callable[[], SplitReport]:
+    def step() -> SplitReport:
+        begun = worker.step(lambda split: split.narrow(NarrowOrder(epoch, {})))
+        if begun.event is not SplitEvent.NARROWED:
+            return begun
+        worker.until_loaded()
+        return leaving(worker, epoch)()
+
+    return step
+
+
+def narrows(workers: Sequence[WorkerHere], epoch: int = 1) -> list[Callable[[], SplitReport]]:
+    """A restore's beginning on each."""
+    return [narrowing(worker, NarrowOrder(epoch, {})) for worker in workers]
+
+
+def narrowing(worker: WorkerHere, order: NarrowOrder) -> Callable[[], SplitReport]:
+    return lambda: worker.step(lambda split: split.narrow(order))
+
+
+def leaving(worker: WorkerHere, epoch: int = 1) -> Callable[[], SplitReport]:
+    """A restore's end."""
+    return lambda: worker.step(lambda split: split.restore(RestoreOrder(epoch, USED)))
