@@ -161,14 +161,18 @@ STARTING = ReliedOn(signatures={_CPU: {"check_and_update_config": ("vllm_config"
 
 def fork_engine_on_cpu() -> None:
     """A patch of this process and those that it forks: vLLM's CPU platform has each of an engine's processes
-    spawned, whatever the environment says."""
+    spawned, whatever the environment says, and an only worker has one, too. On GPUs that worker is in the
+    engine core's, and so it is here: no step waits for messages of the two, and nobody watches for them."""
     from vllm.platforms.cpu import CpuPlatform
 
     updating = CpuPlatform.check_and_update_config
 
     @functools.wraps(updating)
     def check_and_update_config(vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        executor = parallel.distributed_executor_backend  # vLLM's own choice for one rank, or the user's
         updating(vllm_config)
+        parallel.distributed_executor_backend = executor
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)

@@ -1,10 +1,12 @@
 """python -m workers.serve OPTIONS: vLLM's OpenAI server, the first process of an engine.
 
-Options and behaviour are those of vLLM's own module, but for one thing. vLLM's CPU platform *spawns* the
+Options and behaviour are those of vLLM's own module, but for its processes on CPUs. There vLLM *spawns* the
 engine core and the workers, and each imports torch and vLLM again: half of an engine's start on two cores,
-and 0.4 GiB that they could share. It does so since threads are bound to cores when OpenMP is loaded. Where
-nothing is bound, as in a fleet's engines (`workers/launch.py`), they are forked, unless the environment has
-VLLM_WORKER_MULTIPROC_METHOD=spawn.
+and 0.4 GiB that they could share. An only worker has a process, too: each token waits for two messages to it
+and back. It does so since threads are bound to cores when OpenMP is loaded. Where nothing is bound, as in a
+fleet's engines (`workers/launch.py`), they are forked, and an only worker is in the engine core's process as
+it is on GPUs, unless the environment has VLLM_WORKER_MULTIPROC_METHOD=spawn or the engine is told
+`distributed-executor-backend: mp`.
 """
 
 import os

@@ -20,7 +20,7 @@ from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from workers.launch import SERVER
 
-ENGINE = ("VLLM::EngineCore", "VLLM::Worker", SERVER)
+ENGINE = ("VLLM::EngineCore", SERVER)
 KEEPS = ("ray::KeeperActor",)
 FRONT = ("router.gateway", "router.batch", "ray::DirectoryActor", "ray::GatewaysActor")
 RAY = ("gcs_server", "raylet/raylet")

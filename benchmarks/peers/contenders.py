@@ -1,8 +1,8 @@
 """What is compared: our fleets, and peers' routers over plain vLLM. Each is a context that yields a URL.
 
-Engines are alike in model, options and threads; ours have our connector and scheduler besides. Engines of the
-two routers are the same three, kept for the whole run: idle ones take no time. Everything else is started for
-its turn and ended after it.
+Engines are alike in model, options and threads; ours have our connector, scheduler and server besides, and on
+CPUs one process less (`workers/serve.py`). Engines of the two routers are the same three, kept for the whole
+run: idle ones take no time. Everything else is started for its turn and ended after it.
 """
 
 import importlib.util
@@ -24,11 +24,12 @@ from deploy.fleet import FleetSpec
 from deploy.fleet.components import engine_spec, engines
 from deploy.home import FleetHome
 from placement.engines import Role
-from workers.launch import EngineKeys, Start, engine_command
+from workers.launch import SERVER, EngineKeys, Start, engine_command
 from workers.processes import free_port
 
 HOST = "127.0.0.1"
 ROUTER_LIMIT_S = 60.0
+VLLMS_SERVER = "vllm.entrypoints.openai.api_server"
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
 
@@ -170,7 +171,7 @@ def _serving(bench: Bench, subject: Subject) -> Iterator[str]:
 
 
 class PlainEngines:
-    """vLLM with our options and server, without our connector and scheduler, as many as the fleet has."""
+    """vLLM with our options and its own server, without anything of ours in it, as many as the fleet has."""
 
     def __init__(self, bench: Bench, moves_kv: dict[str, str] | None = None) -> None:
         """`moves_kv`: by NIXL, with this in the environment."""
@@ -204,6 +205,9 @@ class PlainEngines:
         spec = replace(spec, connector=None, scheduler_class=None, additional=None)
         command = engine_command(spec, Start(1, port, 0), EngineKeys(), os.environ)
         argv, env = [*command.argv], dict(command.env)
+        argv[argv.index(SERVER)] = VLLMS_SERVER
+        for at in reversed([at for at, option in enumerate(argv) if option == "--middleware"]):
+            del argv[at : at + 2]
         if self._moves_kv is not None:
             env |= self._moves_kv
             argv += ["--kv-transfer-config", json.dumps(NIXL)]

@@ -83,7 +83,7 @@ def test_a_killed_peer_leaves_an_engine_that_serves_alone(fleet: RunningFleet, r
     """An engine without a batch notices no peer's end. A look at the fleet takes seconds beside a burst,
     which may end meanwhile: all that is to be known of it is asked for before."""
     page, survivor = f"http://{fleet.status()['metrics']}", f"http://{fleet.engines()['mixed-0']['http']}"
-    peer = vllm_process(fleet, "mixed-1", "VLLM::Worker")
+    peer = vllm_process(fleet, "mixed-1", "VLLM::EngineCore")
     before = changes_at(page, "drop")
     lost = metric(survivor, "conserve_splits_total", outcome="lost")
     streams = burst(fleet, "killed")
