@@ -13,7 +13,15 @@ from typing import Any
 
 from router import metrics
 from router.errors import ApiError, EngineLost
-from router.http import RelayEnd, RelayOutcome, Responder, SentPieces, break_off
+from router.http import (
+    Observation,
+    RelayEnd,
+    RelayOutcome,
+    Responder,
+    SentPieces,
+    TokenUsage,
+    break_off,
+)
 from router.legs import decoder_lost
 from router.reading import CHEAP_BYTES, Api
 from router.turn import Turn
@@ -74,6 +82,15 @@ class Continuation:
         self._first_cut: float | None = None
         self._was_cut = False
         self._fails_as = "set_aside"  # what it is counted as if it ends now
+
+    def with_usage(self, seen: Observation) -> Observation:
+        """With what the engine said in its lines, where the client did not ask for `usage`."""
+        prompt = self.sent.prompt if self.sent is not None and seen.usage is None else None
+        if self.sent is None or prompt is None:
+            return seen
+        generated = self.sent.generated
+        usage = TokenUsage(prompt[0], max(0, seen.events - 2) if generated is None else generated, prompt[1])
+        return seen._replace(usage=usage)
 
     def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
         """What another engine is asked. Raises what ended the stream when it was cut too often."""

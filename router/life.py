@@ -97,7 +97,7 @@ class Life:
                 metrics.TURNS.labels("client_gone").inc()
                 return
             stream.ended(ran.outcome)
-            self._close(turn, who, route, ran, cause)
+            self._close(turn, who, route, ran, stream, cause)
             if legs.decoder_lost(ran.outcome):
                 self._losses.check(turn.prompt.chain.end.digest)
             legs.answer_what_is_left(ran.outcome, responder)
@@ -115,8 +115,10 @@ class Life:
         except ApiError as wrong:
             return route, replace(ran, outcome=stream.broken_off(responder, wrong))
 
-    def _close(self, turn: Turn, who: Identified, route: Route, ran: Ran, first_cause: str) -> None:
-        outcome, seen = ran.outcome, ran.observer.observation()
+    def _close(
+        self, turn: Turn, who: Identified, route: Route, ran: Ran, stream: Continuation, first_cause: str
+    ) -> None:
+        outcome, seen = ran.outcome, stream.with_usage(ran.observer.observation())
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
             if isinstance(ran.observer, AnswerObserver) and turn.history is not None:
                 self._answers.keep(turn.space, turn.history, ran.observer.response)

@@ -1,7 +1,9 @@
 """Token lines: an engine's streams say which tokens they are made of, and can begin where another one ended.
 
 Middleware of vLLM's server, asked for by gateways with a header. In front of each piece of such a stream goes
-a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. When
+a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. The
+first begins with the prompt's tokens and how many of them were cached, as in `:=595/128=12;`: few clients ask
+for `usage`, and who places turns has to know. When
 the engine ends, the gateway sends the request to another one with these outputs: they are put through the
 same parsers in the same steps, the pieces that the client has are left out, and what follows is what would
 have followed. All ids are drawn from a seed, and are the same again. What fails before it is past these
@@ -44,6 +46,11 @@ AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiApp = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
 
 
+def _counts(output: Any) -> bytes:
+    prompt, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens
+    return b"=%d=" % prompt if cached is None else b"=%d/%d=" % (prompt, max(0, cached))
+
+
 class TokenLines:
     """One answer on its way out."""
 
@@ -55,6 +62,7 @@ class TokenLines:
         self._created, self._created_here = created, b""
         self._outputs = b""  # since the last piece
         self._generations = 0
+        self._counted = False  # the prompt
         self._streams = self._engine_died = self._refused = False
         self._held: AsgiMessage | None = None  # the head, until there is a piece that the client lacks
 
@@ -74,6 +82,9 @@ class TokenLines:
                     if self.replay is not None and output.num_cached_tokens:
                         most = len(output.prompt_token_ids or ())  # the first engine's answer is no prompt
                         output.num_cached_tokens = min(output.num_cached_tokens, most)
+                    if not self._counted:
+                        self._outputs += _counts(output)
+                        self._counted = True
                     self._outputs += ",".join(map(str, output.outputs[0].token_ids)).encode() + b";"
                     yield output
                     if self.replay is not None:

@@ -1,8 +1,9 @@
 """What of a stream its client has, in the engine's words: enough for another engine to go on with it.
 
 Asked to, an engine writes a line in front of each piece of a stream: the tokens of its outputs since the last
-one, as in `:12,13;14;` (workers/token_lines.py). The line is kept and not passed on. Most pieces are one
-event in one chunk, which loses its line in one cut; all else takes the long way.
+one, as in `:12,13;14;` (workers/token_lines.py), in the first also how long the prompt is and how much of it
+was cached. The line is kept and not passed on. Most pieces are one event in one chunk, which loses its line
+in one cut; all else takes the long way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ PIECES = b"x-stream-pieces"
 SEED = b"x-stream-seed"
 CREATED = b"x-stream-created"
 
-LINE = re.compile(rb"^:[0-9,;-]*\n", re.MULTILINE)
+LINE = re.compile(rb"^:(?:=[0-9]+(?:/[0-9]+)?=)?[0-9,;-]*\n", re.MULTILINE)
+TOKEN = re.compile(rb"[0-9]+")
+COUNTS = re.compile(rb"=([0-9]+)(?:/([0-9]+))?=")
 CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
 NOT_TO_BE_CONTINUED = b"-"
 MOST_BYTES = 256 * 1024  # of a stream's lines, some 30,000 tokens: they are held, and read in one go
@@ -52,8 +55,20 @@ class SentPieces:
     @property
     def outputs(self) -> list[list[int]]:
         """Token ids of each of the engine's outputs."""
-        each = bytes(self.lines).replace(b":", b"").replace(b"\n", b"").split(b";")[:-1]
+        each = COUNTS.sub(b"", self.lines).replace(b":", b"").replace(b"\n", b"").split(b";")[:-1]
         return [[int(token) for token in one.split(b",")] if one else [] for one in each]
+
+    @property
+    def prompt(self) -> tuple[int, int | None] | None:
+        """Its tokens, and how many of them were cached, as the engine that began has said."""
+        found = COUNTS.search(self.lines)
+        return (int(found[1]), int(found[2]) if found[2] else None) if found else None
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens; None where the lines do not have them all."""
+        whole = len(self.lines) < MOST_BYTES and NOT_TO_BE_CONTINUED not in self.lines
+        return len(TOKEN.findall(COUNTS.sub(b"", self.lines))) if whole else None
 
     @property
     def why_not(self) -> str | None:

@@ -21,7 +21,7 @@ from router.identity import Explicit
 from router.reading import CHEAP_BYTES, Api, Prompt
 from router.turn import Turn
 from tests.router.test_failures import engine_process
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, prompt_size
 from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
@@ -56,6 +56,23 @@ async def cuts(made: Fleet) -> dict[str, float]:
 async def counted(made: Fleet, before: dict[str, float]) -> dict[str, float]:
     after = await cuts(made)
     return {what: n - before.get(what, 0) for what, n in after.items() if n != before.get(what, 0)}
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["", "usage"])
+async def test_sizes_are_known_of_a_stream_whose_client_asks_for_none(
+    tmp_path: Path, path: str, usage: dict[str, Any]
+) -> None:
+    async with fleet(tmp_path, engine={"token_s": 0.001, "cached": 40}, prefillers=0) as made:
+        said = "x" * 3_000 if path == "/v1/completions" else [user("x" * 3_000)]
+        answer = await ask(made.urls[0], said, path=path, stream=True, max_tokens=12, **usage)
+        assert answer.status == 200 and (b'"usage"' in answer.body) is bool(usage)
+        known: dict[str, Any] = {"turns": 0}
+        async with asyncio.timeout(10):
+            while not known["turns"]:
+                (known,) = (await get(f"{made.urls[0]}/v1/conversations"))[1]["data"]
+        (request,) = made.decoder_requests()
+        assert known["prompt_tokens"] == prompt_size(request.body) and known["completion_tokens"] == 12
 
 
 def cut_first(made: Fleet, after: int) -> None:

@@ -198,7 +198,7 @@ class FakeEngine:
                 whole["choices"][0]["message"]["tool_calls"] = [{"id": "c", "type": "function"}]
             return web.json_response(whole)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        pieces = _Pieces(response, request, body, self)
+        pieces = _Pieces(response, request, body, self, prompt)
         await response.prepare(request)
         if messages:
             await self._stream_message(pieces, answer_id, count, usage)
@@ -297,7 +297,12 @@ class _Pieces:
     """A stream's pieces, with their tokens in front where a gateway asked for that, from where it asked."""
 
     def __init__(
-        self, response: web.StreamResponse, request: web.Request, body: dict[str, Any], engine: FakeEngine
+        self,
+        response: web.StreamResponse,
+        request: web.Request,
+        body: dict[str, Any],
+        engine: FakeEngine,
+        prompt: int,
     ) -> None:
         asked = request.headers.get("x-stream-pieces")
         self._response, self._request, self._engine = response, request, engine
@@ -305,6 +310,8 @@ class _Pieces:
         self._had = int(asked or 0)
         self._tokens: list[int] = []
         self._given = _given(body)
+        cached = b"" if engine.cached is None else b"/%d" % min(engine.cached, prompt)
+        self._counts = b"=%d%b=" % (prompt, cached)
         if self._lined:
             response.headers["x-stream-pieces"] = asked or ""
 
@@ -321,8 +328,10 @@ class _Pieces:
         await asyncio.sleep(self._engine.token_s)
 
     async def write(self, data: bytes) -> None:
-        line = b":" + b"".join(b"%d;" % token for token in self._tokens) + b"\n" if self._lined else b""
-        self._tokens = []
+        line = b""
+        if self._lined:
+            line = b":" + self._counts + b"".join(b"%d;" % token for token in self._tokens) + b"\n"
+        self._tokens, self._counts = [], b""
         if self._had:
             self._had -= 1
         else:

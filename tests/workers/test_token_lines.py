@@ -27,6 +27,7 @@ RESPONSES_TOOL = {"type": "function", **CITY_TOOL["function"]}
 MESSAGES_TOOL = {"name": "weather", "description": "Weather.", "input_schema": CITY}
 GREEDY = {"model": "m", "temperature": 0, "stream": True, "ignore_eos": True}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+COUNTS = re.compile(rb"=([0-9]+)/([0-9]+)=")
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 
 
@@ -40,7 +41,8 @@ def stream(
     engine: Engine, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
 ) -> list[tuple[bytes, bytes]]:
     """Pieces with the lines in front of them; behind those that the client has."""
-    outputs = [[int(t) for t in one.split(b",") if t] for one in b"".join(had).split(b";")[:-1]]
+    only_tokens = COUNTS.sub(b"", b"".join(had))
+    outputs = [[int(t) for t in one.split(b",") if t] for one in only_tokens.split(b";")[:-1]]
     if outputs:
         body = {**body, "kv_transfer_params": {"resume": {"outputs": outputs}}}
     headers = {"Content-Type": "application/json", "X-Stream-Pieces": str(len(had)), "X-Stream-Seed": "5eed"}
@@ -109,7 +111,7 @@ def date_of(pieces: list[tuple[bytes, bytes]]) -> str:
 
 
 def tokens(pieces: list[tuple[bytes, bytes]]) -> list[bytes]:
-    return [one for one in re.split(b"[;,]", b"".join(line for line, _ in pieces)) if one]
+    return [one for one in re.split(b"[;,]", COUNTS.sub(b"", b"".join(line for line, _ in pieces))) if one]
 
 
 VOLATILE = {
@@ -167,6 +169,19 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
         cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
         kept["input_tokens"] += sum(value.get(name) or 0 for name in cached)
     return kept
+
+
+@pytest.mark.parametrize("case", ["text", "messages", "responses", "usage"])
+def test_the_first_line_says_how_long_the_prompt_is(engine: Engine, case: str) -> None:
+    """As `usage` does, which few clients ask for; and that is said once."""
+    path, asked = CASES[case]
+    pieces = stream(engine, path, {**GREEDY, **asked}, [])
+    text = b"".join(piece for _, piece in pieces)
+    said = int(re.findall(rb'"(?:prompt|input)_tokens": ?([0-9]+)', text)[-1])
+    if case == "messages":  # which counts apart what was cached
+        said += sum(map(int, re.findall(rb'"cache_(?:read|creation)_input_tokens": ?([0-9]+)', text)[-2:]))
+    ((prompt, cached),) = COUNTS.findall(b"\n".join(line for line, _ in pieces))
+    assert COUNTS.match(pieces[0][0]) and int(prompt) == said > int(cached)
 
 
 def test_a_stop_string_may_span_the_cut(engine: Engine) -> None:
