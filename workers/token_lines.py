@@ -2,8 +2,8 @@
 
 Middleware of vLLM's server, asked for by gateways with a header. In front of each piece of such a stream goes
 a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. The
-first begins with the prompt's tokens and how many of them were cached, as in `:=595/128=12;`: few clients ask
-for `usage`, and who places turns has to know. When
+first begins, if that is asked for, with the prompt's tokens and how many of them were cached, as in
+`:=595/128=12;`: few clients ask for `usage`, and who places turns has to know. When
 the engine ends, the gateway sends the request to another one with these outputs: they are put through the
 same parsers in the same steps, the pieces that the client has are left out, and what follows is what would
 have followed. All ids are drawn from a seed, and are the same again. What fails before it is past these
@@ -29,6 +29,7 @@ logger = logging.getLogger("conserve.workers.token_lines")
 PIECES = b"x-stream-pieces"  # asks for lines; so many pieces has the client already
 SEED = b"x-stream-seed"
 CREATED = b"x-stream-created"  # when the answer began, as the client was told
+COUNTS = b"x-stream-counts"  # the first line is to say how long the prompt is: a gateway of before reads none
 REQUEST_ID = b"x-request-id"  # vLLM names the answer after it
 NOT_TO_BE_CONTINUED = b"-"
 
@@ -54,7 +55,7 @@ def _counts(output: Any) -> bytes:
 class TokenLines:
     """One answer on its way out."""
 
-    def __init__(self, send: AsgiSend, pieces: int, seed: str, created: bytes) -> None:
+    def __init__(self, send: AsgiSend, pieces: int, seed: str, created: bytes, counts: bool = False) -> None:
         self.replay: ReplayedOutputs | None = None
         self._send = send
         self._had = pieces
@@ -62,7 +63,7 @@ class TokenLines:
         self._created, self._created_here = created, b""
         self._outputs = b""  # since the last piece
         self._generations = 0
-        self._counted = False  # the prompt
+        self._counts = counts  # the prompt, once
         self._streams = self._engine_died = self._refused = False
         self._held: AsgiMessage | None = None  # the head, until there is a piece that the client lacks
 
@@ -82,9 +83,9 @@ class TokenLines:
                     if self.replay is not None and output.num_cached_tokens:
                         most = len(output.prompt_token_ids or ())  # the first engine's answer is no prompt
                         output.num_cached_tokens = min(output.num_cached_tokens, most)
-                    if not self._counted:
+                    if self._counts:
                         self._outputs += _counts(output)
-                        self._counted = True
+                        self._counts = False
                     self._outputs += ",".join(map(str, output.outputs[0].token_ids)).encode() + b";"
                     yield output
                     if self.replay is not None:
@@ -173,7 +174,7 @@ class TokenLinesMiddleware:
         if not (_COUNT.fullmatch(pieces) and seed):  # the gateway sees that there are no lines
             await self._app(scope, receive, send)
             return
-        lines = TokenLines(send, int(pieces), seed.decode("latin-1"), created)
+        lines = TokenLines(send, int(pieces), seed.decode("latin-1"), created, COUNTS in said)
         if REQUEST_ID not in said:
             scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID, lines.next_id().encode())]}
         token = _CURRENT.set(lines)

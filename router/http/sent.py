@@ -17,6 +17,7 @@ from router.http.request import RawHeaders
 PIECES = b"x-stream-pieces"
 SEED = b"x-stream-seed"
 CREATED = b"x-stream-created"
+COUNTED = b"x-stream-counts"
 
 LINE = re.compile(rb"^:(?:=[0-9]+(?:/[0-9]+)?=)?[0-9,;-]*\n", re.MULTILINE)
 TOKEN = re.compile(rb"[0-9]+")
@@ -45,7 +46,7 @@ class SentPieces:
     @property
     def headers(self) -> RawHeaders:
         """For the engine that begins, and for one that goes on."""
-        said = [(PIECES, b"%d" % self.pieces), (SEED, self._seed)]
+        said = [(PIECES, b"%d" % self.pieces), (SEED, self._seed), (COUNTED, b"1")]
         return [*said, (CREATED, self._created)] if self._created else said
 
     @property

@@ -311,7 +311,7 @@ class _Pieces:
         self._tokens: list[int] = []
         self._given = _given(body)
         cached = b"" if engine.cached is None else b"/%d" % min(engine.cached, prompt)
-        self._counts = b"=%d%b=" % (prompt, cached)
+        self._counts = b"=%d%b=" % (prompt, cached) if "x-stream-counts" in request.headers else b""
         if self._lined:
             response.headers["x-stream-pieces"] = asked or ""
 

@@ -46,6 +46,7 @@ def stream(
     if outputs:
         body = {**body, "kv_transfer_params": {"resume": {"outputs": outputs}}}
     headers = {"Content-Type": "application/json", "X-Stream-Pieces": str(len(had)), "X-Stream-Seed": "5eed"}
+    headers["X-Stream-Counts"] = "1"
     headers |= {"X-Stream-Created": created} if created else {}
     connection = http.client.HTTPConnection("127.0.0.1", engine.http, timeout=240)
     connection.request("POST", path, json.dumps(body), headers)
