@@ -1,13 +1,14 @@
 """The plugins of the one connector an engine has: their interface, and which of them an engine gets.
 
-vLLM gives an engine one connector, in two processes: the scheduler's (EngineCore) and one a worker rank.
+vLLM gives an engine one connector, in the scheduler's process (EngineCore) and in each worker rank's, which
+is the same process where there is one rank.
 A *plugin* is a job of that connector (transfer, retention, checkpoint, safepoint). It has a scheduler side
 and a worker side; each overrides only the hooks it needs. `connector.py` calls the sides in the order of
 `plugin_paths` and merges what they return. Hooks say when they are called.
 
 What a plugin's sides tell each other is theirs: the scheduler side returns an *order* for the step, its
 worker side gets it before the step; the worker side returns a *report* after the step, its scheduler side
-gets it with the step's outcome. Both cross processes, so they are plain picklable data.
+gets it with the step's outcome. Both may cross processes, so they are plain picklable data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,10 +132,10 @@ class SchedulerSide(PluginSide):
 
 
 class WorkerSide(PluginSide):
-    """Runs in a worker process, one a rank."""
+    """Runs in a worker, one a rank."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
-        """In a worker's process only."""
+        """In a worker only."""
 
     def overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(WorkerSide, hook)

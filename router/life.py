@@ -135,7 +135,10 @@ class Life:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
             if done.prompt_tokens:
                 self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
-            computed = max(0, done.prompt_tokens - ((seen.usage and seen.usage.cached_tokens) or 0))
+            had = (seen.usage and seen.usage.cached_tokens) or 0
+            if ran.prefilled.at is not None:  # what came from the prefiller is cached for the decoder
+                had = ran.prefilled.cached_tokens
+            computed = max(0, done.prompt_tokens - had)
             turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
             first_token_s, handover_s = _took(route, ran.prefilled, seen)
             self._directory.turn_ended(

@@ -24,6 +24,7 @@ class Prefilled:
     """What became of a turn's prefill leg."""
 
     at: float | None = None  # when the prefiller had computed the prompt
+    cached_tokens: int = 0  # of the prompt, on the prefiller
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +128,6 @@ class Runner:
             self._losses.note(turn.prompt.chain.end.digest, prefiller)
         lost = prefiller if answer.unreachable else None
         prefilled.at = self._clock() if answer.prompt_tokens else None
+        prefilled.cached_tokens = answer.cached_tokens or 0
         self._directory.prefill_done(key, answer.prompt_tokens, lost, answer.cached_tokens)
         return answer.params

@@ -5,8 +5,8 @@ engine core and the workers, and each imports torch and vLLM again: half of an e
 and 0.4 GiB that they could share. An only worker has a process, too: each token waits for two messages to it
 and back. It does so since threads are bound to cores when OpenMP is loaded. Where nothing is bound, as in a
 fleet's engines (`workers/launch.py`), they are forked, and an only worker is in the engine core's process as
-it is on GPUs, unless the environment has VLLM_WORKER_MULTIPROC_METHOD=spawn or the engine is told
-`distributed-executor-backend: mp`.
+it is on GPUs, unless the environment has VLLM_WORKER_MULTIPROC_METHOD=spawn. With the engine's option
+`distributed-executor-backend: mp`, and with data parallel ranks, workers have processes as vLLM has it.
 """
 
 import os

@@ -83,9 +83,9 @@ class TokenLines:
                     if self.replay is not None and output.num_cached_tokens:
                         most = len(output.prompt_token_ids or ())  # the first engine's answer is no prompt
                         output.num_cached_tokens = min(output.num_cached_tokens, most)
-                    if self._counts:
-                        self._outputs += _counts(output)
-                        self._counts = False
+                    if self._counts and self._generations == 1:  # of several prompts it would say one's
+                        self._outputs = _counts(output) + self._outputs
+                    self._counts = False
                     self._outputs += ",".join(map(str, output.outputs[0].token_ids)).encode() + b";"
                     yield output
                     if self.replay is not None:

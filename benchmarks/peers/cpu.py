@@ -19,7 +19,7 @@ MARK = "CONSERVE_BENCHMARK_RUN"
 # The first that a command line holds is its kind.
 KINDS = (
     ("VLLM::Worker", "model"),
-    ("VLLM::EngineCore", "engine core"),
+    ("VLLM::EngineCore", "engine core"),  # and the model, where there is no worker
     (SERVER, "engine server"),
     ("api_server", "engine server"),  # a peer's
     ("router.gateway", "router"),

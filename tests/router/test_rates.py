@@ -103,6 +103,18 @@ async def test_tokens_a_minute_are_those_that_were_computed(tmp_path: Path) -> N
         assert (await ask(url, [user("z" * 5000)], headers=BOB)).status == 200
 
 
+async def test_what_a_prefiller_computed_is_charged_though_the_decoder_has_it_cached(tmp_path: Path) -> None:
+    async with limited(tmp_path, {"tokens_per_minute": 9000}, prefillers=1) as made:
+        made.engines["d0"].cached = 100_000
+        url = made.urls[0]
+        for number, stream in enumerate((False, True)):
+            said = {"x-session-id": f"long-{number}"}
+            assert (await alice(url, "x" * 2500, max_tokens=10, said=said, stream=stream)).status == 200
+        assert len([one for one in made.engines["p0"].seen if one.path != "/metrics"]) >= 2
+        after = await alice(url, "s", max_tokens=1, said={"x-session-id": "after"})
+        assert left(after, "tokens") < 9000 - 2 * 2500 + 600  # what a few seconds add
+
+
 async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
     """The engine that goes on has them in its prompt, and may find them in its cache."""
     async with limited(

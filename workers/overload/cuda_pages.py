@@ -118,6 +118,10 @@ class CudaDriver:
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def settle(self) -> None:
+        """Not the whole device: a layer that comes back beside it would be waited for in each step."""
+        torch.cuda.current_stream(self._device).synchronize()
+
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         return bytes_at(address, nbytes, self._device)
 

@@ -52,10 +52,12 @@ class SplitPhase(IntEnum):
     GIVEN = 3  # each peer has all KV that is its to keep
     SPLIT = 4
     MOVED = 5  # at a step boundary; own blocks are in the places of a whole model's pool
-    NARROW = 6  # pools are as large as those; parameters come back beside serving
-    LOADED = 7  # they are here
-    LEAVING = 8  # at a step boundary; peers' batches still come
-    TAKEN = 9  # all own KV is back
+    ALL_MOVED = 6  # each has seen that the others have come; who has not been seen is not in it
+    NARROW = 7  # pools are as large as those; parameters come back beside serving
+    LOADED = 8  # they are here
+    LEAVING = 9  # at a step boundary; peers' batches still come
+    ALL_LEAVE = 10
+    TAKEN = 11  # all own KV is back
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,9 @@ class MemfdDriver:
     def wait(self) -> None:
         return
 
+    def settle(self) -> None:
+        return
+
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         return bytes_at(address, nbytes, torch.device("cpu"))
 

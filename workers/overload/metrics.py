@@ -65,7 +65,7 @@ HISTOGRAMS = {
     ),
     "return_seconds": HistogramSpec(
         "conserve_split_return_seconds",
-        "How long parameters took to come back beside serving, until all members had theirs.",
+        "How long parameters took to come back beside serving, until all members had theirs, or were late.",
         _BUCKETS,
     ),
 }

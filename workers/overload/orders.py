@@ -29,6 +29,7 @@ class RestoreOrder:
 
     epoch: int
     used: list[int]
+    last: bool = False  # who is late again is lost
 
 
 @dataclass(frozen=True, slots=True)

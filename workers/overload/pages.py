@@ -46,6 +46,9 @@ class PageDriver(Protocol):
     def wait(self) -> None:
         """Until nothing that was launched reads or writes memory."""
 
+    def settle(self) -> None:
+        """Until what this thread has launched is done."""
+
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         """Bytes of an address range, whatever is mapped there; who touches what is unmapped faults."""
 

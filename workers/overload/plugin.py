@@ -35,7 +35,7 @@ NAME = "overload"
 LINK_BYTES_PER_S = 1e9  # between engines: assumed, nobody measures it
 FENCE_S = 5.0  # for copies and transfers that are under way
 EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
-AGAIN_S = 1.0  # between two tries of a restore's end: a peer was late for the first
+AGAIN_S, TRIES = 1.0, 3  # of a restore's end: a peer may be late
 SplitOrder = DropOrder | NarrowOrder | RestoreOrder
 
 
@@ -54,6 +54,7 @@ class OverloadScheduler(SchedulerSide):
         self._restoring: FeedCommand | None = None  # while parameters come back
         self._stood_s = 0.0  # for its beginning
         self._ends_from: float | None = None  # all members have their parameters
+        self._tries = 0
         self._epoch = self._newest = 0  # of the split that lasts; of any that was asked for
         self._partners: tuple[str, ...] = ()  # in the last one
         self._whole_blocks = 0
@@ -140,7 +141,8 @@ class OverloadScheduler(SchedulerSide):
         if ordered.command == "drop":
             return DropOrder(ordered.epoch, ordered.members, ordered.part, self._moved_blocks())
         if self.returning:
-            return RestoreOrder(ordered.epoch, self._moved_blocks())
+            self._tries += 1
+            return RestoreOrder(ordered.epoch, self._moved_blocks(), last=self._tries >= TRIES)
         return NarrowOrder(ordered.epoch, self._moves)
 
     def _moved_blocks(self) -> list[int]:
@@ -178,7 +180,7 @@ class OverloadScheduler(SchedulerSide):
             self._ends_from = self._residence.clock()
             return
         if event is SplitEvent.NARROWED:
-            self._restoring, self._stood_s = ordered, report.seconds
+            self._restoring, self._stood_s, self._tries = ordered, report.seconds, 0
             self._publish()
             return
         dropped = event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)

@@ -14,7 +14,7 @@ from workers.overload import vllm_internals as internals
 from workers.overload.orders import PeersForecasts, SplitReport
 from workers.overload.plugin import NAME, OverloadScheduler
 
-IDLE_S = 0.005  # between steps of an engine that has no requests, while its parameters come back
+IDLE_S = 0.02  # between steps of an engine that has no requests, while its parameters come back
 MEASURED_EVERY = 32  # iterations: the first of them before anything is known of this engine's time
 
 

@@ -44,6 +44,9 @@ from workers.overload.returning import ReturningWeights
 
 logger = logging.getLogger("conserve.workers.overload")
 
+PROTOCOL = 2  # of phases and messages: engines of another one share nothing
+AGAIN_S = 0.2  # between two questions whether a peer's parameters are there
+
 
 class SplitModel:
     """One a worker, of a decoder whose layers are all alike."""
@@ -87,7 +90,8 @@ class SplitModel:
         """What there is to say: of an order's end, or else of parameters that have come."""
         report, self._report = self._report, None
         if report is None:
-            report, self._loaded = self._loaded, None
+            with self._changed:
+                report, self._loaded = self._loaded, None
         return report
 
     def close(self) -> None:
@@ -130,7 +134,9 @@ class SplitModel:
         try:
             with member.until(began + self.limits.order_s):
                 self._move(member, order.moves)
-                if not self._all_have_come(member, SplitPhase.MOVED, SplitPhase.SPLIT, began):
+                meetings = SplitPhase.MOVED, SplitPhase.ALL_MOVED
+                if why := self._not_all_come(member, meetings, SplitPhase.SPLIT):
+                    self._tell(SplitEvent.NOT_RESTORED, order.epoch, began, why)
                     return
         except PeerError as error:
             self._lost(member, error)
@@ -142,18 +148,19 @@ class SplitModel:
             self.weights, member.gone, lambda began: self._come_back(member, began)
         )
 
-    def _all_have_come(self, member: Membership, phase: SplitPhase, before: SplitPhase, began: float) -> bool:
-        """False, and this engine is where it was before, if one has not."""
-        self._enter(phase)
-        with self._device.lent():
-            try:
-                for part in member.others:
-                    member.meet(part, phase)
-            except PeerRefused as late:
-                self._enter(before)
-                self._tell(SplitEvent.NOT_RESTORED, member.epoch, began, str(late))
-                return False
-        return True
+    def _not_all_come(self, member: Membership, meetings: Sequence[SplitPhase], before: SplitPhase) -> str:
+        """Why, and this engine is where it was before; or nothing. They meet twice: with more than two, one
+        may have seen all come that another gave up, and must not go on by itself."""
+        for phase in meetings:
+            self._enter(phase)
+            with self._device.lent():
+                try:
+                    for part in member.others:
+                        member.meet(part, phase)
+                except PeerRefused as late:
+                    self._enter(before)
+                    return str(late)
+        return ""
 
     def close_up(self, member: Membership) -> None:
         """Regions of members become as small as their pools are."""
@@ -168,12 +175,14 @@ class SplitModel:
                 return
             self._phase = SplitPhase.LOADED
             self._changed.notify_all()
-        for part in member.others:
-            self._meet_loaded(member, part, began + self.limits.load_s)
-        with self._changed:
-            if self.member is member:
-                seconds = time.monotonic() - began
-                self._loaded = SplitReport(SplitEvent.LOADED, member.epoch, member.blocks, seconds)
+        try:
+            for part in member.others:
+                self._meet_loaded(member, part, began + self.limits.load_s)
+        finally:
+            with self._changed:
+                if self.member is member:
+                    seconds = time.monotonic() - began
+                    self._loaded = SplitReport(SplitEvent.LOADED, member.epoch, member.blocks, seconds)
 
     def _meet_loaded(self, member: Membership, part: int, end: float) -> None:
         """Who is not met in time is lost, or late: the last step sees which."""
@@ -181,8 +190,8 @@ class SplitModel:
             try:
                 member.meet_beside(part, SplitPhase.LOADED, self._line, self.limits)
                 return
-            except PeerRefused:
-                continue  # its parameters are still on their way
+            except PeerRefused:  # its parameters are still on their way
+                time.sleep(AGAIN_S)
             except PeerError as error:
                 logger.info("a peer is not met while parameters come back: %s", error)
                 return
@@ -197,7 +206,11 @@ class SplitModel:
 
     def _restore(self, member: Membership, order: RestoreOrder, began: float) -> None:
         try:
-            if not self._all_have_come(member, SplitPhase.LEAVING, SplitPhase.LOADED, began):
+            meetings = SplitPhase.LEAVING, SplitPhase.ALL_LEAVE
+            if why := self._not_all_come(member, meetings, SplitPhase.LOADED):
+                if order.last:
+                    raise PeerError(why)
+                self._tell(SplitEvent.NOT_RESTORED, order.epoch, began, why)
                 return
             with self._device.lent():
                 self.take(member, order.used)
@@ -235,7 +248,8 @@ class SplitModel:
         return min(rows, self.kv.rows) // len(member.parts)
 
     def _layout(self) -> list[Any]:
-        return [len(self.weights), self.kv.row_bytes, self._block_tokens, self.weights.layer_bytes(0)]
+        model = len(self.weights), self.kv.row_bytes, self._block_tokens, self.weights.layer_bytes(0)
+        return [PROTOCOL, *model]
 
     def give(self, member: Membership, used: Sequence[int]) -> None:
         """The KV of layers that are dropped here, to who keeps them."""
@@ -266,7 +280,7 @@ class SplitModel:
 
     def settle(self) -> None:
         """Before another thread has the device: what was launched is done. (Each has a stream of its own.)"""
-        self.kv.memory.driver.wait()
+        self.kv.memory.driver.settle()
 
     def _bind(self, rows: int) -> None:
         for name, view in self.kv.views(rows):

@@ -1,7 +1,8 @@
 """Parameters come back beside serving: what is where meanwhile, what peers may ask, and what goes wrong in
 the middle of it. Without an engine; with one in test_split_engines.py."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,37 @@ def test_a_member_that_does_not_come_leaves_the_others_split(four: Group) -> Non
     assert ended == [SplitEvent.NARROWED] * 3
 
 
+def test_who_was_seen_by_one_and_given_up_by_another_takes_none_with_it(four: Group) -> None:
+    """The last gives the first up; the second comes while the last is there, and sees the first come."""
+    three = four[:3]
+    split(three)
+    for worker, meet_s in zip(three, (0.4, 0.6, 0.6), strict=True):
+        worker.split.limits = replace(LIMITS, meet_s=meet_s, order_s=10.0)
+    begin = narrows(three)
+
+    def later(seconds: float, step: Callable[[], SplitReport]) -> Callable[[], SplitReport]:
+        def begun() -> SplitReport:
+            time.sleep(seconds)
+            return step()
+
+        return begun
+
+    ended, _ = at_once(later(0.5, begin[0]), later(0.2, begin[1]), begin[2])
+    assert ended == [SplitEvent.NOT_RESTORED] * 3
+    assert all(worker.split.is_split and not worker.split.lost for worker in three)
+
+
+def test_who_is_late_for_the_last_try_is_lost(four: Group) -> None:
+    first, second = four[:2]
+    narrowed((first, second))
+    first.until_loaded()
+    second.split.limits = replace(LIMITS, meet_s=0.2)
+    late = first.step(lambda one: one.restore(RestoreOrder(1, USED)))
+    assert late.event is SplitEvent.NOT_RESTORED and first.split.is_split
+    lost = first.step(lambda one: one.restore(RestoreOrder(1, USED, last=True)))
+    assert lost.event is SplitEvent.LOST and first.whole and first.has_its_parameters
+
+
 class ReturningSide:
     """The scheduler's side of an engine in a restore."""
 
@@ -208,6 +240,9 @@ def test_its_end_is_tried_again_where_a_peer_was_late(returning: ReturningSide) 
     assert returning.side.returning and returning.ordered() is None
     returning.now += AGAIN_S
     assert returning.ordered() == RestoreOrder(1, [1, 3])
+    returning.told(SplitEvent.NOT_RESTORED)
+    returning.now += AGAIN_S
+    assert returning.ordered() == RestoreOrder(1, [1, 3], last=True)
     returning.told(SplitEvent.RESTORED)
     assert not returning.side.pending
 

@@ -10,7 +10,7 @@ from tests.workers.overload import broken
 from tests.workers.overload.workers_here import LIMITS, WorkerHere, at_once, drops, restores
 from workers.overload.membership import SplitLimits
 from workers.overload.metrics import SplitEvent
-from workers.overload.plugin import FENCE_S
+from workers.overload.plugin import AGAIN_S, FENCE_S, TRIES
 
 SLOW_S = 0.2  # of each of ten messages
 
@@ -63,4 +63,7 @@ def test_both_are_split_and_restored_where_nobody_is_slow(engines: tuple[WorkerH
 
 
 def test_the_directory_waits_until_an_order_is_over() -> None:
-    assert FENCE_S + SplitLimits().order_s < CHANGE_S["drop"]
+    limits = SplitLimits()
+    assert FENCE_S + limits.order_s < CHANGE_S["drop"]
+    tries_s = (TRIES - 1) * (2 * limits.meet_s + AGAIN_S)
+    assert 2 * limits.order_s + limits.load_s + tries_s < CHANGE_S["restore"]
