@@ -271,7 +271,7 @@ def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
 
 def test_no_process_of_an_engine_survives_its_front_end(pair: Pair) -> None:
     processes = pair.decoder.tree()
-    assert len(processes) >= 3
+    assert len(processes) >= 2
     os.kill(processes[0].pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())] == []
