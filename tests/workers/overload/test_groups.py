@@ -1,9 +1,8 @@
 """Groups of two to four workers share their layers: whose KV is where, how much of it there is, and what a
 message may name. Without an engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,36 +20,21 @@ from tests.workers.overload.workers_here import (
     LIMITS,
     SECRET,
     USED,
-    WorkerHere,
+    Group,
+    a_batch,
     at_once,
     dropping,
     drops,
+    engine_with_a_pool,
     restores,
+    scheduler_side,
+    split,
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection
 from workers.overload.errors import PageError, PeerRefused
 from workers.overload.memory import ReservedKv
 from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, PeersForecasts, SplitReport, WorkerFacts
-from workers.overload.plugin import OverloadScheduler
-
-Group = tuple[WorkerHere, ...]
-
-
-@pytest.fixture
-def four() -> Iterator[Group]:
-    made = tuple(WorkerHere() for _ in range(4))
-    for worker in made:
-        worker.split.limits = replace(LIMITS, order_s=10.0)
-        worker.split.take_report()
-    yield made
-    for worker in made:
-        worker.split.close()
-
-
-def split(group: Group) -> None:
-    ended, _ = at_once(*drops(*group))
-    assert ended == [SplitEvent.SPLIT] * len(group)
+from workers.overload.orders import DropOrder, PeersForecasts, SplitReport
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -151,20 +135,6 @@ def test_rows_of_other_members_are_refused(four: Group, line: PeerConnection, ro
     assert all(worker.split.is_split for worker in four[:3])
 
 
-def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
-    """One token of one request: what RUN takes."""
-    one, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
-    tensors = [
-        one,
-        torch.zeros(1, 64),
-        torch.tensor(starts),
-        lens,
-        torch.tensor([[block]]),
-        torch.tensor([slot]),
-    ]
-    return {"part": 1, "sizes": [1, 1, longest]}, tensors
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -208,25 +178,6 @@ def test_where_there_is_no_memory_all_go_on_as_they_were(
     assert ended == [SplitEvent.NOT_SPLIT] * 2 and len(layers) == LAYERS // 2
     assert all(worker.whole and worker.has_all and not worker.split.lost for worker in four[:2])
     assert all(worker.memory.free_pages == 0 for worker in four[:2])
-
-
-def engine_with_a_pool() -> Any:
-    queue = SimpleNamespace(append_n=lambda blocks: None)
-    pool = SimpleNamespace(num_gpu_blocks=BLOCKS, blocks=[None] * BLOCKS, free_block_queue=queue)
-    sizes = SimpleNamespace(num_gpu_blocks=BLOCKS), SimpleNamespace(num_blocks=BLOCKS)
-    manager = SimpleNamespace(block_pool=pool)
-    return SimpleNamespace(kv_cache_manager=manager, cache_config=sizes[0], kv_cache_config=sizes[1])
-
-
-def scheduler_side(address: str, layers: int, clock: Callable[[], float] = lambda: 0.0) -> OverloadScheduler:
-    facts = WorkerFacts(address, layers, 1_000, 256, 64)
-    residence = SimpleNamespace(clock=clock, split=None, fenced=False)
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
-    context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
-    side = OverloadScheduler(context)
-    side.bind(engine_with_a_pool().kv_cache_manager)
-    side.after_step(None, SplitReport(SplitEvent.READY, 0, BLOCKS, facts=facts))
-    return side
 
 
 @pytest.mark.parametrize(

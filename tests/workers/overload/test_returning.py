@@ -2,7 +2,7 @@
 the middle of it. Without an engine; with one in test_split_engines.py."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,17 +10,20 @@ import torch
 
 from kvtransfer.feed import FeedCommand
 from tests.workers.overload import broken
-from tests.workers.overload.test_groups import a_batch, engine_with_a_pool, scheduler_side, split
 from tests.workers.overload.workers_here import (
     BLOCKS,
     LAYERS,
     LIMITS,
     SECRET,
     USED,
-    WorkerHere,
+    Group,
+    a_batch,
     at_once,
+    engine_with_a_pool,
     leaving,
     narrows,
+    scheduler_side,
+    split,
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection
 from workers.overload.errors import PeerRefused, SplitOver
@@ -28,19 +31,6 @@ from workers.overload.memory import LayerWeights
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
 from workers.overload.plugin import AGAIN_S, OverloadScheduler
-
-Group = tuple[WorkerHere, ...]
-
-
-@pytest.fixture
-def four() -> Iterator[Group]:
-    made = tuple(WorkerHere() for _ in range(4))
-    for worker in made:
-        worker.split.limits = replace(LIMITS, order_s=10.0)
-        worker.split.take_report()
-    yield made
-    for worker in made:
-        worker.split.close()
 
 
 def narrowed(group: Group) -> None:

@@ -1,4 +1,5 @@
-"""Workers between two steps, without an engine: as much of a model as a split is made of, and its orders."""
+"""Workers between two steps, and schedulers' sides, without an engine: as much of a model as a split is made
+of, and its orders."""
 
 import threading
 import time
@@ -12,8 +13,9 @@ from workers.overload.membership import DeviceLock, EngineMemory, PeerLine, Spli
 from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport
+from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport, WorkerFacts
 from workers.overload.pages import PhysicalMemory
+from workers.overload.plugin import OverloadScheduler
 from workers.overload.split import SplitModel
 
 LAYERS, BLOCKS, WIDTH, BLOCK_TOKENS, PAGE = 20, 16, 64, 16, 4096
@@ -107,6 +109,9 @@ class WorkerHere:
         return report
 
 
+Group = tuple[WorkerHere, ...]
+
+
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
     """How each ended, and how long the first of them took."""
     ended: dict[int, tuple[SplitReport, float]] = {}
@@ -160,3 +165,41 @@ def narrowing(worker: WorkerHere, order: NarrowOrder) -> Callable[[], SplitRepor
 def leaving(worker: WorkerHere, epoch: int = 1) -> Callable[[], SplitReport]:
     """A restore's end."""
     return lambda: worker.step(lambda split: split.restore(RestoreOrder(epoch, USED)))
+
+
+def split(group: Group) -> None:
+    ended, _ = at_once(*drops(*group))
+    assert ended == [SplitEvent.SPLIT] * len(group)
+
+
+def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
+    """One token of one request: what RUN takes."""
+    one, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
+    tensors = [
+        one,
+        torch.zeros(1, 64),
+        torch.tensor(starts),
+        lens,
+        torch.tensor([[block]]),
+        torch.tensor([slot]),
+    ]
+    return {"part": 1, "sizes": [1, 1, longest]}, tensors
+
+
+def engine_with_a_pool() -> Any:
+    queue = SimpleNamespace(append_n=lambda blocks: None)
+    pool = SimpleNamespace(num_gpu_blocks=BLOCKS, blocks=[None] * BLOCKS, free_block_queue=queue)
+    sizes = SimpleNamespace(num_gpu_blocks=BLOCKS), SimpleNamespace(num_blocks=BLOCKS)
+    manager = SimpleNamespace(block_pool=pool)
+    return SimpleNamespace(kv_cache_manager=manager, cache_config=sizes[0], kv_cache_config=sizes[1])
+
+
+def scheduler_side(address: str, layers: int, clock: Callable[[], float] = lambda: 0.0) -> OverloadScheduler:
+    facts = WorkerFacts(address, layers, 1_000, 256, 64)
+    residence = SimpleNamespace(clock=clock, split=None, fenced=False)
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
+    context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
+    side = OverloadScheduler(context)
+    side.bind(engine_with_a_pool().kv_cache_manager)
+    side.after_step(None, SplitReport(SplitEvent.READY, 0, BLOCKS, facts=facts))
+    return side
