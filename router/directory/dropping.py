@@ -2,6 +2,8 @@
 
 What is told is decided in placement/overload/orders.py, from what engines report. An engine that does not
 hear it, or refuses, changes nothing by itself: the others wait for it, and go on with their whole models.
+Changes take as long as engines do, some minutes for a restore beside serving; rounds go on meanwhile, and
+leave engines that are changing alone.
 """
 
 import asyncio
@@ -53,32 +55,64 @@ class Dropper:
         self._limits, self._records, self._commands, self._clock = limits, records, commands, clock
         self._unwilling: dict[str, float] = {}  # until when
         self._silent: dict[str, float] = {}  # since when
+        self._changing: dict[str, str] = {}  # engines that were told, of what
+        self._changes: set[asyncio.Task[None]] = set()
         self._failed = 0  # rounds
         self._epoch = 0
         self._said = ""
 
     async def run(self, state: Callable[[], OverloadState]) -> None:
         """Until cancelled."""
-        while True:
-            await asyncio.sleep(_EVERY_S)
-            try:
-                await self.look(state())
-            except Exception:  # groups are restored by a later round, or never
-                metrics.OVERLOAD_ROUNDS_FAILED.inc()
-                self._failed += 1
-                if self._failed.bit_count() == 1:  # 1, 2, 4, ...: it may fail every second
-                    log.exception("a round of dropping failed times=%d", self._failed)
+        try:
+            while True:
+                await asyncio.sleep(_EVERY_S)
+                try:
+                    self.look(state())
+                except Exception:  # groups are restored by a later round, or never
+                    self._count_failed()
+        finally:
+            for change in self._changes:
+                change.cancel()
 
-    async def look(self, state: OverloadState) -> None:
-        """One round: what is to change changes, or its limit is over."""
+    def look(self, state: OverloadState) -> None:
+        """One round: what is to change begins to."""
         now = self._clock()
         self._unwilling = {name: until for name, until in self._unwilling.items() if until > now}
         silent = any(since > now - SILENT_S for since in self._not_heard(now).values())
-        orders = split_orders(state, self._sharing(), self._limits, self._unwilling, silent=silent)
+        alone = self._unwilling.keys() | self._changing.keys()
+        orders = split_orders(state, self._sharing(), self._limits, alone, silent=silent)
         self._say(orders)
-        drops = [self._drop(engines) for engines in orders.drops]
-        restores = [self._restore(engines) for engines in orders.restores]
-        await asyncio.gather(*drops, *restores)
+        if "drop" not in self._changing.values():  # what it gives is not in what engines report yet
+            for engines in orders.drops:
+                self._begin("drop", engines)
+        for engines in orders.restores:
+            self._begin("restore", engines)
+
+    async def settled(self) -> None:
+        """When all that was told has happened, or its limit is over."""
+        while self._changes:
+            await asyncio.wait(self._changes)
+
+    def _begin(self, what: str, engines: tuple[str, ...]) -> None:
+        self._changing.update(dict.fromkeys(engines, what))
+        task = asyncio.create_task(self._until_over(what, engines))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+    async def _until_over(self, what: str, engines: tuple[str, ...]) -> None:
+        try:
+            await (self._drop if what == "drop" else self._restore)(engines)
+        except Exception:  # what they report says what is to be done in a later round
+            self._count_failed()
+        finally:
+            for engine in engines:
+                del self._changing[engine]
+
+    def _count_failed(self) -> None:
+        metrics.OVERLOAD_ROUNDS_FAILED.inc()
+        self._failed += 1
+        if self._failed.bit_count() == 1:  # 1, 2, 4, ...: it may fail every second
+            log.exception("a round of dropping failed times=%d", self._failed)
 
     def _sharing(self) -> list[SharingDecoder]:
         found = []

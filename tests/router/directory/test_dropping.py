@@ -35,6 +35,8 @@ class TwoEngines:
 
     def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
         self.refuses: set[str] = set()
+        self.slow: asyncio.Event | None = None  # what is told happens when it is set
+        self.later: list[asyncio.Task[None]] = []
         self.told: list[tuple[str, str, int, int, tuple[str, ...]]] = []
         self._records = {
             name: EngineRecord(info(name), replace(state(name, 1, live=9_000), running=4), suspect=False)
@@ -68,28 +70,46 @@ class TwoEngines:
         if info.engine in self.refuses:
             raise OSError("no")
         others = (one for one in members if one != members[part])
-        self.set(info.engine, in_split(info.engine, epoch, *others))
+        self._happens(info.engine, in_split(info.engine, epoch, *others))
 
     async def restore(self, info: EngineInfo, epoch: int) -> None:
         self.told.append(("restore", info.engine, epoch, 0, ()))
-        self.set(info.engine, SplitState(f"{info.engine}:1", SHAPE, 0, SHAPE.kv_tokens))
+        self._happens(info.engine, SplitState(f"{info.engine}:1", SHAPE, 0, SHAPE.kv_tokens))
+
+    def _happens(self, name: str, split: SplitState) -> None:
+        if self.slow is None or self.slow.is_set():
+            self.set(name, split)
+        else:
+            self.later.append(asyncio.create_task(self._set_later(self.slow, name, split)))
+
+    async def _set_later(self, when: asyncio.Event, name: str, split: SplitState) -> None:
+        await when.wait()
+        self.set(name, split)
+
+
+def one_round(dropper: Dropper, state: OverloadState) -> None:
+    async def until_settled() -> None:
+        dropper.look(state)
+        await dropper.settled()
+
+    asyncio.run(until_settled())
 
 
 def test_a_pair_is_made_and_restored() -> None:
     two = TwoEngines()
     dropper = Dropper(DropLimits(1.0), two.records, two)
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     both = ("d0:1", "d1:1")
     assert [(what, engine, part, members) for what, engine, _, part, members in two.told] == [
         ("drop", "d0", 0, both), ("drop", "d1", 1, both),
     ]  # fmt: skip
     first, second = two.epochs()
     assert first == second > 0
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     assert len(two.told) == 2  # what is lacking has been gained
     for name in ("d0", "d1"):
         two.holds(name, 2_000)
-    asyncio.run(dropper.look(OVER))
+    one_round(dropper, OVER)
     assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told[2:]] == [
         ("restore", "d0", first), ("restore", "d1", first),
     ]  # fmt: skip
@@ -105,7 +125,7 @@ def test_where_two_do_not_suffice_three_share_and_are_restored_together() -> Non
     ):  # a third of the layers is worth more than half of them only if they are large
         three.set(name, SplitState(f"{name}:1", replace(SHAPE, layer_bytes=3e7), 0, SHAPE.kv_tokens))
     dropper = Dropper(DropLimits(1.0), three.records, three)
-    asyncio.run(dropper.look(replace(LACKING, lacking_tokens=100_000)))
+    one_round(dropper, replace(LACKING, lacking_tokens=100_000))
     (members,) = {members for _, _, _, _, members in three.told}
     assert sorted(members) == ["d0:1", "d1:1", "d2:1"]
     assert all(members[part] == f"{engine}:1" for _, engine, _, part, _ in three.told)
@@ -113,7 +133,7 @@ def test_where_two_do_not_suffice_three_share_and_are_restored_together() -> Non
     assert epoch > 0 and len(three.told) == 3
     for name in ("d0", "d1", "d2"):
         three.holds(name, 2_000)
-    asyncio.run(dropper.look(OVER))
+    one_round(dropper, OVER)
     assert three.epochs() == [0, 0, 0]
 
 
@@ -121,13 +141,13 @@ def test_who_refuses_is_left_alone_for_a_while() -> None:
     two, now = TwoEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
     two.refuses = {"d1"}
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens))  # nobody met it: it has its whole model
     told = len(two.told)
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     assert len(two.told) == told
     two.refuses, now[0] = set(), UNWILLING_S + 1
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     assert two.epochs()[0] == two.epochs()[1] > 0
 
 
@@ -136,13 +156,13 @@ def test_an_epoch_is_never_used_twice() -> None:
     dropper = Dropper(DropLimits(1.0), two.records, two)
     seen = []
     for _ in range(3):
-        asyncio.run(dropper.look(LACKING))
+        one_round(dropper, LACKING)
         seen.append(two.epochs()[0])
         for name in ("d0", "d1"):
             two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
     assert sorted(set(seen)) == seen
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens, newest=seen[-1] + 5))
-    asyncio.run(Dropper(DropLimits(1.0), two.records, two).look(LACKING))  # of a directory that began again
+    one_round(Dropper(DropLimits(1.0), two.records, two), LACKING)  # of a directory that began again
     assert two.epochs()[0] > seen[-1] + 5
 
 
@@ -158,19 +178,19 @@ def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> No
     heard = two.record("d1")
     two.put("d1", EngineRecord(heard.info, unreported(heard.info), suspect=True))
     dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     now[0] = SILENT_S - 1
-    asyncio.run(dropper.look(OVER))
+    one_round(dropper, OVER)
     assert two.told == []
     two.put("d1", heard)  # both are heard: the pair is left as it is, what it gained is lacking
     now[0] = SILENT_S + 1
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     assert two.told == []
     two.put("d1", replace(heard, suspect=True))
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     assert two.told == []
     now[0] += SILENT_S + 1
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told] == [("restore", "d0", 7)]
 
 
@@ -182,14 +202,67 @@ def test_pairs_that_have_one_epoch_after_a_restart_are_all_restored() -> None:
         heard[name] = four.record(name)
         four.put(name, EngineRecord(heard[name].info, unreported(heard[name].info), suspect=True))
     dropper = Dropper(DropLimits(1.0), four.records, four)
-    asyncio.run(dropper.look(LACKING))
+    one_round(dropper, LACKING)
     for name, record in heard.items():
         four.put(name, record)
     assert four.epochs() == [1, 1, 1, 1]  # nobody could know that it was taken
     for name in ("d0", "d1", "d2", "d3"):
         four.holds(name, 100)
-    asyncio.run(dropper.look(OVER))
+    one_round(dropper, OVER)
     assert four.epochs() == [0, 0, 0, 0]
+
+
+def test_while_a_pair_is_restored_others_share_and_nobody_is_told_twice() -> None:
+    four = TwoEngines(("d0", "d1", "d2", "d3"))
+    split_in(four, 7)
+    heard = [four.record(name) for name in ("d2", "d3")]
+    for record in heard:  # the pair that is there is restored first
+        four.set(record.info.engine, None)
+    dropper = Dropper(DropLimits(1.0), four.records, four)
+
+    async def rounds() -> None:
+        four.slow = asyncio.Event()
+        for name in ("d0", "d1"):
+            four.holds(name, 100)
+        dropper.look(OVER)
+        await asyncio.sleep(0.01)
+        assert [told[:2] for told in four.told] == [("restore", "d0"), ("restore", "d1")]
+        for record in heard:
+            four.put(record.info.engine, record)
+        much = replace(LACKING, lacking_tokens=100_000)
+        dropper.look(much)  # the burst is back before the parameters are
+        await asyncio.sleep(0.01)
+        assert [told[:2] for told in four.told[2:]] == [("drop", "d2"), ("drop", "d3")]
+        dropper.look(much)
+        dropper.look(OVER)
+        await asyncio.sleep(0.01)
+        assert len(four.told) == 4
+        four.slow.set()
+        await dropper.settled()
+        assert four.epochs()[:2] == [0, 0] and four.epochs()[2] == four.epochs()[3] > 7
+
+    asyncio.run(rounds())
+
+
+def test_a_drop_that_is_under_way_is_what_was_lacking() -> None:
+    four = TwoEngines(("d0", "d1", "d2", "d3"))
+    dropper = Dropper(DropLimits(1.0, reserve=0.0), four.records, four)
+
+    async def rounds() -> None:
+        four.slow = asyncio.Event()
+        dropper.look(LACKING)
+        await asyncio.sleep(0.01)
+        assert len(four.told) == 2
+        dropper.look(LACKING)
+        await asyncio.sleep(0.01)
+        assert len(four.told) == 2
+        four.slow.set()
+        await dropper.settled()
+        dropper.look(replace(LACKING, lacking_tokens=100_000))  # more than what that gave
+        await dropper.settled()
+        assert len(four.told) == 4
+
+    asyncio.run(rounds())
 
 
 def rounds_failed() -> float:
