@@ -69,7 +69,8 @@ class Dropper:
                 try:
                     self.look(state())
                 except Exception:  # groups are restored by a later round, or never
-                    self._count_failed()
+                    if self._is_to_be_said():
+                        log.exception("a round of dropping failed times=%d", self._failed)
         finally:
             for change in self._changes:
                 change.cancel()
@@ -103,16 +104,17 @@ class Dropper:
         try:
             await (self._drop if what == "drop" else self._restore)(engines)
         except Exception:  # what they report says what is to be done in a later round
-            self._count_failed()
+            if self._is_to_be_said():
+                log.exception("change=%s engines=%s failed times=%d", what, ",".join(engines), self._failed)
         finally:
             for engine in engines:
                 del self._changing[engine]
 
-    def _count_failed(self) -> None:
+    def _is_to_be_said(self) -> bool:
+        """Of what failed: the 1st, 2nd, 4th, ... time; it may fail every second."""
         metrics.OVERLOAD_ROUNDS_FAILED.inc()
         self._failed += 1
-        if self._failed.bit_count() == 1:  # 1, 2, 4, ...: it may fail every second
-            log.exception("a round of dropping failed times=%d", self._failed)
+        return self._failed.bit_count() == 1
 
     def _sharing(self) -> list[SharingDecoder]:
         found = []
