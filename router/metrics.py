@@ -76,7 +76,7 @@ LAYERS_SHARED = Counter(
 )
 OVERLOAD_ROUNDS_FAILED = Counter(
     "conserve_overload_rounds_failed_total",
-    "Rounds of the directory's dropping that ended in an error, which its log has; the next goes on.",
+    "Rounds of the directory's dropping, and changes they began, that ended in an error, which its log has.",
 )
 OVERLOAD = Gauge(
     "conserve_overload",

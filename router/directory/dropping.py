@@ -57,7 +57,7 @@ class Dropper:
         self._silent: dict[str, float] = {}  # since when
         self._changing: dict[str, str] = {}  # engines that were told, of what
         self._changes: set[asyncio.Task[None]] = set()
-        self._failed = 0  # rounds
+        self._failed = 0  # rounds, and changes that they began
         self._epoch = 0
         self._said = ""
 
@@ -82,7 +82,8 @@ class Dropper:
         silent = any(since > now - SILENT_S for since in self._not_heard(now).values())
         alone = self._unwilling.keys() | self._changing.keys()
         orders = split_orders(state, self._sharing(), self._limits, alone, silent=silent)
-        self._say(orders)
+        if not self._changing:  # or the reason would be that nobody else is left
+            self._say(orders)
         if "drop" not in self._changing.values():  # what it gives is not in what engines report yet
             for engines in orders.drops:
                 self._begin("drop", engines)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
+import pytest
 from prometheus_client import REGISTRY
 
 from placement.engines import EngineInfo, SplitState
@@ -240,6 +241,26 @@ def test_while_a_pair_is_restored_others_share_and_nobody_is_told_twice() -> Non
         four.slow.set()
         await dropper.settled()
         assert four.epochs()[:2] == [0, 0] and four.epochs()[2] == four.epochs()[3] > 7
+
+    asyncio.run(rounds())
+
+
+def test_while_engines_begin_to_share_it_is_not_said_that_nothing_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two = TwoEngines()
+    dropper = Dropper(DropLimits(1.0), two.records, two)
+
+    async def rounds() -> None:
+        two.slow = asyncio.Event()
+        for _ in range(2):
+            dropper.look(LACKING)
+            await asyncio.sleep(0.01)
+        assert "nothing is dropped" not in caplog.text
+        two.slow.set()
+        await dropper.settled()
+        dropper.look(replace(LACKING, lacking_tokens=100_000))
+        assert "nothing is dropped reason=split" in caplog.text
 
     asyncio.run(rounds())
 
