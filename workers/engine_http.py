@@ -9,12 +9,20 @@ import aiohttp
 from workers.engine_key import KEY_HEADER
 from workers.processes import WorkerError
 
+WARM_TOKENS = 2048  # of the longest prompt that warms an engine, where so many fit
+WARM_SHARES = (0.25, 1.0, 0.5)  # of them, for a prompt each
+FIRST_ID, IDS = 10, 200  # tokens that any vocabulary has
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     kv_tokens: int
     block_tokens: int
     max_context: int
+
+    @property
+    def warm_tokens(self) -> int:
+        return min(WARM_TOKENS, self.max_context // 2, self.kv_tokens // 4)
 
 
 class EngineHttpError(WorkerError):
@@ -53,11 +61,20 @@ class EngineHttp:
         blocks, tokens = int(cache["num_gpu_blocks"]), int(cache["block_size"])
         return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
 
-    async def warm(self, timeout_s: float) -> None:
-        """A short local request: an engine whose first request is a transferred one can crash."""
-        kind, body = "completions", {"prompt": "warm up", "max_tokens": 4, "temperature": 0}
+    async def warm(self, timeout_s: float, prompt_tokens: int) -> None:
+        """Local requests, the first one short: an engine whose first request is a transferred one can crash.
+        Then prompts as long as real ones: memory is touched and kernels are made for them, and the latency
+        model learns what they take, before any user's does."""
         if self._embeds:
-            kind, body = "embeddings", {"input": "warm up"}
+            await self._first("embeddings", {"input": "warm up"}, timeout_s)
+            return
+        await self._first("completions", {"prompt": "warm up", "max_tokens": 4, "temperature": 0}, timeout_s)
+        for start, share in enumerate(WARM_SHARES):
+            if ids := [FIRST_ID + (start + at) % IDS for at in range(int(share * prompt_tokens))]:
+                body = {"prompt": ids, "max_tokens": 2, "temperature": 0}
+                await self._first("completions", body, timeout_s)
+
+    async def _first(self, kind: str, body: dict[str, object], timeout_s: float) -> None:
         url, body = f"http://{self.address}/v1/{kind}", {"model": self._name, **body}
         try:
             async with self._open().post(url, json=body, timeout=_limit(timeout_s)) as answer:

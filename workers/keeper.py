@@ -188,8 +188,8 @@ class Keeper:
         await self._until_healthy(running)
         self._store.tell(KeeperPhase.WARMING)
         try:
-            await running.http.warm(self._settings.warm_limit_s)
             facts = await running.http.facts(self._settings.warm_limit_s)
+            await running.http.warm(self._settings.warm_limit_s, facts.warm_tokens)
         except EngineHttpError as error:
             raise StartFailed(self._diagnosis(running, str(error))) from error
         return self._info(running, facts)

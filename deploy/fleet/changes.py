@@ -7,6 +7,7 @@ from typing import Any
 
 from deploy.fleet.components import (
     EngineName,
+    alike,
     batch_config,
     directory_settings,
     gateway_config,
@@ -115,7 +116,7 @@ def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineNam
 
 
 def _directory(fleet: FleetSpec) -> object:
-    return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet)
+    return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet), alike(fleet)
 
 
 def _gateways(fleet: FleetSpec, home: FleetHome) -> object:

@@ -264,6 +264,16 @@ def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
     return {tier.name: guess for tier in fleet.tiers if tier.role is not Role.DECODE}
 
 
+def alike(fleet: FleetSpec) -> Mapping[str, str]:
+    """Tiers whose engines compute a prompt in the same time: a name of their hardware, by tier."""
+    on_cpu = Device(fleet.engine.device) is Device.CPU
+    return {
+        tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {sorted(tier.args.items())}"
+        for tier in fleet.tiers
+        if on_cpu or tier.hardware.accelerator
+    }
+
+
 def directory_settings(fleet: FleetSpec) -> DirectorySettings:
     thresholds = configured(Thresholds, fleet.capacity)
     dropping = DropLimits(fleet.coserving.tbt) if fleet.overload.policy == "drop" else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from deploy.fleet.components import directory_settings, placer_settings, prefill_curves
+from deploy.fleet.components import alike, directory_settings, placer_settings, prefill_curves
 from deploy.home import FleetHome
 from deploy.keys import FleetKeys, Purpose
 from deploy.observe.catalogue import serve_metrics
@@ -48,7 +48,7 @@ class DirectoryActor:
         return self._address
 
     async def _work(self) -> None:
-        placer = Placer(placer_settings(self._fleet), prefill_curves(self._fleet))
+        placer = Placer(placer_settings(self._fleet), prefill_curves(self._fleet), alike(self._fleet))
         server = DirectoryServer(
             directory_settings(self._fleet),
             placer,

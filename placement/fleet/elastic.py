@@ -14,7 +14,10 @@ from typing import NamedTuple
 from placement.engines import EngineState
 from placement.fleet.answers import Estimates, PrefillerOption
 from placement.fleet.prefillers import PrefillCurve
+from placement.fleet.speeds import Speed
 
+TRANSFERS_KEPT_S = 20.0  # what the first transfer cost counts; then it fades, half of it in the same time
+TRANSFERS_SURE = 6  # after so many it is kept for hours
 REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in what its engine reports
 LEAST_SHARE = 0.05  # of a decoder's time that its prompts are taken to have
 
@@ -68,6 +71,8 @@ class Elastic:
         self._remote: dict[str, PrefillWaiting] = {}
         self._forget = forget
         self._transfer_s_per_token: float | None = None
+        self._transferred_at = self._now = 0.0
+        self._transfers = 0
 
     def add(self, engine: str, curve: PrefillCurve | None) -> None:
         self._queues[engine] = DecoderPrompts(curve)
@@ -77,13 +82,13 @@ class Elastic:
         self._local = {key: name for key, name in self._local.items() if name != engine}
         self._remote = {key: turn for key, turn in self._remote.items() if turn.decoder != engine}
 
-    def observe(self, state: EngineState, now: float, curve: PrefillCurve | None = None) -> None:
-        """`curve`: the engine's own, a guess until it has computed prompts."""
+    def observe(self, state: EngineState, now: float, speed: Speed) -> None:
+        self._now = now
         queue = self._queues[state.engine]
-        if curve is not None and state.prompt_tokens_per_s:
-            queue.curve = curve
+        if speed.curve is not None and speed.shown:
+            queue.curve = speed.curve
         queue.waiting_tokens = state.waiting_prompt_tokens
-        queue.tokens_per_s, queue.share = state.prompt_tokens_per_s, state.prompt_share
+        queue.tokens_per_s, queue.share = speed.rate, state.prompt_share
         for key, (_, at) in tuple(queue.placed.items()):
             if key in state.confirmed or at < now - REACHES_ENGINE_S:
                 self.done(key)
@@ -91,7 +96,16 @@ class Elastic:
     def transferred(self, tokens: int, seconds: float) -> None:
         """From the end of a prefill to the decoder's start: what of the transfer was not hidden."""
         seen, known = seconds / max(1, tokens), self._transfer_s_per_token
-        self._transfer_s_per_token = seen if known is None else known + self._forget * (seen - known)
+        share = max(self._forget, 1 - self._kept())
+        self._transfer_s_per_token = seen if known is None else known + share * (seen - known)
+        self._transferred_at, self._transfers = self._now, min(self._transfers + 1, TRANSFERS_SURE)
+
+    def _kept(self) -> float:
+        """Of what transfers cost. A slow one was a decoder in the middle of something more often than it was
+        the transfer, and must not keep others from showing what they cost: they are tried again, ever more
+        rarely."""
+        kept_s = TRANSFERS_KEPT_S * 4.0 ** (self._transfers - 1)
+        return 0.5 ** max(0.0, (self._now - self._transferred_at) / kept_s - 1)
 
     def estimates(self, decoder: str, tokens: int, remote: PrefillerOption | None) -> Estimates:
         """`tokens`: what the decoder would compute, and what a prefiller would have to send it."""
@@ -113,7 +127,7 @@ class Elastic:
         return sum(self._queues[name].share for name in decoders)
 
     def transfer_s(self, tokens: int) -> float:
-        return tokens * (self._transfer_s_per_token or 0.0)
+        return tokens * self._kept() * (self._transfer_s_per_token or 0.0)
 
     def goes_local(self, key: str, decoder: str, tokens: int, now: float) -> None:
         self.done(key)

@@ -33,6 +33,7 @@ from placement.fleet.prefixes import (
     keeping_beginnings,
     with_beginning,
 )
+from placement.fleet.speeds import Speeds
 from placement.overload.signal import OverloadState, OverloadWatch
 
 
@@ -97,22 +98,27 @@ class Placement:
 
 
 class Placer:
-    def __init__(self, settings: PlacerSettings, curves: Mapping[str, PrefillCurve]) -> None:
-        """`curves` by tier, until engines report theirs: of all tiers of prefillers, and of those of decoders
-        where they are known."""
+    def __init__(
+        self,
+        settings: PlacerSettings,
+        curves: Mapping[str, PrefillCurve],
+        alike: Mapping[str, str] | None = None,
+    ) -> None:
+        """`curves` by tier, until engines report theirs: of all tiers of prefillers, of those of decoders
+        where known. `alike`: tiers of the same hardware have the same name there."""
         self.settings = settings
         self._curves = curves
         self._infos: dict[str, EngineInfo] = {}
         self._seqs: dict[str, int] = {}
+        self._speeds = Speeds(alike or {})
         self._split: dict[str, int] = {}  # decoders that share their layers, and the KV that they have now
         self._prefillers = Prefillers()
-        self._decoders = Decoders()
-        self._last_resort = Decoders()  # prefillers, for what fits on no decoder
+        # The last resort: prefillers, for what fits on no decoder.
+        self._decoders, self._last_resort = Decoders(), Decoders()
         self._shared = SharedPrefixes()
         elastic = settings.first_turns is FirstTurns.ELASTIC and settings.policy is PlacingPolicy.CONSERVE
         self._elastic = Elastic() if elastic else None
-        self._watch = CapacityWatch(settings.capacity_window_s)
-        self._overload = OverloadWatch()
+        self._watch, self._overload = CapacityWatch(settings.capacity_window_s), OverloadWatch()
 
     def engine_up(self, info: EngineInfo) -> tuple[str, ...]:
         """An engine, or a new epoch of one; returns the conversations whose reservations on it are void."""
@@ -122,6 +128,7 @@ class Placer:
         lost = self.engine_down(info.engine)
         self._infos[info.engine] = info
         self._seqs[info.engine] = 0
+        self._speeds.add(info.engine, info.tier)
         self._shared.holds(info.engine, info.kv_tokens)
         if policy.prefills(info.role):
             self._prefillers.add(info.engine, self._curves[info.tier])
@@ -139,6 +146,7 @@ class Placer:
             return ()
         lost: dict[str, None] = {}
         self._split.pop(engine, None)
+        self._speeds.remove(engine)
         self._shared.forget(engine)
         if engine in self._prefillers:
             lost |= dict.fromkeys(self._prefillers.remove(engine))
@@ -156,10 +164,10 @@ class Placer:
         if info is None or state.epoch != info.epoch or state.seq <= (last := self._seqs[state.engine]):
             return False
         self._seqs[state.engine] = state.seq
-        curve = PrefillCurve(*state.prefill_curve) if state.prefill_curve else None
+        speed = self._speeds.observe(state, now)
         if state.engine in self._prefillers:
-            if curve is not None:
-                self._prefillers.reported(state.engine, curve)
+            if speed.curve is not None:
+                self._prefillers.reported(state.engine, speed.curve, speed.kept)
             self._prefillers.set_draining(state.engine, state.draining)
             if state.running == 0 and state.waiting == 0:
                 before = now - self.settings.forget_prefill_after_s
@@ -170,7 +178,7 @@ class Placer:
         self._note_split(state, info.kv_tokens)
         self._shared.holds(state.engine, self._split.get(state.engine, info.kv_tokens) // state.kv_per_token)
         if self._elastic:
-            self._elastic.observe(state, now, curve)
+            self._elastic.observe(state, now, speed)
         return True
 
     def place(self, turn: FirstTurn, now: float) -> Placement | Refusal:
@@ -331,7 +339,6 @@ class Placer:
         return self._overload.observe(self._decoders.demand(needs), now)
 
     def _note_split(self, state: EngineState, whole: int) -> None:
-        """Parameters of a decoder gave way to KV, or came back."""
         now = state.split.kv_tokens if state.split is not None and state.split.epoch else 0
         if state.engine in self._decoders and now != self._split.get(state.engine, 0):
             self.resized(state.engine, now or whole)
@@ -340,7 +347,6 @@ class Placer:
                 self._split[state.engine] = now
 
     def resized(self, engine: str, kv_tokens: int) -> None:
-        """Parameters of a decoder gave way to KV, or came back."""
         self._decoders.resize(engine, int(kv_tokens * self.settings.fill))
 
     def signals(self, running_tokens: int, now: float) -> Signals:
@@ -356,8 +362,7 @@ class Placer:
         return self._prefillers.wait_s(engine, now)
 
     def kv_in_use(self, engine: str) -> int:
-        holders = self._last_resort if engine in self._last_resort else self._decoders
-        return holders.option(engine).kv_in_use
+        return (self._last_resort if engine in self._last_resort else self._decoders).option(engine).kv_in_use
 
     def _sooner(
         self, prefiller: PrefillerChoice, decoder: DecoderChoice, tokens: int
@@ -379,8 +384,7 @@ class Placer:
         now: float,
     ) -> DecoderChoice:
         """Elastic: of the decoders with the least KV, the one that computes the prompt soonest, if that is
-        clearly sooner than on the first of them and on a prefiller. Prompts wait for each other there, and
-        those that begin alike would have to be computed again where what they share gives way."""
+        clearly sooner than on the first and on a prefiller, what it has to compute again counted."""
         if self._elastic is None or least.why is not Why.LEAST_KV_IN_USE:
             return least
         if least.without_capacity > self.settings.sooner_full * least.considered:

@@ -110,6 +110,10 @@ class Learned:
         """The curve says `factor` times what it said before."""
         self.expected_s *= factor
 
+    def forget(self, kept: float) -> None:
+        """All but so much of how far they were off."""
+        self.took_s = self.expected_s + kept * (self.took_s - self.expected_s)
+
     @property
     def scale(self) -> float:
         """Of the curve."""
@@ -148,13 +152,15 @@ class Prefillers:
             self._learned[engine] = Learned()
         self._draw(engine)
 
-    def reported(self, engine: str, curve: PrefillCurve) -> None:
-        """The engine's own. What was learned of its prompts stays, as a scale of this curve."""
-        before = self._curves[engine]
+    def reported(self, engine: str, curve: PrefillCurve, kept: float = 1.0) -> None:
+        """The engine's own. `kept` of what was learned of its prompts stays, as a scale of this curve."""
+        before, learned = self._curves[engine], self._learned[engine]
         if curve != before:
-            self._learned[engine].redraw(curve.seconds(TYPICAL) / before.seconds(TYPICAL))
+            learned.redraw(curve.seconds(TYPICAL) / before.seconds(TYPICAL))
             self._curves[engine] = curve
-            self._draw(engine)
+        if kept < 1.0 and not self._queues[engine]:
+            learned.forget(kept)
+        self._draw(engine)
 
     def remove(self, engine: str) -> tuple[str, ...]:
         """Forget an engine; returns the conversations whose prefill was queued there."""

@@ -194,6 +194,10 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
     )
 
 
+# An engine that only prefills has an iteration or two a prompt: they say more, and there are fewer of them.
+PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
+
+
 class SpeedFactor:
     """Factor by which the engine is slower just now than the model says.
 
@@ -234,11 +238,12 @@ class SelfCorrecting:
     base: LatencyModel
     bound: float = 20.0
     per_bucket: int = 24
-    every: int = 32
+    every: int = 32  # iterations to a fit; a quarter of them while few were seen
     prior_weight: float = 1e-3
     model: LatencyModel = field(init=False)  # what to go by: the fitted one at the present speed
     fitted: LatencyModel = field(init=False)
     observed: int = field(init=False, default=0)
+    _since: int = field(init=False, default=0)  # the last fit
     _buckets: dict[int, deque[Sample]] = field(init=False, default_factory=dict)
     _speed: SpeedFactor = field(init=False, default_factory=SpeedFactor)
 
@@ -251,9 +256,11 @@ class SelfCorrecting:
         bucket = self._buckets.setdefault(work.new_tokens.bit_length(), deque(maxlen=self.per_bucket))
         bucket.append(Sample(work, seconds))
         self.observed += 1
+        self._since += PROMPTS_COUNT if work.new_tokens >= PROMPT_TOKENS else 1
         before_s = max(self.fitted.seconds(work), 1e-9)
         self._speed.see(before_s, seconds)
-        if self.observed % self.every == 0:
+        if self._since >= (self.every if self.observed > 2 * self.every else self.every // 4):
+            self._since = 0
             self._refit()
             self._speed.rebase(before_s, max(self.fitted.seconds(work), 1e-9))
         self.model = self.fitted.scaled(self._speed.factor)

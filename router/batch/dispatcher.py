@@ -28,7 +28,7 @@ log = logging.getLogger("conserve.router.batch.dispatcher")
 
 Value = TypeVar("Value")
 _DRY_S = 1.0  # a batch whose lines all back off is not asked again for this long
-_IDLE_VALIDATION_S = 1.0
+_IDLE_S = 2.0  # while no batch is live and no flex turn waits; whoever brings one wakes the loops
 _FAULT_S = 5.0
 _GATHER_S = 0.005  # after a pass that sent something: the next one claims more at once
 
@@ -50,7 +50,7 @@ class Dispatcher:
         self._clock = clock
         self._threads = ThreadPoolExecutor(6, thread_name_prefix="conserve-batch")
         self._wake = asyncio.Event()
-        self._batch_changed = asyncio.Event()
+        self._validate_wake, self._end_wake = asyncio.Event(), asyncio.Event()
         self._in_flight = InFlight(settings, clock)
         self._results = ResultWriter(store, self._in_thread)
         groups = PrefixGroups(config.shared_prefixes)
@@ -66,27 +66,28 @@ class Dispatcher:
 
     def batches_changed(self) -> None:
         """A batch was created or cancelled: look at once."""
-        self._batch_changed.set()
+        for event in (self._validate_wake, self._end_wake, self._wake):
+            event.set()
 
     async def run(self) -> None:
         """Until cancelled, or until another process takes the store over."""
-        tick_s = self._settings.tick_s
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._results.run())
-                tasks.create_task(self._repeat(self._dispatch, tick_s, self._wake))
-                tasks.create_task(self._repeat(self._validate, _IDLE_VALIDATION_S, self._batch_changed))
-                tasks.create_task(self._repeat(self._end, tick_s))
+                tasks.create_task(self._repeat(self._dispatch, self._wake))
+                tasks.create_task(self._repeat(self._validate, self._validate_wake))
+                tasks.create_task(self._repeat(self._end, self._end_wake))
         finally:
             await self._executor.stop()
             await asyncio.shield(self._results.flush())
             await asyncio.to_thread(self._threads.shutdown)
 
-    async def _repeat(
-        self, step: Callable[[], Awaitable[bool]], pause_s: float, wake: asyncio.Event | None = None
-    ) -> None:
+    def _pause_s(self) -> float:
+        busy = self._lifecycle.live or self.flex.waiting
+        return self._settings.tick_s if busy else _IDLE_S
+
+    async def _repeat(self, step: Callable[[], Awaitable[bool]], wake: asyncio.Event) -> None:
         """`step` says whether there is more to do at once. A store that is away is waited for."""
-        wake = wake or asyncio.Event()
         while True:
             more = False
             try:
@@ -97,15 +98,15 @@ class Dispatcher:
                 STEP_ERRORS.labels("store").inc()
                 name, kind = step.__name__, type(error).__name__
                 log.warning("step failed, trying again step=%s error=%s reason=%r", name, kind, str(error))
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(self._settings.tick_s)
             except Exception:  # one faulty step must not end the others: counted, logged, repeated
                 STEP_ERRORS.labels("fault").inc()
                 log.exception("step failed, trying again step=%s", step.__name__)
-                await asyncio.sleep(max(pause_s, _FAULT_S))
+                await asyncio.sleep(_FAULT_S)
             if more:
                 continue
             try:
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(self._pause_s()):
                     await wake.wait()
             except TimeoutError:
                 pass
@@ -117,7 +118,7 @@ class Dispatcher:
     async def _validate(self) -> bool:
         worked = await self._in_thread(self._lifecycle.validate_one)
         if worked:
-            self._wake.set()
+            self.batches_changed()
         return worked
 
     async def _end(self) -> bool:

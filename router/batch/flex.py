@@ -88,6 +88,10 @@ class FlexQueue:
                 retry_after_s=60.0,
             ) from None
 
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
     def backlog(self) -> list[Backlog]:
         """One entry a key, under a negative number so that it meets no batch's."""
         self._numbers = {-number: owner for number, owner in enumerate(sorted(self._waiting), start=1)}

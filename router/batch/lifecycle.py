@@ -51,6 +51,7 @@ class BatchLifecycle:
         self._clock = clock
         self._keep_s = keep_s
         self._swept = float("-inf")
+        self.live = 1  # batches that have not ended, when last counted; not counted yet: look
 
     def validate_one(self) -> bool:
         """Validate the oldest new batch; True when there may be more."""
@@ -64,6 +65,7 @@ class BatchLifecycle:
         now = self._clock()
         self._store.batches.settle(now, self._cancel_grace_s)
         live = self._store.batches.count_live()
+        self.live = sum(live.values())
         for status in LIVE:
             BATCHES_LIVE.labels(status).set(live.get(status, 0))
         if now - self._swept >= _SWEEP_EVERY_S:

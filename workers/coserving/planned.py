@@ -22,7 +22,7 @@ from placement.iteration.interface import (
     RunningBatch,
     ServingSettings,
 )
-from placement.iteration.latency import BatchWork, SelfCorrecting
+from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
 from placement.iteration.policies import make_policy
 from placement.iteration.prompts import PromptSharing
 from workers.coserving import vllm_internals as internals
@@ -35,7 +35,7 @@ log = logging.getLogger("conserve.workers.coserving.planned")
 
 Step = TypeVar("Step")
 
-CURVE_S = 10.0  # how often the curve of prompts is reported anew: fitting it takes milliseconds
+CURVE_S = 1.0  # between reports of the curve of prompts: drawing it takes milliseconds
 LOOK_UP_S = 0.5  # how long it stands what of a waiting prompt is cached: walking its blocks is no free thing
 
 
@@ -71,7 +71,8 @@ class PlannedScheduling(internals.OpenScheduling):
         self._unplanned = 0
         self._budget = 0  # offline tokens that fit into the iteration planned last
         self._ended = 0.0  # the iteration before
-        self._curve_at = 0.0  # when the curve of prompts was last reported
+        self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
+        self._curve_at = 0.0
         self._report_curve(0.0)
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
@@ -288,7 +289,9 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.prompt_rate.see(iteration.prompt_tokens, seconds)
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
-        if now >= self._curve_at + CURVE_S:
+        # After a prompt at once: an engine that only prefills may end no iteration for a long while.
+        due = iteration.prompt_tokens or now >= self._curve_at + CURVE_S
+        if due and self._drawn is not self.latency.fitted:
             self._report_curve(now)
         self.count(iteration, seconds, late)
         self._log.write(self.entry(iteration, now, seconds, late))
@@ -297,7 +300,8 @@ class PlannedScheduling(internals.OpenScheduling):
         """What a prompt takes here alone, as far as is known: placers go by it."""
         if self._report is None:
             return
-        self._curve_at, model = now, self.latency.fitted
+        self._curve_at, self._drawn = now, self.latency.fitted
+        model = self._drawn
         chunk = PromptSharing.chunk(model, self.max_num_scheduled_tokens)
         self._report.prefill_curve = astuple(curve_of(model, chunk))
 

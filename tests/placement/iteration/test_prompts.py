@@ -40,7 +40,8 @@ def test_a_prompt_in_the_chunks_it_says_takes_no_longer_than_in_others(prompt: i
         parts = [(min(chunk, prompt - at), at) for at in range(0, prompt, chunk)]
         return sum(MODEL.seconds(BatchWork.of([part])) for part in parts)
 
-    assert seconds(SHARING.chunk(MODEL, 8_192)) <= 1.05 * seconds(other)
+    last = MODEL.seconds(BatchWork())  # a few tokens may be left for an iteration of their own
+    assert seconds(SHARING.chunk(MODEL, 8_192)) <= 1.05 * seconds(other) + last
 
 
 def test_chunks_are_bounded_and_as_large_as_may_be_where_attention_is_causal() -> None:

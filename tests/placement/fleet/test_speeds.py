@@ -1,0 +1,109 @@
+"""What an engine has shown counts less the longer ago it was; what its like show counts instead."""
+
+from dataclasses import replace
+
+import pytest
+
+from placement.engines import Role
+from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
+from placement.fleet.prefillers import PrefillCurve
+from placement.fleet.speeds import HALF_LIFE_S, LATELY_S, Speeds
+from tests.placement.conftest import engine, state
+
+FAST, SLOW = (0.02, 4e-5, 2e-10), (0.04, 8e-5, 4e-10)
+TOKENS = 8_192
+
+
+def seconds(curve: tuple[float, float, float]) -> float:
+    return PrefillCurve(*curve).seconds(TOKENS)
+
+
+class Shown:
+    """Engines of one kind of hardware, and what they report."""
+
+    def __init__(self, *tiers: str, alike: bool = True) -> None:
+        self.speeds = Speeds(dict.fromkeys(tiers, "kind") if alike else {})
+        self.seq = 0
+        for number, tier in enumerate(tiers):
+            self.speeds.add(f"e{number}", tier)
+
+    def says(self, name: str, curve: tuple[float, float, float], rate: float, now: float) -> float:
+        """Seconds that a prompt is taken to need there; `rate` changes when it has computed one."""
+        self.seq += 1
+        report = replace(state(name, 0, self.seq, prompt_tokens_per_s=rate), prefill_curve=curve)
+        found = self.speeds.observe(report, now).curve
+        assert found is not None
+        return found.seconds(TOKENS)
+
+
+def test_an_engine_that_was_slow_long_ago_is_taken_to_be_as_fast_as_its_like() -> None:
+    shown = Shown("prefill", "decode")
+    assert shown.says("e0", SLOW, 100.0, 0.0) == pytest.approx(seconds(SLOW))
+    taken = []
+    for step in range(1, 11):
+        now = step * HALF_LIFE_S / 2
+        shown.says("e1", FAST, 1000.0 + step, now)
+        taken.append(shown.says("e0", SLOW, 100.0, now))
+    assert taken == sorted(taken, reverse=True) and taken[-1] < 1.05 * seconds(FAST)
+    assert shown.says("e0", SLOW, 200.0, 200.0) == pytest.approx(seconds(SLOW)), "it has computed another one"
+
+
+def test_one_that_is_faster_than_its_like_stays_so() -> None:
+    shown = Shown("prefill", "decode")
+    shown.says("e0", FAST, 100.0, 0.0)
+    shown.says("e1", SLOW, 1.0, 90.0)
+    assert shown.says("e0", FAST, 100.0, 90.0) == pytest.approx(seconds(FAST))
+
+
+def test_other_hardware_says_nothing() -> None:
+    shown = Shown("prefill", "decode", alike=False)
+    shown.says("e0", SLOW, 100.0, 0.0)
+    shown.says("e1", FAST, 1.0, 90.0)
+    assert shown.says("e0", SLOW, 100.0, 90.0) == pytest.approx(seconds(SLOW))
+
+
+def test_where_nobody_computed_lately_its_own_counts() -> None:
+    shown = Shown("prefill", "decode")
+    shown.says("e0", SLOW, 100.0, 0.0)
+    shown.says("e1", FAST, 1.0, 0.0)
+    late = 2 * LATELY_S
+    assert shown.says("e0", SLOW, 100.0, late) == pytest.approx(seconds(SLOW))
+
+
+def test_a_new_engine_is_as_fast_as_its_like() -> None:
+    shown = Shown("decode", "decode")
+    guess = shown.says("e1", SLOW, 0.0, 0.0)
+    assert guess == pytest.approx(seconds(SLOW)), "a guess, while nobody has shown anything"
+    shown.says("e0", FAST, 10.0, 1.0)
+    assert shown.says("e1", SLOW, 0.0, 1.0) == pytest.approx(seconds(FAST))
+
+
+def test_a_prefiller_that_started_slowly_gets_prompts_again() -> None:
+    """Without this a fleet becomes one engine: the only one that ever shows how fast it is."""
+    curve = PrefillCurve(*SLOW)
+    placer = Placer(
+        PlacerSettings(headroom_tokens=0), {"prefill": curve}, {"prefill": "cpu", "decode": "cpu"}
+    )
+    placer.engine_up(engine("p0", Role.PREFILL))
+    placer.engine_up(engine("d0", kv_tokens=10_000_000))
+
+    def reported(name: str, seq: int, curve: tuple[float, float, float], rate: float, now: float) -> None:
+        idle = state(name, 0, seq, prompt_tokens_per_s=rate, running=0)
+        assert placer.observe(replace(idle, prefill_curve=curve), now)
+
+    def placed(key: str, now: float) -> str | None:
+        answer = placer.place(FirstTurn(key, TOKENS), now)
+        assert isinstance(answer, Placement)
+        placer.release(key, now)
+        return answer.prefiller
+
+    reported("p0", 1, SLOW, 50.0, 0.0)
+    reported("d0", 1, FAST, 1000.0, 0.0)
+    assert placed("first", 0.0) is None
+    found = []
+    for step in range(1, 31):
+        now = float(step * 10)
+        reported("d0", 1 + step, FAST, 1000.0 + step, now)
+        reported("p0", 1 + step, SLOW, 50.0, now)
+        found.append(placed(f"a{step}", now))
+    assert "p0" in found and found[0] is None
