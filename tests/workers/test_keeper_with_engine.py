@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -131,6 +133,9 @@ def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig)
     first = rig.serving()
     assert first.info is not None
     assert (first.info.kv_tokens, first.info.block_tokens, first.info.max_context) == (256 * 32, 32, 4096)
+    page = httpx.get(f"http://{first.info.http}/metrics", timeout=30).text
+    computed = re.search(r"^vllm:prompt_tokens_total\{.*\} (\S+)", page, re.MULTILINE)
+    assert computed is not None and float(computed[1]) > 1.75 * 2048, "it has been warmed with prompts"
     before = sorted(rig.session())
     port = int(first.info.http.rpartition(":")[2])
     at_the_port = [pid for pid in before if port in listens_at(pid)]

@@ -8,6 +8,7 @@ import pytest
 from deploy.fleet import FleetFileError, FleetSpec, load_fleet, parse_fleet
 from deploy.fleet.components import (
     EngineName,
+    alike,
     directory_settings,
     engine_spec,
     engines,
@@ -181,3 +182,28 @@ def test_an_engines_gpus_are_its_ranks() -> None:
         "f",
     )
     assert engine_resources(staged, staged.tiers[0]) == {"GPU": 8}
+
+
+TWO_TIERS = """
+model: {path: m, max_context: 4096}
+engine: {device: %s}
+tiers:
+  - {name: prefill, role: prefill, %s}
+  - {name: decode, role: decode, %s}
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "prefill", "decode", "same"),
+    [
+        ("cpu", "", "", True),
+        ("cpu", "", "args: {max-num-seqs: 4}", False),
+        ("cuda", "hardware: {accelerator: H100}", "hardware: {accelerator: H100}", True),
+        ("cuda", "hardware: {accelerator: H100}", "hardware: {accelerator: H100}, power_cap_w: 400", False),
+        ("cuda", "hardware: {accelerator: H100}", "hardware: {accelerator: L40S}", False),
+        ("cuda", "", "", False),  # nobody said what they are
+    ],
+)
+def test_tiers_of_the_same_hardware_are_alike(device: str, prefill: str, decode: str, same: bool) -> None:
+    named = alike(parse_fleet(TWO_TIERS % (device, prefill, decode), "fleet.yaml"))
+    assert (named.get("prefill", "p") == named.get("decode", "d")) is same

@@ -21,6 +21,16 @@ def test_an_engine_without_a_profile_learns_its_own_speed() -> None:
     assert after.median < 0.1
 
 
+def test_an_engine_that_only_prefills_is_known_after_a_few_prompts() -> None:
+    learning = SelfCorrecting(CONSERVATIVE)
+    wanted = BatchWork.of([(1_500, 0)])
+    assert learning.fitted.seconds(wanted) > 2 * TRUE.seconds(wanted)
+    for tokens in (512, 2_048, 1_024):  # as a keeper warms it
+        prompt = BatchWork.of([(tokens, 0)])
+        learning.observe(prompt, TRUE.seconds(prompt))
+    assert learning.fitted.seconds(wanted) == pytest.approx(TRUE.seconds(wanted), rel=0.1)
+
+
 def test_a_long_stretch_of_decoding_does_not_make_it_forget_prefills() -> None:
     learning = SelfCorrecting(CONSERVATIVE)
     for sample in measured(320, noise=0.02):
