@@ -7,3 +7,7 @@ class DeployError(Exception):
 
 class LifecycleError(DeployError):
     """The fleet cannot be brought up or down, or changed, as asked."""
+
+
+class ActorLost(LifecycleError):
+    """A part of the fleet ended while the fleet started."""

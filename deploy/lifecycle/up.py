@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from deploy.endpoint import endpoint_of, trust_of
-from deploy.errors import LifecycleError
+from deploy.errors import ActorLost, LifecycleError
 from deploy.fleet import FleetSpec
 from deploy.fleet.hardware import engine_resources
 from deploy.fleet.schema import TierSpec
@@ -33,6 +33,7 @@ CALL_LIMIT_S = 120.0
 GATEWAY_LIMIT_S = 60.0
 PLACE_LIMIT_S = 15.0
 LOOK_EVERY_S = 0.5
+SUPERVISOR_GONE_S = 5.0
 
 
 def prepare(fleet: FleetSpec, home: FleetHome) -> None:
@@ -118,9 +119,22 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
             return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()
-    except BaseException:  # Ctrl-C too: what has started would go on without us
+    except BaseException as error:  # Ctrl-C too: what has started would go on without us
+        elsewhere = isinstance(error, ActorLost | ConnectionError) and ended_elsewhere(home)
         bring_down(home)
+        if elsewhere:
+            raise LifecycleError("the fleet was ended from elsewhere while it started") from error
         raise
+
+
+def ended_elsewhere(home: FleetHome) -> bool:
+    """Its supervisor, which ends first and takes Ray with it, is gone, or is within seconds."""
+    deadline = time.monotonic() + SUPERVISOR_GONE_S
+    while (run := home.read_run()) is not None and (run.pid == 0 or processes.find(run.pid, run.started)):
+        if run.pid == 0 or time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _start(ray: Any, fleet: FleetSpec, home: FleetHome, record: RunRecord, tell: Tell) -> str:
@@ -182,7 +196,7 @@ def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayError as error:
-        raise LifecycleError(f"the keeper of {name} failed: {_last_line(error)}") from error
+        raise ActorLost(f"the keeper of {name} failed: {_last_line(error)}") from error
     return status
 
 
@@ -229,7 +243,7 @@ def _ask(ray: Any, reference: Any, who: str) -> Any:
             f"{who} does not start: no node of Ray has the resources it takes, or the node is overloaded"
         ) from error
     except ray.exceptions.RayError as error:
-        raise LifecycleError(f"{who} failed: {_last_line(error)}") from error
+        raise ActorLost(f"{who} failed: {_last_line(error)}") from error
 
 
 def _last_line(error: Exception) -> str:

@@ -116,6 +116,17 @@ def test_ctrl_c_while_engines_start_leaves_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_a_down_while_engines_start_is_told_to_who_waits_for_them(rig: Rig) -> None:
+    running = rig.up()
+    until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
+    assert "processes ended" in conserve(rig.base, "down", "one", timeout_s=120).stdout
+    assert running.wait(60) == 1
+    assert "the fleet was ended from elsewhere while it started" in rig.output()
+    assert "Traceback" not in rig.output()
+    assert rig.processes() == []
+
+
+@pytest.mark.timeout(600)
 def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Rig) -> None:
     """And until it is up, `conserve status` says what it is doing."""
     running = rig.up(background=True)
