@@ -11,7 +11,7 @@ from workers.processes import WorkerError
 
 WARM_TOKENS = 2048  # of the longest prompt that warms an engine, where so many fit
 WARM_SHARES = (0.25, 1.0, 0.5)  # of them, for a prompt each
-FIRST_ID, IDS = 10, 200  # tokens that any vocabulary has
+FIRST_ID, IDS = 64, 180  # tokens that any vocabulary has
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +61,41 @@ class EngineHttp:
         blocks, tokens = int(cache["num_gpu_blocks"]), int(cache["block_size"])
         return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
 
-    async def warm(self, timeout_s: float, prompt_tokens: int) -> None:
-        """Local requests, the first one short: an engine whose first request is a transferred one can crash.
-        Then prompts as long as real ones: memory is touched and kernels are made for them, and the latency
-        model learns what they take, before any user's does."""
+    async def first(self, timeout_s: float) -> None:
+        """A short local request: an engine whose first request is a transferred one can crash."""
         if self._embeds:
-            await self._first("embeddings", {"input": "warm up"}, timeout_s)
-            return
-        await self._first("completions", {"prompt": "warm up", "max_tokens": 4, "temperature": 0}, timeout_s)
-        for start, share in enumerate(WARM_SHARES):
-            if ids := [FIRST_ID + (start + at) % IDS for at in range(int(share * prompt_tokens))]:
-                body = {"prompt": ids, "max_tokens": 2, "temperature": 0}
-                await self._first("completions", body, timeout_s)
+            await self._ask("embeddings", {"input": "warm up"}, timeout_s)
+        else:
+            await self._ask(
+                "completions", {"prompt": "warm up", "max_tokens": 4, "temperature": 0}, timeout_s
+            )
 
-    async def _first(self, kind: str, body: dict[str, object], timeout_s: float) -> None:
+    async def warm(self, timeout_s: float, prompt_tokens: int) -> None:
+        """Prompts as long as real ones, within the time: memory is touched and kernels are made for them, and
+        the latency model learns what they take, before any user's does."""
+        if self._embeds:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                for start, share in enumerate(WARM_SHARES):
+                    if ids := [FIRST_ID + (start + at) % IDS for at in range(int(share * prompt_tokens))]:
+                        body = {"prompt": ids, "max_tokens": 2, "temperature": 0}
+                        await self._ask("completions", body, timeout_s)
+        except TimeoutError as error:
+            raise EngineHttpError(
+                f"prompts of {prompt_tokens} tokens took more than {timeout_s:.0f} s"
+            ) from error
+
+    async def _ask(self, kind: str, body: dict[str, object], timeout_s: float) -> None:
         url, body = f"http://{self.address}/v1/{kind}", {"model": self._name, **body}
         try:
             async with self._open().post(url, json=body, timeout=_limit(timeout_s)) as answer:
                 if answer.status != 200:
                     raise EngineHttpError(
-                        f"its first request failed: {answer.status} {(await answer.text())[:300]}"
+                        f"a first request failed: {answer.status} {(await answer.text())[:300]}"
                     )
         except _FAILURES as error:
-            raise EngineHttpError(f"its first request failed: {error!r}") from error
+            raise EngineHttpError(f"a first request failed: {error!r}") from error
 
     async def close(self) -> None:
         if self._session is not None:

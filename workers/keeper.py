@@ -121,7 +121,7 @@ class Keeper:
             async with start_slot(self._spec.directory.parent, slots):
                 running = self._resume(adopted) if adopted else self._start(await self._tier_address())
                 try:
-                    info = await self._bring_up(running)
+                    info = await self._bring_up(running, adopted is None)
                 except BaseException:
                     await running.http.close()
                     raise
@@ -182,17 +182,27 @@ class Keeper:
         embeds = ("runner", "pooling") in self._spec.options
         return EngineHttp(address, self._spec.served_name, self._keys.http, embeds=embeds)
 
-    async def _bring_up(self, running: Running) -> EngineInfo:
+    async def _bring_up(self, running: Running, new: bool) -> EngineInfo:
         record = running.process.record
         self._store.tell(KeeperPhase.STARTING, epoch=record.epoch, pid=record.pid)
         await self._until_healthy(running)
         self._store.tell(KeeperPhase.WARMING)
         try:
             facts = await running.http.facts(self._settings.warm_limit_s)
-            await running.http.warm(self._settings.warm_limit_s, facts.warm_tokens)
+            await running.http.first(self._settings.warm_limit_s)
         except EngineHttpError as error:
             raise StartFailed(self._diagnosis(running, str(error))) from error
+        if new:  # one that is adopted serves users meanwhile
+            await self._warm(running, facts)
         return self._info(running, facts)
+
+    async def _warm(self, running: Running, facts: EngineFacts) -> None:
+        """It serves without, too: then a user's first prompt waits for what this would have done."""
+        try:
+            await running.http.warm(self._settings.warm_limit_s, facts.warm_tokens)
+        except EngineHttpError as error:
+            metrics.NOT_WARMED.labels(self._spec.engine).inc()
+            log.warning("engine %s serves without having been warmed: %s", self._spec.engine, error)
 
     async def _until_healthy(self, running: Running) -> None:
         limit = self._clock() + self._settings.start_limit_s

@@ -32,6 +32,11 @@ WITHOUT_TIER = Counter(
     "Starts of an engine whose shared tier did not answer: it serves, but a lost decoder's KV is lost.",
     ["engine"],
 )
+NOT_WARMED = Counter(
+    "conserve_engine_not_warmed_total",
+    "Starts of an engine that did not compute the prompts which warm it: its first prompt takes longer.",
+    ["engine"],
+)
 TIER_STARTS = Counter(
     "conserve_shared_tier_starts_total", "Times this keeper started its node's LMCache server."
 )
@@ -58,6 +63,7 @@ def from_zero(engine: str) -> None:
     for cause in ("exited", "unhealthy"):
         ENGINE_LOST.labels(engine, cause)
     HEALTH_MISSES.labels(engine)
+    NOT_WARMED.labels(engine)
     POWER_NOT_DONE.labels(engine)
     FAULTS_FOUND.labels(engine)
     ENGINE_UP.labels(engine)

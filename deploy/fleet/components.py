@@ -59,7 +59,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_BLOCK_TOKENS = 16  # vLLM's, on GPUs
 
 # Of prefillers until they report what a prompt takes: an 8B model on one GPU, the small model on one core. Of
-# decoders nothing is guessed: they compute first turns when they have reported a rate.
+# decoders nothing is guessed: they compute first turns when they, or their like, have computed prompts.
 GUESSED_CURVES = {
     Device.CPU: PrefillCurve(0.03, 3e-4, 1e-8),
     Device.CUDA: PrefillCurve(0.02, 1e-4, 1e-9),
@@ -268,7 +268,7 @@ def alike(fleet: FleetSpec) -> Mapping[str, str]:
     """Tiers whose engines compute a prompt in the same time: a name of their hardware, by tier."""
     on_cpu = Device(fleet.engine.device) is Device.CPU
     return {
-        tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {sorted(tier.args.items())}"
+        tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {tier.args} {tier.env}"
         for tier in fleet.tiers
         if on_cpu or tier.hardware.accelerator
     }

@@ -120,8 +120,10 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
         finally:
             ray.shutdown()
     except BaseException as error:  # Ctrl-C too: what has started would go on without us
-        elsewhere = isinstance(error, ActorLost | ConnectionError) and ended_elsewhere(home)
-        bring_down(home)
+        try:
+            elsewhere = isinstance(error, ActorLost | ConnectionError) and ended_elsewhere(home)
+        finally:
+            bring_down(home)
         if elsewhere:
             raise LifecycleError("the fleet was ended from elsewhere while it started") from error
         raise

@@ -16,8 +16,8 @@ from placement.fleet.answers import Estimates, PrefillerOption
 from placement.fleet.prefillers import PrefillCurve
 from placement.fleet.speeds import Speed
 
-TRANSFERS_KEPT_S = 20.0  # what the first transfer cost counts; then it fades, half of it in the same time
-TRANSFERS_SURE = 6  # after so many it is kept for hours
+TRANSFERS_KEPT_S = 20.0  # what the last transfers cost counts; then it fades, half of it in the same time
+TRIED_MOST = 4  # each try makes that four times as long; at most an hour and a half
 REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in what its engine reports
 LEAST_SHARE = 0.05  # of a decoder's time that its prompts are taken to have
 
@@ -72,7 +72,7 @@ class Elastic:
         self._forget = forget
         self._transfer_s_per_token: float | None = None
         self._transferred_at = self._now = 0.0
-        self._transfers = 0
+        self._tried = 0  # again, after a while without any
 
     def add(self, engine: str, curve: PrefillCurve | None) -> None:
         self._queues[engine] = DecoderPrompts(curve)
@@ -98,14 +98,18 @@ class Elastic:
         seen, known = seconds / max(1, tokens), self._transfer_s_per_token
         share = max(self._forget, 1 - self._kept())
         self._transfer_s_per_token = seen if known is None else known + share * (seen - known)
-        self._transferred_at, self._transfers = self._now, min(self._transfers + 1, TRANSFERS_SURE)
+        if known is not None and self._now - self._transferred_at >= self._kept_s():
+            self._tried = min(self._tried + 1, TRIED_MOST)
+        self._transferred_at = self._now
 
     def _kept(self) -> float:
         """Of what transfers cost. A slow one was a decoder in the middle of something more often than it was
         the transfer, and must not keep others from showing what they cost: they are tried again, ever more
         rarely."""
-        kept_s = TRANSFERS_KEPT_S * 4.0 ** (self._transfers - 1)
-        return 0.5 ** max(0.0, (self._now - self._transferred_at) / kept_s - 1)
+        return 0.5 ** max(0.0, (self._now - self._transferred_at) / self._kept_s() - 1)
+
+    def _kept_s(self) -> float:
+        return TRANSFERS_KEPT_S * 4.0**self._tried
 
     def estimates(self, decoder: str, tokens: int, remote: PrefillerOption | None) -> Estimates:
         """`tokens`: what the decoder would compute, and what a prefiller would have to send it."""

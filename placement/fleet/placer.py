@@ -166,8 +166,8 @@ class Placer:
         self._seqs[state.engine] = state.seq
         speed = self._speeds.observe(state, now)
         if state.engine in self._prefillers:
-            if speed.curve is not None:
-                self._prefillers.reported(state.engine, speed.curve, speed.kept)
+            if speed.own is not None:
+                self._prefillers.reported(state.engine, speed.own, speed.curve, speed.fresh)
             self._prefillers.set_draining(state.engine, state.draining)
             if state.running == 0 and state.waiting == 0:
                 before = now - self.settings.forget_prefill_after_s

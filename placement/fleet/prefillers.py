@@ -84,6 +84,7 @@ class Queued(NamedTuple):
 
 TYPICAL = 8192  # tokens, at which two curves are compared
 REMEMBERED = 0.9  # of what was learned, at each prompt
+HALF_LIFE_S = 20.0  # of what an engine has shown, while it computes nothing
 SLOWEST, FASTEST = 20.0, 0.05
 
 
@@ -98,21 +99,21 @@ class Learned:
     took_s: float = 0.0
     expected_s: float = 0.0
     since: float = 0.0  # the queue began, or the prompt before ended
+    ended: float = 0.0  # the prompt before
 
     def prompt(self, expected_s: float, now: float) -> None:
+        remembered = REMEMBERED
         if not self.expected_s:
             self.took_s = self.expected_s = expected_s  # the curve counts as much as the first prompt
-        self.took_s = REMEMBERED * self.took_s + max(0.0, now - self.since)
-        self.expected_s = REMEMBERED * self.expected_s + expected_s
-        self.since = now
+        else:
+            remembered *= 0.5 ** (max(0.0, self.since - self.ended) / HALF_LIFE_S)
+        self.took_s = remembered * self.took_s + max(0.0, now - self.since)
+        self.expected_s = remembered * self.expected_s + expected_s
+        self.since = self.ended = now
 
     def redraw(self, factor: float) -> None:
         """The curve says `factor` times what it said before."""
         self.expected_s *= factor
-
-    def forget(self, kept: float) -> None:
-        """All but so much of how far they were off."""
-        self.took_s = self.expected_s + kept * (self.took_s - self.expected_s)
 
     @property
     def scale(self) -> float:
@@ -136,6 +137,7 @@ class Prefillers:
         self._worths = Counter[float]()  # of all that is queued, how many have a class worth so much
         self._guesses: dict[str, PrefillCurve] = {}
         self._curves: dict[str, PrefillCurve] = {}
+        self._taken: dict[str, tuple[PrefillCurve, float]] = {}  # at the last report
         self._learned: dict[str, Learned] = {}  # an engine that restarts is as fast as it was
 
     def __len__(self) -> int:
@@ -150,16 +152,19 @@ class Prefillers:
         if self._guesses.get(engine) != curve:
             self._guesses[engine] = self._curves[engine] = curve
             self._learned[engine] = Learned()
+        self._taken[engine] = self._curves[engine], 1.0
         self._draw(engine)
 
-    def reported(self, engine: str, curve: PrefillCurve, kept: float = 1.0) -> None:
-        """The engine's own. `kept` of what was learned of its prompts stays, as a scale of this curve."""
+    def reported(
+        self, engine: str, own: PrefillCurve, taken: PrefillCurve | None = None, fresh: float = 1.0
+    ) -> None:
+        """The engine's own curve, and what it is taken to be. What was learned of its prompts stays, as a
+        scale of its own; of a scale that makes it slower, `fresh` counts."""
         before, learned = self._curves[engine], self._learned[engine]
-        if curve != before:
-            learned.redraw(curve.seconds(TYPICAL) / before.seconds(TYPICAL))
-            self._curves[engine] = curve
-        if kept < 1.0 and not self._queues[engine]:
-            learned.forget(kept)
+        if own != before:
+            learned.redraw(own.seconds(TYPICAL) / before.seconds(TYPICAL))
+            self._curves[engine] = own
+        self._taken[engine] = taken or own, fresh
         self._draw(engine)
 
     def remove(self, engine: str) -> tuple[str, ...]:
@@ -257,6 +262,7 @@ class Prefillers:
             curve = self._curves[engine]
             seconds = curve.seconds(tokens) - (curve.seconds(cached) - curve.a if cached else 0.0)
             self._learned[engine].prompt(seconds, now)
+            self._taken[engine] = curve, 1.0
             self._draw(engine)
         self.done(key, now)
 
@@ -319,7 +325,8 @@ class Prefillers:
 
     def _draw(self, engine: str) -> None:
         """Its curve as it is known now."""
-        row, curve, scale = self._table.row(engine), self._curves[engine], self._learned[engine].scale
+        row, (curve, fresh), scale = self._table.row(engine), self._taken[engine], self._learned[engine].scale
+        scale = min(scale, 1 + fresh * (scale - 1))
         for name, value in (("a", curve.a), ("b", curve.b), ("c", curve.c)):
             self._table[name][row] = value * scale
 

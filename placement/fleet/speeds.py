@@ -12,9 +12,8 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from placement.engines import EngineState
-from placement.fleet.prefillers import TYPICAL, PrefillCurve
+from placement.fleet.prefillers import HALF_LIFE_S, TYPICAL, PrefillCurve
 
-HALF_LIFE_S = 20.0  # of what an engine has shown
 LATELY_S = 2 * HALF_LIFE_S  # engines that computed a prompt so long ago say how fast their like are
 TAKEN_EVERY_S = 1.0  # how often that is looked up
 
@@ -22,19 +21,19 @@ TAKEN_EVERY_S = 1.0  # how often that is looked up
 class Speed(NamedTuple):
     """Of one engine now."""
 
-    curve: PrefillCurve | None  # None: it reports none
+    own: PrefillCurve | None  # None: it reports none
+    curve: PrefillCurve | None  # as it is taken to be
     shown: bool  # by it or by its like; else it is a guess
     rate: float  # of prompts, tokens a second; 0 where it is old
-    kept: float  # of what was learned of its queue before its last report
+    fresh: float  # share of what it has shown that counts
 
 
 @dataclass(slots=True)
 class EngineSpeed:
     kind: str
-    rate: float = 0.0  # that it reported last
+    rate: float | None = None  # that it reported last
     curve: PrefillCurve | None = None
     shown_at: float | None = None
-    seen_at: float = 0.0
 
 
 class Speeds:
@@ -55,39 +54,39 @@ class Speeds:
             del self._kinds[speed.kind][engine]
 
     def observe(self, state: EngineState, now: float) -> Speed:
-        engine = self._engines[state.engine]
-        since, engine.seen_at = now - engine.seen_at, now
+        engine, rate = self._engines[state.engine], state.prompt_tokens_per_s
         engine.curve = PrefillCurve(*state.prefill_curve) if state.prefill_curve else None
-        if computed := state.prompt_tokens_per_s != engine.rate:  # an average that each prompt moves
-            engine.rate, engine.shown_at = state.prompt_tokens_per_s, now
-        kept = 1.0 if computed else 0.5 ** (since / HALF_LIFE_S)
-        lately = engine.shown_at is not None and engine.shown_at >= now - LATELY_S
-        curve, shown = self._curve(engine, now)
-        return Speed(curve, shown, engine.rate if lately else 0.0, kept)
-
-    def _curve(self, engine: EngineSpeed, now: float) -> tuple[PrefillCurve | None, bool]:
-        """And whether it, or its like, has shown it."""
-        own, typical = engine.curve, self._typical_of(engine.kind, now)
-        if own is None or typical is None:
-            return own, engine.shown_at is not None
+        if rate != engine.rate and rate:  # an average that each prompt moves
+            # Of the first report nobody knows how old what it says is.
+            engine.shown_at = now if engine.rate is not None else now - LATELY_S
+            if self._typical.get(engine.kind, (0.0, None))[1] is None:
+                self._typical.pop(engine.kind, None)
+        engine.rate = rate
         if engine.shown_at is None:
-            return typical, True
-        if own.seconds(TYPICAL) <= typical.seconds(TYPICAL):
-            return own, True
+            typical = self._typical_of(engine.kind, now)
+            return Speed(engine.curve, typical or engine.curve, typical is not None, 0.0, 1.0)
         fresh = 0.5 ** ((now - engine.shown_at) / HALF_LIFE_S)
+        if engine.curve is not None and engine.shown_at <= now - LATELY_S:
+            rate = 0.0  # the curve says better what it would be
+        return Speed(engine.curve, self._curve(engine, fresh, now), True, rate, fresh)
+
+    def _curve(self, engine: EngineSpeed, fresh: float, now: float) -> PrefillCurve | None:
+        own, typical = engine.curve, self._typical_of(engine.kind, now)
+        if own is None or typical is None or own.seconds(TYPICAL) <= typical.seconds(TYPICAL):
+            return own
         pairs = zip(astuple(own), astuple(typical), strict=True)
-        return PrefillCurve(*(fresh * mine + (1 - fresh) * theirs for mine, theirs in pairs)), True
+        return PrefillCurve(*(fresh * mine + (1 - fresh) * theirs for mine, theirs in pairs))
 
     def _typical_of(self, kind: str, now: float) -> PrefillCurve | None:
         """Of those that computed prompts lately the middle one; None where none did."""
         taken_at, typical = self._typical.get(kind, (float("-inf"), None))
-        if now < taken_at + TAKEN_EVERY_S and typical is not None:
+        if now < taken_at + TAKEN_EVERY_S:
             return typical
         lately = sorted(
             (
                 one.curve
                 for one in self._kinds[kind].values()
-                if one.curve is not None and one.shown_at is not None and one.shown_at >= now - LATELY_S
+                if one.curve is not None and one.shown_at is not None and one.shown_at > now - LATELY_S
             ),
             key=lambda curve: curve.seconds(TYPICAL),
         )

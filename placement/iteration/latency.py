@@ -256,7 +256,7 @@ class SelfCorrecting:
         bucket = self._buckets.setdefault(work.new_tokens.bit_length(), deque(maxlen=self.per_bucket))
         bucket.append(Sample(work, seconds))
         self.observed += 1
-        self._since += PROMPTS_COUNT if work.new_tokens >= PROMPT_TOKENS else 1
+        self._since += PROMPTS_COUNT if work.new_tokens - work.requests >= PROMPT_TOKENS else 1
         before_s = max(self.fitted.seconds(work), 1e-9)
         self._speed.see(before_s, seconds)
         if self._since >= (self.every if self.observed > 2 * self.every else self.every // 4):

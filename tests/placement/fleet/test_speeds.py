@@ -75,7 +75,18 @@ def test_a_new_engine_is_as_fast_as_its_like() -> None:
     guess = shown.says("e1", SLOW, 0.0, 0.0)
     assert guess == pytest.approx(seconds(SLOW)), "a guess, while nobody has shown anything"
     shown.says("e0", FAST, 10.0, 1.0)
-    assert shown.says("e1", SLOW, 0.0, 1.0) == pytest.approx(seconds(FAST))
+    shown.says("e0", FAST, 11.0, 1.5)
+    assert shown.says("e1", SLOW, 0.0, 3.0) == pytest.approx(seconds(FAST))
+
+
+def test_what_an_engine_says_first_is_not_taken_to_be_of_now() -> None:
+    """The directory has started again: rates and curves may be hours old."""
+    shown = Shown("prefill", "decode")
+    shown.says("e0", FAST, 10.0, 100.0)
+    shown.says("e1", SLOW, 20.0, 100.0)
+    assert shown.says("e1", SLOW, 20.0, 101.0) == pytest.approx(seconds(SLOW))
+    shown.says("e0", FAST, 11.0, 102.0)
+    assert shown.says("e1", SLOW, 20.0, 104.0) < seconds(SLOW)
 
 
 def test_a_prefiller_that_started_slowly_gets_prompts_again() -> None:
