@@ -38,6 +38,7 @@ class ReportScheduler(SchedulerSide):
         # What a scheduler of ours learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
         self.prompt_rate = PromptRate()
         self.prompt_share = 1.0  # of its time, what requests that decode leave to prompts
+        self.prompts = 0  # iterations with more than a few tokens of prompts
         self.prefill_curve: tuple[float, float, float] | None = None
         self.counts: Counter[str] = Counter()
         self._manager: Any = None
@@ -157,6 +158,7 @@ class ReportScheduler(SchedulerSide):
             split=self._residence.split,
             kv_per_token=self._per_token,
             kv_per_conversation=self._beside,
+            prompts=self.prompts,
             prefill_curve=self.prefill_curve,
         )
 

@@ -63,6 +63,7 @@ class EngineState:
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
     prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
     prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
+    prompts: int = 0  # iterations so far that say what prompts take: with more than a few tokens of them
     # Of n tokens alone: a + b n + c n n seconds, by its latency model, which follows its iterations.
     prefill_curve: tuple[float, float, float] | None = None
 

@@ -8,7 +8,7 @@ them, and the share of its time that the TBT target of its running turns leaves 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
+from math import inf, pow
 from typing import NamedTuple
 
 from placement.engines import EngineState
@@ -106,10 +106,10 @@ class Elastic:
         """Of what transfers cost. A slow one was a decoder in the middle of something more often than it was
         the transfer, and must not keep others from showing what they cost: they are tried again, ever more
         rarely."""
-        return 0.5 ** max(0.0, (self._now - self._transferred_at) / self._kept_s() - 1)
+        return pow(0.5, max(0.0, (self._now - self._transferred_at) / self._kept_s() - 1))
 
     def _kept_s(self) -> float:
-        return TRANSFERS_KEPT_S * 4.0**self._tried
+        return TRANSFERS_KEPT_S * pow(4.0, self._tried)
 
     def estimates(self, decoder: str, tokens: int, remote: PrefillerOption | None) -> Estimates:
         """`tokens`: what the decoder would compute, and what a prefiller would have to send it."""

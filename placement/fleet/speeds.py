@@ -23,7 +23,7 @@ class Speed(NamedTuple):
 
     own: PrefillCurve | None  # None: it reports none
     curve: PrefillCurve | None  # as it is taken to be
-    shown: bool  # by it or by its like; else it is a guess
+    shown: bool  # by it or by its like; else the curve is a guess
     rate: float  # of prompts, tokens a second; 0 where it is old
     fresh: float  # share of what it has shown that counts
 
@@ -31,7 +31,7 @@ class Speed(NamedTuple):
 @dataclass(slots=True)
 class EngineSpeed:
     kind: str
-    rate: float | None = None  # that it reported last
+    prompts: int | None = None  # that it reported last
     curve: PrefillCurve | None = None
     shown_at: float | None = None
 
@@ -56,23 +56,25 @@ class Speeds:
     def observe(self, state: EngineState, now: float) -> Speed:
         engine, rate = self._engines[state.engine], state.prompt_tokens_per_s
         engine.curve = PrefillCurve(*state.prefill_curve) if state.prefill_curve else None
-        if rate != engine.rate and rate:  # an average that each prompt moves
+        if engine.curve is None:
+            return Speed(None, None, False, rate, 1.0)
+        if state.prompts and state.prompts != engine.prompts:
             # Of the first report nobody knows how old what it says is.
-            engine.shown_at = now if engine.rate is not None else now - LATELY_S
+            engine.shown_at = now if engine.prompts is not None else now - LATELY_S
             if self._typical.get(engine.kind, (0.0, None))[1] is None:
                 self._typical.pop(engine.kind, None)
-        engine.rate = rate
+        engine.prompts = state.prompts
         if engine.shown_at is None:
             typical = self._typical_of(engine.kind, now)
-            return Speed(engine.curve, typical or engine.curve, typical is not None, 0.0, 1.0)
+            return Speed(engine.curve, typical or engine.curve, typical is not None, rate, 1.0)
         fresh = 0.5 ** ((now - engine.shown_at) / HALF_LIFE_S)
-        if engine.curve is not None and engine.shown_at <= now - LATELY_S:
+        if engine.shown_at <= now - LATELY_S:
             rate = 0.0  # the curve says better what it would be
-        return Speed(engine.curve, self._curve(engine, fresh, now), True, rate, fresh)
+        return Speed(engine.curve, self._curve(engine.curve, engine.kind, fresh, now), True, rate, fresh)
 
-    def _curve(self, engine: EngineSpeed, fresh: float, now: float) -> PrefillCurve | None:
-        own, typical = engine.curve, self._typical_of(engine.kind, now)
-        if own is None or typical is None or own.seconds(TYPICAL) <= typical.seconds(TYPICAL):
+    def _curve(self, own: PrefillCurve, kind: str, fresh: float, now: float) -> PrefillCurve:
+        typical = self._typical_of(kind, now)
+        if typical is None or own.seconds(TYPICAL) <= typical.seconds(TYPICAL):
             return own
         pairs = zip(astuple(own), astuple(typical), strict=True)
         return PrefillCurve(*(fresh * mine + (1 - fresh) * theirs for mine, theirs in pairs))

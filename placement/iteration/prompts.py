@@ -14,7 +14,6 @@ from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
 LESSER_SHARE = 0.1  # of an iteration, what lesser classes have at least beside a better one
-LEAST_RATED = 64  # tokens of prompts; an iteration with fewer says what decoding takes
 LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 
@@ -62,7 +61,7 @@ class PromptSharing:
 
 
 class PromptRate:
-    """Tokens of prompts a second of iterations that had more than a few, of late.
+    """Tokens of prompts a second of iterations that had some, of late.
 
     An engine without prompts keeps its rate: it would have it again, and whoever places goes by it.
     """
@@ -72,8 +71,6 @@ class PromptRate:
 
     def see(self, tokens: int, seconds: float) -> None:
         """An iteration that ended."""
-        if tokens < LEAST_RATED:
-            return
         kept = math.exp(-seconds / LATELY_S)
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + seconds

@@ -22,7 +22,7 @@ from placement.iteration.interface import (
     RunningBatch,
     ServingSettings,
 )
-from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
+from placement.iteration.latency import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
 from placement.iteration.policies import make_policy
 from placement.iteration.prompts import PromptSharing
 from workers.coserving import vllm_internals as internals
@@ -287,6 +287,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self._report.prompt_share = iteration.prompt_share
             if iteration.prompt_tokens and not iteration.aborted:
                 self._report.prompt_rate.see(iteration.prompt_tokens, seconds)
+                self._report.prompts += iteration.prompt_tokens >= PROMPT_TOKENS
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
         # After a prompt at once: an engine that only prefills may end no iteration for a long while.

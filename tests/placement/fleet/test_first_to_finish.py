@@ -155,7 +155,7 @@ def test_a_decoders_curve_counts_once_it_has_computed_prompts() -> None:
     placer.observe(state("d0", 0, 1, prefill_curve=sooner), 0.0)
     first = placer.place(FirstTurn("a", 20_000), 0.0)
     assert isinstance(first, Placement) and first.prefiller == "p0"
-    placer.observe(state("d0", 0, 2, prefill_curve=sooner, prompt_tokens_per_s=1000.0), 0.0)
+    placer.observe(state("d0", 0, 2, prefill_curve=sooner, prompt_tokens_per_s=1000.0, prompts=1), 0.0)
     second = placer.place(FirstTurn("b", 20_000), 0.0)
     assert isinstance(second, Placement) and second.prefiller is None
 

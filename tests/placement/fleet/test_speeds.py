@@ -27,10 +27,10 @@ class Shown:
         for number, tier in enumerate(tiers):
             self.speeds.add(f"e{number}", tier)
 
-    def says(self, name: str, curve: tuple[float, float, float], rate: float, now: float) -> float:
-        """Seconds that a prompt is taken to need there; `rate` changes when it has computed one."""
+    def says(self, name: str, curve: tuple[float, float, float], prompts: float, now: float) -> float:
+        """Seconds that a prompt is taken to need there."""
         self.seq += 1
-        report = replace(state(name, 0, self.seq, prompt_tokens_per_s=rate), prefill_curve=curve)
+        report = replace(state(name, 0, self.seq, prompts=int(prompts)), prefill_curve=curve)
         found = self.speeds.observe(report, now).curve
         assert found is not None
         return found.seconds(TOKENS)
@@ -99,7 +99,7 @@ def test_a_prefiller_that_started_slowly_gets_prompts_again() -> None:
     placer.engine_up(engine("d0", kv_tokens=10_000_000))
 
     def reported(name: str, seq: int, curve: tuple[float, float, float], rate: float, now: float) -> None:
-        idle = state(name, 0, seq, prompt_tokens_per_s=rate, running=0)
+        idle = state(name, 0, seq, prompt_tokens_per_s=rate, prompts=int(rate), running=0)
         assert placer.observe(replace(idle, prefill_curve=curve), now)
 
     def placed(key: str, now: float) -> str | None:
