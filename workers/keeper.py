@@ -99,6 +99,7 @@ class Keeper:
                     failure=reason,
                     log_lines=lines,
                     restarts=self._store.status.restarts + 1,
+                    failures=self._backoff.failures,
                 )
                 await asyncio.sleep(wait_s)
         finally:

@@ -30,14 +30,16 @@ class Backoff:
         self._first, self._longest, self._calm = first_s, longest_s, calm_s
         self._next = first_s
         self._serving_since: float | None = None
+        self.failures = 0  # since the last calm
 
     def serving(self, now: float) -> None:
         self._serving_since = now
 
     def next(self, now: float) -> float:
         if self._serving_since is not None and now - self._serving_since >= self._calm:
-            self._next = self._first
+            self._next, self.failures = self._first, 0
         self._serving_since = None
+        self.failures += 1
         wait, self._next = self._next, min(self._longest, self._next * 2)
         return wait
 

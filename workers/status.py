@@ -39,6 +39,7 @@ class KeeperStatus:
     epoch: int = 0
     pid: int = 0
     restarts: int = 0
+    failures: int = 0  # starts and runs that ended, since it last served for long
     failure: str = ""  # why the last start or run ended
     log_lines: tuple[str, ...] = ()  # the last of the log at that failure
     metrics: str = ""  # host:port of the keeper's metrics page

@@ -22,7 +22,7 @@ from workers.status import KeeperPhase
 
 log = logging.getLogger("conserve.deploy.autoscaler")
 
-GIVE_UP_AFTER = 3  # starts of an engine that fail
+GIVE_UP_AFTER = 3  # failures of an engine that has not served for long in between
 
 
 class AutoscalerActor:
@@ -83,7 +83,7 @@ class AutoscalerActor:
         for engine in engines:
             status = self._keepers.status(engine)
             failing = status is not None and status.phase is KeeperPhase.BACKING_OFF
-            if status is not None and failing and status.restarts >= GIVE_UP_AFTER:
+            if status is not None and failing and status.failures >= GIVE_UP_AFTER:
                 log.error("engine given up engine=%s reason=%s", engine, status.failure)
                 self._keepers.end(engine)
             starting |= status is None or status.phase is not KeeperPhase.SERVING

@@ -72,7 +72,7 @@ class Elastic:
         self._forget = forget
         self._transfer_s_per_token: float | None = None
         self._transferred_at = self._now = 0.0
-        self._tried = 0  # again, after a while without any
+        self._tried = 0  # again, after a while without any, and found to cost what was thought
 
     def add(self, engine: str, curve: PrefillCurve | None) -> None:
         self._queues[engine] = DecoderPrompts(curve)
@@ -99,7 +99,7 @@ class Elastic:
         share = max(self._forget, 1 - self._kept())
         self._transfer_s_per_token = seen if known is None else known + share * (seen - known)
         if known is not None and self._now - self._transferred_at >= self._kept_s():
-            self._tried = min(self._tried + 1, TRIED_MOST)
+            self._tried = min(self._tried + 1, TRIED_MOST) if seen >= known else 0
         self._transferred_at = self._now
 
     def _kept(self) -> float:

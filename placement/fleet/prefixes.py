@@ -21,10 +21,11 @@ MOST_PARTS = 4096  # of prompts, that are kept in mind of one engine
 MOST_ENGINES = 256  # that have a beginning, the latest: each is looked at for a prompt that begins so
 MOST_HOLDERS = 32  # prefillers of these, of which the one that ends first is looked for
 REMEMBERED_S = 600.0
-SHRINKS, GROWS = (
-    0.7,
-    1.1,
-)  # what is taken to fit: after a miss, and after a prompt that found what was thought
+# What is taken to fit: after a miss, and after a prompt that found what was thought.
+SHRINKS, GROWS = 0.7, 1.1
+LEAST_EXPECTED = (
+    512  # tokens: a shorter beginning may be less than a block, and says nothing when it is missed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +141,17 @@ class SharedPrefixes:
 
     def computed(self, key: str, cached: int | None) -> None:
         """`cached`: what the engine had of it, if it says so. It has all of it now; where it had much less
-        than was thought, less fits than was thought."""
+        than was thought, less fits than was thought; where it had more, that fits at least."""
         given = self._given.pop(key, None)
         cache = self._caches.get(given.engine) if given is not None else None
-        if given is None or cache is None or cached is None or not given.expected:
+        if given is None or cache is None or cached is None:
             return
         if cached < given.expected / 2:
-            cache.room = min(cache.room, SHRINKS * given.since)
-            self._give_way(given.engine)
-        else:
-            cache.room = min(cache.most, GROWS * cache.room)
+            if given.expected >= LEAST_EXPECTED:
+                cache.room = min(cache.room, SHRINKS * given.since)
+                self._give_way(given.engine)
+        elif cached:
+            cache.room = min(cache.most, max(GROWS * cache.room, cached))
 
     def not_computed(self, key: str) -> None:
         """Or nobody knows: who was to bring the beginning has not, unless it was given to another since."""

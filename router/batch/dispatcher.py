@@ -135,6 +135,8 @@ class Dispatcher:
         usable = [allowance for allowance in allowances.values() if allowance.requests]
         free = Allowance(sum(one.requests for one in usable), sum(one.tokens for one in usable))
         waiting = [*self.flex.backlog(), *self._not_dry(backlog)]
+        if not backlog and not waiting:
+            self._rate.idle()
         wanted, urgent = share_out(waiting, free, self._fair, self._clock(), self._rate.value)
         if not wanted:
             return False

@@ -124,6 +124,10 @@ class Rate:
         self._weighted = 0.0
         self._at = 0.0
 
+    def idle(self) -> None:
+        """There is nothing to do: what follows does not begin at a rate that has decayed meanwhile."""
+        self._started, self._weighted = None, 0.0
+
     def add(self, tokens: int) -> None:
         now = self._clock()
         if self._started is None:

@@ -37,6 +37,9 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip())
 
 
+TRIES_AGAIN_AFTER, RARELY = 12, 720  # looks, for a cap that could not be set: a minute, at last an hour
+
+
 class EnginePower:
     """`async with`: the cap is set on entry and set back on exit. Failures are said; serving goes on."""
 
@@ -46,6 +49,7 @@ class EnginePower:
         self._guard: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._capped = False  # all of our GPUs have the cap
+        self._looks, self._wait_looks = 0, TRIES_AGAIN_AFTER  # since it was tried, and before it is again
         self._last: dict[str, float] = {}  # GPU -> joules when last read
 
     async def __aenter__(self) -> "EnginePower":
@@ -131,9 +135,13 @@ class EnginePower:
         metrics.POWER_WATTS.labels(settings.engine).set(watts)
         metrics.POWER_LIMIT_WATTS.labels(settings.engine).set(limit)
         wanted = (settings.cap_w or 0.0) * len(settings.gpus)
-        if self._capped and limit > wanted + len(settings.gpus):
-            log.warning("power cap was lost, set again engine=%s now_w=%g", settings.engine, limit)
+        self._looks += 1
+        again = self._capped or self._looks >= self._wait_looks
+        if settings.cap_w is not None and again and limit > wanted + len(settings.gpus):
+            log.warning("power cap is not there, set again engine=%s now_w=%g", settings.engine, limit)
             self._cap()
+            self._looks = 0
+            self._wait_looks = TRIES_AGAIN_AFTER if self._capped else min(2 * self._wait_looks, RARELY)
 
 
 def start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes]:

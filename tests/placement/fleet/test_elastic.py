@@ -161,6 +161,20 @@ def test_a_transfer_that_is_not_hidden_counts() -> None:
     assert place(placer, "b").prefiller is None
 
 
+def test_a_slow_transfer_after_many_quick_ones_is_not_believed_for_long() -> None:
+    placer = a_placer(decoders=1)
+    now = 0.0
+    for number in range(8):  # each after a lull, and each as quick as was thought or quicker
+        now += 2_000.0
+        placer.observe(state("d0", 0, number + 1, prompt_share=0.9), now)
+        placer.transferred(10_000, 0.001 / (number + 1))
+    placer.transferred(10_000, 10.0)
+    assert place(placer, "at once", now=now).prefiller is None
+    placer.release("at once", now)
+    placer.observe(state("d0", 0, 10, prompt_share=0.9), now + 200.0)
+    assert place(placer, "later", now=now + 200.0).prefiller == "p0"
+
+
 def test_second_thoughts_name_turns_whose_decoder_is_sooner_now() -> None:
     placer = a_placer(decoders=1)
     busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)

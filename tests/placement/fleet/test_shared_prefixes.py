@@ -341,3 +341,30 @@ def test_of_very_many_engines_the_latest_are_remembered() -> None:
     shared.given("new", (SYSTEM,), "new", 8_500, 500.0)
     known = shared.on((SYSTEM,), 501.0)
     assert len(known) == MOST_ENGINES and {"e10", "new"} <= set(known) and "e11" not in known
+
+
+def test_short_beginnings_that_are_missed_do_not_end_sharing() -> None:
+    """One system prompt of a line, less than a block: no engine ever has it."""
+    shared, short = SharedPrefixes(), Head(b"you are helpful", 10)
+    shared.holds("e", 400_000)
+    for number in range(20):
+        key = f"chat {number}"
+        shared.computing(key, "e", (short,), 300, shared.on((short,), 0.0).get("e", 0), 0.0)
+        shared.computed(key, 0)
+    shared.computing("agent", "e", (SYSTEM,), 8_500, 0, 0.0)
+    shared.computed("agent", 0)
+    assert shared.on((SYSTEM,), 0.0) == {"e": 8_000}
+
+
+def test_what_is_found_though_nobody_expected_it_fits() -> None:
+    shared = SharedPrefixes()
+    shared.holds("e", 400_000)
+    shared.computing("first", "e", (SYSTEM,), 8_500, 0, 0.0)
+    shared.computed("first", 0)
+    shared.computing("missed", "e", (SYSTEM,), 8_500, 8_000, 0.0)
+    shared.computed("missed", 0)
+    assert shared.on((SYSTEM,), 0.0).get("e", 0) < 8_000
+    for number in range(3):
+        shared.computing(f"found {number}", "e", (SYSTEM,), 8_500, 0, 0.0)
+        shared.computed(f"found {number}", 8_000)
+    assert shared.on((SYSTEM,), 0.0) == {"e": 8_000}

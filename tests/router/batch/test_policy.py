@@ -12,6 +12,7 @@ from router.batch.policy import (
     Allowance,
     EngineSlots,
     FairShare,
+    Rate,
     allowance_of,
     assign,
     share_out,
@@ -207,3 +208,18 @@ def test_no_key_starves(sizes: dict[str, int], room: int) -> None:
     for lot in lots:
         assert taken.get(lot.batch, 0) >= min(lot.pending, least_owed)
     assert sum(taken.values()) == min(room, sum(sizes.values()))
+
+
+def test_a_rate_does_not_begin_at_what_is_left_of_an_old_one() -> None:
+    """All windows would be tight at it."""
+    now = 0.0
+    rate = Rate(lambda: now)
+    for _ in range(60):
+        now += 1.0
+        rate.add(1_000)
+    assert 800 < rate.value < 1_200
+    now += 3_600.0
+    rate.idle()
+    assert rate.value == 0.0, "nothing is known"
+    rate.add(1_000)
+    assert rate.value >= 500

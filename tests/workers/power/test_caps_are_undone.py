@@ -235,6 +235,17 @@ def test_a_lost_cap_is_set_again(machine: Machine) -> None:
     until([300.0, 300.0], machine)
 
 
+def test_a_cap_that_could_not_be_set_is_tried_again(machine: Machine) -> None:
+    machine.write(1, "fails", IGNORES_LIMIT)
+    process = keeper(machine)
+    assert machine.limits() == [300.0, 300.0]
+    machine.write(1, "fails", 0)
+    until([300.0, 200.0], machine)
+    process.send_signal(signal.SIGINT)
+    process.wait(10)
+    until([300.0, 300.0], machine)
+
+
 def test_the_next_start_without_a_cap_undoes_what_was_left(machine: Machine) -> None:
     apply(machine, 150, "1")
     process = keeper(machine, engine="prefill-0", cap="")
