@@ -4,8 +4,9 @@
 
 Ours needs nothing installed. Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as
 requirements/peers.txt says: sglang-router, vllm-router, ray-serve-llm. What is not there or does not run is
-named with its reason and left out. Every contender plays every trace once a round; each round begins with
-another one. --quick: one round, one trace, and nothing is started that would not end within 8 minutes.
+named with its reason and left out. Every contender plays every trace once a round, started anew for each, a
+trace by all before the next; each trace and round begins with another one. --quick: one round, one trace, and
+nothing is started that would not end within 8 minutes.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from traces.replay import replay as play
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S, PLAY_LIMIT_S, WARM_LIMIT_S = 600.0, 300.0, 120.0
 QUICK_START_S, QUICK_PLAY_S, QUICK_S = 240.0, 75.0, 465.0
-SETTLE_S = 15.0  # between the warm-up and the play, for all alike: what a start leaves to do ends in it
+SETTLE_S = 10.0  # between the warm-up and the play, for all alike: what a start leaves to do ends in it
 LAST_TURN_S = 100.0  # of a quick run: what a contender takes, about
 
 
@@ -48,39 +49,41 @@ class PeerRun:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def round(self, number: int, everyone: Sequence[PeerSetup]) -> None:
-        first = number % len(everyone)
-        for contender in (*everyone[first:], *everyone[:first]):
-            if contender.name in self.skipped:
-                continue
-            if time.monotonic() + LAST_TURN_S > self.ends_at:
-                self.skipped[contender.name] = "a quick run had no time left for it"
-                continue
-            try:
-                self._turn(number, contender)
-            except (DoesNotRun, ReplayError, SystemExit) as reason:
-                self.skipped[contender.name] = str(reason)
-                print(f"{contender.name} is left out: {reason}", flush=True)
+        """A trace by all contenders one after another, then the next trace: the machine's speed moves by a
+        fifth within half an hour, and what is compared should be minutes apart."""
+        for index, one in enumerate(self.plays):
+            first = (number + index) % len(everyone)
+            for contender in (*everyone[first:], *everyone[:first]):
+                if contender.name in self.skipped:
+                    continue
+                if time.monotonic() + LAST_TURN_S > self.ends_at:
+                    self.skipped[contender.name] = "a quick run had no time left for it"
+                    continue
+                try:
+                    self._turn(number, contender, one)
+                except (DoesNotRun, ReplayError, SystemExit) as reason:
+                    self.skipped[contender.name] = str(reason)
+                    print(f"{contender.name} is left out: {reason}", flush=True)
 
-    def _turn(self, number: int, contender: PeerSetup) -> None:
+    def _turn(self, number: int, contender: PeerSetup, one: Play) -> None:
         began = time.monotonic()
         with contender.start() as url:
             took = time.monotonic() - began
             print(f"round {number}: {contender.name} serves after {took:.0f} s", flush=True)
             self._warm(url)
             time.sleep(SETTLE_S)
-            for one in self.plays:
-                salt = f"{number} {contender.name} {one.name}"
-                before = cpu.now()
-                played = self._replayed(url, one.conversations, salt, self.play_limit_s)
-                spent, others = cpu.now().since(before)
-                seen = figures.row(contender.name, one.name, number, contender.peer, played, spent, others)
-                self.rows.append(seen)
-                print(
-                    f"  {one.name}: TTFET p50 {seen.ttfet_p50_s:.2f} p95 {seen.ttfet_p95_s:.2f} s, E2E p95 "
-                    f"{seen.e2e_p95_s:.2f} s, gap p99 {seen.gap_p99_s:.3f} s, {seen.failed} failed; "
-                    f"CPU {seen.cpu_s:.0f} s, others {seen.others_cpu_s:.0f} s",
-                    flush=True,
-                )
+            salt = f"{number} {contender.name} {one.name}"
+            before = cpu.now()
+            played = self._replayed(url, one.conversations, salt, self.play_limit_s)
+            spent, others = cpu.now().since(before)
+            seen = figures.row(contender.name, one.name, number, contender.peer, played, spent, others)
+            self.rows.append(seen)
+            print(
+                f"  {one.name}: TTFET p50 {seen.ttfet_p50_s:.2f} p95 {seen.ttfet_p95_s:.2f} s, E2E p95 "
+                f"{seen.e2e_p95_s:.2f} s, gap p99 {seen.gap_p99_s:.3f} s, {seen.failed} failed; "
+                f"CPU {seen.cpu_s:.0f} s, others {seen.others_cpu_s:.0f} s",
+                flush=True,
+            )
 
     def _warm(self, url: str) -> None:
         """An engine's first requests are not its router's cost: a few conversations at once, unmeasured."""
