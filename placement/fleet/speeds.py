@@ -3,7 +3,8 @@
 An engine's curve follows the prompts it computes. One that was slow while it started, or while something else
 had its machine, would get no prompts for that, and without prompts it never shows that it is faster: so what
 an engine has shown counts less the longer ago it was, and what engines of the same hardware show counts
-instead. Nobody is taken to be slower than it has shown.
+instead; where none of them has computed anything lately, the best that it has shown itself. Nobody is taken
+to be slower than it has shown.
 """
 
 from collections import defaultdict
@@ -15,6 +16,7 @@ from placement.engines import EngineState
 from placement.fleet.prefillers import HALF_LIFE_S, TYPICAL, PrefillCurve
 
 LATELY_S = 2 * HALF_LIFE_S  # engines that computed a prompt so long ago say how fast their like are
+BEST_MOVES = 0.1  # of the way to what an engine shows, at each report of it
 TAKEN_EVERY_S = 1.0  # how often that is looked up
 
 
@@ -33,6 +35,7 @@ class EngineSpeed:
     kind: str
     prompts: int | None = None  # that it reported last
     curve: PrefillCurve | None = None
+    best: PrefillCurve | None = None  # that it has shown, moving to what it shows now
     shown_at: float | None = None
 
 
@@ -61,6 +64,9 @@ class Speeds:
         if state.prompts and state.prompts != engine.prompts:
             # Of the first report nobody knows how old what it says is.
             engine.shown_at = now if engine.prompts is not None else now - LATELY_S
+            engine.best = _faster(
+                engine.curve, _between(engine.best or engine.curve, engine.curve, BEST_MOVES)
+            )
             if self._typical.get(engine.kind, (0.0, None))[1] is None:
                 self._typical.pop(engine.kind, None)
         engine.prompts = state.prompts
@@ -70,14 +76,9 @@ class Speeds:
         fresh = 0.5 ** ((now - engine.shown_at) / HALF_LIFE_S)
         if engine.shown_at <= now - LATELY_S:
             rate = 0.0  # the curve says better what it would be
-        return Speed(engine.curve, self._curve(engine.curve, engine.kind, fresh, now), True, rate, fresh)
-
-    def _curve(self, own: PrefillCurve, kind: str, fresh: float, now: float) -> PrefillCurve:
-        typical = self._typical_of(kind, now)
-        if typical is None or own.seconds(TYPICAL) <= typical.seconds(TYPICAL):
-            return own
-        pairs = zip(astuple(own), astuple(typical), strict=True)
-        return PrefillCurve(*(fresh * mine + (1 - fresh) * theirs for mine, theirs in pairs))
+        like = self._typical_of(engine.kind, now) or engine.best or engine.curve
+        taken = _faster(engine.curve, _between(like, engine.curve, fresh))
+        return Speed(engine.curve, taken, True, rate, fresh)
 
     def _typical_of(self, kind: str, now: float) -> PrefillCurve | None:
         """Of those that computed prompts lately the middle one; None where none did."""
@@ -95,3 +96,13 @@ class Speeds:
         typical = lately[(len(lately) - 1) // 2] if lately else None
         self._typical[kind] = now, typical
         return typical
+
+
+def _between(one: PrefillCurve, other: PrefillCurve, share: float) -> PrefillCurve:
+    """So much of the way from the one to the other."""
+    pairs = zip(astuple(one), astuple(other), strict=True)
+    return PrefillCurve(*(a + share * (b - a) for a, b in pairs))
+
+
+def _faster(one: PrefillCurve, other: PrefillCurve) -> PrefillCurve:
+    return one if one.seconds(TYPICAL) <= other.seconds(TYPICAL) else other

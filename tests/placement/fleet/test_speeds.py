@@ -7,7 +7,7 @@ import pytest
 from placement.engines import Role
 from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
 from placement.fleet.prefillers import PrefillCurve
-from placement.fleet.speeds import HALF_LIFE_S, LATELY_S, Speeds
+from placement.fleet.speeds import HALF_LIFE_S, Speeds
 from tests.placement.conftest import engine, state
 
 FAST, SLOW = (0.02, 4e-5, 2e-10), (0.04, 8e-5, 4e-10)
@@ -62,12 +62,17 @@ def test_other_hardware_says_nothing() -> None:
     assert shown.says("e0", SLOW, 100.0, 90.0) == pytest.approx(seconds(SLOW))
 
 
-def test_where_nobody_computed_lately_its_own_counts() -> None:
-    shown = Shown("prefill", "decode")
-    shown.says("e0", SLOW, 100.0, 0.0)
-    shown.says("e1", FAST, 1.0, 0.0)
-    late = 2 * LATELY_S
-    assert shown.says("e0", SLOW, 100.0, late) == pytest.approx(seconds(SLOW))
+def test_where_nobody_computed_lately_the_best_that_it_has_shown_counts() -> None:
+    """Something else had its machine for a while, and it is alone of its kind."""
+    shown = Shown("prefill")
+    shown.says("e0", FAST, 1, 0.0)
+    shown.says("e0", FAST, 2, 1.0)
+    assert shown.says("e0", SLOW, 3, 2.0) == pytest.approx(seconds(SLOW))
+    taken = [shown.says("e0", SLOW, 3, now) for now in (12.0, 42.0, 122.0)]
+    assert taken == sorted(taken, reverse=True) and taken[-1] < 1.15 * seconds(FAST)
+    for prompt in range(4, 60):
+        shown.says("e0", SLOW, prompt, 122.0 + prompt)
+    assert shown.says("e0", SLOW, 59, 400.0) > 0.98 * seconds(SLOW), "it has become slower for good"
 
 
 def test_a_new_engine_is_as_fast_as_its_like() -> None:
