@@ -7,7 +7,6 @@ from typing import Any
 
 from deploy.fleet.components import (
     EngineName,
-    alike,
     batch_config,
     directory_settings,
     gateway_config,
@@ -116,7 +115,8 @@ def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineNam
 
 
 def _directory(fleet: FleetSpec) -> object:
-    return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet), alike(fleet)
+    """What is alike it hears when it starts: not worth a restart, since engines show what they are."""
+    return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet)
 
 
 def _gateways(fleet: FleetSpec, home: FleetHome) -> object:

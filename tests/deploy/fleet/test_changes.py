@@ -58,6 +58,13 @@ def test_what_engines_do_not_know_restarts_none_of_them(
     assert not (found.added or found.removed or found.engines or found.keepers or found.autoscaler)
 
 
+def test_arguments_of_decoders_touch_decoders_only() -> None:
+    running = {"prefill-0": Need.NOTHING, "decode-0": Need.ENGINE, "decode-1": Need.ENGINE}
+    found = planned(decode(args={"max-num-seqs": 31}), running)
+    assert not (found.directory or found.gateways or found.keepers)
+    assert found.steps() == ["drain decode-0 and start it anew", "drain decode-1 and start it anew"]
+
+
 def test_replicas_come_and_go_at_the_end_of_the_tier() -> None:
     more = planned(decode(replicas=4))
     assert [engine.name for engine in more.added] == ["decode-2", "decode-3"]
