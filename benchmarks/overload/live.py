@@ -1,50 +1,111 @@
 """The same bursts on plain vLLM, on a fleet that parks only, and on one whose decoders share layers: one run.
 
-Two engines with little KV each, and more turns at once than fit; on plain vLLM, which preempts, turns go to
-the two by turns. All three take turns, forwards and back, after a warm-up in which the answers of calm times
-are noted: what differs from them is wrong.
+Two engines with little KV each, and turns that come at once and want 1.5 times what both have: requests with
+BurstGPT's lengths, and conversations with those of real agents, whose tools answer at once so that all of it
+is in use. On plain vLLM, which preempts, conversations go to the two by turns. Each burst has words of its
+own, so that nothing of it is cached, and is played by all three, forwards and back; then calmly, by plain
+vLLM: an answer that differs from that one is wrong.
 """
 
 import asyncio
-import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from random import Random
 from statistics import median
 
+import aiohttp
 import httpx
 
 from benchmarks.live_policies import brought_up
+from benchmarks.overload.setups import BURST_GPT
 from benchmarks.peers.contenders import Bench, PlainEngines
-from benchmarks.prefixes import words, words_of
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import fleet_status, serving
 from deploy.small_model import make_model
+from traces import generators
+from traces.format import TraceConversation, load
+from traces.replay import ReplayOptions
+from traces.replay.client import Calibration, ChatClient, ToolStyle, calibrate
+from traces.replay.player import Dialogue
 from traces.simulator.metrics import percentile
 
-FLEET = Path(__file__).parents[2] / "configs" / "laptop.yaml"
+ROOT = Path(__file__).parents[2]
+FLEET = ROOT / "configs" / "laptop.yaml"
+SAMPLE = ROOT / "traces" / "samples" / "laptop.jsonl.gz"
 PREEMPT, PARK, DROP = "preempt", "park", "drop"
+MODEL = "small"
 BLOCK, BLOCKS, CONTEXT = 32, 128, 2_048  # 4,096 tokens of KV on each decoder
-TURNS, PROMPT, ANSWER = 12, 800, 200  # 1.5 times what both have
-CALM = 4
-ROUNDS, QUICK_ROUNDS = 4, 1  # each is all three, forwards and back
+LONGEST = CONTEXT - 128  # what a template adds is not in a trace
+ASKED = 1.5  # of the KV that both have
+RATE = 40.0  # conversations a second: all within half a second
+SHRINK, LEAST = 4, 400  # of the laptop sample, which is the agents' lengths / 16; shorter ones fill nothing
+HEADROOM = 262  # tokens kept for an answer: BurstGPT's mean
+CALM = 3
+ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
+PREEMPTIONS = "vllm:num_preemptions_total"
 # For the first two an engine stands still; while parameters return it serves.
 TIMES = tuple(f"conserve_split_{what}_seconds" for what in ("drop", "restore", "return"))
+COUNTED = (PREEMPTIONS, "conserve_overload_changes_total", "conserve_split")
+Answers = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Burst:
+    number: int
+    conversations: tuple[TraceConversation, ...]  # arrivals from 0
+
+    @property
+    def salt(self) -> str:
+        return f"burst-{self.number}"
+
+
+def requests(number: int) -> Burst:
+    drawn = BURST_GPT.draw(1_000, number)
+    return _burst(number, generators.fit(drawn, LONGEST))
+
+
+def agents(number: int) -> Burst:
+    sample = [replace(one, parent=None) for one in load(SAMPLE).conversations]
+    generators.stream(number, "agents").shuffle(sample)
+    shrunk = generators.fit(generators.scale(sample, generators.Scale(lengths=1 / SHRINK)), LONGEST)
+    long = (one for one in shrunk if one.turns[-1].context_tokens >= LEAST)
+    at_once = (replace(one, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns)) for one in long)
+    return _burst(number, at_once)
+
+
+LOADS = {"requests": requests, "agents": agents}
+
+
+def _burst(number: int, conversations: Iterable[TraceConversation]) -> Burst:
+    """As many as want `ASKED` times the KV at the end of their last turns."""
+    taken: list[TraceConversation] = []
+    wanted = 0
+    for one in conversations:
+        taken.append(one)
+        wanted += one.turns[-1].context_tokens
+        if wanted >= ASKED * 2 * BLOCK * BLOCKS:
+            break
+    times = generators.poisson(RATE, generators.stream(number, "burst"))
+    return Burst(number, tuple(generators.arriving(taken, times)))
 
 
 @dataclass
-class Bursts:
-    """What one policy saw."""
+class PolicyBursts:
+    """What one policy saw of one load."""
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    e2e_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each burst
+    tokens: int = 0
+    again: int = 0  # prompt tokens that the conversation's turn before had, and that were not found
+    preemptions: float = 0.0
     wrong: int = 0
 
     def figures(self) -> dict[str, float]:
@@ -53,10 +114,13 @@ class Bursts:
             "ttft_p99_s": percentile(self.ttft_s, 99),
             "tbt_p50_s": median(self.gaps_s),
             "tbt_p99_s": percentile(self.gaps_s, 99),
+            "e2e_p50_s": median(self.e2e_s),
             "burst_s": median(self.seconds),
             "burst_least_s": min(self.seconds),
             "burst_most_s": max(self.seconds),
-            "tokens_per_s": TURNS * ANSWER / median(self.seconds),
+            "tokens_per_s": self.tokens / sum(self.seconds),
+            "recomputed_tokens": self.again,
+            "preemptions": self.preemptions,
         }
 
 
@@ -67,7 +131,7 @@ def prepared(policy: str) -> FleetSpec:
     content["engine"]["args"] |= {"num-gpu-blocks-override": BLOCKS, "block-size": BLOCK}
     content["engine"]["start_together"] = 2
     content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
-    content["conversation"] |= {"headroom_tokens": ANSWER, "decoder_wait": f"{LIMIT_S:.0f}s"}
+    content["conversation"] |= {"headroom_tokens": HEADROOM, "decoder_wait": f"{LIMIT_S:.0f}s"}
     content["coserving"] = {"tbt": "10s"}  # a plan is not refused for what two busy cores take
     return FleetSpec.model_validate(content)
 
@@ -88,111 +152,137 @@ def plain_engines(fleet: FleetSpec) -> Iterator[list[str]]:
 class BurstSubject:
     """What bursts are played on: a fleet, or engines without one."""
 
-    def __init__(self, urls: Sequence[str], model: str, home: FleetHome | None = None) -> None:
-        self._urls, self._model, self._home = urls, model, home
-        self._words = words_of(urls[0], model, PROMPT)
-        self._right: list[str] = []
-        self._number = 0
+    def __init__(self, urls: Sequence[str], home: FleetHome | None = None) -> None:
+        self._urls, self._home = urls, home
 
     @classmethod
-    def of_fleet(cls, home: FleetHome, model: str) -> "BurstSubject":
-        return cls([serving(home).endpoint], model, home)
+    def of_fleet(cls, home: FleetHome) -> "BurstSubject":
+        return cls([serving(home).endpoint], home)
 
-    async def calm(self) -> None:
-        """Notes the answers; so few at a time that nothing gives way."""
-        for first in range(0, TURNS, CALM):
-            self._right += await self._turns(range(first, first + CALM), Bursts())
-
-    async def burst(self, seen: Bursts) -> None:
+    def burst(self, burst: Burst, seen: PolicyBursts) -> Answers:
+        before = self.counted()
         began = time.monotonic()
-        said = await self._turns(range(TURNS), seen)
+        said = asyncio.run(self._played(burst, len(burst.conversations), seen))
         seen.seconds.append(time.monotonic() - began)
-        seen.wrong += sum(one != right for one, right in zip(said, self._right, strict=True))
+        seen.preemptions += total(self.counted(), PREEMPTIONS) - total(before, PREEMPTIONS)
+        return said
 
-    async def _turns(self, numbers: Sequence[int], seen: Bursts) -> list[str]:
-        self._number += 1
-        async with httpx.AsyncClient(timeout=LIMIT_S) as http:
-            name = f"burst-{self._number}"
-            said = await asyncio.gather(*(self._turn(http, f"{name}-{n}", n, seen) for n in numbers))
+    def calm(self, burst: Burst) -> Answers:
+        """A few conversations at a time, so that nothing gives way."""
+        slowly = replace(
+            burst, conversations=tuple(replace(one, arrival_s=0.0) for one in burst.conversations)
+        )
+        return asyncio.run(self._played(slowly, CALM, PolicyBursts()))
+
+    async def _played(self, burst: Burst, at_once: int, seen: PolicyBursts) -> Answers:
+        slots, began = asyncio.Semaphore(at_once), time.monotonic()
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            clients, sizes = await self._clients(session)
+
+            async def arriving(number: int, one: TraceConversation) -> tuple[str, list[str]]:
+                await asyncio.sleep(began + one.arrival_s - time.monotonic())
+                async with slots:
+                    dialogue = Dialogue(one, sizes, ToolStyle.CALLS, burst.salt, one.id)
+                    return one.id, await self._conversation(
+                        clients[number % len(clients)], dialogue, f"{burst.salt}-{one.id}", one, seen
+                    )
+
+            found = await asyncio.gather(*(arriving(n, one) for n, one in enumerate(burst.conversations)))
             if self._home is not None:
-                for n in numbers:
-                    await http.delete(f"{self._urls[0]}/v1/conversations/{name}-{n}")
-        return list(said)
+                for one in burst.conversations:
+                    path = f"{self._urls[0]}/v1/conversations/{burst.salt}-{one.id}"
+                    async with session.delete(path):
+                        pass
+        return dict(found)
 
-    async def _turn(self, http: httpx.AsyncClient, name: str, number: int, seen: Bursts) -> str:
-        body = {
-            "model": self._model, "temperature": 0.0, "stream": True, "ignore_eos": True,
-            "max_tokens": ANSWER, "min_tokens": ANSWER,
-            "messages": [{"role": "user", "content": words(Random(number), self._words)}],
-        }  # fmt: skip
-        began, last, text = time.monotonic(), 0.0, ""
-        headers = {"x-conversation-id": name}
-        url = f"{self._urls[number % len(self._urls)]}/v1/chat/completions"
-        async with http.stream("POST", url, json=body, headers=headers) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise SystemExit(f"{name}: {chunk['error']}")
-                for choice in chunk["choices"]:
-                    now = time.monotonic()
-                    if last:
-                        seen.gaps_s.append(now - last)
-                    elif choice["delta"].get("content"):
-                        seen.ttft_s.append(now - began)
-                    if choice["delta"].get("content"):
-                        last, text = now, text + choice["delta"]["content"]
-        return text
+    async def _clients(self, session: aiohttp.ClientSession) -> tuple[list[ChatClient], Calibration]:
+        options = [
+            ReplayOptions(url, MODEL, request_timeout_s=LIMIT_S, conversation_header="x-conversation-id")
+            for url in self._urls
+        ]
+        clients = [ChatClient(session, one, MODEL) for one in options]
+        return clients, await calibrate(session, self._urls[0], clients[0], ToolStyle.CALLS)
+
+    async def _conversation(
+        self,
+        client: ChatClient,
+        dialogue: Dialogue,
+        name: str,
+        conversation: TraceConversation,
+        seen: PolicyBursts,
+    ) -> list[str]:
+        began, said = time.monotonic(), []
+        for index, turn in enumerate(conversation.turns):
+            messages, asked = dialogue.prompt(index), time.monotonic()
+            answer = await client.ask(messages, turn.output_tokens, name)
+            seen.again += (
+                max(0, dialogue.retained_tokens - BLOCK - (answer.cached_tokens or 0)) if index else 0
+            )
+            dialogue.answered(index, answer)
+            seen.ttft_s.append(answer.first_at - asked)
+            seen.gaps_s += (later - earlier for earlier, later in pairwise(answer.arrivals))
+            seen.tokens += answer.completion_tokens or len(answer.arrivals)
+            said.append(answer.text)
+        seen.e2e_s.append(time.monotonic() - began)
+        return said
 
     def counted(self) -> dict[str, float]:
         """Of the directory and of engines, by name and labels."""
-        assert self._home is not None
-        status = fleet_status(self._home)
-        pages = [status.metrics, *(engine.http for engine in status.engines)]
+        pages = list(self._urls)
+        if self._home is not None:
+            status = fleet_status(self._home)
+            pages = [f"http://{page}" for page in (status.metrics, *(one.http for one in status.engines))]
         found: dict[str, float] = {}
         for page in pages:
-            for line in httpx.get(f"http://{page}/metrics", timeout=30).text.splitlines():
-                if line.startswith(("conserve_overload_changes_total{", "conserve_split")):
+            for line in httpx.get(f"{page}/metrics", timeout=30).text.splitlines():
+                if line.startswith(COUNTED):
                     name, _, value = line.rpartition(" ")
                     found[name] = found.get(name, 0.0) + float(value)
         return found
 
 
+def total(counted: dict[str, float], name: str) -> float:
+    return sum(value for labelled, value in counted.items() if labelled.partition("{")[0] == name)
+
+
 def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Figures, and each policy's own."""
-    seen = {policy: Bursts() for policy in (PREEMPT, PARK, DROP)}
+    """Figures, the worse of both loads, and each policy's own by load."""
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in LOADS}
     with ExitStack() as stack:
-        model = "small"
-        subjects = {PREEMPT: BurstSubject(stack.enter_context(plain_engines(prepared(PARK))), model)}
+        plain = BurstSubject(stack.enter_context(plain_engines(prepared(PARK))))
+        subjects = {PREEMPT: plain}
         for policy in (PARK, DROP):
-            home = stack.enter_context(brought_up(prepared(policy)))
-            subjects[policy] = BurstSubject.of_fleet(home, model)
-        for subject in subjects.values():
-            asyncio.run(subject.calm())
-            asyncio.run(subject.burst(Bursts()))  # the first drop of all is a warm-up, too
-        for _ in range(QUICK_ROUNDS if quick else ROUNDS):
-            for policy in (*subjects, *reversed(subjects)):
-                asyncio.run(subjects[policy].burst(seen[policy]))
+            subjects[policy] = BurstSubject.of_fleet(stack.enter_context(brought_up(prepared(policy))))
+        for subject in subjects.values():  # the first drop of all is a warm-up, too
+            subject.burst(requests(-1), PolicyBursts())
+        for load, made in LOADS.items():
+            for number in range(2 * rounds):
+                order = list(subjects)[:: -1 if number % 2 else 1]
+                said = {policy: subjects[policy].burst(made(number), seen[load][policy]) for policy in order}
+                took = ", ".join(f"{policy} {one.seconds[-1]:.1f} s" for policy, one in seen[load].items())
+                print(f"{load}, burst {number + 1} of {2 * rounds}: {took}", flush=True)
+                right = plain.calm(made(number))
+                for policy, answers in said.items():
+                    seen[load][policy].wrong += sum(
+                        one != wanted
+                        for name in right
+                        for one, wanted in zip(answers[name], right[name], strict=True)
+                    )
         counted = subjects[DROP].counted()
-    found = {policy: one.figures() for policy, one in seen.items()}
+    table = {f"{load}, {policy}": one.figures() for load, by in seen.items() for policy, one in by.items()}
     figures = {
-        f"{name}_vs_{other}": found[DROP][f"{name}{unit}"] / found[other][f"{name}{unit}"]
-        for other in (PREEMPT, PARK)
-        for name, unit in (
-            *(("ttft_p99", "_s"), ("ttft_p50", "_s"), ("tbt_p50", "_s"), ("tbt_p99", "_s")),
-            *(("burst", "_s"), ("tokens_per_s", "")),
+        f"{name}_vs_{other}": max(
+            table[f"{load}, {DROP}"][f"{name}_s"] / table[f"{load}, {other}"][f"{name}_s"] for load in LOADS
         )
+        for other in (PREEMPT, PARK)
+        for name in ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "e2e_p50", "burst")
     }
-    figures["wrong"] = sum(one.wrong for one in seen.values())
+    figures["wrong"] = sum(one.wrong for by in seen.values() for one in by.values())
     for name in TIMES:
-        total, count = (sum(_with(counted, f"{name}_{part}")) for part in ("sum", "count"))
-        figures[name.removeprefix("conserve_split_").removesuffix("econds")] = total / max(1.0, count)
+        seconds, count = (total(counted, f"{name}_{part}") for part in ("sum", "count"))
+        figures[name.removeprefix("conserve_split_").removesuffix("econds")] = seconds / max(1.0, count)
     unread = ("_bucket", "_created")
     changes = {name: value for name, value in counted.items() if not any(part in name for part in unread)}
-    return figures, {**found, "changes": changes}
-
-
-def _with(counted: dict[str, float], name: str) -> Iterator[float]:
-    return (value for labelled, value in counted.items() if labelled.startswith(name + "{"))
+    return figures, {**table, "changes": changes}
