@@ -26,7 +26,7 @@ Suite = tuple[list[str], list[str]]  # which tests, and how they run
 # fleet and those that start engines themselves: they run at once, and share no engine.
 QUIET, LONGEST = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES: dict[str, list[Suite]] = {
-    "fast": [(["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "2", *LONGEST])],
+    "fast": [(["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "3", *LONGEST])],
     "slow": [(["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "4", *LONGEST])],
     "engines": [(["-m", "fleet"], LONGEST), (["-m", "engine and not fleet"], LONGEST)],
 }
