@@ -37,6 +37,7 @@ MOST_BYTES = 16 << 20  # of one answer, or of a request that is kept with it
 LONGEST_HISTORY = 1_000  # answers
 MOST_WAITING_BYTES = 256 << 20  # of answers that are not written yet
 LONGEST_S = 10.0  # for one call of the disk, and for a history
+SHOWN_WITHIN_S = 1.0  # a client has the end of an answer that is not stored by then
 _MOST_AT_ONCE = 100  # answers that one call reads, or PIECE_BYTES of them: other owners' come between
 _LATE_S, _TRIES = 0.05, 10  # an answer that another process is about to write
 _END = re.compile(rb"(?:\A|[\r\n])event: response\.(?:completed|incomplete)\r?\ndata:")
@@ -71,12 +72,13 @@ class History:
 
 
 class AnswerObserver(StreamObserver):
-    """Also keeps the response object that an answer is, or ends with."""
+    """Also keeps the response object that an answer is, or ends with, before its client has the end."""
 
-    __slots__ = ("_ends", "_kept", "_kept_bytes")
+    __slots__ = ("_ends", "_keep", "_kept", "_kept_bytes")
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, keep: Callable[[bytes], asyncio.Future[None] | None], *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._keep = keep
         self._ends = False  # the event that has it has begun
         self._kept: list[bytes] = []
         self._kept_bytes = 0
@@ -90,6 +92,13 @@ class AnswerObserver(StreamObserver):
         if self._ends or not self.streamed:
             self._kept_bytes += len(data)
             self._kept.append(data if self._kept_bytes <= MOST_BYTES else b"")
+
+    @property
+    def holds_end(self) -> bool:
+        return self._ends
+
+    def at_end(self) -> asyncio.Future[None] | None:
+        return self._keep(self.response) if self._status == 200 else None
 
     @property
     def response(self) -> bytes:
@@ -110,6 +119,7 @@ class Answers:
         """`readers`: of answers that are costly to read; `most_bytes`: of a history with a request."""
         self._store = AnswerStore(config, clock or SteadyClock())
         self._thread, self._longest_s = DiskThread("answers", LONGEST_S), LONGEST_S
+        self._shown_s = SHOWN_WITHIN_S
         self._readers, self._most_bytes = readers, most_bytes
         self._keeping: set[asyncio.Future[None]] = set()
         self._waiting_bytes = 0  # of answers that are not written yet
@@ -190,16 +200,22 @@ class Answers:
         most_bytes = max(0, self._most_bytes - size)
         return await self._run(self._store.chain, owner, name, LONGEST_HISTORY, most_bytes)
 
-    def keep(self, owner: str, kept: History, response: bytes) -> None:
-        """In the thread, soon; what is asked of it afterwards finds it, unless this is costly to read. Not
-        where too much waits for it."""
+    def observer(self, owner: str, history: History | None, *arguments: Any) -> StreamObserver:
+        """Of an answer that is kept, or of one that is not."""
+        if history is None or not history.kept:
+            return StreamObserver(*arguments)
+        return AnswerObserver(lambda response: self.keep(owner, history, response), *arguments)
+
+    def keep(self, owner: str, kept: History, response: bytes) -> asyncio.Future[None] | None:
+        """In the thread; what comes back is done once it is there, or takes too long. Not where too much
+        waits for it."""
         size = sum(map(len, kept.asked)) + len(response)
         if not response:
-            return
+            return None
         if self._waiting_bytes + size > MOST_WAITING_BYTES:
             metrics.ANSWERS.labels("failed").inc()
             log.warning("an answer is not stored: the disk is slow waiting_bytes=%d", self._waiting_bytes)
-            return
+            return None
         self._waiting_bytes += size
         keeping: asyncio.Future[None]
         reading = AnswerReading(owner, kept.said)
@@ -209,6 +225,13 @@ class Answers:
             keeping = asyncio.ensure_future(self._keep_costly(self._readers, kept, reading, response))
         self._keeping.add(keeping)
         keeping.add_done_callback(lambda done: self._kept(done, size))
+        return asyncio.ensure_future(self._shortly(keeping))
+
+    async def _shortly(self, keeping: asyncio.Future[None]) -> None:
+        done, _ = await asyncio.wait((keeping,), timeout=self._shown_s)
+        if not done:
+            metrics.ANSWERS.labels("late").inc()
+            log.warning("an answer goes out before it is stored waited_s=%.1f", self._shown_s)
 
     async def _keep_costly(
         self, readers: Readers, kept: History, reading: AnswerReading, response: bytes

@@ -221,7 +221,7 @@ class Routes:
             turn = await read_turn(api, request, pieces, key.owner, *known, context, self._answers)
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
-                await self._batch.flex(turn, responder)
+                await self._batch.flex(turn, responder, self._answers.observer(turn.space, turn.history))
                 if responder.status not in (None, 200):
                     charge.refund()
             else:

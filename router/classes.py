@@ -3,7 +3,8 @@
 A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective, if
 one is called so; by the caller, where the fleet file says so; else it is `default`. A class, or a hint's
 priority, is worth so many seconds: turns that wait are served the better first, and lesser ones at least once
-in as long (`placement/classes.py`). Its target between tokens is the tightest that its turns may ask for.
+in as long (`placement/classes.py`). Among turns that run only classes count, for anybody may send a priority.
+A class's target between tokens is the tightest that its turns may ask for.
 """
 
 import math
@@ -68,6 +69,8 @@ class Classes:
                 said[argument] = _milliseconds(header, headers[header])
         if ahead := ahead_s(of, hints):
             said["ahead_s"] = ahead
+        if hints.priority:
+            said["priority_s"] = hints.priority * PRIORITY_S
         asked = body.get("vllm_xargs") or {}
         said |= asked
         least = (own or self._tbt_s or 0.0) * 1000

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from placement.objectives import tbt_s
 from router import legs, metrics
-from router.answers import AnswerObserver, Answers
+from router.answers import Answers
 from router.binding import Binder, Identified, Route
 from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
 from router.continuation import Continuation
@@ -47,14 +47,16 @@ class Life:
         *,
         answers: Answers,
     ) -> None:
-        self._directory, self._answers, self._tracer, self._clock = directory, answers, tracer, clock
+        self._directory, self._tracer, self._clock = directory, tracer, clock
         self._ratio = TokenRatio(config.tokens_per_byte)
         self._metrics = TurnMetrics((SloClass(DEFAULT_CLASS, config.slo), *config.classes))
         self._losses = Losses(clock)
         self._background: set[asyncio.Task[None]] = set()
         self.returns = Returns(config.returns, directory, pool, clock)
         self.binder = Binder(config, directory, self._ratio, self._metrics, clock)
-        self._runner = Runner(config, directory, pool, self._ratio, self._losses, self.returns, clock)
+        self._runner = Runner(
+            config, directory, pool, self._ratio, self._losses, self.returns, answers, clock
+        )
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
         if self._tracer is not None:
@@ -120,8 +122,6 @@ class Life:
     ) -> None:
         outcome, seen = ran.outcome, stream.with_usage(ran.observer.observation())
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
-            if isinstance(ran.observer, AnswerObserver) and turn.history is not None:
-                self._answers.keep(turn.space, turn.history, ran.observer.response)
             note_prefix(turn, who.matched_bytes, route.known, route.cause, route.decoder.block_tokens, seen)
         done = self._metrics.ended(turn, route.known, first_cause, outcome, seen)
         if turn.trace is not None:

@@ -217,7 +217,7 @@ STREAMS_CUT = Counter(
 ANSWERS = Counter(
     "conserve_stored_answers_total",
     "Answers of the Responses API: kept, pruned (by age, or beyond what may be stored), failed (not stored, "
-    "or not to be read).",
+    "or not to be read), late (their clients had them before that).",
     ["outcome"],
 )
 TTFT_SECONDS = Histogram(
@@ -366,7 +366,7 @@ from_zero(RESTORES_AHEAD, "restored", "computed", "not_parked", "returned", "bus
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
-from_zero(ANSWERS, "kept", "pruned", "failed")
+from_zero(ANSWERS, "kept", "pruned", "failed", "late")
 from_zero(TLS_HANDSHAKES, "done", "refused", "not_tls", "late", "left", "too_many", "gave_way")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 

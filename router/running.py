@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from placement.engines import EngineInfo
 from router import legs
-from router.answers import AnswerObserver
+from router.answers import Answers
 from router.binding import Route
 from router.config import GatewayConfig, Handover
 from router.continuation import Continuation
@@ -47,8 +47,10 @@ class Runner:
         ratio: TokenRatio,
         losses: Losses,
         returns: Returns,
+        answers: Answers,
         clock: Callable[[], float],
     ) -> None:
+        self._answers = answers
         self._config, self._directory, self._pool = config, directory, pool
         self._ratio, self._losses, self._returns, self._clock = ratio, losses, returns, clock
 
@@ -65,8 +67,8 @@ class Runner:
         turn.charge.computing = True
         if turn.prompt.hints.placement:  # of a turn that is placed again: one header each, in order
             responder.add_header(b"x-conversation-placement", route.in_words.encode())
-        kind = AnswerObserver if turn.history is not None and turn.history.kept else StreamObserver
-        observer = observer or kind(self._clock, lambda _: self._directory.first_token(key))
+        seen = self._clock, lambda _: self._directory.first_token(key)
+        observer = observer or self._answers.observer(turn.space, turn.history, *seen)
         if trace is not None:
             prefiller = route.prefiller.engine if route.prefiller is not None else None
             trace.bound(route.cause, route.decoder.engine, prefiller)

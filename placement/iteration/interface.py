@@ -40,7 +40,8 @@ class RequestView:
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
     refused: bool = False  # the engine had no place for it when it was last to start
-    ahead_s: float = 0.0  # what its class is worth (`placement/classes.py`)
+    ahead_s: float = 0.0  # what its class and priority are worth where it waits (`placement/classes.py`)
+    priority_s: float = 0.0  # of that, its priority, which whoever asks may choose
 
     @property
     def pending(self) -> int:
@@ -55,8 +56,9 @@ class RequestView:
 
     @property
     def worth_s(self) -> float:
-        """Of its class, beside others that run: offline work is worth less than any."""
-        return -math.inf if self.offline else self.ahead_s
+        """Of its class, beside others that run: offline work is worth less than any, and a priority nothing,
+        or each client could take others' tokens."""
+        return -math.inf if self.offline else self.ahead_s - self.priority_s
 
     def deadline(self) -> float:
         """When its next token is due."""

@@ -83,7 +83,7 @@ def share_out(
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
-            lesser = request.ahead_s < best_s
+            lesser = request.worth_s < best_s
             tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, lesser)
         if index == 0:
             tokens = max(tokens, min(1, budget))  # or it would never end
@@ -112,7 +112,7 @@ def with_a_token(
     Of the best class that has something to compute all have it. Lesser ones have what its TBT target leaves,
     beside a prompt of it a tenth of what an iteration may take; one at least, who lacks a token for longest.
     """
-    of_prompts = max((request.ahead_s for request in prompts if not request.refused), default=-math.inf)
+    of_prompts = max((request.worth_s for request in prompts if not request.refused), default=-math.inf)
     best_s = max(of_prompts, *(request.worth_s for request in decoding), -math.inf)
     first = [request for request in decoding if request.worth_s == best_s]
     if len(first) == len(decoding):

@@ -15,6 +15,7 @@ from router.http import (
     RawHeaders,
     Request,
     Responder,
+    StreamObserver,
     UpstreamPool,
     UpstreamRequest,
     forward,
@@ -53,7 +54,7 @@ class BatchForwarding:
         )
         await forward(self._short, self._endpoint, passed, responder, absent=_ABSENT)
 
-    async def flex(self, turn: Turn, responder: Responder) -> None:
+    async def flex(self, turn: Turn, responder: Responder, observer: StreamObserver) -> None:
         """A turn of service tier flex: answered by the batch process, once there is capacity for it."""
         request = UpstreamRequest(
             method="POST",
@@ -62,7 +63,7 @@ class BatchForwarding:
             body=turn.raw,
             first_byte_timeout_s=math.inf,  # the batch process bounds the wait
         )
-        await forward(self._pool, self._endpoint, request, responder, absent=_ABSENT)
+        await forward(self._pool, self._endpoint, request, responder, absent=_ABSENT, observer=observer)
 
     async def close(self) -> None:
         await self._short.close()

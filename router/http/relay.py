@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from router.errors import ApiError, EngineGarbled, EngineLost, Unavailable, UpstreamError
@@ -82,7 +83,13 @@ async def relay(
 
 
 async def forward(
-    pool: UpstreamPool, endpoint: Endpoint, request: UpstreamRequest, responder: Responder, *, absent: str
+    pool: UpstreamPool,
+    endpoint: Endpoint,
+    request: UpstreamRequest,
+    responder: Responder,
+    *,
+    absent: str,
+    observer: StreamObserver | None = None,
 ) -> None:
     """Pass a request on to another of our processes, and its answer back; what fails is raised.
 
@@ -90,7 +97,7 @@ async def forward(
     """
     if request.stream is not None:
         request.stream.check_length(request.max_bytes)
-    outcome = await relay(pool, endpoint, request, responder)
+    outcome = await relay(pool, endpoint, request, responder, observer)
     if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
         if isinstance(outcome.error, UpstreamError):
             raise Unavailable(absent, retry_after_s=FORWARD_RETRY_S)
@@ -211,6 +218,7 @@ class Passing(Exchange):
         self._hold = hold
         self._held: Collecting | None = None
         self._events: EventBoundary | None = None
+        self._last: list[bytes] = []  # of a stream, from where its observer holds the end
 
     def client_left(self) -> None:
         connection = self.connection
@@ -260,6 +268,9 @@ class Passing(Exchange):
                 data = self._sent.cut(data)
         if self._observer is not None:
             self._observer.feed(data)
+            if self._observer.holds_end:
+                self._last.append(data)
+                return
         self._responder.write(data)
 
     def on_chunk(self, framed: bytes, start: int) -> None:
@@ -276,6 +287,9 @@ class Passing(Exchange):
             framed, start = without, without.find(b"\n") + 1
         if self._observer is not None:
             self._observer.feed_chunk(framed)
+            if self._observer.holds_end:
+                self._last.append(framed[start:-2])
+                return
         self._responder.write_chunk(framed, start)
         if self._observer is not None and self._observer.settled and self.connection is not None:
             self.connection.pump_to(self._responder, self._observer, size, self._sent)
@@ -289,8 +303,12 @@ class Passing(Exchange):
             self._observer.start(status, _content_type(headers))
             if body:
                 self._observer.feed(body)
-        self.end(RelayOutcome(RelayEnd.COMPLETE, status))
-        self._responder.answer(status, end_to_end(headers), body)
+
+        def answer() -> None:
+            self.end(RelayOutcome(RelayEnd.COMPLETE, status))
+            self._responder.answer(status, end_to_end(headers), body)
+
+        self._when_kept(answer)
 
     def on_end(self, tail: bytes) -> None:
         if self._held is not None:
@@ -308,14 +326,37 @@ class Passing(Exchange):
                 tail = self._sent.cut(tail)
         if self._observer is not None and tail:
             self._observer.feed(tail)
-        self.end(RelayOutcome(RelayEnd.COMPLETE, self._responder.status))
-        self._responder.finish(tail)
+        last = b"".join((*self._last, tail))
+
+        def finish() -> None:
+            self.end(RelayOutcome(RelayEnd.COMPLETE, self._responder.status))
+            self._responder.finish(last)
+
+        self._when_kept(finish)
+
+    def _when_kept(self, finish: Callable[[], None]) -> None:
+        """At once, unless the observer keeps the answer: what a client has the end of is there when it asks
+        for it. The connection is free already."""
+        kept = self._observer.at_end() if self._observer is not None else None
+        if kept is None:
+            finish()
+            return
+        self.connection = self._responder.on_pause = self._responder.on_resume = None
+
+        def go_on(_: object) -> None:
+            if not self.ended.done():  # by a client that left meanwhile
+                finish()
+
+        kept.add_done_callback(go_on)
 
     def on_failure(self, error: UpstreamError) -> None:
         responder = self._responder
         if not responder.started or (self._continues and self._events is None):
             super().on_failure(error)
             return
+        if self._last:
+            responder.write(b"".join(self._last))
+            self._last.clear()
         goes_on = self._events is not None and self._sent is not None and self._sent.can_go_on
         if goes_on and isinstance(error, EngineLost):  # one that is silent may come back
             responder.on_pause = responder.on_resume = None

@@ -132,6 +132,15 @@ class StreamObserver:
     def streamed(self) -> bool:
         return self._streamed
 
+    @property
+    def holds_end(self) -> bool:
+        """Of a stream: what comes from here on is its end, and waits for ``at_end``."""
+        return False
+
+    def at_end(self) -> asyncio.Future[None] | None:
+        """All of the answer has been fed: what its end waits for, if anything."""
+        return None
+
     def start(self, status: int, content_type: bytes) -> None:
         self._status = status
         self._streamed = content_type.startswith(b"text/event-stream")

@@ -47,7 +47,7 @@ def test_what_engines_hear() -> None:
     default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, Hints(priority=2), {}, {}) == {
-        "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0}
+        "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0, "priority_s": 2.0}
     }
     own = engine_arguments(GOLD, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
     assert own["vllm_xargs"]["slo_tbt_ms"] == 90
@@ -58,6 +58,13 @@ def test_what_engines_hear() -> None:
     with pytest.raises(BadRequest, match="x-llm-d-slo-ttft-ms"):
         engine_arguments(default, Hints(), {"x-llm-d-slo-ttft-ms": "soon"}, {})
     assert ahead_s(default, Hints(priority=-3)) == -3.0
+
+
+def test_engines_hear_what_of_it_is_a_priority() -> None:
+    """Among those that run it is worth nothing: whoever asks may choose it."""
+    said = engine_arguments(GOLD, Hints(priority=3), {}, {})["vllm_xargs"]
+    assert (said["ahead_s"], said["priority_s"]) == (33.0, 3.0)
+    assert "priority_s" not in engine_arguments(GOLD, Hints(), {}, {})["vllm_xargs"]
 
 
 @pytest.mark.parametrize(
@@ -107,4 +114,6 @@ async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
 async def test_a_client_cannot_put_itself_ahead(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"ahead_s": 1000})
+        assert answer.status == 400
+        answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"priority_s": -1000})
         assert answer.status == 400

@@ -141,7 +141,7 @@ def stream(text: str) -> list[bytes]:
 )
 @pytest.mark.parametrize("together", [False, True])
 def test_a_text_that_looks_like_an_event_is_none(text: str, together: bool) -> None:
-    observer = AnswerObserver()
+    observer = AnswerObserver(lambda _: None)
     observer.start(200, b"text/event-stream")
     events = stream(text)
     for data in [b"".join(events)] if together else events:

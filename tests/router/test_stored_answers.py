@@ -4,7 +4,8 @@ import os
 import sqlite3
 import time
 import zlib
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
+from router import answers
 from router.answer_store import VERSION, AnswerStore, ChainEnd, fair_share
 from router.answers import Answers, History
 from router.config import AnswersConfig
@@ -40,6 +42,19 @@ async def say(made: Fleet, text: str, previous: str | None = None, gateway: int 
     body: dict[str, Any] = {"previous_response_id": previous} if previous else {}
     headers = more.pop("headers", ALICE)
     return await ask(made.urls[gateway], text, path=PATH, headers=headers, **body, **more)
+
+
+@contextmanager
+def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
+    keep = AnswerStore.keep
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(seconds)
+        keep(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AnswerStore, "keep", slowly)
+        yield
 
 
 def whole(answer: Answer) -> dict[str, Any]:
@@ -130,6 +145,34 @@ async def test_another_gateway_and_a_later_process_have_it(tmp_path: Path) -> No
     async with fleet(tmp_path / "later", answers=stored(tmp_path)) as made:
         assert (await say(made, "two", name_of(first))).status == 200
         assert [role for role, _ in prompt(made.decoder_requests()[0].body)] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_has_the_end_of_an_answer_can_go_on_from_it(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another gateway at once, however long it takes to store it."""
+    with slow_writes(monkeypatch, 0.3):
+        async with fleet(tmp_path, answers=stored(tmp_path), gateways=2) as made:
+            for number, text in enumerate(("one", "two", "three")):
+                await say(made, text, conversation="c", stream=stream, gateway=number % 2)
+            asked = [content for role, content in prompt(made.decoder_requests()[-1].body) if role == "user"]
+            assert asked == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disk_that_hangs_holds_no_answer_up_for_long(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "SHOWN_WITHIN_S", 0.1)
+    late = "conserve_stored_answers_total", {"outcome": "late"}
+    before = REGISTRY.get_sample_value(*late) or 0
+    with slow_writes(monkeypatch, 1.0):
+        async with fleet(tmp_path, answers=stored(tmp_path)) as made:
+            began = time.monotonic()
+            assert whole(await say(made, "one", stream=stream))["status"] == "completed"
+            assert time.monotonic() - began < 0.9
+            assert REGISTRY.get_sample_value(*late) == before + 1
 
 
 async def test_it_is_got_and_deleted_by_its_owner_alone(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-AHEAD_ARGUMENT = "ahead_s"  # the gateway's: what a turn's class and priority are worth (router/classes.py)
+# The gateway's: what a turn's class and priority are worth, and of that the priority (router/classes.py).
+AHEAD_ARGUMENT, PRIORITY_ARGUMENT = "ahead_s", "priority_s"
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
 
@@ -32,6 +33,7 @@ class TrackedRequest:
     arrival: float  # on the scheduler's clock
     slo: TurnTargets
     ahead_s: float = 0.0
+    priority_s: float = 0.0
     last_token: float | None = None
     last_served: float = 0.0
     outputs: int = 0
@@ -63,13 +65,13 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
     return TurnTargets(ttft, tbt)
 
 
-def ahead_of(arguments: Mapping[str, Any]) -> float:
+def seconds_of(arguments: Mapping[str, Any], name: str) -> float:
     """What the gateway says that the request's class and priority are worth."""
     try:
-        ahead_s = float(arguments.get(AHEAD_ARGUMENT, 0.0))
+        seconds = float(arguments.get(name, 0.0))
     except (TypeError, ValueError, OverflowError):
         return 0.0
-    return ahead_s if math.isfinite(ahead_s) else 0.0
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 @dataclass(slots=True)
@@ -94,8 +96,8 @@ class TrackedRequests:
         arguments = self.arguments_of(request)
         # Whoever puts a target into a line of a batch would have turns wait for it.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
-        ahead_s = ahead_of(arguments)
-        tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s)
+        ahead_s, priority_s = (seconds_of(arguments, name) for name in (AHEAD_ARGUMENT, PRIORITY_ARGUMENT))
+        tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s, priority_s)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked
         return tracked
@@ -136,6 +138,7 @@ class TrackedRequests:
             slo=tracked.slo,
             refused=tracked.refused,
             ahead_s=tracked.ahead_s,
+            priority_s=tracked.priority_s,
         )
 
     def start_order(

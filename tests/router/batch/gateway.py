@@ -14,7 +14,7 @@ from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
 from router.classes import Classes
 from router.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
-from router.http import Request, Responder, Server, UpstreamLimits, UpstreamPool
+from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
 from router.identity import PrefixGroups
 from router.keys import Keys
 from router.readers import Readers
@@ -85,7 +85,7 @@ class FrontGateway:
             known = models, PrefixGroups(), Classes(self._config), 0.0, Readers(), 0, self._answers
             pieces = await request.body.read_pieces()
             turn = await read_turn(Api.CHAT, request, pieces, key.owner, *known)
-            await self._forwarding.flex(turn, responder)
+            await self._forwarding.flex(turn, responder, StreamObserver())
         else:
             await self._forwarding.handle(request, responder, key)
 

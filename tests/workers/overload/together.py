@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import FeedCommand, Reply
+from placement.iteration.latency import LatencyModel
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from workers.overload.config import DROPPING_CPU_WORKER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
 from workers.overload.membership import SplitLimits
@@ -110,6 +111,10 @@ class SplitChild:
 
     def form_ahead(self, on: bool) -> None:
         self.engine.side(NAME).forms_ahead = on
+
+    def knows(self, latency: LatencyModel) -> None:
+        """What it takes its steps to take, until it has measured 32 more of them."""
+        self.engine.side(NAME).measured(latency)
 
     def step(self) -> None:
         began = time.monotonic()
