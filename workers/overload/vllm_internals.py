@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from kvtransfer.relied_on import ReliedOn, verify
 from kvtransfer.vllm_internals import free_queue
@@ -84,6 +85,7 @@ SCHEDULING = ReliedOn(
         _POOL: ("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
         _SCHEDULER: (
             "running", "kv_cache_manager", "cache_config", "kv_cache_config", "prev_step_scheduled_req_ids",
+            "kv_holding_waiting", "finished_recving_kv_req_ids",
         ),
         "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
         "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
@@ -378,7 +380,16 @@ def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
 
 
 def start_over(scheduler: Any, blocks: int) -> None:
-    """No block holds what it should: requests are computed again, with a pool of so many blocks."""
+    """No block holds what it should: requests are computed again, with a pool of so many blocks.
+
+    vLLM gives back the blocks of those that run, and raises where others have some: those whose KV came from
+    elsewhere, and who wait for a place in the batch.
+    """
+    for request in scheduler.kv_holding_waiting:
+        scheduler.kv_cache_manager.free(request)
+        scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
     scheduler.reset_prefix_cache(reset_running_requests=True)
     _cut(scheduler, blocks)
 
