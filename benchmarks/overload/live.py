@@ -49,6 +49,9 @@ CALM = 3
 ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
 PREEMPTIONS = "vllm:num_preemptions_total"
+DROPPED, RESTORED = (
+    f'conserve_overload_changes_total{{change="{change}",outcome="done"}}' for change in ("drop", "restore")
+)
 # For the first two an engine stands still; while parameters return it serves.
 TIMES = tuple(f"conserve_split_{what}_seconds" for what in ("drop", "restore", "return"))
 COUNTED = (PREEMPTIONS, "conserve_overload_changes_total", "conserve_split")
@@ -106,6 +109,7 @@ class PolicyBursts:
     tokens: int = 0
     again: int = 0  # prompt tokens that the conversation's turn before had, and that were not found
     preemptions: float = 0.0
+    drops: int = 0  # of layers, by a group
     wrong: int = 0
 
     def figures(self) -> dict[str, float]:
@@ -121,6 +125,7 @@ class PolicyBursts:
             "tokens_per_s": self.tokens / sum(self.seconds),
             "recomputed_tokens": self.again,
             "preemptions": self.preemptions,
+            "drops": self.drops,
         }
 
 
@@ -160,12 +165,21 @@ class BurstSubject:
         return cls([serving(home).endpoint], home)
 
     def burst(self, burst: Burst, seen: PolicyBursts) -> Answers:
+        self._until_whole()
         before = self.counted()
-        began = time.monotonic()
         said = asyncio.run(self._played(burst, len(burst.conversations), seen))
-        seen.seconds.append(time.monotonic() - began)
-        seen.preemptions += total(self.counted(), PREEMPTIONS) - total(before, PREEMPTIONS)
+        after = self.counted()
+        seen.preemptions += total(after, PREEMPTIONS) - total(before, PREEMPTIONS)
+        seen.drops += int(after.get(DROPPED, 0.0) - before.get(DROPPED, 0.0))
         return said
+
+    def _until_whole(self) -> None:
+        """What was dropped in the burst before has come back."""
+        end = time.monotonic() + LIMIT_S
+        while (counted := self.counted()).get(DROPPED, 0.0) > counted.get(RESTORED, 0.0):
+            if time.monotonic() > end:
+                raise SystemExit(f"layers were not restored within {LIMIT_S:.0f} s")
+            time.sleep(0.5)
 
     def calm(self, burst: Burst) -> Answers:
         """A few conversations at a time, so that nothing gives way."""
@@ -175,10 +189,11 @@ class BurstSubject:
         return asyncio.run(self._played(slowly, CALM, PolicyBursts()))
 
     async def _played(self, burst: Burst, at_once: int, seen: PolicyBursts) -> Answers:
-        slots, began = asyncio.Semaphore(at_once), time.monotonic()
+        slots = asyncio.Semaphore(at_once)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             clients, sizes = await self._clients(session)
+            began = time.monotonic()
 
             async def arriving(number: int, one: TraceConversation) -> tuple[str, list[str]]:
                 await asyncio.sleep(began + one.arrival_s - time.monotonic())
@@ -189,6 +204,7 @@ class BurstSubject:
                     )
 
             found = await asyncio.gather(*(arriving(n, one) for n, one in enumerate(burst.conversations)))
+            seen.seconds.append(time.monotonic() - began)
             if self._home is not None:
                 for one in burst.conversations:
                     path = f"{self._urls[0]}/v1/conversations/{burst.salt}-{one.id}"
@@ -262,6 +278,7 @@ def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]
                 order = list(subjects)[:: -1 if number % 2 else 1]
                 said = {policy: subjects[policy].burst(made(number), seen[load][policy]) for policy in order}
                 took = ", ".join(f"{policy} {one.seconds[-1]:.1f} s" for policy, one in seen[load].items())
+                took += f"; {seen[load][DROP].drops} drops so far"
                 print(f"{load}, burst {number + 1} of {2 * rounds}: {took}", flush=True)
                 right = plain.calm(made(number))
                 for policy, answers in said.items():

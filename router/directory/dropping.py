@@ -29,7 +29,7 @@ CHANGE_S = {"drop": 45.0, "restore": 180.0}
 _LOOK_S = 0.1
 _EVERY_S = 1.0
 SILENT_S = 30.0  # that an engine which is not heard may be in a group that seems to lack one
-UNWILLING_S = 60.0  # that engines which failed at it are left alone
+UNWILLING_S = 60.0  # that engines which failed at it, or whose group was lost, are left alone
 
 
 def _is_heard(record: EngineRecord) -> bool:
@@ -55,6 +55,7 @@ class Dropper:
         self._limits, self._records, self._commands, self._clock = limits, records, commands, clock
         self._unwilling: dict[str, float] = {}  # until when
         self._silent: dict[str, float] = {}  # since when
+        self._sharing_in: dict[str, int] = {}  # engines that were told to share, and do: their epoch
         self._changing: dict[str, str] = {}  # engines that were told, of what
         self._changes: set[asyncio.Task[None]] = set()
         self._failed = 0  # rounds, and changes that they began
@@ -78,6 +79,7 @@ class Dropper:
     def look(self, state: OverloadState) -> None:
         """One round: what is to change begins to."""
         now = self._clock()
+        self._note_lost(now)
         self._unwilling = {name: until for name, until in self._unwilling.items() if until > now}
         silent = any(since > now - SILENT_S for since in self._not_heard(now).values())
         alone = self._unwilling.keys() | self._changing.keys()
@@ -89,6 +91,18 @@ class Dropper:
                 self._begin("drop", engines)
         for engines in orders.restores:
             self._begin("restore", engines)
+
+    def _note_lost(self, now: float) -> None:
+        """Groups that ended by themselves: what ended them may end the next one, and all is computed again."""
+        for engine, epoch in [*self._sharing_in.items()]:
+            if engine in self._changing or self._epoch_of(engine) == epoch:
+                continue
+            del self._sharing_in[engine]
+            if self._known(engine) is not None:
+                self._unwilling[engine] = now + UNWILLING_S
+                log.warning(
+                    "a group was lost engine=%s epoch=%d left_alone_s=%.0f", engine, epoch, UNWILLING_S
+                )
 
     async def settled(self) -> None:
         """When all that was told has happened, or its limit is over."""
@@ -176,6 +190,10 @@ class Dropper:
         metrics.LAYERS_SHARED.labels(what, outcome).inc()
         said = "overload change=%s engines=%s epoch=%d outcome=%s seconds=%.2f"
         log.warning(said, what, ",".join(engines), epoch, outcome, seconds)
+        for engine in engines:
+            self._sharing_in.pop(engine, None)
+        if outcome == "done" and epoch:
+            self._sharing_in.update(dict.fromkeys(engines, epoch))
         if outcome != "done":
             self._unwilling.update(dict.fromkeys(engines, self._clock() + UNWILLING_S))
 

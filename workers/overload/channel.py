@@ -35,11 +35,19 @@ MAX_CONNECTIONS = 64  # each peer has two at most; who is not one stays for a ha
 SILENT_S, LOOKS_S, LOOKS = 15, 5, 3  # a host that is gone without a word is noticed after 30 s
 MAX_HEADER = 1 << 20
 MAX_TENSORS_BYTES = 1 << 30
+BESIDE_BYTES = (
+    64 << 20
+)  # of them, what a batch has beside its activations: positions, slots, tables of blocks
 _LENGTH = struct.Struct("<I")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 }
+
+
+def most_batched_tokens(hidden: int, item_bytes: int) -> int:
+    """Of a batch that one message takes: its hidden states and residuals."""
+    return (MAX_TENSORS_BYTES - BESIDE_BYTES) // (2 * hidden * item_bytes)
 
 
 class PeerAsk(StrEnum):

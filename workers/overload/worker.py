@@ -11,6 +11,7 @@ from kvtransfer.config import ConnectorConfig, transfer_secret
 from kvtransfer.relied_on import verify
 from workers.coserving import vllm_internals as passes
 from workers.overload import vllm_internals as internals
+from workers.overload.channel import most_batched_tokens
 from workers.overload.cuda_pages import CudaDriver
 from workers.overload.errors import OverloadConfigError
 from workers.overload.membership import DeviceLock, EngineMemory, PeerLine
@@ -84,7 +85,10 @@ class DroppingWorkerMixin:
 
     def _refuse_unsupported(self) -> None:
         config = self.vllm_config
+        model = config.model_config
+        most = most_batched_tokens(model.get_hidden_size(), model.dtype.itemsize)
         wrong = {
+            f"max-num-batched-tokens above {most}": config.scheduler_config.max_num_batched_tokens > most,
             "several ranks": config.parallel_config.world_size > 1,
             "quantised weights": config.model_config.quantization is not None,
             "LoRA": config.lora_config is not None,

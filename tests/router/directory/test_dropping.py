@@ -152,11 +152,31 @@ def test_who_refuses_is_left_alone_for_a_while() -> None:
     assert two.epochs()[0] == two.epochs()[1] > 0
 
 
+def test_whose_group_was_lost_is_left_alone_for_a_while() -> None:
+    """What ended it may end the next one, and each computes all requests again."""
+    two, now = TwoEngines(), [0.0]
+    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    one_round(dropper, LACKING)
+    assert len(two.told) == 2
+    for name in ("d0", "d1"):
+        two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
+    one_round(dropper, LACKING)
+    assert len(two.told) == 2
+    now[0] += UNWILLING_S + 1
+    one_round(dropper, LACKING)
+    assert len(two.told) == 4
+    one_round(dropper, OVER)  # told to, they are not lost
+    one_round(dropper, LACKING)
+    assert [what for what, *_ in two.told[4:]] == ["restore", "restore", "drop", "drop"]
+
+
 def test_an_epoch_is_never_used_twice() -> None:
-    two = TwoEngines()
-    dropper = Dropper(DropLimits(1.0), two.records, two)
+    two, now = TwoEngines(), [0.0]
+    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
     seen = []
     for _ in range(3):
+        one_round(dropper, OverloadState.initial())  # sees that they were lost
+        now[0] += UNWILLING_S + 1
         one_round(dropper, LACKING)
         seen.append(two.epochs()[0])
         for name in ("d0", "d1"):

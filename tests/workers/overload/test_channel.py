@@ -23,6 +23,13 @@ SECRET = b"a secret only for these tests"
 MARK = b"what nobody else may read"
 
 
+def test_a_batch_of_most_tokens_is_one_message() -> None:
+    most = channel_module.most_batched_tokens(5_120, 2)
+    room = channel_module.MAX_TENSORS_BYTES - 2 * most * 5_120 * 2
+    assert channel_module.BESIDE_BYTES <= room < channel_module.BESIDE_BYTES + 2 * 5_120 * 2
+    assert 8_192 < most < 65_536
+
+
 def answered(message: Message) -> Message:
     if message.kind is PeerAsk.MOVE:
         raise PeerRefused("not now")
