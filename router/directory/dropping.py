@@ -93,7 +93,7 @@ class Dropper:
             self._begin("restore", engines)
 
     def _note_lost(self, now: float) -> None:
-        """Groups that ended by themselves: what ended them may end the next one, and all is computed again."""
+        """Groups that ended by themselves: what ended them may end the next, which costs all KV again."""
         for engine, epoch in [*self._sharing_in.items()]:
             if engine in self._changing or self._epoch_of(engine) == epoch:
                 continue

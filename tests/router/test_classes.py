@@ -11,6 +11,7 @@ from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
 from router.errors import BadRequest
 from router.hints import Hints
 from router.identity import namespace
+from router.turn import FLOW_HEADERS
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 
@@ -80,6 +81,30 @@ def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
     for of, least in ((SloClass("default", SloTargets()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
         said = engine_arguments(of, Hints(), headers, body)
         assert said["vllm_xargs"]["slo_tbt_ms"] == least
+
+
+@pytest.mark.parametrize("header", FLOW_HEADERS)
+async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, header: str) -> None:
+    """Turns of one flow wait behind its own, and beside those of another: who comes late is not last."""
+    engine = {"kv_tokens": 12_000, "token_s": 0.02}
+    async with fleet(tmp_path, decoders=1, engine=engine, place_wait_s=20.0) as made:
+        full = await ask(made.urls[0], [user("x" * 10_000)], max_tokens=2)
+        done: list[str] = []
+
+        async def one(name: str, flow: str) -> None:
+            said = {"x-session-id": name, header: flow}
+            answer = await ask(made.urls[0], [user("y" * 9_000)], headers=said, max_tokens=2)
+            assert answer.status == 200
+            done.append(name)
+            await get(f"{made.urls[0]}/v1/conversations/{name}", "DELETE")
+
+        waiting = []
+        for number, flow in enumerate(("a", "a", "a", "b")):
+            waiting.append(asyncio.create_task(one(f"{flow}{number}", flow)))
+            await until(lambda: made.directory.table.waiting == len(waiting))
+        await get(f"{made.urls[0]}/v1/conversations/{full.conversation}", "DELETE")
+        await asyncio.gather(*waiting)
+        assert done.index("b3") < done.index("a2")
 
 
 async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:

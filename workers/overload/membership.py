@@ -60,6 +60,12 @@ class SplitPhase(IntEnum):
     TAKEN = 11  # all own KV is back
 
 
+EXCHANGED = (
+    SplitPhase.GIVEN,
+    SplitPhase.TAKEN,
+)  # behind KV, of which one member may have far more than another
+
+
 @dataclass(frozen=True, slots=True)
 class SplitLimits:
     meet_s: float = 10.0  # for a peer to come to a step boundary

@@ -23,6 +23,7 @@ from workers.overload import vllm_internals as internals
 from workers.overload.channel import Message, PeerAsk, PeerServer
 from workers.overload.errors import PeerError, PeerRefused, SplitOver
 from workers.overload.membership import (
+    EXCHANGED,
     DeviceLock,
     EngineMemory,
     Membership,
@@ -361,8 +362,9 @@ class SplitModel:
         def decided() -> bool:
             return self._phase >= phase if here() else self._epoch >= message.epoch
 
+        limits = self.limits
         with self._changed:
-            came = self._changed.wait_for(decided, self.limits.meet_s)
+            came = self._changed.wait_for(decided, limits.order_s if phase in EXCHANGED else limits.meet_s)
             if self._epoch >= message.epoch and not here():
                 raise SplitOver(f"epoch {message.epoch} is over here")
             if not came or self.member is None:

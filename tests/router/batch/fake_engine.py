@@ -128,7 +128,9 @@ def _answer(path: str, body: dict[str, Any], prompt: str) -> dict[str, Any]:
             }
         case "/v1/responses":
             usage = {"input_tokens": len(prompt), "output_tokens": 5, "total_tokens": len(prompt) + 5}
-            return {"id": "r", "object": "response", "model": MODEL, "output": [echo], "usage": usage}
+            said = [{"type": "output_text", "text": echo, "annotations": []}]
+            item = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": said}
+            return {"id": "r", "object": "response", "model": MODEL, "output": [item], "usage": usage}
     data = [{"object": "embedding", "index": 0, "embedding": [0.5]}]
     return {"object": "list", "model": MODEL, "data": data, "usage": {"prompt_tokens": len(prompt)}}
 

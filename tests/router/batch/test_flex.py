@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,6 +19,7 @@ from tests.router.batch.gateway import SECRET, FrontGateway, Gateway, StaticFlee
 from tests.router.batch.jobs import ended, jsonl, line, submit
 from tests.router.test_large_bodies import BOUND_S, Stalls, hostile_request
 from tests.router.test_rates import alice, left, limited
+from tests.support import fake_fleet
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +87,22 @@ async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: Gateway, tmp_
         assert left(refused, "tokens") < 90_000  # when it went there
         after = await alice(made.urls[0], "hi")
         assert after.status == 200 and left(after, "tokens") > 95_000
+
+
+async def test_its_answer_is_stored(sqlite_gateway: Gateway, tmp_path: Path) -> None:
+    async with fake_fleet.fleet(tmp_path, batch=BatchAddress(sqlite_gateway.batch, SECRET)) as made:
+        path = "/v1/responses"
+        asked: dict[str, Any] = {"path": path, "service_tier": "flex"}
+        assert (await fake_fleet.ask(made.urls[0], "hello", store=False, **asked)).status == 200
+        assert (await fake_fleet.get(f"{made.urls[0]}{path}/r"))[0] == 404
+        answer = await fake_fleet.ask(made.urls[0], "hello", **asked)
+        assert answer.status == 200
+        status, shown = await fake_fleet.get(f"{made.urls[0]}{path}/r")
+        assert (status, shown["output"][0]["content"][0]["text"]) == (200, "echo hello")
+        later = await fake_fleet.ask(made.urls[0], "more", path=path, previous_response_id="r")
+        assert later.status == 200
+        (seen,) = made.decoder_requests()
+        assert [item["role"] for item in seen.body["input"]] == ["user", "assistant", "user"]
 
 
 async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, engine: FakeEngine) -> None:

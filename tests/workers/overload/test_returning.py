@@ -2,8 +2,9 @@
 the middle of it. Without an engine; with one in test_split_engines.py."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.workers.overload.workers_here import (
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection
 from workers.overload.errors import PeerRefused, SplitOver
+from workers.overload.membership import Membership, SplitLimits
 from workers.overload.memory import LayerWeights
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
@@ -175,6 +177,28 @@ def test_who_is_late_for_the_last_try_is_lost(four: Group) -> None:
     assert late.event is SplitEvent.NOT_RESTORED and first.split.is_split
     lost = first.step(lambda one: one.restore(RestoreOrder(1, USED, last=True)))
     assert lost.event is SplitEvent.LOST and first.whole and first.has_its_parameters
+
+
+def test_who_has_more_kv_to_take_is_waited_for(four: Group) -> None:
+    """As long as an order lasts: who has none would be whole, and the other's KV gone with it."""
+    first, second = four[:2]
+    narrowed((first, second))
+    for worker in (first, second):
+        worker.until_loaded()
+        worker.split.limits = SplitLimits(meet_s=0.3, order_s=10.0)
+    take = second.split.take
+
+    def slowly(member: Membership, used: Sequence[int]) -> None:
+        time.sleep(1.0)
+        take(member, used)
+
+    with mock.patch.object(second.split, "take", slowly):
+        ended, seconds = at_once(
+            lambda: first.step(lambda one: one.restore(RestoreOrder(1, []))),
+            lambda: second.step(lambda one: one.restore(RestoreOrder(1, USED))),
+        )
+    assert ended == [SplitEvent.RESTORED] * 2 and seconds > 0.9
+    assert second.has_all and second.whole and first.whole
 
 
 class ReturningSide:
