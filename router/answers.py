@@ -95,7 +95,7 @@ class AnswerObserver(StreamObserver):
 
     @property
     def holds_end(self) -> bool:
-        return self._ends
+        return self._ends and self._kept_bytes <= MOST_BYTES
 
     def at_end(self) -> asyncio.Future[None] | None:
         return self._keep(self.response) if self._status == 200 else None

@@ -218,7 +218,7 @@ class Passing(Exchange):
         self._hold = hold
         self._held: Collecting | None = None
         self._events: EventBoundary | None = None
-        self._last: list[bytes] = []  # of a stream, from where its observer holds the end
+        self._last: list[bytes] = []  # from where the observer holds the end
 
     def client_left(self) -> None:
         connection = self.connection
@@ -271,7 +271,14 @@ class Passing(Exchange):
             if self._observer.holds_end:
                 self._last.append(data)
                 return
-        self._responder.write(data)
+        self._responder.write(self._after_last(data))
+
+    def _after_last(self, data: bytes) -> bytes:
+        """Behind what was held for longer than an answer may be that is kept."""
+        if self._last:
+            data = b"".join((*self._last, data))
+            self._last.clear()
+        return data
 
     def on_chunk(self, framed: bytes, start: int) -> None:
         events = self._events
@@ -290,6 +297,9 @@ class Passing(Exchange):
             if self._observer.holds_end:
                 self._last.append(framed[start:-2])
                 return
+        if self._last:
+            self._responder.write(self._after_last(framed[start:-2]))
+            return
         self._responder.write_chunk(framed, start)
         if self._observer is not None and self._observer.settled and self.connection is not None:
             self.connection.pump_to(self._responder, self._observer, size, self._sent)
@@ -326,7 +336,7 @@ class Passing(Exchange):
                 tail = self._sent.cut(tail)
         if self._observer is not None and tail:
             self._observer.feed(tail)
-        last = b"".join((*self._last, tail))
+        last = self._after_last(tail)
 
         def finish() -> None:
             self.end(RelayOutcome(RelayEnd.COMPLETE, self._responder.status))
@@ -355,8 +365,7 @@ class Passing(Exchange):
             super().on_failure(error)
             return
         if self._last:
-            responder.write(b"".join(self._last))
-            self._last.clear()
+            responder.write(self._after_last(b""))
         goes_on = self._events is not None and self._sent is not None and self._sent.can_go_on
         if goes_on and isinstance(error, EngineLost):  # one that is silent may come back
             responder.on_pause = responder.on_resume = None

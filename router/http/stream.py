@@ -134,7 +134,7 @@ class StreamObserver:
 
     @property
     def holds_end(self) -> bool:
-        """Of a stream: what comes from here on is its end, and waits for ``at_end``."""
+        """What comes from here on is the end of the answer, and waits for ``at_end``."""
         return False
 
     def at_end(self) -> asyncio.Future[None] | None:

@@ -324,7 +324,7 @@ class UpstreamConnection(asyncio.Protocol):
                 log.exception("a stream could not be passed on engine=%s", self.endpoint)
                 self._leave_pump()
                 self._transport.abort()
-        goes_on = 0 < len(data) < LARGEST_READ and self._between_chunks
+        goes_on = 0 < len(data) < LARGEST_READ and self._between_chunks and not passage.observer.holds_end
         if self._passage is passage and not (goes_on and passage.responder.free_socket() is not None):
             self._leave_pump()
 

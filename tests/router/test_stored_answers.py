@@ -147,15 +147,20 @@ async def test_another_gateway_and_a_later_process_have_it(tmp_path: Path) -> No
         assert [role for role, _ in prompt(made.decoder_requests()[0].body)] == ["user", "assistant", "user"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "tokens"), [(False, 4), (False, 100_000), (True, 4)], ids=["whole", "in pieces", "stream"]
+)
 async def test_who_has_the_end_of_an_answer_can_go_on_from_it(
-    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stream: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At another gateway at once, however long it takes to store it."""
     with slow_writes(monkeypatch, 0.3):
-        async with fleet(tmp_path, answers=stored(tmp_path), gateways=2) as made:
+        engine = {"token_s": 0.0, "kv_tokens": 4_000_000, "max_context": 1_000_000}
+        made_with = {"answers": stored(tmp_path), "gateways": 2, "engine": engine}
+        async with fleet(tmp_path, **made_with) as made:
             for number, text in enumerate(("one", "two", "three")):
-                await say(made, text, conversation="c", stream=stream, gateway=number % 2)
+                more = {"conversation": "c", "stream": stream, "max_output_tokens": tokens}
+                assert (await say(made, text, gateway=number % 2, **more)).status == 200
             asked = [content for role, content in prompt(made.decoder_requests()[-1].body) if role == "user"]
             assert asked == ["one", "two", "three"]
 
