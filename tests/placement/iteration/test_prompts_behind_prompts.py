@@ -150,6 +150,19 @@ def test_beside_a_prompt_of_a_better_class_lesser_requests_decode_in_a_tenth_of_
     assert sum(map(bool, fill(policy, view(*others, waiting=(refused,))).values())) >= 20, "it has no place"
 
 
+def test_a_priority_takes_no_tokens_from_those_that_run() -> None:
+    """Whoever asks may choose it: only where turns wait is it worth something."""
+    policy = make_policy(ServingSettings("prompts_in_order"))
+    others = [online(f"o{n}", 40_001, 40_000, last_token=9.0 + n / 100) for n in range(20)]
+    urgent = replace(online("urgent"), ahead_s=10.0, priority_s=10.0, slo=TurnTargets(0.5, 0.03))
+    assert all(fill(policy, view(urgent, *others)).values())
+    prompt = replace(arrived("prompt", 3000, 9.9), ahead_s=10.0, priority_s=10.0)
+    assert all(fill(policy, view(*others, waiting=(prompt,))).values())
+    first = arrived("first", 3000, 9.8)
+    plan = policy.plan(view(waiting=(first, prompt)), MODEL)
+    assert plan.waiting is not None and plan.waiting[0] == "prompt"
+
+
 def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_own() -> None:
     target = TurnTargets(0.5, 0.005)  # less than what decoding takes
     gold = online("gold", 20_001, 20_000, slo=target)
