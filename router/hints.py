@@ -13,6 +13,7 @@ from router.errors import BadRequest
 HIGHEST_PRIORITY = 10
 _LONGEST_S = 7 * 24 * 3600.0
 _MAX_ACTIONS = 16
+_MOST_SHARING = 100_000
 _TRUE = frozenset({"1", "true", "yes"})
 FIELDS = frozenset({"kv_hints", "nvext", "slo_class"})  # of a body, for us: no engine sees them
 
@@ -26,6 +27,7 @@ class Hints:
     priority: int = 0  # among turns that wait; higher goes first
     placement: bool = False  # the answer is to say where it was computed, and why there
     resume: bool = True  # a stream whose engine ends goes on elsewhere
+    sharing: int = 0  # other conversations that will begin as this one does
 
     @property
     def for_engine(self) -> dict[str, float]:
@@ -55,6 +57,13 @@ def _level(source: str, value: Any) -> int:
     return int(number)
 
 
+def _count(source: str, value: Any) -> int:
+    number = _number(value)
+    if number is None or not number.is_integer() or not 0 <= number <= _MOST_SHARING:
+        raise BadRequest(f"{source} must be a whole number from 0 to {_MOST_SHARING}", param=source)
+    return int(number)
+
+
 def _clamped(source: str, value: Any) -> int:
     """Dynamo has no bounds."""
     if type(value) is not int:
@@ -80,6 +89,7 @@ _KINDS: Mapping[str, tuple[str, Reader]] = {  # by the last word of a header or 
     "priority": ("priority", _level),
     "placement": ("placement", _flag),
     "resume": ("resume", _flag),
+    "sharing": ("sharing", _count),
 }
 HEADERS = {f"x-conversation-{kind}": kind for kind in _KINDS} | {"x-dynamo-session-final": "final"}
 _ACTIONS = {f"conversation.{kind}": kind for kind in _KINDS}

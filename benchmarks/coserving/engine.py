@@ -6,6 +6,7 @@ What an iteration takes is the `truth`; what the policy believes may be another 
 """
 
 import math
+from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class SimulatedRequest:
     output: int
     offline: bool = False
     slo: TurnTargets = DEFAULT_TARGETS
+    ahead_s: float = 0.0  # what its class is worth
     computed: int = 0
     blocks: int = 0
     furthest: int = 0  # most tokens ever computed: what is computed again does not count as work done
@@ -61,7 +63,7 @@ class SimulatedRequest:
             restore_blocks=0 if running or not on_host else -(-self.furthest // shape.block_tokens),
             running=running,
             last_token=self.tokens_at[-1] if self.tokens_at else None,
-            last_served=self.last_served, slo=self.slo,
+            last_served=self.last_served, slo=self.slo, ahead_s=self.ahead_s,
         )  # fmt: skip
 
 
@@ -101,12 +103,18 @@ class SimulatedCoServing:
         self,
         arrivals: Iterable[SimulatedRequest],
         until: float,
-        offline: Callable[[float], SimulatedRequest | None],
+        offline: Callable[[float], SimulatedRequest | None] = lambda now: None,
+        follows: Callable[[SimulatedRequest], SimulatedRequest | None] = lambda ended: None,
     ) -> Served:
-        """Until the clock has passed `until`; `offline` gives one more offline request when one is wanted."""
+        """Until the clock has passed `until`; `offline` gives one more offline request when one is wanted,
+        `follows` the turn that comes, later, after one that has ended."""
         coming = sorted(arrivals, key=lambda request: request.arrival)
-        now = 0.0
+        now, ended_ones = 0.0, 0
         while now < until:
+            for one in self.served.finished[ended_ones:]:
+                if (later := follows(one)) is not None:
+                    insort(coming, later, key=lambda request: request.arrival)
+            ended_ones = len(self.served.finished)
             while coming and coming[0].arrival <= now:
                 self._waiting.append(coming.pop(0))
             while (

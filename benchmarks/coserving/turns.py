@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from workers.coserving.profile import (
     coserving_engine,
     measure,
     profile_of,
+    warm_up,
 )
 from workers.coserving.scheduler import CoServingScheduler
 from workers.profiles import Profile
@@ -77,7 +79,7 @@ class TurnBench:
     engine: StandaloneEngine
     profile: Profile
     lengths: PartLengths
-    _chosen: Path
+    chosen: Path  # the file that names the policy
 
     @property
     def model(self) -> LatencyModel:
@@ -86,7 +88,7 @@ class TurnBench:
     async def turn(
         self, name: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
     ) -> list[IterationRecord]:
-        choose(self._chosen, settings_of(name, slo, self.lengths), self.model)
+        choose(self.chosen, settings_of(name, slo, self.lengths), self.model)
         before = len(self.engine.iterations())
         turn = PolicyTurn(self.engine, load, seed, with_offline=not name.startswith(BASELINE))
         await turn.run(into)
@@ -135,9 +137,10 @@ def threads() -> dict[str, str]:
 
 @asynccontextmanager
 async def bench(
-    model: Path | None, lengths: PartLengths, repeats: int, blocks: int, host_kv_gib: float = 0.0
-) -> AsyncIterator[TurnBench]:
-    """An engine that was just profiled. Without a model one of 24 layers is made."""
+    model: Path | None, lengths: PartLengths, repeats: int, blocks: int, host_kv_gib: float = 0.0,
+    profile: Profile | None = None,
+) -> AsyncIterator[TurnBench]:  # fmt: skip
+    """An engine, profiled first where there is no profile. Without a model one of 24 layers is made."""
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder) / "model"
@@ -150,5 +153,9 @@ async def bench(
             host_kv_gib=host_kv_gib, environment={VARIABLE: str(chosen), **threads()},
         )  # fmt: skip
         async with coserving_engine(shape, CoServingConfig()) as engine:
-            samples = await measure(engine, Grid(lengths.iteration, MAX_CONTEXT, 32, BLOCK, repeats))
-            yield TurnBench(engine, profile_of(samples, LAYERS, 0.0), lengths, chosen)
+            grid = Grid(lengths.iteration, MAX_CONTEXT, 32, BLOCK, repeats)
+            if profile is None:
+                profile = profile_of(await measure(engine, grid), LAYERS, 0.0)
+            else:
+                await warm_up(engine, grid, random.Random(0))
+            yield TurnBench(engine, profile, lengths, chosen)

@@ -70,6 +70,7 @@ class FirstTurn:
     had_decoder: bool = False  # it has been served; where it was, it cannot stay
     heads: Sequence[Head] = ()  # beginnings that other prompts may share, by length
     ahead_s: float = 0.0  # what its class is worth: prompts of lesser ones wait behind it
+    sharing: int = 0  # other conversations that will begin as this one does
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class Placer:
             self._shared.given(turn.key, turn.heads, engine, turn.prompt_tokens, now)
             engine, expected = first.engine, first.cached_tokens
         self._shared.computing(turn.key, engine, turn.heads, turn.prompt_tokens, expected, now)
-        self._shared.began(turn.key, turn.heads, new=not turn.had_decoder)
+        self._shared.began(turn.key, turn.heads, new=not turn.had_decoder, sharing=turn.sharing)
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:

@@ -59,7 +59,7 @@ class Beginning:
     """One head, over all engines."""
 
     start: int
-    times: int = 0  # that a conversation began with it
+    times: int = 0  # that a conversation began with it, or will, as the client of one has said
     engines: dict[str, float] = field(
         default_factory=dict
     )  # that have some of it, and when they were given it
@@ -119,13 +119,13 @@ class SharedPrefixes:
         if cache.most != tokens:
             cache.most = cache.room = tokens
 
-    def began(self, key: str, heads: Sequence[Head], *, new: bool) -> None:
-        """A conversation, that was not somewhere else before."""
+    def began(self, key: str, heads: Sequence[Head], *, new: bool, sharing: int = 0) -> None:
+        """A conversation, that was not somewhere else before; so many others will begin alike."""
         if heads:
             self._heads[key] = heads
         for head in heads if new else ():
             if (beginning := self._known.get(head.digest)) is not None:
-                beginning.times += 1
+                beginning.times += 1 + sharing
 
     def computing(
         self, key: str, engine: str, heads: Sequence[Head], tokens: int, expected: int, now: float

@@ -56,10 +56,11 @@ def test_the_same_said_in_each_way() -> None:
         "x-conversation-ttl": "600",
         "x-conversation-priority": "3",
         "x-conversation-final": "1",
+        "x-conversation-sharing": "20",
     }
-    want = Hints(True, 30.0, 5.5, 600.0, 3)
+    want = Hints(True, 30.0, 5.5, 600.0, 3, sharing=20)
     assert read_hints(headers, {}) == want
-    assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True)) == want
+    assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True, sharing=20)) == want
     assert read_hints({"x-dynamo-session-final": "true"}, {}) == Hints(final=True)
     assert read_hints({}, {"nvext": {"agent_hints": {"priority": 99, "osl": 4}}}) == Hints(priority=10)
     assert read_hints({"x-conversation-priority": "1"}, envelope(priority=2)).priority == 1
@@ -84,6 +85,7 @@ def test_the_envelope_is_vllms() -> None:
         ({"x-conversation-ttl": "1e30"}, {}),
         ({"x-conversation-priority": "1.5"}, {}),
         ({"x-conversation-priority": "11"}, {}),
+        ({"x-conversation-sharing": "-1"}, {}),
         ({}, {"kv_hints": []}),
         ({}, {"kv_hints": {"actions": [{}] * 17}}),
         ({}, {"kv_hints": {"actions": ["x"]}}),

@@ -31,6 +31,18 @@ async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Pa
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
 
 
+@pytest.mark.parametrize("said", ["0", "20"])
+async def test_what_a_client_says_will_be_shared_is_spared_from_the_start(tmp_path: Path, said: str) -> None:
+    async with fleet(tmp_path, prefillers=2, decoders=1, engine={"kv_tokens": 20_000}) as made:
+        for name, headers in (("first", {"x-conversation-sharing": said}), ("other", None)):
+            system = {"role": "system", "content": f"An agent of the {name} framework. " * 1_500}
+            answer = await ask(made.urls[0], [system, user("go")], headers=headers)
+            assert answer.status == 200
+            await made.settle()
+        computed = {engine.name: len(engine.seen) for engine in made.engines.values()}
+        assert (computed["p0"], computed["p1"]) == ((1, 1) if said == "20" else (2, 0))
+
+
 async def test_a_cache_key_of_its_own_takes_nothing_away(tmp_path: Path) -> None:
     """Codex names each conversation by its `prompt_cache_key`, and all begin alike."""
     async with fleet(tmp_path) as made:

@@ -50,6 +50,16 @@ COUNTERS = {
         "Blocks that only the prefix cache had, and that a drop or a restore forgot: moving them would have "
         "taken the link more than 5 s.",
     ),
+    "split_exchanged_bytes": CounterSpec(
+        "conserve_split_exchanged_bytes",
+        "Bytes of KV that went to peers for a drop, or came back for a restore, but for the slowest message "
+        "of each, which waits for the peer.",
+    ),
+    "split_exchange_seconds": CounterSpec(
+        "conserve_split_exchange_seconds",
+        "Time that conserve_split_exchanged_bytes took: the link between engines, by which the next drop is "
+        "planned.",
+    ),
     "split_peer_bytes": CounterSpec("conserve_split_peer_bytes", "Bytes of own batches sent to peers."),
 }
 _BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)

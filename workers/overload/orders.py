@@ -51,6 +51,8 @@ class SplitReport:
     seconds: float = 0.0
     why: str = ""
     facts: WorkerFacts | None = None
+    moved_bytes: int = 0  # of KV, to peers or back
+    moved_s: float = 0.0
 
     def merge(self, other: "SplitReport") -> "SplitReport":
         return self  # one rank

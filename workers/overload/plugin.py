@@ -7,7 +7,7 @@ and parking are fenced off, and what they would have brought is computed. What i
 
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,11 +32,36 @@ from workers.overload.split import SplitModel
 logger = logging.getLogger("conserve.workers.overload")
 
 NAME = "overload"
-LINK_BYTES_PER_S = 1e9  # between engines: assumed, nobody measures it
+LINK_BYTES_PER_S = 1e9  # between engines: assumed until an exchange has shown it
+LINK_SHOWN_BYTES = 1 << 20  # fewer say more of latency
+LINK_SHOWN_S = 600.0  # for so long: a plan that a slow exchange forbids is tried again
 FENCE_S = 5.0  # for copies and transfers that are under way
 EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
 AGAIN_S, TRIES = 1.0, 3  # of a restore's end: a peer may be late
 SplitOrder = DropOrder | NarrowOrder | RestoreOrder
+
+
+class LinkRate:
+    """How fast KV goes between this engine and its peers, by the last exchange."""
+
+    def __init__(self) -> None:
+        self._shown: float | None = None
+        self._until = 0.0
+
+    def see(self, nbytes: int, seconds: float, now: float) -> None:
+        if nbytes >= LINK_SHOWN_BYTES and seconds > 0:
+            self._shown, self._until = nbytes / seconds, now + LINK_SHOWN_S
+
+    def forgets(self, now: float) -> bool:
+        """What was shown is too long ago."""
+        if self._shown is None or now < self._until:
+            return False
+        self._shown = None
+        return True
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._shown or LINK_BYTES_PER_S
 
 
 class OverloadScheduler(SchedulerSide):
@@ -65,7 +90,8 @@ class OverloadScheduler(SchedulerSide):
         self._forecast: Forecast | None = None  # of the step that is planned
         self._heard: dict[int, tuple[Forecast, float]] = {}  # of the other parts', and when
         self._pool: Any = None
-        self._counts: Counter[str] = Counter()
+        self._link = LinkRate()
+        self._counts: defaultdict[str, float] = defaultdict(float)
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def bind(self, manager: Any) -> None:
@@ -114,6 +140,8 @@ class OverloadScheduler(SchedulerSide):
     def between_steps(self, scheduler: Any) -> None:
         """Before a step is planned. What was asked for becomes its order, or waits for one after it."""
         asked = self._asked
+        if self._link.forgets(self._residence.clock()):
+            self._publish()
         if self._ends_from is not None and self._residence.clock() >= self._ends_from:
             self._ordered = self._restoring
             return
@@ -150,7 +178,7 @@ class OverloadScheduler(SchedulerSide):
         the latest, as much as the link takes in a while. The rest of that is forgotten."""
         held, cached = internals.used_blocks(self._pool)
         row_bytes = self._facts.row_bytes * self._facts.layers if self._facts is not None else 0
-        most = max(0, int(EXCHANGE_S * LINK_BYTES_PER_S / max(1, row_bytes)) - len(held))
+        most = max(0, int(EXCHANGE_S * self._link.bytes_per_s / max(1, row_bytes)) - len(held))
         if forgotten := cached[most:]:
             internals.forget_blocks(self._pool, forgotten)
             self._counts["split_forgotten_blocks"] += len(forgotten)
@@ -175,6 +203,10 @@ class OverloadScheduler(SchedulerSide):
             self._publish()
             return
         event = report.event
+        if report.moved_bytes:
+            self._counts["split_exchanged_bytes"] += report.moved_bytes
+            self._counts["split_exchange_seconds"] += report.moved_s
+            self._link.see(report.moved_bytes, report.moved_s, self._residence.clock())
         if event is SplitEvent.LOADED:
             self._seconds["return_seconds"].append(report.seconds)
             self._ends_from = self._residence.clock()
@@ -237,14 +269,14 @@ class OverloadScheduler(SchedulerSide):
         per_token = facts.row_bytes * facts.layers / self._block_tokens
         shape = EngineShape(
             *(facts.layers, facts.layer_bytes, whole, per_token, facts.activation_bytes),
-            *(LINK_BYTES_PER_S, self._latency),
+            *(self._link.bytes_per_s, self._latency),
         )
         now = int(self._pool.num_gpu_blocks) * self._block_tokens
         partners = self._partners if self._epoch else ()
         self._residence.split = SplitState(facts.address, shape, self._epoch, now, self._newest, partners)
 
     def take_counts(self) -> Mapping[str, float]:
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = self._counts, defaultdict(float)
         return counts
 
     def take_observations(self) -> Mapping[str, Sequence[float]]:

@@ -75,6 +75,7 @@ class SplitModel:
         self.passes = SplitPasses(runner, device)
         self._returning: ReturningWeights | None = None
         self._loaded: SplitReport | None = None  # from its thread
+        self._exchanged: list[tuple[int, float]] = []  # bytes and seconds of each message with KV
         self._server = PeerServer(line.host, line.secret, self.answer, encrypt=line.encrypt)
         self._report: SplitReport | None = SplitReport(SplitEvent.READY, 0, blocks, facts=self.facts())
 
@@ -255,13 +256,23 @@ class SplitModel:
     def give(self, member: Membership, used: Sequence[int]) -> None:
         """The KV of layers that are dropped here, to who keeps them."""
         for part, layer, rows in _dropped(member, used):
-            member.ask(part, PeerAsk.PUT, {"layer": layer, "rows": rows}, [self.kv.read(layer, rows)])
+            self._exchange(member, part, PeerAsk.PUT, layer, rows, [self.kv.read(layer, rows)])
 
     def take(self, member: Membership, used: Sequence[int]) -> None:
         """And back."""
         for part, layer, rows in _dropped(member, used):
-            answer = member.ask(part, PeerAsk.GET, {"layer": layer, "rows": rows})
+            answer = self._exchange(member, part, PeerAsk.GET, layer, rows)
             self.kv.write(layer, rows, answer.tensors[0])
+
+    def _exchange(
+        self, member: Membership, part: int, kind: PeerAsk, layer: int, rows: list[int],
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> Message:  # fmt: skip
+        began = time.monotonic()
+        answer = member.ask(part, kind, {"layer": layer, "rows": rows}, tensors)
+        nbytes = sum(tensor.nbytes for tensor in (*tensors, *answer.tensors))
+        self._exchanged.append((nbytes, time.monotonic() - began))
+        return answer
 
     def _move(self, member: Membership, moves: Mapping[int, int]) -> None:
         internals.rename_blocks(self._runner, moves)
@@ -314,7 +325,8 @@ class SplitModel:
     def _tell(self, event: SplitEvent, epoch: int, began: float, why: str = "") -> None:
         blocks = self.member.blocks if self.member is not None else self._whole_blocks
         seconds = time.monotonic() - began
-        self._report = SplitReport(event, epoch, blocks, seconds, why)
+        moved, self._exchanged = without_slowest(self._exchanged), []
+        self._report = SplitReport(event, epoch, blocks, seconds, why, None, *moved)
         logger.info("%s epoch=%d blocks=%d seconds=%.3f why=%r", event, epoch, blocks, seconds, why)
 
     def _enter(self, phase: SplitPhase) -> None:
@@ -430,6 +442,14 @@ class SplitModel:
         if self.member is None or layer not in self.member.kept:
             raise PeerRefused(f"layer {layer} is not kept here")
         return layer
+
+
+def without_slowest(messages: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Bytes and seconds in all, but for the message that waited for its peer to come as far."""
+    if len(messages) < 2:
+        return 0, 0.0
+    counted = sorted(messages, key=lambda one: one[1])[:-1]
+    return sum(nbytes for nbytes, _ in counted), sum(seconds for _, seconds in counted)
 
 
 def _dropped(member: Membership, used: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:

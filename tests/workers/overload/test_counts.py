@@ -11,10 +11,17 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtransfer.feed import FeedCommand
+from tests.workers.overload.workers_here import scheduler_side
 from workers.overload.metrics import COUNTERS, SplitEvent
 from workers.overload.orders import DropOrder, SplitReport, WorkerFacts
 from workers.overload.pipeline import SplitTally
-from workers.overload.plugin import EXCHANGE_S, LINK_BYTES_PER_S, OverloadScheduler, OverloadWorker
+from workers.overload.plugin import (
+    EXCHANGE_S,
+    LINK_BYTES_PER_S,
+    LINK_SHOWN_S,
+    OverloadScheduler,
+    OverloadWorker,
+)
 
 
 def test_what_is_new_is_taken_once_and_under_known_names() -> None:
@@ -34,6 +41,24 @@ def test_what_is_new_is_taken_once_and_under_known_names() -> None:
     tally.peer_s += 0.25
     assert worker.take_counts() == {"split_peer_seconds": 0.25}
     assert worker.take_counts() == {}
+
+
+def test_plans_go_by_what_the_link_has_shown_until_that_is_long_ago() -> None:
+    now = 0.0
+    residence: Any = SimpleNamespace(clock=lambda: now, split=None, fenced=False)
+    side = scheduler_side("a:1", 8, residence=residence)
+    assert residence.split.shape.link_bytes_per_s == LINK_BYTES_PER_S
+    side.after_step(None, SplitReport(SplitEvent.NOT_SPLIT, 0, 16, moved_bytes=4096, moved_s=1.0))
+    assert residence.split.shape.link_bytes_per_s == LINK_BYTES_PER_S, "too little to say so"
+    side.after_step(None, SplitReport(SplitEvent.NOT_SPLIT, 0, 16, moved_bytes=20 << 20, moved_s=2.0))
+    assert residence.split.shape.link_bytes_per_s == 10 << 20
+    assert side.take_counts()["split_exchanged_bytes"] == 4096 + (20 << 20)
+    now = LINK_SHOWN_S - 1.0
+    side.between_steps(None)
+    assert residence.split.shape.link_bytes_per_s == 10 << 20
+    now = LINK_SHOWN_S + 1.0
+    side.between_steps(None)
+    assert residence.split.shape.link_bytes_per_s == LINK_BYTES_PER_S, "a plan that it forbade is tried again"
 
 
 def test_what_the_link_would_take_too_long_for_is_forgotten_and_counted() -> None:

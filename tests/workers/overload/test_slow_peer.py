@@ -1,15 +1,16 @@
 """A peer that answers each message in time, and all of them together too late, costs a bounded time: what was
 whole stays whole, with its KV; what cannot be had again in time is told to be lost. Without an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from router.directory.dropping import CHANGE_S
 from tests.workers.overload import broken
-from tests.workers.overload.workers_here import LIMITS, WorkerHere, at_once, drops, restores
+from tests.workers.overload.workers_here import LAYERS, LIMITS, USED, WorkerHere, at_once, drops, restores
 from workers.overload.membership import SplitLimits
 from workers.overload.metrics import SplitEvent
+from workers.overload.orders import SplitReport
 from workers.overload.plugin import AGAIN_S, FENCE_S, TRIES
 
 SLOW_S = 0.2  # of each of ten messages
@@ -60,6 +61,23 @@ def test_both_are_split_and_restored_where_nobody_is_slow(engines: tuple[WorkerH
     ended, _ = at_once(*restores(engines))
     assert ended == [SplitEvent.RESTORED, SplitEvent.RESTORED]
     assert all(engine.whole and engine.has_all for engine in engines)
+
+
+def test_an_exchange_says_how_fast_the_link_is(engines: tuple[WorkerHere, WorkerHere]) -> None:
+    """But for the message that waited for the peer to come as far."""
+    first, second = engines
+    slow(second)
+    first.split.limits = second.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=10.0)
+    reports: dict[int, SplitReport] = {}
+
+    def kept(part: int, step: Callable[[], SplitReport]) -> Callable[[], SplitReport]:
+        return lambda: reports.setdefault(part, step())
+
+    at_once(*(kept(part, step) for part, step in enumerate(drops(first, second))))
+    messages = LAYERS // 2 - 1
+    row_bytes = first.split.facts().row_bytes
+    assert all(report.moved_bytes == messages * len(USED) * row_bytes for report in reports.values())
+    assert reports[0].moved_s >= messages * SLOW_S > reports[1].moved_s
 
 
 def test_the_directory_waits_until_an_order_is_over() -> None:

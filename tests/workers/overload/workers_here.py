@@ -194,9 +194,12 @@ def engine_with_a_pool() -> Any:
     return SimpleNamespace(kv_cache_manager=manager, cache_config=sizes[0], kv_cache_config=sizes[1])
 
 
-def scheduler_side(address: str, layers: int, clock: Callable[[], float] = lambda: 0.0) -> OverloadScheduler:
+def scheduler_side(
+    address: str, layers: int, clock: Callable[[], float] = lambda: 0.0, residence: Any = None
+) -> OverloadScheduler:
+    """`residence`: where it says what could give way here."""
     facts = WorkerFacts(address, layers, 1_000, 256, 64)
-    residence = SimpleNamespace(clock=clock, split=None, fenced=False)
+    residence = residence or SimpleNamespace(clock=clock, split=None, fenced=False)
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
     context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
     side = OverloadScheduler(context)
