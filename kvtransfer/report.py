@@ -34,7 +34,10 @@ class ReportScheduler(SchedulerSide):
         self._beside = beside_tokens(context.groups) if self._full_groups else 0
         self._requests: dict[str, Any] = {}
         self._here: dict[str, int] = {}  # tokens of KV a request found that give way to nobody, as it came
-        self._known: dict[str, int] = {}  # tokens of a prompt that were there, or on their way, as it came
+        # Tokens of a prompt that were there, or on their way, as it came; until it has blocks. From then on
+        # vLLM counts them, and takes back those that did not come.
+        self._known: dict[str, int] = {}
+        self._allocated: set[str] = set()  # since the last step's end
         # What a scheduler of ours learns of prompts (workers/coserving/planned.py); vLLM's tells nothing.
         self.prompt_rate = PromptRate()
         self.prompt_share = 1.0  # of its time, what requests that decode leave to prompts
@@ -68,6 +71,7 @@ class ReportScheduler(SchedulerSide):
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._residence.loaded.discard(request.request_id)  # of an allocation before
+        self._allocated.add(request.request_id)
         self._notify()
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
@@ -90,6 +94,9 @@ class ReportScheduler(SchedulerSide):
     def on_outcome(self, outcome: StepOutcome) -> None:
         self._residence.loaded |= outcome.loaded & self._requests.keys()
         self._residence.departing -= outcome.loaded
+        for request_id in self._allocated:
+            self._known.pop(request_id, None)
+        self._allocated.clear()
         self._notify()
 
     def take_counts(self) -> Mapping[str, float]:

@@ -6,7 +6,7 @@ second is released at once when online work needs the place. For what fits, KV b
 host as well does not count either: it gives way at no cost when a running turn needs its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 
 import numpy as np
@@ -102,6 +102,14 @@ class Decoders:
             return None
         without_capacity = len(self) - int(np.count_nonzero(fits))
         return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
+
+    def fitting(self, tokens: int) -> Iterator[str]:
+        """All on which a conversation fits that needs so many, the least KV in use first."""
+        in_use = self._table["live"] + self._table["reserved"]
+        fits = in_use - self._table["idle"] <= self._table["open_limit"] - self._takes(tokens)
+        rows = np.flatnonzero(fits)
+        for row in rows[np.argsort(in_use[rows], kind="stable")]:
+            yield self._table.name(int(row))
 
     def _takes(self, tokens: int, conversations: int = 1) -> NDArray[np.float64]:
         return tokens * self._table["per_token"] + conversations * self._table["beside"]

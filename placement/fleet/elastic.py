@@ -115,9 +115,12 @@ class Elastic:
         """`tokens`: what the decoder would compute, and what a prefiller would have to send it."""
         remote_s = None
         if remote is not None:
-            share = max(self._queues[remote.engine].share, LEAST_SHARE)  # it may hold conversations as well
-            remote_s = (remote.wait_s + remote.prefill_s) / share + self.transfer_s(tokens)
+            remote_s = self.remote_s(remote.engine, remote.wait_s + remote.prefill_s, tokens)
         return Estimates(self._queues[decoder].first_token_s(tokens), remote_s)
+
+    def remote_s(self, prefiller: str, left_s: float, tokens: int) -> float:
+        """By a prefiller with so many seconds of prompts until its end, which may hold conversations too."""
+        return left_s / max(self._queues[prefiller].share, LEAST_SHARE) + self.transfer_s(tokens)
 
     def alone_s(self, decoder: str, tokens: int) -> float:
         """Of a prompt that waits for none."""

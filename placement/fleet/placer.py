@@ -12,6 +12,7 @@ from placement.engines import EngineInfo, EngineState
 from placement.errors import PlacementError
 from placement.fleet.answers import (
     DecoderChoice,
+    DecoderOption,
     Estimates,
     PrefillerChoice,
     Receipt,
@@ -210,7 +211,7 @@ class Placer:
             prefiller, estimates = self._sooner(prefiller, decoder, uncached)
             wait_s = prefiller.chosen.wait_s if prefiller.chosen else 0.0
             if wait_s > (limit_s := settings.max_prefill_wait_s):
-                with_time = self._decoder_with_time(decoder, turn.prompt_tokens)
+                with_time = self._decoder_with_time(decoder, need, turn.prompt_tokens)
                 if with_time is None:
                     # The queue is a known number of seconds long: when it is short enough again is known.
                     return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
@@ -295,10 +296,10 @@ class Placer:
             return ()
         sooner = []
         for key, tokens in self._elastic.waiting_for_prefillers(decoder):
-            if key not in self._prefillers.queued:
+            if (prefiller := self._prefillers.engine_of(key)) is None:
                 continue
-            left = self._prefillers.remaining_s(key, now) + self._elastic.transfer_s(tokens)
-            if self._elastic.estimates(decoder, tokens, None).local_s < left:
+            left_s = self._elastic.remote_s(prefiller, self._prefillers.remaining_s(key, now), tokens)
+            if self._elastic.estimates(decoder, tokens, None).local_s < left_s:
                 sooner.append(key)
         return tuple(sooner)
 
@@ -405,15 +406,14 @@ class Placer:
             return least
         if not self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first:
             return least
-        return _with_first(least, best)._replace(why=Why.SOONER_WITH_ROOM)
+        return _with_first(least, self._decoders.option(best))._replace(why=Why.SOONER_WITH_ROOM)
 
-    def _decoder_with_time(self, decoder: DecoderChoice, tokens: int) -> DecoderChoice | None:
+    def _decoder_with_time(self, decoder: DecoderChoice, need: int, tokens: int) -> DecoderChoice | None:
         """Elastic: the first that the conversation fits on and whose own prompts are soon through."""
-        if self._elastic is None:
-            return None
-        for one in (decoder.chosen, *decoder.runners_up):
-            if self._elastic.local_wait_s(one.engine, tokens) <= self.settings.max_prefill_wait_s:
-                return _with_first(decoder, one.engine)
+        limit_s = self.settings.max_prefill_wait_s
+        for name in self._decoders.fitting(need):
+            if self._elastic and self._elastic.local_wait_s(name, tokens) <= limit_s:
+                return _with_first(decoder, self._decoders.option(name))
         return None
 
     def _cached(self, turn: FirstTurn, now: float) -> dict[str, int]:
@@ -474,8 +474,8 @@ def _no_prefiller(why: Why) -> PrefillerChoice:
     return PrefillerChoice(why, None, (), 0)
 
 
-def _with_first(decoder: DecoderChoice, engine: str) -> DecoderChoice:
+def _with_first(decoder: DecoderChoice, first: DecoderOption) -> DecoderChoice:
     """Another of those that it fits on is the chosen one."""
     seen = (decoder.chosen, *decoder.runners_up)
-    others = tuple(one for one in seen if one.engine != engine)
-    return decoder._replace(chosen=next(one for one in seen if one.engine == engine), runners_up=others)
+    others = tuple(one for one in seen if one.engine != first.engine)
+    return decoder._replace(chosen=first, runners_up=others)

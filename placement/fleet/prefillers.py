@@ -7,7 +7,7 @@ profiled or follows its iterations; its scale follows what prompts took.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import NamedTuple
@@ -295,10 +295,9 @@ class Prefillers:
             seen = seen or queued == key
         return max(0.0, self.wait_s(engine, now) - following)
 
-    @property
-    def queued(self) -> KeysView[str]:
-        """Conversations with a prefill to come."""
-        return self._where.keys()
+    def engine_of(self, key: str) -> str | None:
+        """That has a prefill of this conversation to come."""
+        return self._where.get(key)
 
     def forget_placed_before(self, engine: str, before: float, now: float) -> None:
         """The engine says it has nothing to do: the ends of what was placed before then were not reported."""

@@ -285,7 +285,9 @@ class Directory:
             log.warning("not taken back conversation=%s engine=%s reason=%r", key, prefiller, wrong)
         finally:
             self._reconsidering.discard(thought.decoder)
-        if self.table.reconsidered(thought, withdrawn, self.clock()):
+        if outcome == "unanswered":
+            pass  # nobody knows whether it has begun: the decoder's next report asks again
+        elif self.table.reconsidered(thought, withdrawn, self.clock()):
             outcome = "taken_back"
             log.info("taken back conversation=%s prefiller=%s decoder=%s", key, prefiller, thought.decoder)
         elif withdrawn:

@@ -3,6 +3,7 @@
 On the fleet of all tests, whose directory is told to place so, and afterwards as before.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from tests.fleet.streams import Stream
-from tests.fleet.talk import conversation, opening
+from tests.fleet.talk import conversation, metric, opening
+from tests.fleet.test_faults import refused, serving, vllm_process
 from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
@@ -20,11 +22,13 @@ CHANGE_S = 300
 STREAM_S = 180
 WORDS = 250
 SURGE = 14
+KILLED_UNDER = 24
 
 
 def place_first_turns(fleet: RunningFleet, where: str, base: Path) -> None:
     content = yaml.safe_load(fleet.file.read_text())
     content["placement"] = {"first_turns": where}
+    content["conversation"]["prefiller_wait"] = "10s" if where == "elastic" else "2m"
     file = base / f"{where}.yaml"
     file.write_text(yaml.safe_dump(content))
     answer = fleet.cli("up", str(file), timeout_s=CHANGE_S)
@@ -52,9 +56,14 @@ def answered(stream: Stream) -> None:
     assert (stream.status, stream.finished, stream.error) == (200, True, None)
 
 
+def took(fleet: RunningFleet, key: str, seed: int) -> float:
+    """Seconds to the first token of a turn that comes alone."""
+    answered(first_turn(fleet, key, seed))
+    return float(placement(fleet, key)["took"]["first_token_s"])
+
+
 def test_a_surge_is_refused_nothing_and_leaves_no_queue(fleet: RunningFleet) -> None:
-    for number in range(3):  # below its rate, and what engines compute a second becomes known
-        answered(first_turn(fleet, f"before-{number}", 7000 + number))
+    calm = [took(fleet, f"before-{number}", 7000 + number) for number in range(3)]  # below its rate
     surge = [first_turn(fleet, f"surge-{number}", 7100 + number) for number in range(SURGE)]
     for stream in surge:
         answered(stream)
@@ -64,7 +73,32 @@ def test_a_surge_is_refused_nothing_and_leaves_no_queue(fleet: RunningFleet) -> 
         assert one["took"]["first_token_s"] > 0
     computed = [one["prefiller"] is not None and "taken_back" not in one for one in placements]
     assert any(computed) and not all(computed), placements
-    answered(first_turn(fleet, "after", 7200))
+    assert took(fleet, "after", 7200) < 2 * max(calm) + 1.0, "as before, at once"
     receipt = placement(fleet, "after")["receipt"]["prefiller"]
     options = [receipt["chosen"], *receipt["runners_up"]]
     assert [one["wait_s"] for one in options if one] == [0.0], "no queue is left, nor any that is not there"
+
+
+def test_a_prefiller_killed_under_a_surge_makes_nobody_wait_for_a_timeout(fleet: RunningFleet) -> None:
+    """Some are with decoders, some were taken back, some wait for the prefiller: all go on at once."""
+    took(fleet, "calm", 7300)
+    waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
+    engine_core = vllm_process(fleet, "prefill-0", "EngineCore")
+    asked = metric(fleet.url, "conserve_transfers_asked_total")
+    surge = [first_turn(fleet, f"killed-{number}", 7400 + number) for number in range(KILLED_UNDER)]
+    fleet.until(
+        lambda: metric(fleet.url, "conserve_transfers_asked_total") >= asked + 3, 30, "some to wait for it"
+    )
+    fleet.kill(engine_core)
+    began = time.monotonic()
+    for stream in surge:
+        answered(stream)
+    print(f"{KILLED_UNDER} first turns were answered {time.monotonic() - began:.1f} s after the kill")
+    turns = [conversation(fleet, f"killed-{number}", 1) for number in range(KILLED_UNDER)]
+    assert any(one["placements"][0]["prefiller"] == "prefill-0" for one in turns)
+    assert {reason: refused(fleet, reason) for reason in waited} == waited, "none waited for a timeout"
+    serving(fleet)
+    for number, stream in enumerate(surge[:3]):
+        calm = first_turn(fleet, f"calm-{number}", 7400 + number)
+        answered(calm)
+        assert calm.text == stream.text

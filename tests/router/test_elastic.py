@@ -96,6 +96,17 @@ async def test_a_turn_that_waits_for_a_prefiller_is_taken_back_when_its_decoder_
         assert await second_thoughts(made, "taken_back") == before + 1
 
 
+async def test_whom_a_prefiller_does_not_answer_is_asked_about_again(tmp_path: Path) -> None:
+    async with elastic(tmp_path) as made:
+        counted = {outcome: await second_thoughts(made, outcome) for outcome in ("unanswered", "taken_back")}
+        made.engines["p0"].begins, made.engines["p0"].unanswered = False, 2
+        asking = await waits_for_the_prefiller(made)
+        assert (await asking).status == 200
+        assert (await placement(made, "one"))["taken_back"]["from"] == "p0"
+        assert await second_thoughts(made, "unanswered") == counted["unanswered"] + 2
+        assert await second_thoughts(made, "taken_back") == counted["taken_back"] + 1
+
+
 async def test_what_a_prefiller_has_begun_stays_there(tmp_path: Path) -> None:
     async with elastic(tmp_path) as made:
         before = await second_thoughts(made, "begun")

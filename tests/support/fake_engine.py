@@ -67,6 +67,7 @@ class FakeEngine:
     waiting: int = 0  # as it reports it
     begins: bool = True  # prompts at once, so that none is left to another engine
     withdrawn: list[str] = field(default_factory=list)
+    unanswered: int = 0  # withdrawals to come of which its keeper says nothing
     running: int = 0
     aborted: int = 0
     fail_status: int = 0
@@ -132,6 +133,9 @@ class FakeEngine:
         )
 
     def withdraw(self, key: str) -> bool:
+        if self.unanswered:
+            self.unanswered -= 1
+            raise OSError("nobody answers")
         if not self.begins:
             self.withdrawn.append(key)
         return not self.begins

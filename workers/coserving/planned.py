@@ -236,12 +236,12 @@ class PlannedScheduling(internals.OpenScheduling):
             tracked = self.tracked.by_id[request.request_id]
             context = request.num_computed_tokens - tokens
             work = work.plus(tokens, context)
-            if context >= request.num_prompt_tokens:
+            if not tracked.offline and context >= request.num_prompt_tokens:
                 decoding = decoding.plus(tokens, context)
                 tightest = min(tightest, tracked.slo.tbt_s)
             elif not tracked.offline:
                 prompt_tokens += tokens
-            if tracked.offline:
+            if tracked.offline:  # it has what prompts leave
                 offline_requests += 1
                 offline_tokens += tokens
             else:

@@ -32,12 +32,15 @@ def test_who_lost_its_load_and_does_not_fit_lets_others_have_theirs() -> None:
     small, big = ([n % 250 for n in range(first, first + size)] for first, size in ((1, SMALL), (7, BIG)))
     decoder.add("small", small, 1, params={**source, "transfer_id": "none", "remote_epoch": 0})  # refused
     decoder.add("big", big, 1, params={**source, "transfer_id": "big", "remote_epoch": 1})
+    report = decoder.side("report")
+    assert report.snapshot().waiting_prompt_tokens <= 2, "all but the last tokens come from elsewhere"
     end = time.monotonic() + LIMIT_S
     try:
         while "WAITING 0/224 tokens, 0 blocks" not in (state := decoder.under_way()):
             assert time.monotonic() < end, state
             decoder.step()
             time.sleep(0.001)
+        assert SMALL <= report.snapshot().waiting_prompt_tokens < SMALL + 2, "what did not come is computed"
         prefiller.add("p", big, 1, params={"do_remote_decode": True, "transfer_id": "big"})
         while len(decoder.answers) < 2:
             assert time.monotonic() < end, decoder.under_way()

@@ -189,6 +189,18 @@ def test_second_thoughts_name_turns_whose_decoder_is_sooner_now() -> None:
     assert placer.prefill_wait_s("p0", 0.1) == pytest.approx(2 * CURVE.seconds(10_000) - 0.1)
 
 
+def test_a_second_thought_counts_what_its_prefiller_holds_besides() -> None:
+    """A prefiller that decodes conversations of its own has less time for prompts than its queue says."""
+    placer = a_placer(decoders=1)
+    busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)
+    placer.observe(busy, 0.0)
+    assert place(placer, "a").prefiller == "p0"
+    placer.observe(state("d0", 0, 2, prompt_share=0.8), 0.1)
+    assert placer.second_thoughts("d0", 0.1) == (), "as soon there, and begun"
+    placer.observe(state("p0", 0, 1, prompt_share=0.3), 0.1)
+    assert placer.second_thoughts("d0", 0.1) == ("a",)
+
+
 def test_a_large_later_turn_is_computed_where_it_ends_sooner() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
@@ -267,6 +279,23 @@ def test_a_prefillers_curve_follows_what_prompts_take() -> None:
     placer.engine_up(replace(engine("p0", Role.PREFILL), epoch=2))
     again = place(placer, "restarted", 20_000, now + 1000.0).receipt.prefiller.chosen
     assert again == found, "an engine that restarts is as fast as it was"
+
+
+def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
+    placer = Placer(settings, {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    for number in range(8):
+        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
+    for number in range(3):
+        assert place(placer, f"queued-{number}").prefiller == "p0"
+    for number in range(7):
+        placer.observe(state(f"d{number}", 0, 1, waiting_prompt_tokens=50_000), 0.0)
+    placer.observe(state("d7", 500_000, 1), 0.0)
+    spared = place(placer, "new")
+    assert (spared.prefiller, spared.decoder) == (None, "d7"), "it has more KV in use than seven others"
+    options = [spared.receipt.decoder.chosen, *spared.receipt.decoder.runners_up]
+    assert [one.engine for one in options].count("d7") == 1
 
 
 def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> None:

@@ -142,6 +142,17 @@ def test_a_prompt_without_place_does_not_stop_those_that_have_one(
     engine.finish(asked)
 
 
+def test_offline_work_that_decodes_takes_nothing_of_what_prompts_have(small_model: Path) -> None:
+    """It has what they leave: who places counts on all of the engine's time."""
+    engine = Stepped(small_model)
+    engine.ask("offline", words(20), 60, priority=1)
+    while not engine.first:
+        engine.advance()
+    start(engine, {"long": (words(600, 1), 2)})
+    engine.advance()
+    assert engine.scheduler.plugin("report").snapshot().prompt_share == 1.0
+
+
 def test_reports_have_waiting_tokens_rate_and_share(small_model: Path) -> None:
     engine = Stepped(small_model)
     report = engine.scheduler.plugin("report")
