@@ -141,6 +141,8 @@ class Life:
             computed = max(0, done.prompt_tokens - had)
             turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
             first_token_s, handover_s = _took(route, ran.prefilled, seen)
+            if handover_s:
+                metrics.HANDOVER_SECONDS.observe(handover_s)
             self._directory.turn_ended(
                 route.known,
                 route.turn,

@@ -134,6 +134,12 @@ REFUSALS = Counter(
 PLACE_SECONDS = Histogram(
     "conserve_place_seconds", "Time a turn waited for its placement, queueing included.", buckets=_LATENCY_S
 )
+HANDOVER_SECONDS = Histogram(
+    "conserve_handover_seconds",
+    "From the end of a prompt's prefill to its first token on the decoder, less the time of one more token: "
+    "what of a transfer was not hidden, and of streamed turns only.",
+    buckets=_GAP_S,
+)
 TRANSFERS = Counter(
     "conserve_transfers_asked_total",
     "Turns whose prompt a prefiller computes and hands to the decoder, by cause (see placements).",

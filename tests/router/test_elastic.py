@@ -31,10 +31,14 @@ async def placement(made: Fleet, conversation: str) -> dict[str, Any]:
     return dict(told["placements"][0])
 
 
-async def second_thoughts(made: Fleet, outcome: str) -> float:
+async def sample(made: Fleet, name: str) -> float:
     _, text = await get(f"{made.urls[0]}/metrics")
-    line = next(one for one in text.splitlines() if f'second_thoughts_total{{outcome="{outcome}"}}' in one)
+    line = next(one for one in text.splitlines() if one.startswith(f"{name} "))
     return float(line.rsplit(" ", 1)[1])
+
+
+async def second_thoughts(made: Fleet, outcome: str) -> float:
+    return await sample(made, f'conserve_second_thoughts_total{{outcome="{outcome}"}}')
 
 
 def turn(made: Fleet, conversation: str) -> "asyncio.Task[Answer]":
@@ -51,11 +55,13 @@ def turn(made: Fleet, conversation: str) -> "asyncio.Task[Answer]":
 
 async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_path: Path) -> None:
     async with elastic(tmp_path) as made:
+        handed_over = await sample(made, "conserve_handover_seconds_sum")
         assert (await turn(made, "unknown")).status == 200
         one = await placement(made, "unknown")
         assert one["prefiller"] == "p0", "nothing is known of the decoder"
         assert one["receipt"]["estimates"]["local_s"] is None
         assert one["took"]["first_token_s"] > 0 and one["took"]["handover_s"] > 0
+        assert await sample(made, "conserve_handover_seconds_sum") > handed_over
         made.engines["d0"].prompt_tokens_per_s = 1e6
         await made.settle()
         assert (await turn(made, "known")).status == 200
