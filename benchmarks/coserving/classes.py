@@ -1,20 +1,22 @@
 """Two SLO classes on one engine, on a computed clock: what the better one notices of the other's overload.
 
-    python -m benchmarks.coserving.classes [--quick] [--seeds 3] [--json FILE]
+    python -m benchmarks.coserving.classes [--quick] [--seeds 3] [--tbt-ms 9.5] [--json FILE]
 
-The policy of an engine without co-serving, Llama 8B on one H100 (`simulated.py`), and conversations of real
-agents (the shipped sample) up to the turn that speaks to the user. What the engine carries of them is
-computed first. Then those of the better class arrive at 0.3 of that, alone and beside others at 1.3 of it;
-all are played to their end. KV suffices, and is kept between turns. TTFET: from a conversation's arrival to
-the first token of its last turn, the tools left out. The same on real vLLM, on cores that also run everything
-else: `benchmarks.classes`.
+The policy of an engine without co-serving, Llama 8B on one H100 (`simulated.py`), and conversations with a
+tool: a long first prompt, turns that call the tool, one that speaks to the user. What the engine carries of
+them is computed first. Then those of the better class arrive at 0.3 of that, alone and beside others at 1.3
+of it; all are played to their end. KV suffices, and is kept between turns. TTFET: from a conversation's
+arrival to the first token of its last turn, the tools left out. The same on real vLLM, on cores that also run
+everything else: `benchmarks.classes`.
+
+Beside a better class's tokens lesser ones have what its target between tokens leaves (`--tbt-ms`; alone a
+token takes 8 ms here): so much longer its turns take, and so much less waits of the others'.
 """
 
 import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.coserving.engine import SimulatedCoServing, SimulatedRequest, SimulatedShape
@@ -23,21 +25,20 @@ from benchmarks.coserving.simulated import H100
 from benchmarks.output import command, write_json
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.policies import make_policy
-from traces.format import TraceConversation, load
 
-SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "agents.jsonl.gz"
 BETTER, OTHER = "better", "other"
 AHEAD_S = {BETTER: 8.0, OTHER: 0.0}
-TARGETS = {BETTER: TurnTargets(2.0, 0.02), OTHER: TurnTargets(2.0, 0.05)}
+OTHERS_TARGETS = TurnTargets(2.0, 0.05)
 LOAD = {BETTER: 0.3, OTHER: 1.3}  # of what the engine carries
-LONGEST_WAIT_S = 5.0  # between turns: whoever goes to lunch asks for nothing
-AT_ONCE, CARRIED_S = 24, 300.0
-PHASE_S, QUICK_PHASE_S = 400.0, 100.0
+TURNS, FIRST, APPEND, OUTPUT = 4, 8_000, 800, 120  # tokens, half to one and a half times as many
+TOOL_S = 2.0
+AT_ONCE, CARRIED_S = 16, 120.0
+PHASE_S, QUICK_PHASE_S = 240.0, 60.0
 SHAPE = SimulatedShape(blocks=1 << 24, max_running=128)
 
 
 @dataclass
-class Seen:
+class ClassFigures:
     """Of one class."""
 
     ttfet_s: list[float] = field(default_factory=list)
@@ -47,86 +48,96 @@ class Seen:
     ended: int = 0
 
 
-class Agents:
+@dataclass(frozen=True)
+class TwoClassTalk:
+    """A conversation: tokens that each turn appends, and answers with."""
+
+    of: str
+    turns: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def random(cls, of: str, rng: random.Random) -> "TwoClassTalk":
+        def about(tokens: int) -> int:
+            return rng.randint(tokens // 2, tokens * 3 // 2)
+
+        return cls(of, tuple((about(APPEND if turn else FIRST), about(OUTPUT)) for turn in range(TURNS)))
+
+
+class TwoClassAgents:
     """Conversations on one engine, each turn after the end of the one before it and its tool."""
 
-    def __init__(self, conversations: tuple[TraceConversation, ...]) -> None:
-        self._conversations = conversations
-        self._talking: dict[str, tuple[TraceConversation, str, int, float]] = {}  # class, turn, time so far
+    def __init__(self, tbt_s: float) -> None:
+        self._targets = {BETTER: TurnTargets(2.0, tbt_s), OTHER: OTHERS_TARGETS}
+        self._talking: dict[str, tuple[TwoClassTalk, int, int, float]] = {}  # turn, context, time so far
         self._ids = itertools.count()
-        self.seen = {BETTER: Seen(), OTHER: Seen()}
+        self.seen = {BETTER: ClassFigures(), OTHER: ClassFigures()}
         self.ended_at: list[float] = []
 
-    def begin(self, which: int, of: str, at: float) -> SimulatedRequest:
-        key = f"{of}-{next(self._ids)}"
-        conversation = self._conversations[which % len(self._conversations)]
-        self._talking[key] = conversation, of, 0, 0.0
-        self.seen[of].began += 1
+    def begin(self, talk: TwoClassTalk, at: float) -> SimulatedRequest:
+        key = f"{talk.of}-{next(self._ids)}"
+        self._talking[key] = talk, 0, 0, 0.0
+        self.seen[talk.of].began += 1
         return self._asks(key, at)
 
     def _asks(self, key: str, at: float) -> SimulatedRequest:
-        conversation, of, number, _ = self._talking[key]
-        turn = conversation.turns[number]
-        has = min(turn.cached_tokens if number else 0, turn.prompt_tokens - 1)
+        talk, number, context, _ = self._talking[key]
+        append, output = talk.turns[number]
         return SimulatedRequest(
-            key, at, turn.prompt_tokens, max(turn.output_tokens, 1), slo=TARGETS[of], ahead_s=AHEAD_S[of],
-            computed=has, furthest=has,
+            key, at, context + append, output, slo=self._targets[talk.of], ahead_s=AHEAD_S[talk.of],
+            computed=context, furthest=context,
         )  # fmt: skip
 
     def follows(self, ended: SimulatedRequest) -> SimulatedRequest | None:
-        conversation, of, number, so_far_s = self._talking[ended.key]
-        first, last, seen = ended.tokens_at[0], ended.tokens_at[-1], self.seen[of]
+        talk, number, _, so_far_s = self._talking[ended.key]
+        first, last, seen = ended.tokens_at[0], ended.tokens_at[-1], self.seen[talk.of]
         (seen.later_ttft_s if number else seen.first_ttft_s).append(first - ended.arrival)
-        if number == conversation.effective_turn:
+        if number + 1 == len(talk.turns):
             seen.ttfet_s.append(so_far_s + first - ended.arrival)
             del self._talking[ended.key]
             seen.ended += 1
             self.ended_at.append(last)
             return None
-        self._talking[ended.key] = conversation, of, number + 1, so_far_s + last - ended.arrival
-        return self._asks(ended.key, last + min(conversation.turns[number + 1].wait_s, LONGEST_WAIT_S))
+        context = ended.prompt + ended.output - 1  # the last token's KV is the next turn's to compute
+        self._talking[ended.key] = talk, number + 1, context, so_far_s + last - ended.arrival
+        return self._asks(ended.key, last + TOOL_S)
 
 
 def engine() -> SimulatedCoServing:
-    return SimulatedCoServing(make_policy(ServingSettings("prompts_in_order", TARGETS[OTHER])), SHAPE, H100)
+    return SimulatedCoServing(make_policy(ServingSettings("prompts_in_order", OTHERS_TARGETS)), SHAPE, H100)
 
 
-def carried(conversations: tuple[TraceConversation, ...], seconds: float) -> float:
+def carried(seconds: float) -> float:
     """Conversations a second, with always so many at once; a third of the time is for getting there."""
-    agents, one, which = Agents(conversations), engine(), itertools.count()
+    agents, one, rng = TwoClassAgents(1.0), engine(), random.Random(1)
 
     def follows(ended: SimulatedRequest) -> SimulatedRequest | None:
-        return agents.follows(ended) or agents.begin(next(which), OTHER, ended.tokens_at[-1])
+        later = agents.follows(ended)
+        return later or agents.begin(TwoClassTalk.random(OTHER, rng), ended.tokens_at[-1])
 
-    one.run([agents.begin(next(which), OTHER, 0.0) for _ in range(AT_ONCE)], seconds, follows=follows)
+    one.run(
+        [agents.begin(TwoClassTalk.random(OTHER, rng), 0.0) for _ in range(AT_ONCE)], seconds, follows=follows
+    )
     return sum(at > seconds / 3 for at in agents.ended_at) / (seconds * 2 / 3)
 
 
-def arrivals(rate: float, seconds: float, seed: str) -> Iterator[tuple[int, float]]:
-    """Which conversation of the sample, and when."""
-    rng, at = random.Random(seed), 0.0
+def arrivals(of: str, rate: float, seconds: float, seed: int) -> Iterator[tuple[TwoClassTalk, float]]:
+    rng, at = random.Random(f"{seed}/{of}"), 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
-        yield rng.randrange(1 << 16), at
+        yield TwoClassTalk.random(of, rng), at
 
 
 def phase(
-    conversations: tuple[TraceConversation, ...],
-    rate: float,
-    seconds: float,
-    seed: int,
-    classes: tuple[str, ...],
-) -> dict[str, Seen]:
-    agents = Agents(conversations)
+    rate: float, seconds: float, seed: int, classes: tuple[str, ...], tbt_s: float
+) -> dict[str, ClassFigures]:
+    agents = TwoClassAgents(tbt_s)
     coming = [
-        agents.begin(which, of, at)
-        for of in classes
-        for which, at in arrivals(LOAD[of] * rate, seconds, f"{seed}/{of}")
+        agents.begin(talk, at) for of in classes for talk, at in arrivals(of, LOAD[of] * rate, seconds, seed)
     ]
     engine().run(coming, 20 * seconds, follows=agents.follows)
     return agents.seen
 
 
-def row_of(seed: int, alone: Seen, beside: Seen, other: Seen) -> dict[str, Any]:
+def row_of(seed: int, alone: ClassFigures, beside: ClassFigures, other: ClassFigures) -> dict[str, Any]:
     def ratio(figure: str, share: float) -> float:
         return quantile(getattr(beside, figure), share) / quantile(getattr(alone, figure), share)
 
@@ -142,15 +153,16 @@ def row_of(seed: int, alone: Seen, beside: Seen, other: Seen) -> dict[str, Any]:
 def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_PHASE_S:.0f} s of arrivals instead of {PHASE_S:.0f}")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tbt-ms", type=float, default=9.5, help="the better class's target")
     arguments = parser.parse_args()
+    tbt_s = arguments.tbt_ms / 1000
     seconds = QUICK_PHASE_S if arguments.quick else PHASE_S
-    conversations = load(SAMPLE).conversations
-    rate = carried(conversations, CARRIED_S)
+    rate = carried(CARRIED_S)
     print(f"the engine carries {rate:.3f} conversations a second", flush=True)
     rows = []
     for seed in range(arguments.seeds):
-        alone = phase(conversations, rate, seconds, seed, (BETTER,))[BETTER]
-        both = phase(conversations, rate, seconds, seed, (BETTER, OTHER))
+        alone = phase(rate, seconds, seed, (BETTER,), tbt_s)[BETTER]
+        both = phase(rate, seconds, seed, (BETTER, OTHER), tbt_s)
         rows.append(row_of(seed, alone, both[BETTER], both[OTHER]))
         print("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()), flush=True)
     names = ("ttfet_p95_vs_alone", "ttfet_p50_vs_alone", "other_served")

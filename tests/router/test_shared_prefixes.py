@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from placement.fleet.answers import Refusal
 from placement.fleet.elastic import FirstTurns
+from placement.fleet.placer import FirstTurn, Placement, Placer
 from tests.support.engines import CURVES
 from tests.support.fake_fleet import Fleet, ask, fleet, get, user
 
@@ -31,16 +33,23 @@ async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Pa
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
 
 
-@pytest.mark.parametrize("said", ["0", "20"])
-async def test_what_a_client_says_will_be_shared_is_spared_from_the_start(tmp_path: Path, said: str) -> None:
-    async with fleet(tmp_path, prefillers=2, decoders=1, engine={"kv_tokens": 20_000}) as made:
-        for name, headers in (("first", {"x-conversation-sharing": said}), ("other", None)):
-            system = {"role": "system", "content": f"An agent of the {name} framework. " * 1_500}
-            answer = await ask(made.urls[0], [system, user("go")], headers=headers)
+async def test_how_many_will_begin_alike_reaches_who_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes of it: tests/placement/fleet/test_shared_prefixes.py."""
+    placed: list[FirstTurn] = []
+    place = Placer.place
+
+    def noting(placer: Placer, turn: FirstTurn, now: float) -> Placement | Refusal:
+        placed.append(turn)
+        return place(placer, turn, now)
+
+    monkeypatch.setattr(Placer, "place", noting)
+    async with fleet(tmp_path) as made:
+        for question, headers in (("one", {"x-conversation-sharing": "20"}), ("two", None)):
+            answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers)
             assert answer.status == 200
-            await made.settle()
-        computed = {engine.name: len(engine.seen) for engine in made.engines.values()}
-        assert (computed["p0"], computed["p1"]) == ((1, 1) if said == "20" else (2, 0))
+    assert [(turn.sharing, bool(turn.heads)) for turn in placed] == [(20, True), (0, True)]
 
 
 async def test_a_cache_key_of_its_own_takes_nothing_away(tmp_path: Path) -> None:
