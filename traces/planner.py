@@ -190,8 +190,8 @@ class FleetPlanner:
         )
 
     def smallest(self, bound: Provision) -> tuple[Candidate, Candidate]:
-        """The fewest engines that hold the targets, of the splits tried the best for first turns; as many, all
-        alike."""
+        """The fewest engines that hold the targets, of the splits tried the best for first turns; and as many
+        that are all alike."""
         asked = bound.prefillers + bound.decoders
         least, most = max(1, int(bound.load.prefill * bound.prefillers), int(bound.by_memory)), asked * 3 // 2
         found = self._splits(most, bound)

@@ -62,8 +62,8 @@ class Regrouping(NamedTuple):
 class SimulatedEngine:
     """An iteration that decodes, prompts in chunks beside it, and its KV.
 
-    Prompts are first come first served, or as `prompts` has it. Calls `on_finished` when a turn has decoded its
-    last token.
+    Prompts are first come first served, or as `prompts` has it. Calls `on_finished` when a turn has decoded
+    its last token.
 
     A turn that is to decode nothing here (`left` is 0) is a prefill leg: `on_prefilled` when it is computed.
     """

@@ -238,9 +238,7 @@ def plan(
         str,
         typer.Option(help="Power caps of decoders to compare, W: 250,200; else 5/6 and 2/3 of their limit"),
     ] = "",
-    ttft: Annotated[
-        float, typer.Option(help="Target of a first turn, s", min=0)
-    ] = DEFAULT_TARGETS.ttft_s,
+    ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = DEFAULT_TARGETS.ttft_s,
     tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = DEFAULT_TARGETS.tbt_s,
     first_turn_tokens: Annotated[float, typer.Option(help="L_in")] = 15_000,
     decoder_tokens: Annotated[float, typer.Option(help="L_d")] = 1_000,

@@ -50,9 +50,13 @@ def test_limits_that_changed_are_kept_at_once() -> None:
 
 
 @given(st.floats(0.5, 40.0), st.floats(0.0, 8.0), st.integers(1, 10))
-def test_elastic_prefillers_become_as_many_as_advice_says(prompts_s: float, lent: float, engines: int) -> None:
+def test_elastic_prefillers_become_as_many_as_advice_says(
+    prompts_s: float, lent: float, engines: int
+) -> None:
     seen = Signals(engines, prompts_s / engines, 0.0, 4, 0.6, 0.5, 600.0, prompts_s, lent)
-    added = [one.count for one in advise(seen, LIMITS.thresholds, 10.0) if one.action is Action.ADD_PREFILLERS]
+    added = [
+        one.count for one in advise(seen, LIMITS.thresholds, 10.0) if one.action is Action.ADD_PREFILLERS
+    ]
     load = load_of(Role.PREFILL, seen, engines)
     scaler = TierScaler(ScaleLimits(1, 100, LIMITS.thresholds))
     assert scaler.decide(load.share, engines, 0.0, load.beside).replicas == engines + sum(added)

@@ -59,7 +59,9 @@ def test_a_tier_of_prefillers_is_held_to_what_advice_is() -> None:
     lends = replace(seen, lent=2.0)
     assert load_of(Role.PREFILL, lends, 2) == (1.5, 2.0)
     assert load_of(Role.DECODE, lends, 4) == load_of(Role.MIXED, lends, 4) == (0.6, 0.0)
-    assert load_of(Role.PREFILL, lends, 1) == (1.5, 1.0), "half of the prefillers: half of what is beside them"
+    assert load_of(Role.PREFILL, lends, 1) == (1.5, 1.0), (
+        "half of the prefillers: half of what is beside them"
+    )
     assert load_of(Role.PREFILL, replace(lends, prefillers=0, lent=0.0), 0).share == inf
     assert load_of(Role.PREFILL, replace(lends, prefillers=0, lent=0.0, prompts_s=0.0), 0).share == 0
 
