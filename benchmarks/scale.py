@@ -26,6 +26,7 @@ from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 SIZES = (10, 100, 1_000, 10_000)
 CONVERSATIONS_AT_LEAST = 20_000
 LOAD = 0.9
+PARK_AFTER_S = 30.0  # what the published figures were made with
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def trace(decoders: int, count: int) -> Iterator[TraceConversation]:
 
 def measure(decoders: int, conversations: int) -> ScaleRow:
     settings = SimulationSettings(
-        SystemSettings(System.PREFILLER), PlacerSettings(max_prefill_wait_s=float("inf"))
+        SystemSettings(System.PREFILLER),
+        PlacerSettings(max_prefill_wait_s=float("inf")),
+        park_after_s=PARK_AFTER_S,
     )
     began, cpu = perf_counter(), process_time()
     totals = Simulation(fleet(decoders), settings).run(trace(decoders, conversations)).totals

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvtransfer.errors import ConnectorConfigError
+from placement.fleet.returns import PARK_AFTER_S
 
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
 CONNECTOR = "ConServeConnector"
@@ -31,7 +32,7 @@ class ConnectorConfig:
     encrypt: bool = False  # blocks on their way between engines; whoever reads the network else reads prompts
     staging_gib: float = 0.25  # GPU only: pinned host memory of all ranks that blocks pass through in turns
     feed: str = ""  # Unix socket of the state feed; empty: no feed
-    park_after_s: float = 60.0  # idle time after which a conversation is parked
+    park_after_s: float = PARK_AFTER_S  # idle time after which a conversation is parked
     ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: when it is ended
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
     idle_kv_yields: bool = False  # KV between turns gives way without a copy on the host, too, and is lost

@@ -97,15 +97,15 @@ PROMPTS_PLACED = Counter(
     "Placed turns by why their prompt is computed where it is: on a prefiller finishes_first, has_beginning "
     "(it has some of the prompt), keeps_beginnings (what several prompts begin with would give way on the "
     "first); on the decoder sooner_on_decoder, prefillers_saturated, no_prefiller_up, prefillers_busy, "
-    "prefilled_locally, restored; on a prefiller that holds the conversation, because it fits on no decoder, "
-    "last_resort.",
+    "prefilled_locally, restored, shares_layers; on a prefiller that holds the conversation, because it fits "
+    "on no decoder, last_resort.",
     ["why"],
 )
 SECOND_THOUGHTS = Counter(
     "conserve_second_thoughts_total",
     "Turns waiting for a prefiller whose decoder became free sooner, by outcome: taken_back (the decoder "
-    "computes the prompt), begun (the prefiller keeps it), ended (the turn was over), unanswered (its keeper "
-    "did not say).",
+    "computes the prompt), begun (the prefiller keeps it: with transfer.backend: nixl, whose prefillers give "
+    "nothing back, each counts so), ended (the turn was over), unanswered (its keeper did not say).",
     ["outcome"],
 )
 RELEASES_FAILED = Counter(

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 
 import numpy as np
 
 from placement.engines import Role
 from placement.fleet.placer import PlacerSettings
 from placement.fleet.provisioning import Capacity, Means, Provision, prefillers_for, provision
+from placement.fleet.returns import PARK_AFTER_S
+from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.latency import LatencyModel
 from traces import generators
 from traces.describe import LARGE_APPEND_TOKENS
@@ -82,11 +85,11 @@ REACHABLE = 1.25  # of what first turns take alone: no number of engines holds l
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     rate: float  # conversations a second
-    park_after_s: float = 60.0
+    park_after_s: float = PARK_AFTER_S
     large_append: int = LARGE_APPEND_TOKENS
     caps_w: tuple[float, ...] = ()
-    ttft_s: float = 2.0
-    tbt_s: float = 0.1
+    ttft_s: float = DEFAULT_TARGETS.ttft_s
+    tbt_s: float = DEFAULT_TARGETS.tbt_s  # what engines hold running turns to
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +113,12 @@ class Candidate:
         return self.prefillers + self.decoders
 
     def does_as_well_as(self, other: "Candidate") -> bool:
+        """What the other has no figure of, as of later turns where there are none, is not compared."""
         mine, theirs = (
             (one.first_ttft_p95_s, one.later_ttft_p95_s, one.e2e_p95_s, one.joules_per_conversation)
             for one in (self, other)
         )
-        within = all(own <= AS_WELL * its for own, its in zip(mine, theirs, strict=True))
+        within = all(isnan(its) or own <= AS_WELL * its for own, its in zip(mine, theirs, strict=True))
         return within and self.holds >= other.holds
 
 
@@ -186,7 +190,8 @@ class FleetPlanner:
         )
 
     def smallest(self, bound: Provision) -> tuple[Candidate, Candidate]:
-        """The fewest engines that hold the targets, split as serves first turns best; as many, all alike."""
+        """The fewest engines that hold the targets, of the splits tried the best for first turns; and as many
+        that are all alike."""
         asked = bound.prefillers + bound.decoders
         least, most = max(1, int(bound.load.prefill * bound.prefillers), int(bound.by_memory)), asked * 3 // 2
         found = self._splits(most, bound)
@@ -201,11 +206,11 @@ class FleetPlanner:
         return min(holding, key=lambda split: split.first_ttft_p95_s), found[0]
 
     def _splits(self, engines: int, bound: Provision) -> list[Candidate]:
-        """Without prefillers, and with about as many as compute all first turns: decoders help."""
-        about = range(bound.prefillers - 1, bound.prefillers + 2)
-        return [
-            self.play(count, engines - count) for count in (0, *about) if count in (0, *range(1, engines))
-        ]
+        """Without prefillers first; with about as many as compute all first turns, and, because decoders
+        help, with a half and a quarter of these."""
+        most = bound.prefillers
+        counts = sorted({0, most // 4, most // 2, most - 1, most, most + 1})
+        return [self.play(count, engines - count) for count in counts if count < engines]
 
     def play(self, prefillers: int, decoders: int, cap_w: float | None = None) -> Candidate:
         decoder = self._decoder if cap_w is None else self._decoder.capped(cap_w)

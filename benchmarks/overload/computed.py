@@ -18,6 +18,7 @@ from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import SimulatedFleet
 
 TBT_S = 0.25  # SLO target that a plan must keep: 5 x the TBT of the unloaded 14B model
+PARK_AFTER_S = 30.0  # what the published figures were made with
 LOOK_S = 1.0  # between two looks at the fleet: the directory's
 UNLIMITED = 20  # times the KV: what to measure a policy about memory by
 NO_GATE = 1e6  # plain vLLM takes whatever comes into its queue
@@ -93,6 +94,7 @@ def play(fleet: SimulatedFleet, trace: Sequence[TraceConversation], policy: Poli
         SystemSettings(System.COLLOCATED),
         PlacerSettings(fill=policy.fill, max_prefill_wait_s=float("inf")),
         policy.pressure,
+        park_after_s=PARK_AFTER_S,
         reserved_until_held=True,
         dropping=policy.dropping,
     )

@@ -4,9 +4,10 @@
 
 Ours needs nothing installed. Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as
 requirements/peers.txt says: sglang-router, vllm-router, ray-serve-llm. What is not there or does not run is
-named with its reason and left out. Every contender plays every trace once a round, started anew for each, a
-trace by all before the next; each trace and round begins with another one. --quick: one round, one trace, and
-nothing is started that would not end within 8 minutes.
+named with its reason and left out from there on. Not so ours: all conversations of a play that it does not
+end count among `failed`, and it plays the next one. Every contender plays every trace once a round, started
+anew for each, a trace by all before the next; each trace and round begins with another one. --quick: one
+round, one trace, and nothing is started that would not end within 8 minutes.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from pathlib import Path
 from benchmarks.output import command, write_json
 from benchmarks.peers import cpu, figures, page
 from benchmarks.peers.contenders import Bench, DoesNotRun, PeerSetup, PlainEngines, contenders
-from benchmarks.peers.figures import PeerRow
+from benchmarks.peers.figures import OURS, PeerRow
 from benchmarks.peers.loads import Play, plays
 from deploy.fleet import load_fleet
 from deploy.small_model import make_model
@@ -47,6 +48,7 @@ class PeerRun:
     ends_at: float
     rows: list[PeerRow] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    lost: int = 0  # conversations of plays that ours did not end
 
     def round(self, number: int, everyone: Sequence[PeerSetup]) -> None:
         """A trace by all contenders one after another, then the next trace: the machine's speed moves by a
@@ -54,7 +56,7 @@ class PeerRun:
         for index, one in enumerate(self.plays):
             first = (number + index) % len(everyone)
             for contender in (*everyone[first:], *everyone[:first]):
-                if contender.name in self.skipped:
+                if contender.name in self.skipped and contender.name != OURS:
                     continue
                 if time.monotonic() + LAST_TURN_S > self.ends_at:
                     self.skipped[contender.name] = "a quick run had no time left for it"
@@ -62,8 +64,14 @@ class PeerRun:
                 try:
                     self._turn(number, contender, one)
                 except (DoesNotRun, ReplayError, SystemExit) as reason:
-                    self.skipped[contender.name] = str(reason)
-                    print(f"{contender.name} is left out: {reason}", flush=True)
+                    self._did_not_end(number, contender, one, str(reason))
+
+    def _did_not_end(self, number: int, contender: PeerSetup, one: Play, reason: str) -> None:
+        if contender.name == OURS:
+            self.lost += len(one.conversations)
+            reason = f"round {number}, {one.name}: {reason}"
+        self.skipped[contender.name] = reason
+        print(f"{contender.name} is left out: {reason}", flush=True)
 
     def _turn(self, number: int, contender: PeerSetup, one: Play) -> None:
         began = time.monotonic()
@@ -143,12 +151,12 @@ def main() -> None:
             for number in range(rounds):
                 run.round(number, everyone)
         replicas = bench.replicas
-    table, found = figures.medians(run.rows), figures.named(run.rows)
+    table, found = figures.medians(run.rows), figures.named(run.rows, run.lost)
     print(page.render(table, found, run.skipped))
     write_json(
         options.json,
         found
-        | {"failures": figures.failures(table), "left_out": run.skipped, "table": table}
+        | {"failures": figures.failures(table, run.lost), "left_out": run.skipped, "table": table}
         | {"rows": [asdict(one) for one in run.rows]},
     )
     if options.page:

@@ -105,14 +105,18 @@ def by_round(rows: Sequence[PeerRow]) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def named(rows: Sequence[PeerRow]) -> dict[str, float | None]:
-    """Ratios are medians of the rounds' own; of the traces, the worst. None: no peer ran."""
+def named(rows: Sequence[PeerRow], lost: int = 0) -> dict[str, float | None]:
+    """Ratios are medians of the rounds' own; of the traces, the worst. None: no peer ran.
+
+    `lost`: conversations of plays that ours did not end; they have no row.
+    """
     worst: dict[str, float | None] = {}
     for name, traces in by_round(rows).items():
         found = [statistics.median(ratios) for ratios in traces.values()]
         worst[name] = round(max(found), 3) if found else None
     ours = [one for one in rows if one.contender == OURS]
-    return worst | {"failed": sum(one.failed for one in ours), "refused": sum(one.refused for one in ours)}
+    failed = lost + sum(one.failed for one in ours)
+    return worst | {"failed": failed, "refused": sum(one.refused for one in ours)}
 
 
 def _ratios(rows: Sequence[PeerRow], field: str) -> Iterable[float]:
@@ -127,9 +131,9 @@ def _counts(peer: PeerRow) -> bool:
     return peer.failed <= BAD_SHARE * peer.conversations
 
 
-def failures(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, int]:
-    """Of each contender, over traces and rounds."""
-    found: dict[str, int] = {}
+def failures(table: Mapping[str, Mapping[str, Mapping[str, float]]], lost: int = 0) -> dict[str, int]:
+    """Of each contender, over traces and rounds; `lost` of ours as above."""
+    found = {OURS: lost} if lost else {}
     for contenders in table.values():
         for contender, figures in contenders.items():
             found[contender] = found.get(contender, 0) + int(figures["failed"])

@@ -13,7 +13,7 @@ SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 COUNT, QUICK_COUNT = 24, 10
 REAL_SHRINK, REAL_RATE = 2, 0.42  # of the laptop sample, which is the agents' lengths / 16
 MIX_SHRINK, MIX_RATE = 8, 0.29
-BURST = "steps:0.15*20,1.5*6"  # from half a prefiller's rate to three times it, and back
+BURST = "steps:0.15*20,1.5*6"  # conversations/s for so many s: half of the mix's rate, then ten times that
 
 
 @dataclass(frozen=True)

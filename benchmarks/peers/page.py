@@ -33,11 +33,13 @@ Real vLLM on the CPU build, the same model, options, threads and number of engin
 client (`conserve replay`'s player), in turns of one run ({rounds}). `ours` is the product's default, elastic
 placing; with `placement: {{first_turns: prefiller}}` it is the conversation paper's rule. SGLang's and vLLM's
 routers (`cache_aware`) stand over plain vLLM; Ray Serve LLM runs the engines in its replicas, with its
-prefix-aware router. Seconds, tools and people left out: time to the first token that speaks to the user
-(TTFET), to the first token of first and of later turns, to the end of a conversation (E2E), and the longest
-time between two pieces of an answer; CPU time of a contender's engines and all beside them, and what other
-processes of the machine took meanwhile. Medians of the rounds; failed conversations, refusals and tokens
-computed again are sums. `requirements/peers.txt` says how peers are installed.
+prefix-aware router. Plain vLLM is vLLM's own server, which on CPUs has the worker in a process of its own;
+ours has it in the process of the engine core (`workers/serve.py`), as vLLM has on GPUs: CPU time a token
+differs by construction, whoever routes. Seconds, tools and people left out: time to the first token that
+speaks to the user (TTFET), to the first token of first and of later turns, to the end of a conversation
+(E2E), and the longest time between two pieces of an answer; CPU time of a contender's engines and all beside
+them, and what other processes of the machine took meanwhile. Medians of the rounds; failed conversations,
+refusals and tokens computed again are sums. `requirements/peers.txt` says how peers are installed.
 """
 PROVISIONAL = """
 **Provisional**: {why}

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from placement.engines import EngineState
 
+PARK_AFTER_S = 60.0  # idle time after which KV is held on the host only, where nothing else is said
 REMEMBERED_WAITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnRules:
-    park_after_s: float = 60.0  # shorter waits find their KV where it was
+    park_after_s: float = PARK_AFTER_S  # shorter waits find their KV where it was
     lead_s: float = 2.0  # ahead of the return, and never more than half of the wait
     fewest_waits: int = 3  # of a conversation, before they say anything
     patience_s: float = 30.0  # for an engine that is busy

@@ -11,6 +11,7 @@ from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from placement.engines import Role
 from placement.errors import PlacementError
+from placement.iteration.interface import DEFAULT_TARGETS
 from traces.errors import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, write
 from traces.simulator.policies import OverloadPolicy, System
@@ -49,6 +50,26 @@ def test_what_gives_way_by_default_is_what_park_says() -> None:
     file = load_fleet(FLEET)
     default, park = (simulation_settings(file, None, 0.1, 0, way) for way in (None, OverloadPolicy.PARK))
     assert default == park
+
+
+def test_simulated_engines_hold_running_turns_to_the_files_target(tmp_path: Path) -> None:
+    assert simulation_settings(load_fleet(FLEET), None, 0.1, 0).tbt_s == DEFAULT_TARGETS.tbt_s
+    tighter = tmp_path / "fleet.yaml"
+    tighter.write_text(FLEET.read_text() + "\ncoserving: {tbt: 38ms}\n")
+    assert simulation_settings(load_fleet(tighter), None, 0.1, 0).tbt_s == 0.038
+
+
+def test_figures_that_no_turn_has_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    single, out = tmp_path / "single.jsonl", tmp_path / "out.json"
+    turns = (TraceTurn(8_000, 0, 100),)
+    write(single, [TraceConversation(f"c{i}", i * 1.0, turns) for i in range(20)], TraceHeader())
+    simulate(FLEET, single, json_file=out)
+    assert json.loads(out.read_text())[0]["later_turn_ttft_p95_s"] is None
+    plan(single, rate=0.2, json_file=out)
+    made = json.loads(out.read_text())
+    assert made["elastic"]["later_ttft_p95_s"] is None and made["elastic"]["first_ttft_p95_s"] > 0
+    assert made["prefillers_needed"] is False
+    assert "later - s" in capsys.readouterr().out
 
 
 def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:

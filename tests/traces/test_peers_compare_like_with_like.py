@@ -1,13 +1,15 @@
 """`benchmarks.peers`: ratios to the best peer of the same round, and what is not there is named."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers import page
-from benchmarks.peers.contenders import Bench, DoesNotRun, PlainEngines, contenders
-from benchmarks.peers.figures import RATIOS, PeerRow, by_round, medians, named
+from benchmarks.peers.__main__ import PeerRun
+from benchmarks.peers.contenders import Bench, DoesNotRun, PeerSetup, PlainEngines, contenders
+from benchmarks.peers.figures import RATIOS, PeerRow, by_round, failures, medians, named
 from benchmarks.peers.loads import plays
 from deploy.fleet import load_fleet
 
@@ -49,6 +51,29 @@ def test_ours_in_both_ways_are_no_peers_and_a_peer_that_is_not_installed_says_so
         if contender.peer:
             with pytest.raises(DoesNotRun, match=r"not installed|bootstrap"), contender.start():
                 pass
+
+
+def test_plays_that_ours_did_not_end_have_failed_and_the_next_one_is_played() -> None:
+    started: list[str] = []
+
+    def fails(name: str) -> PeerSetup:
+        def start() -> AbstractContextManager[str]:
+            started.append(name)
+            raise DoesNotRun("it fell over")
+
+        return PeerSetup(name, start, peer=name != "ours")
+
+    run = PeerRun(plays(None, quick=True), "model", 1.0, float("inf"))
+    everyone = [fails("ours"), fails("quick")]
+    for number in range(2):
+        run.round(number, everyone)
+    assert started.count("ours") == 2 and started.count("quick") == 1, "a peer that does not run is left out"
+    assert run.lost == 2 * 10
+    assert run.skipped == {"ours": "round 1, real: it fell over", "quick": "it fell over"}
+    assert named([a_row("ours", 2.0, failed=1)], run.lost)["failed"] == 21
+    table = medians([a_row("ours", 2.0, failed=1), a_row("slow", 2.0)])
+    assert failures(table, run.lost) == {"ours": 21, "slow": 0}
+    assert failures(table) == {"ours": 1, "slow": 0}
 
 
 def test_traces_are_the_sample_the_mix_and_a_burst_or_the_one_that_is_given() -> None:

@@ -60,9 +60,10 @@ class Regrouping(NamedTuple):
 
 
 class SimulatedEngine:
-    """An iteration that decodes, prompts in chunks beside it, first come first served, and its KV.
+    """An iteration that decodes, prompts in chunks beside it, and its KV.
 
-    Calls `on_finished` when a turn has decoded its last token.
+    Prompts are first come first served, or as `prompts` has it. Calls `on_finished` when a turn has decoded
+    its last token.
 
     A turn that is to decode nothing here (`left` is 0) is a prefill leg: `on_prefilled` when it is computed.
     """

@@ -11,6 +11,7 @@ from placement.fleet.bindings import Bindings
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import Placer, PlacerSettings
 from placement.fleet.prefillers import curve_of
+from placement.fleet.returns import PARK_AFTER_S
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.prompts import PromptSharing
 from traces.format import TraceConversation
@@ -105,7 +106,7 @@ class SimulationSettings:
     system: SystemSettings = field(default_factory=SystemSettings)
     placer: PlacerSettings = field(default_factory=PlacerSettings)
     pressure: Pressure = Pressure.PARK
-    park_after_s: float = 30.0  # idle KV goes to the host after this long, where there is parking
+    park_after_s: float = PARK_AFTER_S  # idle KV goes to the host after this long, where there is parking
     linger_s: float = 0.0  # a conversation nobody ends holds its KV this long after its last turn
     prefillers_cache: bool = False  # prefillers keep prefixes of earlier turns, as vLLM does by default
     pull_blocks: bool = True  # an engine waits for history it pulls, as LMCache's load does

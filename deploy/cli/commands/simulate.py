@@ -1,6 +1,5 @@
 """conserve simulate, plan: what a fleet would do with a workload, and how large it must be."""
 
-import json
 from dataclasses import asdict, replace
 from enum import StrEnum
 from itertools import product
@@ -8,6 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +26,8 @@ from placement.fleet.provisioning import (
     prefillers_for,
     provision,
 )
+from placement.fleet.returns import PARK_AFTER_S
+from placement.iteration.interface import DEFAULT_TARGETS
 from placement.overload.dropping import DropLimits
 from traces.describe import LARGE_APPEND_TOKENS
 from traces.planner import Candidate, FleetPlan, PlanRequest
@@ -70,6 +72,7 @@ def simulation_settings(
         pressure=(overload or OverloadPolicy.PARK).pressure,
         park_after_s=file.conversation.park_after,
         linger_s=file.conversation.ttl,
+        tbt_s=file.coserving.tbt,
         prefillers_cache=all(cached is not False for cached in prefixes),  # vLLM's default
         reserved_until_held=True,
         dropping=_dropping(file) if overload is OverloadPolicy.DROP else None,
@@ -169,7 +172,13 @@ def simulate(
             summaries.append(summarise(system, result))
     _show(summaries, name)
     if json_file:
-        json_file.write_text(json.dumps([asdict(summary) for summary in summaries], indent=2) + "\n")
+        _write(json_file, [asdict(summary) for summary in summaries])
+
+
+def _write(file: Path, result: object) -> None:
+    """A figure that there is none of, as the TTFT of later turns where there are none, is null."""
+    options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+    file.write_bytes(orjson.dumps(result, default=list, option=options | orjson.OPT_APPEND_NEWLINE))
 
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -219,7 +228,9 @@ def plan(
         typer.Option(help="Of a decoder: a name or a JSON file; by default a40-qwen3-0.6b, or the device's"),
     ] = "",
     prefiller_profile: Annotated[str, typer.Option(help="Of a prefiller; by default the same")] = "",
-    park_after: Annotated[float, typer.Option(help="Idle KV leaves the accelerator after, s", min=0)] = 60.0,
+    park_after: Annotated[
+        float, typer.Option(help="Idle KV leaves the accelerator after, s", min=0)
+    ] = PARK_AFTER_S,
     large_append: Annotated[
         int, typer.Option(help="Tokens above which a turn is prefilled again")
     ] = LARGE_APPEND_TOKENS,
@@ -227,8 +238,8 @@ def plan(
         str,
         typer.Option(help="Power caps of decoders to compare, W: 250,200; else 5/6 and 2/3 of their limit"),
     ] = "",
-    ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = 2.0,
-    tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = 0.1,
+    ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = DEFAULT_TARGETS.ttft_s,
+    tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = DEFAULT_TARGETS.tbt_s,
     first_turn_tokens: Annotated[float, typer.Option(help="L_in")] = 15_000,
     decoder_tokens: Annotated[float, typer.Option(help="L_d")] = 1_000,
     lifetime: Annotated[float, typer.Option(help="W, s")] = 15,
@@ -260,7 +271,7 @@ def plan(
             "prefillers_needed": whole.prefillers_needed,
         }
     if json_file:
-        json_file.write_text(json.dumps(made, indent=2, default=list) + "\n")
+        _write(json_file, made)
 
 
 def _plan_overload(file: FleetSpec, profile: str, mean_tokens: float) -> dict[str, object]:
@@ -339,8 +350,8 @@ def _show_plan(made: FleetPlan, request: PlanRequest) -> None:
 
 def _candidate(one: Candidate) -> str:
     return (
-        f"TTFT p95 first {one.first_ttft_p95_s:.3f}, later {one.later_ttft_p95_s:.3f} s, "
-        f"TBT p95 {one.tbt_p95_s * 1e3:.1f} ms, wait for a place {one.gate_wait_mean_s:.2f} s, "
+        f"TTFT p95 first {_number(one.first_ttft_p95_s)}, later {_number(one.later_ttft_p95_s)} s, "
+        f"TBT p95 {_number(one.tbt_p95_s * 1e3)} ms, wait for a place {one.gate_wait_mean_s:.2f} s, "
         f"{one.joules_per_conversation:,.0f} J a conversation, {one.tokens_per_joule:.1f} tokens/J: "
         + ("the targets hold" if one.holds else "[red]the targets do not hold[/]")
     )

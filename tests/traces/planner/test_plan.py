@@ -1,19 +1,26 @@
 """A plan_fleet follows the inequalities at what was measured of the trace, and is checked by simulation."""
 
+from collections import Counter
+from dataclasses import replace
+from math import isnan, nan
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paper import a40
-from placement.fleet.provisioning import Bound
+from placement.fleet.provisioning import Bound, Capacity, Means, provision
 from traces.format import TraceConversation, TraceError, TraceTurn, load
-from traces.planner import PlanRequest, capacity_of, measure, plan_fleet
+from traces.planner import Candidate, FleetPlanner, PlanRequest, capacity_of, measure, plan_fleet
 from traces.simulator.profiles import NAMED
 
 pytestmark = pytest.mark.slow
 
 SAMPLE = Path(__file__).parents[3] / "traces" / "samples" / "laptop.jsonl.gz"
 ENGINE = a40.A40().engine(a40.PREFILL_CHUNK)
+
+
+def candidate(prefillers: int, decoders: int, first_s: float = 1.0) -> Candidate:
+    return Candidate(prefillers, decoders, 300.0, first_s, 1.0, 0.1, 1.0, 0.0, 100.0, 1.0, holds=True)
 
 
 def agents(count: int = 40, wait: float = 300.0) -> list[TraceConversation]:
@@ -73,6 +80,45 @@ def test_first_turns_that_stall_streams_need_a_prefiller() -> None:
     made = plan_fleet(found, ENGINE, ENGINE, PlanRequest(rate=1.0, ttft_s=4.0, tbt_s=0.03))
     assert made.elastic.prefillers >= 1 and made.elastic.holds
     assert made.prefillers_needed
+
+
+def test_single_turns_that_need_no_prefiller_are_said_to_need_none() -> None:
+    """They have no later turns, whose TTFT would be compared."""
+    found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(15_000, 0, 300),)) for i in range(40)]
+    made = plan_fleet(found, ENGINE, ENGINE, PlanRequest(rate=0.2, ttft_s=5.0))
+    assert isnan(made.elastic.later_ttft_p95_s) and isnan(made.without_prefillers.later_ttft_p95_s)
+    assert made.elastic.holds and not made.prefillers_needed
+
+
+def test_what_the_other_fleet_has_no_figure_of_is_not_compared() -> None:
+    single = replace(candidate(1, 3), later_ttft_p95_s=nan)
+    assert single.does_as_well_as(single)
+    assert not replace(single, e2e_p95_s=2.0).does_as_well_as(single)
+    assert not single.does_as_well_as(candidate(1, 3)), "one that has served no later turn"
+
+
+class BestWith(FleetPlanner):
+    """Fleets that are as fast as their number of prefillers is near to one that is given."""
+
+    def __init__(self, best: int) -> None:
+        super().__init__([], ENGINE, ENGINE, PlanRequest(rate=1.0))
+        self.best = best
+        self.played: list[tuple[int, int]] = []
+
+    def play(self, prefillers: int, decoders: int, cap_w: float | None = None) -> Candidate:
+        self.played.append((prefillers, decoders))
+        return candidate(prefillers, decoders, first_s=1.0 + abs(prefillers - self.best))
+
+
+@pytest.mark.parametrize("best", [2, 4, 7, 8, 9])
+def test_fewer_prefillers_than_compute_all_first_turns_are_tried_as_well(best: int) -> None:
+    planner = BestWith(best)
+    bound = provision(Means(15_000, 1_000, 15, 16_000), Capacity(25_000, 1_000, 300_000), 8)
+    chosen, without = planner.smallest(bound)
+    assert chosen.prefillers == best and without.prefillers == 0
+    by_engines = Counter(sum(split) for split in planner.played)
+    assert max(by_engines.values()) <= 6
+    assert len(set(planner.played)) == len(planner.played), "none is played twice"
 
 
 def test_what_fits_no_decoder_is_left_out_and_targets_below_a_turn_alone_are_raised() -> None:
