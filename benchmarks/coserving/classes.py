@@ -37,7 +37,7 @@ SHAPE = SimulatedShape(blocks=1 << 24, max_running=128)
 
 
 @dataclass
-class Seen:
+class ClassOutcome:
     """Of one class."""
 
     ttfet_s: list[float] = field(default_factory=list)
@@ -47,14 +47,14 @@ class Seen:
     ended: int = 0
 
 
-class Agents:
+class AgentConversations:
     """Conversations on one engine, each turn after the end of the one before it and its tool."""
 
     def __init__(self, conversations: tuple[TraceConversation, ...]) -> None:
         self._conversations = conversations
         self._talking: dict[str, tuple[TraceConversation, str, int, float]] = {}  # class, turn, time so far
         self._ids = itertools.count()
-        self.seen = {BETTER: Seen(), OTHER: Seen()}
+        self.seen = {BETTER: ClassOutcome(), OTHER: ClassOutcome()}
         self.ended_at: list[float] = []
 
     def begin(self, which: int, of: str, at: float) -> SimulatedRequest:
@@ -93,7 +93,7 @@ def engine() -> SimulatedCoServing:
 
 def carried(conversations: tuple[TraceConversation, ...], seconds: float) -> float:
     """Conversations a second, with always so many at once; a third of the time is for getting there."""
-    agents, one, which = Agents(conversations), engine(), itertools.count()
+    agents, one, which = AgentConversations(conversations), engine(), itertools.count()
 
     def follows(ended: SimulatedRequest) -> SimulatedRequest | None:
         return agents.follows(ended) or agents.begin(next(which), OTHER, ended.tokens_at[-1])
@@ -115,8 +115,8 @@ def phase(
     seconds: float,
     seed: int,
     classes: tuple[str, ...],
-) -> dict[str, Seen]:
-    agents = Agents(conversations)
+) -> dict[str, ClassOutcome]:
+    agents = AgentConversations(conversations)
     coming = [
         agents.begin(which, of, at)
         for of in classes
@@ -126,7 +126,7 @@ def phase(
     return agents.seen
 
 
-def row_of(seed: int, alone: Seen, beside: Seen, other: Seen) -> dict[str, Any]:
+def row_of(seed: int, alone: ClassOutcome, beside: ClassOutcome, other: ClassOutcome) -> dict[str, Any]:
     def ratio(figure: str, share: float) -> float:
         return quantile(getattr(beside, figure), share) / quantile(getattr(alone, figure), share)
 
