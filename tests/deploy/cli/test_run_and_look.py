@@ -97,11 +97,11 @@ def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch)
         (home.engine(name) / "control").write_text(name)
     all_asked = asyncio.Barrier(len(names))
 
-    class Keeper:
+    class AskedKeeper:
         def __init__(self, control: str, *given: object) -> None:
             self._control = control
 
-        async def __aenter__(self) -> "Keeper":
+        async def __aenter__(self) -> "AskedKeeper":
             return self
 
         async def __aexit__(self, *error: object) -> None:
@@ -113,7 +113,7 @@ def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch)
                 raise ControlError("gone")
             return KeeperReport(KeeperStatus(self._control, KeeperPhase.SERVING), None, None)
 
-    monkeypatch.setattr("deploy.lifecycle.status.ControlClient", Keeper)
+    monkeypatch.setattr("deploy.lifecycle.status.ControlClient", AskedKeeper)
     found = {engine.engine: engine.phase for engine in fleet_status(home).engines}
     assert found == {"prefill-0": "serving", "decode-0": "serving", "decode-1": "not started yet"}
 
