@@ -1,4 +1,4 @@
-"""Every file of a product package is in the file table of its folder's README, or of the nearest one above."""
+"""Every file of a product package is in the file table of the nearest README: its folder's, or one above."""
 
 import re
 from collections import defaultdict
