@@ -402,12 +402,10 @@ class Placer:
                 if lost := self._shared.displaced(name, turn.heads, few, now):
                     costs_s[name] += RECOMPUTE_COST * self._elastic.alone_s(name, lost)
         best = min(costs_s, key=costs_s.__getitem__)
-        if not costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]:
+        sooner = costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]
+        if not (sooner and self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first):
             return least
-        if not self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first:
-            return least
-        least = _with_first(least, self._decoders.option(best))
-        return least._replace(why=Why.SOONER_WITH_CAPACITY)
+        return _with_first(least, self._decoders.option(best))._replace(why=Why.SOONER_WITH_CAPACITY)
 
     def _decoder_with_time(self, decoder: DecoderChoice, need: int, tokens: int) -> DecoderChoice | None:
         """Elastic: the first that the conversation fits on and whose own prompts are soon through."""

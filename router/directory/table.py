@@ -322,9 +322,7 @@ class BindingTable:
         preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
         before = self.conversations.get(ask.key)
         had = before is not None and before.turns > 0
-        first = FirstTurn(
-            ask.key, ask.prompt_tokens, preferred, had, ask.heads, ask.ahead_s, ask.sharing
-        )
+        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads, ask.ahead_s, ask.sharing)
         outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
             return outcome if binding is None else self._place_later(ask, binding, now)

@@ -32,7 +32,9 @@ def spec(cert: Path, key: Path, port: int) -> FleetSpec:
 
 
 @pytest.fixture(params=NAMES, ids=["named", "named otherwise"])
-async def sealed(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[FakeFleet, FleetSpec]]:
+async def sealed(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[FakeFleet, FleetSpec]]:
     cert, key = Authority(tmp_path).pair(names=request.param)
     tls = TlsConfig(str(cert), str(key))
     async with fleet(tmp_path / "fleet", tls=tls) as made:

@@ -98,7 +98,9 @@ def test_a_prefiller_killed_with_a_queue_costs_time_and_not_one_answer(fleet: Ru
     waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
     lost = refused(fleet, "unreachable")
     stream = ChatStream(fleet.url, fleet.model, messages, "disturbed", 24)  # a second and more of its time
-    behind = [ChatStream(fleet.url, fleet.model, opening(5200 + n, 40), f"behind-{n}", 8) for n in range(QUEUED)]
+    behind = [
+        ChatStream(fleet.url, fleet.model, opening(5200 + n, 40), f"behind-{n}", 8) for n in range(QUEUED)
+    ]
     all_placed = asked + 1 + QUEUED
     fleet.until(
         lambda: metric(fleet.url, "conserve_transfers_asked_total") == all_placed, 30, "all to be placed"

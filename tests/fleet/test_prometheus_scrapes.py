@@ -112,7 +112,9 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("expression", COUNTS)
-def test_turns_that_interrupt_offline_work_and_the_watts_of_it_are_seen(life: WholeLife, expression: str) -> None:
+def test_turns_that_interrupt_offline_work_and_the_watts_of_it_are_seen(
+    life: WholeLife, expression: str
+) -> None:
     assert max(life.seen[expression]) > 0
 
 

@@ -121,7 +121,9 @@ def test_the_same_file_changes_nothing_and_a_dry_run_only_says(changing: Changin
     assert changing.epochs() == before
 
 
-def test_agents_talk_on_while_gateways_and_decoders_are_replaced(changing: Changing, agents: TalkingAgents) -> None:
+def test_agents_talk_on_while_gateways_and_decoders_are_replaced(
+    changing: Changing, agents: TalkingAgents
+) -> None:
     fleet = changing.fleet
     before, homes = changing.epochs(), {key: conversation(fleet, key)["decoder"] for key in agents.turns}
     gateways = set(fleet.processes("router.gateway"))

@@ -140,7 +140,9 @@ def test_what_is_named_no_more_is_said_to_be_missing() -> None:
     assert named.after == 4
 
 
-async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(engine: FedEngine, tmp_path: Path) -> None:
+async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(
+    engine: FedEngine, tmp_path: Path
+) -> None:
     async def answer(line: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
         writer.write(line)

@@ -171,7 +171,9 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
-async def test_numbers_without_bounds_reach_no_engine_and_no_queue(made: FakeFleet, tier: dict[str, str]) -> None:
+async def test_numbers_without_bounds_reach_no_engine_and_no_queue(
+    made: FakeFleet, tier: dict[str, str]
+) -> None:
     for wrong, code in ENDLESS:
         answer = await ask(made.urls[0], [user("x")], headers=KEY, **tier, **wrong)
         assert (answer.status, answer.error["code"]) == (400, code), wrong
@@ -241,7 +243,9 @@ async def test_too_many_headers_are_refused(made: FakeFleet) -> None:
     assert answer.status == 431
 
 
-async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_nothing(made: FakeFleet) -> None:
+async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_nothing(
+    made: FakeFleet,
+) -> None:
     answer = await ask(made.urls[0], [user("x" * 60_000)], headers=KEY)
     assert answer.status == 400
     assert "maximum context length" in answer.error["message"]

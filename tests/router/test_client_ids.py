@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_fleet import GatewayAnswer, FakeFleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 Headers = dict[str, str]

@@ -102,7 +102,9 @@ async def test_a_hostile_body_is_refused_and_stalls_nobody(made: FakeFleet, name
     assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
 
 
-async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_is_not(made: FakeFleet) -> None:
+async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_is_not(
+    made: FakeFleet,
+) -> None:
     def looks(longest: str) -> float:
         return REGISTRY.get_sample_value("conserve_loop_held_seconds_bucket", {"le": longest}) or 0.0
 

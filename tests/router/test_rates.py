@@ -18,7 +18,7 @@ from router.directory.messages import Spent
 from router.errors import RateLimited
 from router.keys import Key, Limits, hash_of
 from router.rates import Bucket, Meters
-from tests.support.fake_fleet import MODEL, GatewayAnswer, FakeFleet, ask, assistant, fleet, user
+from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from router.http import ServerLimits
 from router.identity import namespace
 from router.items import ReadAnswer
 from tests.router.test_clocks import MachineClocks
-from tests.support.fake_fleet import GatewayAnswer, FakeFleet, ask, fleet, get
+from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, fleet, get
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
@@ -38,7 +38,9 @@ def stored(folder: Path, **more: Any) -> AnswersConfig:
     return AnswersConfig(str(folder / "answers.sqlite"), **more)
 
 
-async def say(made: FakeFleet, text: str, previous: str | None = None, gateway: int = 0, **more: Any) -> GatewayAnswer:
+async def say(
+    made: FakeFleet, text: str, previous: str | None = None, gateway: int = 0, **more: Any
+) -> GatewayAnswer:
     body: dict[str, Any] = {"previous_response_id": previous} if previous else {}
     headers = more.pop("headers", ALICE)
     return await ask(made.urls[gateway], text, path=PATH, headers=headers, **body, **more)

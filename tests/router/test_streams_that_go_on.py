@@ -22,7 +22,7 @@ from router.reading import CHEAP_BYTES, Api, Prompt
 from router.turn import Turn
 from tests.router.test_failures import engine_process
 from tests.support.fake_engine import FakeEngine, prompt_size
-from tests.support.fake_fleet import MODEL, GatewayAnswer, FakeFleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

@@ -69,7 +69,9 @@ SERVED = {
     "llama": ServedArchitecture("llama", 1),
     "gemma3": ServedArchitecture("gemma3_text", 3),
     "gpt-oss": ServedArchitecture("gpt_oss", 2),
-    "qwen3-next": ServedArchitecture("qwen3_next", 4, {"dtype": "bfloat16"}),  # all that its kernels for CPUs take
+    "qwen3-next": ServedArchitecture(
+        "qwen3_next", 4, {"dtype": "bfloat16"}
+    ),  # all that its kernels for CPUs take
 }
 STD = 0.15
 

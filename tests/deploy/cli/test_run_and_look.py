@@ -146,7 +146,7 @@ def test_without_a_name_fleets_that_were_killed_are_not_in_the_way(
     up(base, "killed", OURS)
     assert only_fleet().name == "killed"
     up(base, "too", OURS)
-    with pytest.raises(DeployError, match="no fleet is up, and several were .*: killed, too; say which"):
+    with pytest.raises(DeployError, match=r"no fleet is up, and several were .*: killed, too; say which"):
         only_fleet()
     up(base, "one", alive())
     assert only_fleet().name == "one"

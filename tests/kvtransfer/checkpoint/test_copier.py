@@ -192,7 +192,9 @@ def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.worker.SHARE_BESIDE_STEPS", 1e-9)
 
 
-def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(host: CopyingHost, hours_of_rest: None) -> None:
+def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(
+    host: CopyingHost, hours_of_rest: None
+) -> None:
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2) and moved in ([], [[6]])

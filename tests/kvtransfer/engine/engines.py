@@ -195,7 +195,9 @@ class EngineProcess:
         start = time.monotonic()
         answer = self.post("/v1/completions", body, **({"X_Session_ID": session} if session else {}))
         choice = answer["choices"][0]
-        return GeneratedAnswer(choice["text"], list(choice["token_ids"]), answer["usage"], time.monotonic() - start)
+        return GeneratedAnswer(
+            choice["text"], list(choice["token_ids"]), answer["usage"], time.monotonic() - start
+        )
 
     def ask_later(self, *arguments: Any, **more: Any) -> "Future[GeneratedAnswer]":
         return _asking.submit(self.ask, *arguments, **more)

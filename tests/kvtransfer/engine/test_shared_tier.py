@@ -81,7 +81,9 @@ def test_a_new_engine_restores_what_the_killed_one_had(decoder: EngineProcess) -
     assert eventually(lambda: at_rest(decoder), 60)
 
 
-def test_serving_goes_on_when_the_server_dies(decoder: EngineProcess, server: tuple[LmcacheServer, Path]) -> None:
+def test_serving_goes_on_when_the_server_dies(
+    decoder: EngineProcess, server: tuple[LmcacheServer, Path]
+) -> None:
     lost = said(random.Random(3), 1500)
     expected = decoder.ask(lost, 12, session="lost").tokens
     record = ProcessRecord.read(server[1] / "engine.json")

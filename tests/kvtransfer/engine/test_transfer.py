@@ -19,8 +19,8 @@ import pytest
 from kvtransfer.config import ConnectorConfig
 from placement.iteration.interface import TurnTargets
 from tests.kvtransfer.engine.engines import (
-    GeneratedAnswer,
     EngineProcess,
+    GeneratedAnswer,
     eventually,
     faults_of,
     feed_path,
@@ -116,7 +116,9 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
     assert pair.decoder.computed_prompt_tokens() - before <= 1
 
 
-def test_the_decode_leg_may_also_follow_the_prefill(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
+def test_the_decode_leg_may_also_follow_the_prefill(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     """The protocol of other connectors: the prefill's answer is the decode leg's parameters."""
     body = {"model": "m", "prompt": PROMPTS["cached"], "max_tokens": 1, "temperature": 0}
     answer = pair.prefiller.post(
@@ -155,7 +157,9 @@ def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_
     assert all(len(turn.result().tokens) == 400 for turn in turns)
 
 
-def test_the_shortest_prompt_has_its_first_token_first(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
+def test_the_shortest_prompt_has_its_first_token_first(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     """On either engine: prefillers order their queue the same way."""
     for engine in (pair.prefiller, pair.decoder):
         order: list[str] = []
@@ -211,12 +215,16 @@ def test_a_flipped_byte_is_found_and_recomputed(pair: EnginePair, plain: dict[st
     assert pair.refusals("corrupt") == 1
 
 
-def test_an_older_epoch_is_refused_and_recomputed(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
+def test_an_older_epoch_is_refused_and_recomputed(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     assert pair.both_legs("epoch", remote_epoch=1).tokens == plain["epoch"].tokens
     assert pair.refusals("old_epoch") == 1
 
 
-def test_an_aborted_prefill_is_recomputed_at_once(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
+def test_an_aborted_prefill_is_recomputed_at_once(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     transfer_id = uuid.uuid4().hex
     decode = pair.decoder.ask_later(PROMPTS["aborted"], OUTPUT, pair.source(transfer_id))
     disconnect(

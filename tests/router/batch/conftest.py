@@ -73,7 +73,9 @@ async def gateway(engine: OfflineEngine, either_url: str, tmp_path: Path) -> Asy
 
 
 @pytest.fixture
-async def sqlite_gateway(engine: OfflineEngine, sqlite_url: str, tmp_path: Path) -> AsyncIterator[GatewayWithBatch]:
+async def sqlite_gateway(
+    engine: OfflineEngine, sqlite_url: str, tmp_path: Path
+) -> AsyncIterator[GatewayWithBatch]:
     running = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
     await running.start()
     yield running

@@ -110,7 +110,9 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
 
 @pytest.fixture
 async def small(engine: OfflineEngine, sqlite_url: str, tmp_path: Any) -> Any:
-    running = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), limits=LIMITS)
+    running = GatewayWithBatch(
+        sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), limits=LIMITS
+    )
     await running.start()
     yield running
     await running.stop()
@@ -139,7 +141,9 @@ async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, en
         (jsonl([line("a"), line("b"), line("c", method="PUT")]), "invalid_method", 3),
     ],
 )
-async def test_files_as_a_whole(small: GatewayWithBatch, data: bytes, code: str, line_number: int | None) -> None:
+async def test_files_as_a_whole(
+    small: GatewayWithBatch, data: bytes, code: str, line_number: int | None
+) -> None:
     async with small.client() as client:
         batch = await ended(client, await submit(client, data))
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data
@@ -150,7 +154,9 @@ async def test_models_of_one_batch_must_agree_and_embed_where_that_is_asked(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
     models = (ServedModel("tiny"), ServedModel("other"))
-    running = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), models=models)
+    running = GatewayWithBatch(
+        sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), models=models
+    )
     await running.start()
     async with running.client() as client:
         two = await ended(client, await submit(client, jsonl(GOOD) + body(model="other")))

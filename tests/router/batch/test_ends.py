@@ -22,7 +22,9 @@ async def results_of(client: Any, batch: Any) -> tuple[dict[str, Any], dict[str,
     return output, error
 
 
-async def test_a_cancelled_batch_keeps_what_was_done(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_a_cancelled_batch_keeps_what_was_done(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         quick = [line(f"a{i}", f"a{i}") for i in range(8)]
         slow = [line(f"b{i}", f"sleep=0.5 b{i}") for i in range(40)]
@@ -89,7 +91,9 @@ async def test_passing_errors_are_tried_again(gateway: GatewayWithBatch) -> None
         assert batch.request_counts.completed == 10
 
 
-async def test_poison_is_set_aside_and_the_rest_completes(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_poison_is_set_aside_and_the_rest_completes(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         poison = [line("p500", "status=500"), line("pdrop", "drop it")]
         batch = await ended(client, await submit(client, jsonl(poison + [line(f"r{i}") for i in range(20)])))

@@ -35,7 +35,9 @@ def counted(outcome: str) -> float:
     return REGISTRY.get_sample_value("conserve_batch_flex_requests_total", {"outcome": outcome}) or 0.0
 
 
-async def test_a_flex_request_runs_as_offline_work(sqlite_gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_a_flex_request_runs_as_offline_work(
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     before = counted("served")
     async with sqlite_gateway.client() as client:
         assert await ask(client, "hello") == "echo hello"
@@ -57,7 +59,9 @@ async def test_offline_work_has_the_cached_prefixes_of_its_owner(
     assert not any(body.get("session_id") for body in engine.bodies)
 
 
-async def test_flex_and_batches_share_the_engines(sqlite_gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_flex_and_batches_share_the_engines(
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with sqlite_gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}", f"sleep=0.05 {i}") for i in range(60)]))
         answers = await asyncio.gather(*(ask(client, f"flex {i}") for i in range(12)))
@@ -105,7 +109,9 @@ async def test_its_answer_is_stored(sqlite_gateway: GatewayWithBatch, tmp_path: 
         assert [item["role"] for item in seen.body["input"]] == ["user", "assistant", "user"]
 
 
-async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_a_client_that_leaves_gives_its_place_up(
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with sqlite_gateway.client() as client:
         window, before = sqlite_gateway.config.dispatch.blind_window, counted("client_left")
         leaving = [asyncio.create_task(ask(client, f"sleep=30 {i}")) for i in range(window + 4)]
@@ -133,7 +139,9 @@ async def sqlite_gateway_engine_stops(gateway: GatewayWithBatch) -> None:
     gateway.fleet.infos[0] = replace(gateway.fleet.infos[0], http="127.0.0.1:9")
 
 
-async def test_waiting_flex_turns_leave_files_and_batches_their_connections(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_waiting_flex_turns_leave_files_and_batches_their_connections(
+    sqlite_gateway: GatewayWithBatch,
+) -> None:
     sqlite_gateway.fleet.infos.clear()
     narrow = FrontGateway(
         sqlite_gateway.batch, upstream=UpstreamLimits(max_connections=1, acquire_timeout_s=0.2)

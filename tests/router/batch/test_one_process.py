@@ -63,7 +63,9 @@ async def test_while_it_is_away_its_paths_answer_503_and_say_when_to_come_back(t
 async def test_a_new_process_goes_on_where_the_former_was(
     engine: OfflineEngine, either_url: str, tmp_path: Path
 ) -> None:
-    one, other = (GatewayWithBatch(either_url, str(tmp_path / "files"), StaticFleet(engine.address)) for _ in range(2))
+    one, other = (
+        GatewayWithBatch(either_url, str(tmp_path / "files"), StaticFleet(engine.address)) for _ in range(2)
+    )
     await one.start()
     async with one.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}", f"sleep=0.1 {i}") for i in range(40)]))

@@ -10,7 +10,9 @@ from tests.router.batch.gateway import GatewayWithBatch
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit, upload
 
 
-async def test_a_batch_completes_with_one_result_for_each_line(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_a_batch_completes_with_one_result_for_each_line(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         lines = [line(f"r{i}") for i in range(100)]
         batch = await submit(client, jsonl(lines), metadata={"who": "test"})

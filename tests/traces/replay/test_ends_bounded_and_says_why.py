@@ -51,7 +51,9 @@ async def test_it_can_be_stopped() -> None:
     async with PlayedEngine().running() as engine:
         options = ReplayOptions(url=engine.url, probes=0, time_limit_s=60.0)
         asyncio.get_running_loop().call_later(0.4, stop.set)
-        run = await asyncio.wait_for(replay([agent("a", turns=50)], options, CountingObserver(), stop=stop), 5.0)
+        run = await asyncio.wait_for(
+            replay([agent("a", turns=50)], options, CountingObserver(), stop=stop), 5.0
+        )
     assert run.conversations[0].outcome is PlayOutcome.UNFINISHED
 
 

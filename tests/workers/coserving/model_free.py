@@ -149,17 +149,21 @@ class ModelFreeEngine:
     def rows_of(self, done: Any) -> list[StepRequest]:
         """Noted when the step is scheduled: the next may be scheduled before it is computed."""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
+        requests = self.scheduler.requests
         return [
-            StepRequest(key, self.scheduler.requests[key], count, self.scheduler.requests[key].num_computed_tokens,
-                blocks_of(key))
+            StepRequest(key, requests[key], count, requests[key].num_computed_tokens, blocks_of(key))
             for key, count in done.num_scheduled_tokens.items()
-        ]  # fmt: skip
+        ]
 
     def forward(self, rows: list[StepRequest], aborted: bool = False) -> list[list[int]]:
         return [self._compute(row, aborted) for row in rows]
 
     def deliver(
-        self, done: Any, rows: list[StepRequest], tokens: list[list[int]], loaded: frozenset[str] = frozenset()
+        self,
+        done: Any,
+        rows: list[StepRequest],
+        tokens: list[list[int]],
+        loaded: frozenset[str] = frozenset(),
     ) -> None:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
