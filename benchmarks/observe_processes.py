@@ -8,12 +8,12 @@ import prometheus_client
 from aiohttp import web
 
 
-class Nothing:
+class NoMetric:
     """In place of a counter, gauge or histogram."""
 
     def __init__(self, *arguments: object, **options: object) -> None: ...
 
-    def labels(self, *values: object) -> "Nothing":
+    def labels(self, *values: object) -> "NoMetric":
         return self
 
     def inc(self, amount: float = 1.0) -> None: ...
@@ -32,7 +32,7 @@ class Nothing:
 
 def gateway_without_metrics(arguments: list[str]) -> int:
     for kind in ("Counter", "Gauge", "Histogram"):
-        setattr(prometheus_client, kind, Nothing)
+        setattr(prometheus_client, kind, NoMetric)
     from router.gateway import main  # only now: its modules make their metrics when they are loaded
 
     return main(arguments)

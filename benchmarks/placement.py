@@ -36,7 +36,7 @@ class Size:
     decisions: int
 
 
-class Fleet:
+class PlacedFleet:
     """A fleet in steady state: for every conversation that is placed, the oldest one ends."""
 
     def __init__(self, size: Size) -> None:
@@ -90,7 +90,7 @@ class Fleet:
 
 
 def measure(size: Size) -> dict[str, dict[str, float]]:
-    fleet = Fleet(size)
+    fleet = PlacedFleet(size)
     first: list[float] = []
     later: list[float] = []
     for i in range(size.decisions):

@@ -232,6 +232,19 @@ GRAMMARS = ReliedOn(
     },
 )
 
+GENERATIONS = ReliedOn(
+    signatures={
+        _LLM: {
+            "generate": (
+                "self", "prompt", "sampling_params", "request_id", "prompt_text", "lora_request",
+                "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank", "session_id",
+                "kv_hints", "reasoning_ended", "reasoning_parser_kwargs",
+            ),
+        },
+    },
+    attributes={_LLM: ("model_config",)},
+)  # fmt: skip
+
 BEHIND = "conserve_behind"  # in `extra_args`: so many tokens at a prompt's end another engine generated
 
 
@@ -317,8 +330,8 @@ def _taken(request: Any) -> list[list[int]] | None:
 
 
 def around_generations(around: Callable[..., AsyncGenerator[Any, None]]) -> None:
-    """A patch of this process: `around(generate, llm, prompt, params, ...)` in the place of `generate`, to
-    which every API of the server comes with its prompt as tokens."""
+    """A patch of this process: `around(generate, llm, prompt, sampling_params, request_id, ...)` in the place
+    of `generate`, to which every API of the server comes with its prompt as tokens."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     generating = AsyncLLM.generate

@@ -1,4 +1,7 @@
-"""Every metric of the router. Labels are bounded: engines, causes, policies; never a conversation."""
+"""Metrics of gateways and the directory (of offline work: batch/metrics.py).
+
+Labels are bounded: engines, causes, policies; never a conversation.
+"""
 
 from collections.abc import Mapping
 from functools import cache

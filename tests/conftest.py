@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.fleet import RunningFleet, fleet_up
-from tests.support.whole_life import Life, whole_life
+from tests.support.whole_life import WholeLife, whole_life
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would all the processes that tests
 # start and end by it.
@@ -74,6 +74,6 @@ def unused_fleet(laptop_fleet: RunningFleet) -> RunningFleet:
 
 
 @pytest.fixture(scope="session")
-def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+def life(tmp_path_factory: pytest.TempPathFactory) -> WholeLife:
     """What was seen of a co-serving fleet on a machine with GPUs that are not there. A minute and a half."""
     return whole_life(tmp_path_factory.mktemp("life"))

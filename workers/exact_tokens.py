@@ -206,14 +206,21 @@ class ExactTokens:
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None
 
     async def generate(
-        self, generating: Generate, llm: Any, prompt: Any, params: Any, request_id: str, **options: Any
+        self,
+        generating: Generate,
+        llm: Any,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        **options: Any,
     ) -> AsyncGenerator[Any, None]:
+        """Parameters have vLLM's names: its callers may name them."""
         turn_of = options.get("session_id")
         conversation = turn_of or _ON_BEHALF_OF.get()
-        transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+        transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         a_leg = "do_remote_decode" in transfer or _BEAM in request_id
-        if not conversation or a_leg or not rendered_from_text(prompt, params):
-            async with aclosing(generating(llm, prompt, params, request_id, **options)) as outputs:
+        if not conversation or a_leg or not rendered_from_text(prompt, sampling_params):
+            async with aclosing(generating(llm, prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
                     yield output
             return
@@ -222,9 +229,9 @@ class ExactTokens:
         if place.known:
             prompt = {**prompt, "prompt_token_ids": exact.tolist()}
             prompt.pop("prompt_token_offsets", None)
-        answer, deltas = array("i"), params.output_kind.name == "DELTA"
+        answer, deltas = array("i"), sampling_params.output_kind.name == "DELTA"
         try:
-            async with aclosing(generating(llm, prompt, params, request_id, **options)) as outputs:
+            async with aclosing(generating(llm, prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
                     generated = output.outputs[0].token_ids
                     if deltas:
@@ -302,8 +309,10 @@ class ExactTokensMiddleware:
     """How vLLM's server is told of it; requests pass through."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        from kvtransfer.vllm_internals import around_generations
+        from kvtransfer.relied_on import verify
+        from kvtransfer.vllm_internals import GENERATIONS, around_generations
 
+        verify(GENERATIONS)
         around_generations(ExactTokens().generate)
         self._app = app
 

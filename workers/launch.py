@@ -177,7 +177,8 @@ def _environment(spec: LaunchSpec, keys: EngineKeys, environ: Mapping[str, str])
         env[BINDING] = NOT_BOUND  # engines on one host would pin themselves to the same cores
         if spec.threads:
             env["OMP_NUM_THREADS"] = str(spec.threads)
-    if spec.worker_class:
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # our workers are in front of the V1 runner's
+    # vLLM's default on CUDA is its V2 runner. Our workers are in front of the V1 runner's, and what every
+    # engine checks of vLLM before it serves is of that one (`WORKER` in kvtransfer/vllm_internals.py).
+    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     env.update(spec.env)
     return env

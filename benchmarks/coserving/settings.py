@@ -77,7 +77,7 @@ class LoadSample:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SettingFigures:
     ttft_p99_s: float
     tbt_p99_s: float
     offline_tokens_per_s: float
@@ -111,22 +111,22 @@ def turn(
     return [job for job in online if job.tokens_at], served.offline_tokens, served.seconds
 
 
-def see(engine: MeasuredEngine, make: Make, slo: TurnTargets, sample: LoadSample) -> Seen:
+def see(engine: MeasuredEngine, make: Make, slo: TurnTargets, sample: LoadSample) -> SettingFigures:
     turns = [turn(engine, make(slo), slo, sample, seed) for seed in sample.seeds]
     jobs = [job for online, _, _ in turns for job in online]
     gaps = [b - a for job in jobs for a, b in itertools.pairwise(job.tokens_at)]
-    return Seen(
+    return SettingFigures(
         quantile([job.tokens_at[0] - job.arrival for job in jobs], 0.99),
         quantile(gaps, 0.99),
         sum(tokens for _, tokens, _ in turns) / sum(seconds for _, _, seconds in turns),
     )
 
 
-class Comparison:
+class SettingsComparison:
     def __init__(self, engine: MeasuredEngine, samples: int, long: bool) -> None:
         self._engine = engine
-        self._alone: dict[LoadSample, Seen] = {}
-        self._most: dict[LoadSample, Seen] = {}
+        self._alone: dict[LoadSample, SettingFigures] = {}
+        self._most: dict[LoadSample, SettingFigures] = {}
         self._runs: list[list[LoadSample]] = []
         for number in range(samples):
             seeds, requests = ((number,), 400) if long else (tuple(range(3 * number, 3 * number + 3)), 20)
@@ -205,7 +205,7 @@ def main() -> None:
         metavar="NAME=VALUE[,NAME=VALUE]",
     )  # fmt: skip
     arguments = parser.parse_args()
-    comparison = Comparison(arguments.like, arguments.samples, arguments.long)
+    comparison = SettingsComparison(arguments.like, arguments.samples, arguments.long)
     print("TTFT P99 and TBT P99 against online_only, offline tokens against non_preemptive: means over the")
     print("loads ± deviation of a run; share of runs within 1.10, 1.10 and 0.90; the loads one by one")
     for name, make in [("as it is", parsed("")), *arguments.set]:

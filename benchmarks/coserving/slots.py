@@ -49,7 +49,7 @@ WHOLE, BOUND, AGAIN = "whole", "slots, bound", "computed again"
 
 
 @dataclass(frozen=True)
-class Variant:
+class SlotVariant:
     name: str
     blocks: int
     host_kv_gib: float
@@ -165,7 +165,7 @@ _ids = itertools.count()
 
 
 @dataclass
-class Comparison:
+class SlotComparison:
     """What all rounds saw, and what the first engine said of the machine."""
 
     seconds: float
@@ -189,7 +189,7 @@ class Comparison:
         into.preempted += sum(r.preempted for r in records)
         into.again_tokens += sum(r.again_tokens for r in records)
 
-    async def variant(self, variant: Variant, model: Path, number: int) -> None:
+    async def variant(self, variant: SlotVariant, model: Path, number: int) -> None:
         async with bench(model, LENGTHS, 1, variant.blocks, variant.host_kv_gib, self.profile) as engine:
             self.profile = engine.profile
             for mix in MIXES:
@@ -240,7 +240,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     return named
 
 
-def show(comparison: Comparison) -> None:
+def show(comparison: SlotComparison) -> None:
     for r in comparison.rows():
         print(
             f"  {r['mix']:<8} {r['memory']:<14} {r['policy']:<12} {r['online_requests']:>3} online"
@@ -255,13 +255,13 @@ def show(comparison: Comparison) -> None:
         print(f"{name}: {value:.3f}", flush=True)
 
 
-async def run(arguments: argparse.Namespace, after_round: Callable[[Comparison], None]) -> None:
-    comparison = Comparison(12.0 if arguments.quick else arguments.seconds, arguments.share)
+async def run(arguments: argparse.Namespace, after_round: Callable[[SlotComparison], None]) -> None:
+    comparison = SlotComparison(12.0 if arguments.quick else arguments.seconds, arguments.share)
     rounds = 1 if arguments.quick else arguments.rounds
     variants = [
-        Variant(WHOLE, BLOCKS, HOST_KV_GIB, tuple(CONTENDERS)),
-        Variant(BOUND, bound_blocks(BLOCKS), HOST_KV_GIB, ("bros",)),
-        Variant(AGAIN, BLOCKS, 0.0, ("bros",)),
+        SlotVariant(WHOLE, BLOCKS, HOST_KV_GIB, tuple(CONTENDERS)),
+        SlotVariant(BOUND, bound_blocks(BLOCKS), HOST_KV_GIB, ("bros",)),
+        SlotVariant(AGAIN, BLOCKS, 0.0, ("bros",)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of the engine, that online work takes")
     arguments = parser.parse_args()
 
-    def after_round(comparison: Comparison) -> None:
+    def after_round(comparison: SlotComparison) -> None:
         show(comparison)
         write_json(arguments.json, {**figures(comparison.rows()), "rows": comparison.rows()})
 

@@ -27,6 +27,7 @@ from workers.coserving.profile import (
     warm_up,
 )
 from workers.coserving.scheduler import CoServingScheduler
+from workers.processes import write_atomically
 from workers.profiles import Profile
 
 SCHEDULER = "benchmarks.coserving.turns.SwitchingScheduler"
@@ -34,9 +35,8 @@ VARIABLE = "CONSERVE_BENCHMARK_POLICY"
 
 
 def choose(path: Path, settings: ServingSettings, model: LatencyModel) -> None:
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps({"settings": asdict(settings), "model": asdict(model)}))
-    beside.replace(path)
+    """The file becomes another one, by which the scheduler sees it."""
+    write_atomically(path, json.dumps({"settings": asdict(settings), "model": asdict(model)}))
 
 
 class SwitchingScheduler(CoServingScheduler):

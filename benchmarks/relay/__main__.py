@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=summary)
     parser.add_argument("--quick", action="store_true", help="ends within 45 s; noisier")
     parser.add_argument("--json", type=Path, help="write named figures and the full table there")
-    parser.add_argument("--plot", type=Path, help="write a plot there (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="write a plot there")
     parser.add_argument(
         "--page", type=Path, help="write a page with tables there, its plot in figures/ beside it"
     )

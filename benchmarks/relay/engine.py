@@ -61,10 +61,10 @@ class Steps:
     def __init__(self, rate: int) -> None:
         self._period = 1.0 / rate
         self._loop = asyncio.get_running_loop()
-        self.streams: dict[Stream, None] = {}
+        self.streams: dict[EngineStream, None] = {}
         self._due = 0.0
 
-    def join(self, stream: Stream) -> None:
+    def join(self, stream: EngineStream) -> None:
         if not self.streams:
             self._due = self._loop.time() + self._period
             self._loop.call_at(self._due, self._tick)
@@ -79,7 +79,7 @@ class Steps:
             self._loop.call_at(self._due, self._tick)
 
 
-class Stream:
+class EngineStream:
     def __init__(self, transport: asyncio.Transport, tokens: int, *, lined: bool) -> None:
         self._transport = transport
         self._token, self._end = LINED if lined else BARE
@@ -110,7 +110,7 @@ class Stream:
         tick()
 
 
-class Engine(asyncio.Protocol):
+class StreamingEngine(asyncio.Protocol):
     def __init__(self, steps: Callable[[int], Steps]) -> None:
         self._steps = steps
 
@@ -142,7 +142,7 @@ class Engine(asyncio.Protocol):
             return
         tokens, rate, in_step = (int(group) for group in plan.groups())
         self._transport.write(LINED_HEAD if lined else STREAM_HEAD)
-        stream = Stream(self._transport, tokens, lined=lined)
+        stream = EngineStream(self._transport, tokens, lined=lined)
         if in_step:
             self._steps(rate).join(stream)
         else:
@@ -158,7 +158,7 @@ async def serve(port: int) -> None:
         return steps[rate]
 
     server = await asyncio.get_running_loop().create_server(
-        lambda: Engine(of_rate), "127.0.0.1", port, backlog=4096
+        lambda: StreamingEngine(of_rate), "127.0.0.1", port, backlog=4096
     )
     await server.serve_forever()
 

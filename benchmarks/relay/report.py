@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from traces import charts
 
 STEP, MANY, FEW, WHOLE = "256x40 in step", "1000x40", "100x20", "whole answers"
 FIRST = "first turns"
@@ -107,30 +108,21 @@ def render(table: Table, figures: Mapping[str, float | None]) -> str:
 
 
 def plot(table: Table, path: Path) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-        return
     panels = (
         (STEP, "cpu_ms_per_1k_tokens", "CPU, ms per 1,000 tokens (256 × 40 in step)"),
         (MANY, "cpu_ms_per_1k_tokens", "CPU, ms per 1,000 tokens (1,000 × 40)"),
         (WHOLE, "requests_per_core_s", "requests per second and core (not streaming)"),
     )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 4))
+    figure, axes = charts.panels(len(panels), columns=len(panels))
     for axis, (scenario, key, title) in zip(axes, panels, strict=True):
         rows = {
             subject: value
             for subject, row in table.get(scenario, {}).items()
             if subject != "direct" and (value := row[key]) is not None
         }
-        colors = ["tab:orange" if subject in (OURS, GATEWAY) else "tab:gray" for subject in rows]
-        axis.barh(list(rows), list(rows.values()), color=colors)
+        colours = [charts.COLOURS[subject in (OURS, GATEWAY)] for subject in rows]
+        axis.barh(list(rows), list(rows.values()), color=colours)
         axis.set_xscale("log")
         axis.set_title(title, fontsize=9)
         axis.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    charts.save(figure, path)

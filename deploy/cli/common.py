@@ -12,6 +12,7 @@ import typer
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
+from deploy.lifecycle.up import is_up
 from kvtransfer.errors import KVTransferError
 from placement.errors import PlacementError
 from router.errors import RouterError
@@ -50,13 +51,20 @@ def home_of(fleet: str | None) -> FleetHome:
 
 
 def only_fleet() -> FleetHome:
-    match FleetHome.of_runs():
+    """Or the only one that was killed and not brought down, where none is up: `down` ends it."""
+    runs = FleetHome.of_runs()
+    up = [home for home in runs if is_up(home)]
+    match up or runs:
         case [one]:
             return one
         case []:
             raise DeployError("no fleet is up on this machine; start one with: conserve up FILE")
         case several:
             names = ", ".join(home.name for home in several)
+            if not up:
+                raise DeployError(
+                    f"no fleet is up, and several were killed and not brought down: {names}; say which"
+                )
             raise DeployError(f"several fleets are up: {names}; say which")
 
 

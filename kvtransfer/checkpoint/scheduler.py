@@ -202,7 +202,7 @@ class CheckpointScheduler(SchedulerSide):
         self._looked_at[request.request_id] = at
 
     def _begin_store(self, key: bytes, block_id: int, conversation: RetainedConversation) -> bool:
-        """False: there is no room. A block that its window has left is not there any more, nor wanted."""
+        """False: there is no capacity. A block that its window has left is not there any more, nor wanted."""
         if not self._is_wanted(key) or (block := self._pool.blocks[block_id]).is_null:
             return True
         slot = self._residence.host_slot(key, conversation)

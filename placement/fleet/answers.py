@@ -25,7 +25,7 @@ class Why(StrEnum):
     RESTORED = "restored"  # another decoder had this conversation: the shared tier has its KV
     LAST_RESORT = "last_resort"  # a prefiller holds the conversation: it fits on no decoder
     LEAST_KV_IN_USE = "least_kv_in_use"  # decoder
-    SOONER_WITH_ROOM = "sooner_with_room"  # decoder, elastic: of those with room, clearly sooner
+    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # decoder, elastic: of those with capacity, clearly sooner
     PREFERRED = "preferred"  # decoder of the parent or of the fork's origin, where it fits
     BOUND = "bound"  # decoder: a later turn of a conversation never moves
 

@@ -56,10 +56,10 @@ class PlacerSettings:
     forget_prefill_after_s: float = 5.0  # an idle prefiller's unreported ends
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
     first_turns: FirstTurns = FirstTurns.ELASTIC  # and later ones with much to compute as well
-    # Elastic: a decoder with room is chosen instead of the one with the least KV if its first token comes in
-    # so much of the time.
+    # Elastic: a decoder with capacity is chosen instead of the one with the least KV if its first token comes
+    # in so much of the time.
     sooner_share: float = 0.9
-    sooner_full: float = 0.25  # share of decoders without room, beyond which only the KV in use counts
+    sooner_full: float = 0.25  # share of decoders without capacity, beyond which only the KV in use counts
     last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
 
 
@@ -402,11 +402,10 @@ class Placer:
                 if lost := self._shared.displaced(name, turn.heads, few, now):
                     costs_s[name] += RECOMPUTE_COST * self._elastic.alone_s(name, lost)
         best = min(costs_s, key=costs_s.__getitem__)
-        if not costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]:
+        sooner = costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]
+        if not (sooner and self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first):
             return least
-        if not self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first:
-            return least
-        return _with_first(least, self._decoders.option(best))._replace(why=Why.SOONER_WITH_ROOM)
+        return _with_first(least, self._decoders.option(best))._replace(why=Why.SOONER_WITH_CAPACITY)
 
     def _decoder_with_time(self, decoder: DecoderChoice, need: int, tokens: int) -> DecoderChoice | None:
         """Elastic: the first that the conversation fits on and whose own prompts are soon through."""

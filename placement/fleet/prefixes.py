@@ -70,7 +70,7 @@ class EngineCache:
     """What an engine's prefix cache holds as far as it was given here, what gives way first in front."""
 
     most: float = inf  # tokens that fit
-    room: float = inf  # and are taken to fit
+    capacity: float = inf  # and are taken to fit
     tokens: int = 0
     parts: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
 
@@ -94,9 +94,9 @@ class EngineCache:
     def over(self) -> list[bytes]:
         """What has to give way does: of the last such part only its end, as blocks are freed."""
         gone: list[bytes] = []
-        while self.parts and (self.tokens > self.room or len(self.parts) > MOST_PARTS):
+        while self.parts and (self.tokens > self.capacity or len(self.parts) > MOST_PARTS):
             name, tokens = next(iter(self.parts.items()))
-            over = self.tokens - self.room
+            over = self.tokens - self.capacity
             if 0 < over < tokens and len(self.parts) <= MOST_PARTS:
                 self.parts[name] -= int(-(-over // 1))
                 self.tokens -= int(-(-over // 1))
@@ -117,7 +117,7 @@ class SharedPrefixes:
         """So much KV fits there."""
         cache = self._caches.setdefault(engine, EngineCache())
         if cache.most != tokens:
-            cache.most = cache.room = tokens
+            cache.most = cache.capacity = tokens
 
     def began(self, key: str, heads: Sequence[Head], *, new: bool, sharing: int = 0) -> None:
         """A conversation, that was not somewhere else before; so many others will begin alike."""
@@ -148,10 +148,10 @@ class SharedPrefixes:
             return
         if cached < given.expected / 2:
             if given.expected >= LEAST_EXPECTED:
-                cache.room = min(cache.room, SHRINKS * given.since)
+                cache.capacity = min(cache.capacity, SHRINKS * given.since)
                 self._give_way(given.engine)
         elif cached:
-            cache.room = min(cache.most, max(GROWS * cache.room, cached))
+            cache.capacity = min(cache.most, max(GROWS * cache.capacity, cached))
 
     def not_computed(self, key: str) -> None:
         """Or nobody knows: who was to bring the beginning has not, unless it was given to another since."""
@@ -206,7 +206,7 @@ class SharedPrefixes:
     def displaced(self, engine: str, heads: Sequence[Head], tokens: int, now: float) -> int:
         """Of beginnings that several other conversations had, what would give way there to so many tokens."""
         cache, own = self._caches.get(engine), {head.digest for head in heads}
-        over = cache.tokens + tokens - cache.room if cache else 0
+        over = cache.tokens + tokens - cache.capacity if cache else 0
         shared = 0
         for name, size in cache.parts.items() if cache and over > 0 else ():
             if name in own:

@@ -79,7 +79,7 @@ class DropLimits:
     grows: bool = True  # groups that are split already may merge; running engines cannot
     exchange_s: float = 5.0  # that running turns may stand still
     # Share of the KV that is given beyond what is lacking, once: demand that is declared goes on growing, and
-    # where few engines have room, all new turns go there and wait for each other's prompts.
+    # where few engines have capacity, all new turns go there and wait for each other's prompts.
     reserve: float = 0.3
     link_share: float = 0.1  # of an iteration that may be spent between engines
 
@@ -173,8 +173,8 @@ def _merge(
     exchange_s = max(
         shape.exchange_s(len(part), size, one.held_tokens) for part in (first, second) for one in part
     )
-    rows = kv_tokens / _mean_context(members)
-    if shape.hops_s(size, rows) > limits.link_share * whole_s or exchange_s > limits.exchange_s:
+    requests = kv_tokens / _mean_context(members)
+    if shape.hops_s(size, requests) > limits.link_share * whole_s or exchange_s > limits.exchange_s:
         return NotDropped.LINK
     if split_s > limits.tbt_s:
         return NotDropped.TBT
@@ -186,8 +186,9 @@ def full_iteration_s(shape: EngineShape, engines: int, members: Sequence[Member]
     """Decoding with the KV full of turns as long as the members' are: the batch grows with the KV."""
     assert shape.latency is not None
     tokens = shape.kv_each(engines)
-    rows = round(tokens / _mean_context(members))
-    return shape.latency.seconds(BatchWork(rows, tokens, tokens, tokens, rows)) + shape.hops_s(engines, rows)
+    requests = round(tokens / _mean_context(members))
+    work = BatchWork(requests, tokens, tokens, tokens, requests)
+    return shape.latency.seconds(work) + shape.hops_s(engines, requests)
 
 
 def _mean_context(members: Sequence[Member]) -> float:

@@ -18,7 +18,7 @@ from deploy.errors import DeployError
 from deploy.fleet import FleetSpec
 from router.config import TlsConfig
 from tests.support.certificates import Authority
-from tests.support.fake_fleet import MODEL, Fleet, fleet
+from tests.support.fake_fleet import MODEL, FakeFleet, fleet
 
 NAMES = [("localhost", "127.0.0.1"), ("llm.example",)]
 
@@ -32,14 +32,16 @@ def spec(cert: Path, key: Path, port: int) -> FleetSpec:
 
 
 @pytest.fixture(params=NAMES, ids=["named", "named otherwise"])
-async def sealed(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Fleet, FleetSpec]]:
+async def sealed(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[FakeFleet, FleetSpec]]:
     cert, key = Authority(tmp_path).pair(names=request.param)
     tls = TlsConfig(str(cert), str(key))
     async with fleet(tmp_path / "fleet", tls=tls) as made:
         yield made, spec(cert, key, int(made.urls[0].rpartition(":")[2]))
 
 
-async def test_top_and_the_readiness_check(sealed: tuple[Fleet, FleetSpec]) -> None:
+async def test_top_and_the_readiness_check(sealed: tuple[FakeFleet, FleetSpec]) -> None:
     made, up = sealed
     trust, url = trust_of(up), endpoint_of(up)
     assert url == made.urls[0].replace("http://", "https://") and trust is not None
@@ -55,7 +57,7 @@ async def test_top_and_the_readiness_check(sealed: tuple[Fleet, FleetSpec]) -> N
         await asyncio.to_thread(look, url, "", None)
 
 
-async def test_the_line_that_up_prints(sealed: tuple[Fleet, FleetSpec]) -> None:
+async def test_the_line_that_up_prints(sealed: tuple[FakeFleet, FleetSpec]) -> None:
     _, up = sealed
     command = [*shlex.split(curl_line(up)), "-s", "--max-time", "20"]
     run = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)

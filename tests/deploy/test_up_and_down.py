@@ -16,7 +16,7 @@ import pytest
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from tests.support.fleet import ROOT, conserve, environment
-from tests.support.whole_life import CAP_W, CLIENTS_SPAN, CLIENTS_TRACE, Life
+from tests.support.whole_life import CAP_W, CLIENTS_SPAN, CLIENTS_TRACE, WholeLife
 from workers.processes import free_port
 
 pytestmark = pytest.mark.fleet
@@ -38,7 +38,7 @@ kv: {{host_kv_gib: 0}}
 """
 
 
-class Rig:
+class FleetRig:
     def __init__(self, base: Path) -> None:
         self.base = base
         self.port = free_port("127.0.0.1")
@@ -76,9 +76,9 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig() -> Iterator[FleetRig]:
     base = Path(tempfile.mkdtemp(prefix="conserve-"))
-    rig = Rig(base)
+    rig = FleetRig(base)
     yield rig
     if rig.running is not None:
         rig.running.kill()
@@ -95,7 +95,7 @@ def until(true: Callable[[], object], limit_s: float, what: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_start_that_fails_says_why_and_leaves_nothing(rig: Rig) -> None:
+def test_a_start_that_fails_says_why_and_leaves_nothing(rig: FleetRig) -> None:
     # `conserve check` knows vLLM's options, and not what each takes.
     answer = conserve(rig.base, "up", str(rig.file("compilation-config: none-such")), timeout_s=500)
     assert answer.returncode == 1
@@ -106,7 +106,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_ctrl_c_while_engines_start_leaves_nothing(rig: Rig) -> None:
+def test_ctrl_c_while_engines_start_leaves_nothing(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     os.killpg(running.pid, signal.SIGINT)
@@ -116,7 +116,7 @@ def test_ctrl_c_while_engines_start_leaves_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_down_while_engines_start_is_told_to_who_waits_for_them(rig: Rig) -> None:
+def test_a_down_while_engines_start_is_told_to_who_waits_for_them(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     assert "processes ended" in conserve(rig.base, "down", "one", timeout_s=120).stdout
@@ -127,7 +127,7 @@ def test_a_down_while_engines_start_is_told_to_who_waits_for_them(rig: Rig) -> N
 
 
 @pytest.mark.timeout(600)
-def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Rig) -> None:
+def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: FleetRig) -> None:
     """And until it is up, `conserve status` says what it is doing."""
     running = rig.up(background=True)
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
@@ -144,7 +144,7 @@ def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Rig) 
 
 
 @pytest.mark.timeout(900)
-def test_it_serves_as_it_says(life: Life) -> None:
+def test_it_serves_as_it_says(life: WholeLife) -> None:
     assert life.answer["choices"][0]["message"]["content"]
     assert life.models["data"][0]["id"] == "small"
     assert [(name, one["phase"]) for name, one in life.engines.items()] == [("decode-0", "serving")]
@@ -152,7 +152,7 @@ def test_it_serves_as_it_says(life: Life) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_it_traces_a_clients_turn_down_to_the_engine(life: Life) -> None:
+def test_it_traces_a_clients_turn_down_to_the_engine(life: WholeLife) -> None:
     """The gateway's spans, and vLLM's own below the leg that it served."""
     found = {span.name: span for span in life.spans}
     assert set(found) == {"turn", "identify", "bind", "decode leg", "llm_request"}
@@ -162,14 +162,14 @@ def test_it_traces_a_clients_turn_down_to_the_engine(life: Life) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_down_leaves_nothing(life: Life) -> None:
+def test_down_leaves_nothing(life: WholeLife) -> None:
     assert "processes ended" in life.down
     assert life.left == []
     assert not life.answers_still
 
 
 @pytest.mark.timeout(900)
-def test_the_keeper_caps_its_gpu_while_the_fleet_is_up(life: Life) -> None:
+def test_the_keeper_caps_its_gpu_while_the_fleet_is_up(life: WholeLife) -> None:
     """On GPUs that only the keeper sees: the engine, as ever in tests, is vLLM for CPUs."""
     assert life.saw_gpus == {"keeper": True, "engine": False}
     assert life.limits_w == [CAP_W, 300.0]
@@ -177,7 +177,7 @@ def test_the_keeper_caps_its_gpu_while_the_fleet_is_up(life: Life) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_terminal_leaves_nothing_after_the_lease(rig: Rig) -> None:
+def test_a_killed_terminal_leaves_nothing_after_the_lease(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     running.kill()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tests.fleet.talk import CITY_TOOL
 
 
-class Stream:
+class ChatStream:
     """One chat completion, streamed. `text` grows; `error` is the error event, if one came."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Stream:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(30)
 
-    def end(self, limit_s: float) -> "Stream":
+    def end(self, limit_s: float) -> "ChatStream":
         self._thread.join(limit_s)
         assert not self._thread.is_alive(), f"the stream hangs for {limit_s} s"
         return self

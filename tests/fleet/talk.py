@@ -40,14 +40,14 @@ def opening(seed: int, words: int) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Turn:
+class TalkedTurn:
     text: str
     arguments: list[str]
     cached_tokens: int
     prompt_tokens: int
 
 
-def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> Turn:
+def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
     """One agent step: a forced tool call, its result appended to `messages`."""
     answer = sdk.chat.completions.create(
         model=model,
@@ -68,7 +68,7 @@ def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options
     return _turn(answer, arguments)
 
 
-def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> Turn:
+def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
     """A turn that speaks to the user, appended to `messages`. Its tools are part of the prompt, as before."""
     answer = sdk.chat.completions.create(
         model=model,
@@ -83,11 +83,11 @@ def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options
     return _turn(answer, [])
 
 
-def _turn(answer: Any, arguments: list[str]) -> Turn:
+def _turn(answer: Any, arguments: list[str]) -> TalkedTurn:
     usage = answer.usage
     details = usage.prompt_tokens_details
     cached = (details.cached_tokens or 0) if details else 0
-    return Turn(answer.choices[0].message.content or "", arguments, cached, usage.prompt_tokens)
+    return TalkedTurn(answer.choices[0].message.content or "", arguments, cached, usage.prompt_tokens)
 
 
 def get(url: str, path: str, key: str = "test") -> Any:

@@ -42,6 +42,6 @@ def test_each_goes_to_the_least_loaded_decoder_and_moves_once(laptop_fleet: Runn
         assert choice["chosen"]["engine"] == one["decoder"]
         others = [option["kv_in_use"] for option in choice["runners_up"]]
         assert all(choice["chosen"]["kv_in_use"] <= other for other in others), choice
-        # Both decoders were looked at, unless one had no room.
+        # Both decoders were looked at, unless one had no capacity.
         assert 1 + len(others) + choice["without_capacity"] == choice["considered"] == 2
     assert len({one["decoder"] for one in found}) == 2

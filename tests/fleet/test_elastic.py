@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.fleet.streams import Stream
+from tests.fleet.streams import ChatStream
 from tests.fleet.talk import conversation, metric, opening
 from tests.fleet.test_faults import refused, serving, vllm_process
 from tests.support.fleet import RunningFleet
@@ -42,8 +42,8 @@ def fleet(laptop_fleet: RunningFleet, tmp_path: Path) -> Iterator[RunningFleet]:
     place_first_turns(laptop_fleet, "prefiller", tmp_path)
 
 
-def first_turn(fleet: RunningFleet, key: str, seed: int) -> Stream:
-    return Stream(fleet.url, fleet.model, opening(seed, WORDS), key, 8)
+def first_turn(fleet: RunningFleet, key: str, seed: int) -> ChatStream:
+    return ChatStream(fleet.url, fleet.model, opening(seed, WORDS), key, 8)
 
 
 def placement(fleet: RunningFleet, key: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def placement(fleet: RunningFleet, key: str) -> dict[str, Any]:
     return dict(one)
 
 
-def answered(stream: Stream) -> None:
+def answered(stream: ChatStream) -> None:
     stream.end(STREAM_S)
     assert (stream.status, stream.finished, stream.error) == (200, True, None)
 

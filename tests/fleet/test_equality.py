@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.fleet.talk import Turn, client, opening, text_turn, tool_turn
+from tests.fleet.talk import TalkedTurn, client, opening, text_turn, tool_turn
 from tests.support.fleet import RunningFleet
 from tests.support.plain_engine import PlainEngine
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 CONVERSATIONS = 8
 
 
-def talk(url: str, model: str, seed: int, headers: dict[str, str]) -> list[Turn]:
+def talk(url: str, model: str, seed: int, headers: dict[str, str]) -> list[TalkedTurn]:
     sdk = client(url, f"equality-{seed}").with_options(default_headers=headers)
     messages = opening(seed, words=60 + 70 * seed)
     turns = [tool_turn(sdk, model, messages) for _ in range(3)]
@@ -21,8 +21,8 @@ def talk(url: str, model: str, seed: int, headers: dict[str, str]) -> list[Turn]
     return [*turns, text_turn(sdk, model, messages), tool_turn(sdk, model, messages)]
 
 
-def all_at_once(url: str, model: str) -> dict[int, list[Turn]]:
-    said: dict[int, list[Turn]] = {}
+def all_at_once(url: str, model: str) -> dict[int, list[TalkedTurn]]:
+    said: dict[int, list[TalkedTurn]] = {}
 
     def one(seed: int) -> None:
         said[seed] = talk(url, model, seed, {})

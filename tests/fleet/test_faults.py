@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.fleet.streams import Stream
+from tests.fleet.streams import ChatStream
 from tests.fleet.talk import client, conversation, get, metric, opening, text_turn
 from tests.fleet.test_conversation import engine_urls
 from tests.support.fleet import RunningFleet
@@ -65,8 +65,8 @@ def test_a_killed_decoder_ends_streams_that_are_not_to_go_on_and_the_others_do(f
     others.append({"role": "user", "content": "Go on at length."})
     engine_core = vllm_process(fleet, where, "EngineCore")
     opted_out = {"actions": [{"action_type": "conversation.resume", "payload": {"value": False}}]}
-    stream = Stream(fleet.url, fleet.model, messages, "victim", 3000, kv_hints=opted_out)
-    other = Stream(fleet.url, fleet.model, others, f"bystander-{bystander}", 200)
+    stream = ChatStream(fleet.url, fleet.model, messages, "victim", 3000, kv_hints=opted_out)
+    other = ChatStream(fleet.url, fleet.model, others, f"bystander-{bystander}", 200)
     stream.until_text(20)
     fleet.kill(engine_core)
     stream.end(STREAM_S)
@@ -97,8 +97,10 @@ def test_a_prefiller_killed_with_a_queue_costs_time_and_not_one_answer(fleet: Ru
     asked = metric(fleet.url, "conserve_transfers_asked_total")
     waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
     lost = refused(fleet, "unreachable")
-    stream = Stream(fleet.url, fleet.model, messages, "disturbed", 24)  # a second and more of its time
-    behind = [Stream(fleet.url, fleet.model, opening(5200 + n, 40), f"behind-{n}", 8) for n in range(QUEUED)]
+    stream = ChatStream(fleet.url, fleet.model, messages, "disturbed", 24)  # a second and more of its time
+    behind = [
+        ChatStream(fleet.url, fleet.model, opening(5200 + n, 40), f"behind-{n}", 8) for n in range(QUEUED)
+    ]
     all_placed = asked + 1 + QUEUED
     fleet.until(
         lambda: metric(fleet.url, "conserve_transfers_asked_total") == all_placed, 30, "all to be placed"
@@ -121,7 +123,7 @@ def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> 
     before = conversation(fleet, "gateway", 1)
     messages.append({"role": "user", "content": "Go on."})
     gateways = set(fleet.processes("router.gateway")) - set(fleet.processes("workers.host"))
-    stream = Stream(fleet.url, fleet.model, messages, "gateway", 3000)
+    stream = ChatStream(fleet.url, fleet.model, messages, "gateway", 3000)
     stream.until_text(10)
     fleet.kill(gateways.pop())
     stream.end(60)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.talk import Turn, client, conversation, get, metric, opening, text_turn
+from tests.fleet.talk import TalkedTurn, client, conversation, get, metric, opening, text_turn
 from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
@@ -30,7 +30,7 @@ class Decoder:
         return self._seen[0] - before[0], self._seen[1] - before[1]
 
 
-def asked(fleet: RunningFleet, messages: list[dict[str, Any]]) -> Turn:
+def asked(fleet: RunningFleet, messages: list[dict[str, Any]]) -> TalkedTurn:
     sdk = client(fleet.url, "appends")
     return text_turn(sdk, fleet.model, messages, extra_headers={"X-Conversation-ID": "appends"})
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.streams import Stream
+from tests.fleet.streams import ChatStream
 from tests.fleet.talk import client, conversation, opening, text_turn
 from tests.support.fleet import RunningFleet, fleet_up
 from tests.support.nodes import Nodes
@@ -62,8 +62,8 @@ def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_pref
     (victim, messages), (bystander, others) = on["decode-1"], on["decode-0"]
     messages.append({"role": "user", "content": "Go on at length."})
     others.append({"role": "user", "content": "Go on at length."})
-    stream = Stream(fleet.url, fleet.model, messages, victim, 600)
-    other = Stream(fleet.url, fleet.model, others, bystander, 100)
+    stream = ChatStream(fleet.url, fleet.model, messages, victim, 600)
+    other = ChatStream(fleet.url, fleet.model, others, bystander, 100)
     stream.until_text(10)
     node = next(name for name, host in HOSTS.items() if host == hosts[lost])
     nodes.lose(node)

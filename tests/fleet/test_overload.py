@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.streams import Stream
+from tests.fleet.streams import ChatStream
 from tests.fleet.talk import metric, opening
 from tests.fleet.test_faults import vllm_process
 from tests.support.fleet import RunningFleet, fleet_up
@@ -36,15 +36,15 @@ def fleet() -> Iterator[RunningFleet]:
         yield up
 
 
-def start(fleet: RunningFleet, number: int, key: str) -> Stream:
-    return Stream(fleet.url, fleet.model, opening(9000 + number, 6), f"{key}-{number}", TOKENS)
+def start(fleet: RunningFleet, number: int, key: str) -> ChatStream:
+    return ChatStream(fleet.url, fleet.model, opening(9000 + number, 6), f"{key}-{number}", TOKENS)
 
 
-def burst(fleet: RunningFleet, key: str) -> list[Stream]:
+def burst(fleet: RunningFleet, key: str) -> list[ChatStream]:
     return [start(fleet, number, key) for number in range(STREAMS)]
 
 
-def texts(streams: list[Stream]) -> list[str]:
+def texts(streams: list[ChatStream]) -> list[str]:
     for stream in streams:
         stream.end(STREAM_S)
         assert stream.finished and stream.error is None, (stream.status, stream.error, stream.broken)

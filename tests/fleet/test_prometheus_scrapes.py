@@ -14,7 +14,7 @@ from tests.router.batch.jobs import jsonl
 from tests.support.fleet import RunningFleet
 from tests.support.prometheus import MISSING, PROMETHEUS, Prometheus
 from tests.support.scraped_fleet import scraped
-from tests.support.whole_life import CAP_W, Life
+from tests.support.whole_life import CAP_W, WholeLife
 
 pytestmark = [
     pytest.mark.fleet,
@@ -88,7 +88,7 @@ def test_every_page_of_the_fleet_is_scraped_as_what_it_is(
 
 @pytest.mark.parametrize(("where", "expression"), expressions())
 def test_every_expression_has_data_of_a_live_fleet(
-    scraping: Prometheus, life: Life, where: str, expression: str
+    scraping: Prometheus, life: WholeLife, where: str, expression: str
 ) -> None:
     """Of the laptop's, or of the one that co-serves and has GPUs: an expression that neither serves fails."""
     asked = compared(expression)
@@ -112,11 +112,13 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("expression", COUNTS)
-def test_turns_that_interrupt_offline_work_and_the_watts_of_it_are_seen(life: Life, expression: str) -> None:
+def test_turns_that_interrupt_offline_work_and_the_watts_of_it_are_seen(
+    life: WholeLife, expression: str
+) -> None:
     assert max(life.seen[expression]) > 0
 
 
-def test_a_capped_gpu_is_seen_as_it_is(life: Life) -> None:
+def test_a_capped_gpu_is_seen_as_it_is(life: WholeLife) -> None:
     assert set(life.seen["conserve_power_limit_watts"]) == {float(CAP_W)}
     assert set(life.seen["conserve_power_watts"]) == {75.0}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.streams import Stream
+from tests.fleet.streams import ChatStream
 from tests.fleet.talk import CITY_TOOL, FORCED, conversation, get, metric, opening
 from tests.fleet.test_faults import serving, vllm_process
 from tests.support.fleet import RunningFleet
@@ -42,12 +42,12 @@ def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
     serving(laptop_fleet)
 
 
-def start(fleet: RunningFleet, number: int, key: str) -> Stream:
+def start(fleet: RunningFleet, number: int, key: str) -> ChatStream:
     more = {"tools": [CITY_TOOL], **KINDS[number % 3], "stream_options": {"include_usage": True}}
-    return Stream(fleet.url, fleet.model, opening(7000 + number, 30), f"{key}-{number}", 500, **more)
+    return ChatStream(fleet.url, fleet.model, opening(7000 + number, 30), f"{key}-{number}", 500, **more)
 
 
-def said(stream: Stream) -> tuple[Any, ...]:
+def said(stream: ChatStream) -> tuple[Any, ...]:
     assert stream.broken is None and stream.error is None and stream.finished, (stream.error, stream.broken)
     return stream.text, stream.arguments, stream.said
 

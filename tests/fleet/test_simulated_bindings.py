@@ -7,7 +7,7 @@ import pytest
 
 from deploy.cli.commands.simulate import simulated_fleet, simulation_settings
 from tests.fleet.talk import get
-from tests.support.agreement import Agents, conversations
+from tests.support.agreement import TraceAgents, conversations
 from tests.support.binding_agreement import LiveBinding, compare
 from tests.support.fleet import RunningFleet
 from traces.format import TraceConversation
@@ -24,7 +24,7 @@ def in_use(fleet: RunningFleet) -> int:
 async def run(fleet: RunningFleet, trace: list[TraceConversation]) -> list[LiveBinding]:
     headers, patience = {"Authorization": "Bearer agreement"}, aiohttp.ClientTimeout(300)
     async with aiohttp.ClientSession(fleet.url, headers=headers, timeout=patience) as session:
-        agents = Agents(session, fleet.model)
+        agents = TraceAgents(session, fleet.model)
         await agents.learn_sizes()
         limit_s = fleet.fleet.conversation.park_after + 300
         await asyncio.to_thread(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from openai import OpenAIError
 
-from tests.fleet.streams import Stream
+from tests.fleet.streams import ChatStream
 from tests.fleet.talk import client, conversation, opening, text_turn, tool_turn
 from tests.support.fleet import RunningFleet
 
@@ -67,7 +67,7 @@ def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[d
     raise AssertionError(f"no new conversation is placed on {decoder}")
 
 
-class Agents:
+class TalkingAgents:
     """Conversations that go on until told to stop, a turn after the other. A failed turn ends its agent."""
 
     def __init__(self, fleet: RunningFleet, count: int) -> None:
@@ -76,7 +76,7 @@ class Agents:
         self.failures: list[str] = []
         self._threads = [threading.Thread(target=self._talk, args=(key,)) for key in self.turns]
 
-    def __enter__(self) -> "Agents":
+    def __enter__(self) -> "TalkingAgents":
         for thread in self._threads:
             thread.start()
         return self
@@ -103,8 +103,8 @@ class Agents:
 
 
 @pytest.fixture
-def agents(laptop_fleet: RunningFleet) -> Iterator[Agents]:
-    with Agents(laptop_fleet, 4) as talking:
+def agents(laptop_fleet: RunningFleet) -> Iterator[TalkingAgents]:
+    with TalkingAgents(laptop_fleet, 4) as talking:
         laptop_fleet.until(lambda: talking.all_have(1), 120, "the first turns")
         yield talking
 
@@ -121,7 +121,9 @@ def test_the_same_file_changes_nothing_and_a_dry_run_only_says(changing: Changin
     assert changing.epochs() == before
 
 
-def test_agents_talk_on_while_gateways_and_decoders_are_replaced(changing: Changing, agents: Agents) -> None:
+def test_agents_talk_on_while_gateways_and_decoders_are_replaced(
+    changing: Changing, agents: TalkingAgents
+) -> None:
     fleet = changing.fleet
     before, homes = changing.epochs(), {key: conversation(fleet, key)["decoder"] for key in agents.turns}
     gateways = set(fleet.processes("router.gateway"))
@@ -157,7 +159,7 @@ def test_replicas_follow_the_kv_in_use_up_and_down(changing: Changing) -> None:
     changing.up(follow)
     before = changing.epochs()
     heavy = [
-        Stream(fleet.url, fleet.model, opening(950 + number, 500), f"heavy-{number}", 24_000)
+        ChatStream(fleet.url, fleet.model, opening(950 + number, 500), f"heavy-{number}", 24_000)
         for number in range(4)
     ]
     fleet.until(lambda: fleet.engines().get("decode-2", {}).get("phase") == "serving", 400, "a third decoder")

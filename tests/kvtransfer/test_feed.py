@@ -21,7 +21,7 @@ from kvtransfer.feed import (
 from placement.engines import EngineState
 
 
-class Engine:
+class FedEngine:
     def __init__(self, path: Path) -> None:
         self.released: list[str] = []
         self.seq = 0
@@ -39,8 +39,8 @@ class Engine:
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
-    engine = Engine(tmp_path / "engine.sock")
+async def engine(tmp_path: Path) -> AsyncIterator[FedEngine]:
+    engine = FedEngine(tmp_path / "engine.sock")
     yield engine
     engine.server.close()
 
@@ -51,14 +51,14 @@ async def first(feed: EngineFeed) -> EngineState:
 
 
 async def test_a_keeper_is_told_the_state_at_once_and_at_least_every_second(
-    engine: Engine, tmp_path: Path
+    engine: FedEngine, tmp_path: Path
 ) -> None:
     feed = EngineFeed(tmp_path / "engine.sock")
     assert (await asyncio.wait_for(first(feed), 1)).live_tokens == 10
     assert (await asyncio.wait_for(first(feed), 1.5)).seq >= 2
 
 
-async def test_changes_are_told_soon_but_not_one_by_one(engine: Engine, tmp_path: Path) -> None:
+async def test_changes_are_told_soon_but_not_one_by_one(engine: FedEngine, tmp_path: Path) -> None:
     async with aclosing(EngineFeed(tmp_path / "engine.sock").states()) as states:
         await anext(states)
         before = engine.seq
@@ -68,7 +68,7 @@ async def test_changes_are_told_soon_but_not_one_by_one(engine: Engine, tmp_path
         assert 2 <= engine.seq - before <= 12
 
 
-async def test_a_report_of_the_longest_ids_arrives(engine: Engine, tmp_path: Path) -> None:
+async def test_a_report_of_the_longest_ids_arrives(engine: FedEngine, tmp_path: Path) -> None:
     longest = {f"{number:04}".ljust(512, "\x01"): 1 for number in range(NAMED_AT_MOST)}
     state = replace(engine.snapshot(), confirmed=longest, parked=longest, unparked=longest)
     server = FeedServer(tmp_path / "long.sock", lambda: state, {})
@@ -79,19 +79,19 @@ async def test_a_report_of_the_longest_ids_arrives(engine: Engine, tmp_path: Pat
         server.close()
 
 
-async def test_a_command_is_done_and_answered(engine: Engine, tmp_path: Path) -> None:
+async def test_a_command_is_done_and_answered(engine: FedEngine, tmp_path: Path) -> None:
     feed = EngineFeed(tmp_path / "engine.sock")
     assert await feed.release("a conversation")
     assert engine.released == ["a conversation"]
 
 
-async def test_an_unknown_command_is_refused_with_the_known_ones(engine: Engine, tmp_path: Path) -> None:
+async def test_an_unknown_command_is_refused_with_the_known_ones(engine: FedEngine, tmp_path: Path) -> None:
     feed = EngineFeed(tmp_path / "engine.sock")
     with pytest.raises(FeedError, match="release"):
         await asyncio.wait_for(feed.drain(), 7)
 
 
-async def test_states_end_when_the_engine_does(engine: Engine, tmp_path: Path) -> None:
+async def test_states_end_when_the_engine_does(engine: FedEngine, tmp_path: Path) -> None:
     feed = EngineFeed(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(feed.states()) as states:
         await anext(states)
@@ -104,13 +104,13 @@ async def test_states_end_when_the_engine_does(engine: Engine, tmp_path: Path) -
 async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     path.touch()
-    engine = Engine(path)
+    engine = FedEngine(path)
     assert (await first(EngineFeed(path))).engine == "d0"
     engine.server.close()
 
 
 async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
-    engine: Engine, tmp_path: Path
+    engine: FedEngine, tmp_path: Path
 ) -> None:
     feed = EngineFeed(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(feed.states()) as states:
@@ -140,7 +140,9 @@ def test_what_is_named_no_more_is_said_to_be_missing() -> None:
     assert named.after == 4
 
 
-async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(engine: Engine, tmp_path: Path) -> None:
+async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(
+    engine: FedEngine, tmp_path: Path
+) -> None:
     async def answer(line: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
         writer.write(line)

@@ -1,4 +1,4 @@
-"""What is relied on of vLLM is checked, and is in two modules only."""
+"""What is relied on of vLLM is checked, and is in three modules only (`CONTACTS`)."""
 
 import ast
 import inspect
@@ -16,7 +16,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
-from kvtransfer.vllm_internals import CONNECTOR, WORKER
+from kvtransfer.vllm_internals import CONNECTOR, CONTINUING, GENERATIONS, GRAMMARS, WORKER
+from workers.exact_tokens import ExactTokensMiddleware
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
@@ -25,7 +26,14 @@ CONTACTS = {
     "workers/coserving/vllm_internals.py",
     "workers/overload/vllm_internals.py",
 }
-HANDED = ("workers/coserving/", "workers/overload/", "workers/cpu_worker")  # vLLM's objects
+HANDED = (  # vLLM's objects
+    "workers/coserving/", "workers/overload/", "workers/cpu_worker", "workers/exact_tokens",
+    "workers/token_lines",
+)  # fmt: skip
+TABLES = {
+    "connector": CONNECTOR, "worker": WORKER, "generations": GENERATIONS, "continuing": CONTINUING,
+    "grammars": GRAMMARS,
+}  # fmt: skip
 # Not private by name, and still no interface.
 INTERNAL = {
     "discard_request_mask", "execute_model_state", "free_block_queue", "is_prefill_chunk",
@@ -36,7 +44,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BY_NAME = ("getattr", "setattr")
 
 
-@pytest.mark.parametrize("table", [CONNECTOR, WORKER], ids=["connector", "worker"])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_the_installed_release_is_the_one_written_for(table: ReliedOn) -> None:
     verify(table)
 
@@ -53,6 +61,22 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(BlockPool, "touch", lambda self, block_ids: None)
     with pytest.raises(UnsupportedVllmError, match=r"touch\(self, blocks\) is relied on.*block_ids"):
         verify(CONNECTOR)
+
+
+def test_another_generate_is_refused_and_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def generate(self: Any, prompt: Any, params: Any, request_id: str) -> None:
+        pass
+
+    async def app(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    relied_on = r"AsyncLLM\.generate\(self, prompt, sampling_params, .* is relied on, but has .* params,"
+    with pytest.raises(UnsupportedVllmError, match=relied_on):
+        ExactTokensMiddleware(app)
+    assert AsyncLLM.generate is generate
 
 
 def test_an_attribute_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

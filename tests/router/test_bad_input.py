@@ -18,14 +18,14 @@ from router.config import ServedModel
 from router.fields import FIELDS
 from router.http import ServerLimits
 from router.keys import inline
-from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, get, user
+from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
 from tests.support.waiting import until
 
 LIMITS = ServerLimits(max_body_bytes=1 << 20, head_timeout_s=0.3, body_timeout_s=0.3, write_stall_s=0.5)
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     """Whatever a test did, sockets and reservations must return to zero."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
     async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline(("right",), ("boss",))) as one:
@@ -46,7 +46,7 @@ KEY = {"authorization": "Bearer right", "content-type": "application/json"}
 
 
 async def post(
-    made: Fleet,
+    made: FakeFleet,
     data: bytes,
     headers: dict[str, str] | None = None,
     path: str = "/v1/chat/completions",
@@ -87,7 +87,7 @@ async def post(
     ],
 )
 async def test_what_is_wrong_with_a_body_is_said_without_asking_an_engine(
-    made: Fleet, body: bytes, status: int, code: str
+    made: FakeFleet, body: bytes, status: int, code: str
 ) -> None:
     got, error = await post(made, body)
     assert (got, error["code"]) == (status, code)
@@ -95,12 +95,12 @@ async def test_what_is_wrong_with_a_body_is_said_without_asking_an_engine(
     assert not made.decoder_requests()
 
 
-async def test_another_content_type_is_refused(made: Fleet) -> None:
+async def test_another_content_type_is_refused(made: FakeFleet) -> None:
     status, error = await post(made, b"{}", {**KEY, "content-type": "text/plain"})
     assert (status, error["param"]) == (400, "content-type")
 
 
-async def test_keys_are_asked_for_where_the_config_lists_them(made: Fleet) -> None:
+async def test_keys_are_asked_for_where_the_config_lists_them(made: FakeFleet) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
         answer = await ask(made.urls[0], [user("x")], headers=headers)
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
@@ -109,7 +109,7 @@ async def test_keys_are_asked_for_where_the_config_lists_them(made: Fleet) -> No
     assert (await ask(made.urls[0], [user("x")], headers={"x-api-key": "right"})).status == 200
 
 
-async def test_one_callers_conversations_are_not_anothers(made: Fleet) -> None:
+async def test_one_callers_conversations_are_not_anothers(made: FakeFleet) -> None:
     named = {**KEY, "x-conversation-id": "mine"}
     assert (await ask(made.urls[0], [user("x")], headers=named)).status == 200
     url = f"{made.urls[0]}/v1/conversations"
@@ -123,7 +123,7 @@ async def test_one_callers_conversations_are_not_anothers(made: Fleet) -> None:
     assert [one["id"].endswith(":mine") for one in listed["data"]] == [True]
 
 
-async def test_conversations_are_listed_in_pages(made: Fleet) -> None:
+async def test_conversations_are_listed_in_pages(made: FakeFleet) -> None:
     for number in range(5):
         await ask(made.urls[0], [user("x")], headers={**KEY, "x-conversation-id": f"c{number}"})
     await made.settle()  # a turn's end counts as use
@@ -171,7 +171,9 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
-async def test_numbers_without_bounds_reach_no_engine_and_no_queue(made: Fleet, tier: dict[str, str]) -> None:
+async def test_numbers_without_bounds_reach_no_engine_and_no_queue(
+    made: FakeFleet, tier: dict[str, str]
+) -> None:
     for wrong, code in ENDLESS:
         answer = await ask(made.urls[0], [user("x")], headers=KEY, **tier, **wrong)
         assert (answer.status, answer.error["code"]) == (400, code), wrong
@@ -180,7 +182,7 @@ async def test_numbers_without_bounds_reach_no_engine_and_no_queue(made: Fleet, 
 
 
 @pytest.mark.parametrize("count", ["n", "best_of"])
-async def test_prompts_and_answers_of_a_request_are_bounded_together(made: Fleet, count: str) -> None:
+async def test_prompts_and_answers_of_a_request_are_bounded_together(made: FakeFleet, count: str) -> None:
     for number in (100, 100.0):
         body = {"model": MODEL, "prompt": ["a"] * 100, count: number}
         status, error = await post(made, orjson.dumps(body), path="/v1/completions")
@@ -198,7 +200,7 @@ async def test_prompts_and_answers_of_a_request_are_bounded_together(made: Fleet
         ("/v1/embeddings", "input", "dimensions"),
     ],
 )
-async def test_every_endpoint_has_its_bounds(made: Fleet, path: str, prompt: str, limit: str) -> None:
+async def test_every_endpoint_has_its_bounds(made: FakeFleet, path: str, prompt: str, limit: str) -> None:
     for number in (-5, 10**30):
         body = {"model": MODEL, prompt: [user("x")] if prompt == "messages" else "x", limit: number}
         status, error = await post(made, orjson.dumps(body) if abs(number) < 2**63 else big(body), path=path)
@@ -223,7 +225,7 @@ async def test_what_clients_libraries_send_is_taken() -> None:
         assert parameters.__required_keys__ | parameters.__optional_keys__ <= FIELDS[path].keys()
 
 
-async def test_an_id_of_10_kb_is_refused(made: Fleet) -> None:
+async def test_an_id_of_10_kb_is_refused(made: FakeFleet) -> None:
     answer = await ask(made.urls[0], [user("x")], headers={**KEY, "x-session-id": "i" * 10_000})
     assert (answer.status, answer.error["code"]) == (400, "bad_request")
     answer = await ask(made.urls[0], [user("x")], headers=KEY, session_id="i" * 10_000)
@@ -231,17 +233,19 @@ async def test_an_id_of_10_kb_is_refused(made: Fleet) -> None:
     assert (await get(f"{made.urls[0]}/v1/conversations/{'i' * 5000}", headers=KEY))[0] == 400
 
 
-async def test_a_body_that_is_too_large_is_refused(made: Fleet) -> None:
+async def test_a_body_that_is_too_large_is_refused(made: FakeFleet) -> None:
     status, error = await post(made, b'{"model": "small", "x": "' + b"x" * (2 << 20) + b'"}')
     assert (status, error["code"]) == (413, "request_too_large")
 
 
-async def test_too_many_headers_are_refused(made: Fleet) -> None:
+async def test_too_many_headers_are_refused(made: FakeFleet) -> None:
     answer = await ask(made.urls[0], [user("x")], headers={**KEY, **{f"x-{n}": "v" for n in range(1000)}})
     assert answer.status == 431
 
 
-async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_nothing(made: Fleet) -> None:
+async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_nothing(
+    made: FakeFleet,
+) -> None:
     answer = await ask(made.urls[0], [user("x" * 60_000)], headers=KEY)
     assert answer.status == 400
     assert "maximum context length" in answer.error["message"]
@@ -249,12 +253,12 @@ async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_no
     assert len(made.directory.table.conversations) == 0
 
 
-async def test_embeddings_are_refused_clearly_where_the_model_has_none(made: Fleet) -> None:
+async def test_embeddings_are_refused_clearly_where_the_model_has_none(made: FakeFleet) -> None:
     answer = await ask(made.urls[0], "x", path="/v1/embeddings", headers=KEY)
     assert (answer.status, answer.error["code"]) == (400, "unsupported")
 
 
-async def test_unknown_paths_and_methods(made: Fleet) -> None:
+async def test_unknown_paths_and_methods(made: FakeFleet) -> None:
     assert (await get(f"{made.urls[0]}/v2/none", headers=KEY))[0] == 404
     assert (await get(f"{made.urls[0]}/v1/chat/completions", headers=KEY))[0] == 405
     status, models = await get(f"{made.urls[0]}/v1/models", headers=KEY)
@@ -268,7 +272,7 @@ async def test_unknown_paths_and_methods(made: Fleet) -> None:
     assert "conserve_client_connections 1.0" in text
 
 
-async def test_tokenize_is_answered_by_any_engine(made: Fleet) -> None:
+async def test_tokenize_is_answered_by_any_engine(made: FakeFleet) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{made.urls[0]}/tokenize", json={"prompt": "ab"}, headers=KEY) as response,
@@ -276,7 +280,7 @@ async def test_tokenize_is_answered_by_any_engine(made: Fleet) -> None:
         assert (await response.json())["tokens"] == [97, 98]
 
 
-async def test_half_a_request_and_then_silence_ends_in_time(made: Fleet) -> None:
+async def test_half_a_request_and_then_silence_ends_in_time(made: FakeFleet) -> None:
     host, _, port = made.urls[0].removeprefix("http://").partition(":")
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\n"
@@ -290,7 +294,7 @@ async def test_half_a_request_and_then_silence_ends_in_time(made: Fleet) -> None
         writer.close()
 
 
-async def test_a_reader_that_stops_reading_is_cut_off_and_its_turn_aborted(made: Fleet) -> None:
+async def test_a_reader_that_stops_reading_is_cut_off_and_its_turn_aborted(made: FakeFleet) -> None:
     host, _, port = made.urls[0].removeprefix("http://").partition(":")
     for engine in made.engines.values():
         engine.token_s = 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 Headers = dict[str, str]
@@ -19,7 +19,7 @@ SYSTEM = {"role": "system", "content": "You are a coding agent. " * 20}
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     async with fleet(tmp_path, decoders=3) as one:
         yield one
 
@@ -36,8 +36,8 @@ def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 async def tool_loop(
-    made: Fleet, begins: str, headers: Headers | None = None, turns: int = 4, **body: Any
-) -> list[Answer]:
+    made: FakeFleet, begins: str, headers: Headers | None = None, turns: int = 4, **body: Any
+) -> list[GatewayAnswer]:
     """An agent: a question, turns with parallel tool calls, then an answer."""
     messages = [SYSTEM, user(begins)]
     answers = []
@@ -47,19 +47,19 @@ async def tool_loop(
     return answers
 
 
-def ids(answers: list[Answer]) -> set[str]:
+def ids(answers: list[GatewayAnswer]) -> set[str]:
     assert all(answer.status == 200 for answer in answers)
     return {answer.conversation for answer in answers}
 
 
-async def told(made: Fleet, conversation: str) -> dict[str, Any]:
+async def told(made: FakeFleet, conversation: str) -> dict[str, Any]:
     await made.settle()
     status, found = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
     assert status == 200, found
     return dict(found)
 
 
-async def retried_and_compacted(made: Fleet, headers: Headers) -> set[str]:
+async def retried_and_compacted(made: FakeFleet, headers: Headers) -> set[str]:
     """A turn that its client gave up and sent again, then a history that was replaced by a summary."""
     before = [SYSTEM, user("long work"), assistant("done"), user("and more")]
     given_up = asyncio.create_task(ask(made.urls[0], before, headers=headers, max_tokens=2000, stream=True))
@@ -71,7 +71,7 @@ async def retried_and_compacted(made: Fleet, headers: Headers) -> set[str]:
     return ids([again, compacted])
 
 
-async def one_conversation_and_its_sub_agent(made: Fleet, main: Headers, sub: Headers) -> tuple[str, str]:
+async def one_conversation_and_its_sub_agent(made: FakeFleet, main: Headers, sub: Headers) -> tuple[str, str]:
     (top,) = ids(await tool_loop(made, "build it", main))
     children = await asyncio.gather(tool_loop(made, "explore", sub, 2), tool_loop(made, "explore", main, 1))
     (child,) = ids(children[0])
@@ -83,13 +83,13 @@ async def one_conversation_and_its_sub_agent(made: Fleet, main: Headers, sub: He
     return top, child
 
 
-async def test_opencode(made: Fleet) -> None:
+async def test_opencode(made: FakeFleet) -> None:
     main = {"x-session-id": "ses_1"}
     sub = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("ses_1", "ses_2")
 
 
-async def test_claude_code(made: Fleet) -> None:
+async def test_claude_code(made: FakeFleet) -> None:
     main = {"x-claude-code-session-id": "s"}
     sub = {**main, "x-claude-code-agent-id": "a1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("s", "s.a1")
@@ -98,13 +98,13 @@ async def test_claude_code(made: Fleet) -> None:
     assert (await told(made, deeper))["parent"] == "s.a1"
 
 
-async def test_codex(made: Fleet) -> None:
+async def test_codex(made: FakeFleet) -> None:
     main = {"session-id": "t1", "thread-id": "t1"}
     sub = {"session-id": "t1", "thread-id": "t2", "x-codex-parent-thread-id": "t1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("t1", "t2")
 
 
-async def test_dynamo_and_aiperf_end_their_sessions(made: Fleet) -> None:
+async def test_dynamo_and_aiperf_end_their_sessions(made: FakeFleet) -> None:
     main = {"x-dynamo-session-id": "d1"}
     sub = {"x-dynamo-session-id": "d2", "x-dynamo-parent-session-id": "d1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("d1", "d2")
@@ -117,20 +117,20 @@ async def test_dynamo_and_aiperf_end_their_sessions(made: Fleet) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-smg-routing-key", "x-session-affinity"])
-async def test_routing_keys(made: Fleet, header: str) -> None:
+async def test_routing_keys(made: FakeFleet, header: str) -> None:
     assert ids(await tool_loop(made, "build it", {header: "r1"})) == {"r1"}
     assert ids(await tool_loop(made, "build it", {header: "r2"})) == {"r2"}
     assert await retried_and_compacted(made, {header: "r1"}) == {"r1"}
 
 
-async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made: Fleet) -> None:
+async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made: FakeFleet) -> None:
     for named_after in ({}, {"prompt_cache_key": "my-app"}):
         first = await ask(made.urls[0], [user("one")], **named_after)
         token = {"x-session-token": first.headers["x-session-token"]}
         assert await retried_and_compacted(made, token) == {first.conversation}
 
 
-async def test_a_token_that_names_an_engine_is_no_conversation(made: Fleet) -> None:
+async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) -> None:
     """A router in front gives every session on this gateway the same one."""
     token = {"x-session-token": "ZGVmYXVsdC9jb25zZXJ2ZS0w"}
     loops = await asyncio.gather(*(tool_loop(made, f"task {number}", token) for number in range(3)))
@@ -138,7 +138,7 @@ async def test_a_token_that_names_an_engine_is_no_conversation(made: Fleet) -> N
     assert len(set().union(*map(ids, loops))) == 3
 
 
-async def test_an_anthropic_client_with_its_session_in_the_user_id(made: Fleet) -> None:
+async def test_an_anthropic_client_with_its_session_in_the_user_id(made: FakeFleet) -> None:
     """Claude Code without its headers: what it asks beside the conversation has the same session."""
     path = "/v1/messages"
 
@@ -160,7 +160,7 @@ async def test_an_anthropic_client_with_its_session_in_the_user_id(made: Fleet) 
     assert (await told(made, fork))["parent"] == one
 
 
-async def test_one_cache_key_for_a_whole_application_pins_nothing(made: Fleet) -> None:
+async def test_one_cache_key_for_a_whole_application_pins_nothing(made: FakeFleet) -> None:
     loops = [await tool_loop(made, f"task {number}", prompt_cache_key="my-app") for number in range(6)]
     assert [len(ids(answers)) for answers in loops] == [1] * 6
     conversations = set().union(*map(ids, loops))
@@ -171,7 +171,7 @@ async def test_one_cache_key_for_a_whole_application_pins_nothing(made: Fleet) -
     assert len(made.prefills()) == 6
 
 
-async def test_a_cache_key_for_each_conversation_keeps_equal_ones_apart(made: Fleet) -> None:
+async def test_a_cache_key_for_each_conversation_keeps_equal_ones_apart(made: FakeFleet) -> None:
     messages = [user("the very same")]
     names: list[set[str]] = [set(), set()]
     for number in range(3):
@@ -183,7 +183,7 @@ async def test_a_cache_key_for_each_conversation_keeps_equal_ones_apart(made: Fl
     assert names[0] != names[1]
 
 
-async def test_a_correlation_id_for_each_request_leaves_one_conversation(made: Fleet) -> None:
+async def test_a_correlation_id_for_each_request_leaves_one_conversation(made: FakeFleet) -> None:
     messages = [SYSTEM, user("build it")]
     answers = []
     for number in range(4):
@@ -197,13 +197,13 @@ async def test_a_correlation_id_for_each_request_leaves_one_conversation(made: F
     assert len({seen.conversation for seen in made.decoder_requests()}) == 1
 
 
-async def test_a_correlation_id_does_not_come_before_a_session(made: Fleet) -> None:
+async def test_a_correlation_id_does_not_come_before_a_session(made: FakeFleet) -> None:
     stamped = {"x-claude-code-session-id": "s", "x-correlation-id": "req-1"}
     assert ids([await ask(made.urls[0], [user("x")], headers=stamped)]) == {"s"}
 
 
 @pytest.mark.parametrize("header", [True, False])
-async def test_vllms_multi_turn_benchmark_names_its_conversations(made: Fleet, header: bool) -> None:
+async def test_vllms_multi_turn_benchmark_names_its_conversations(made: FakeFleet, header: bool) -> None:
     """With `--send-conversation-id`; without it nothing is said, and the messages decide."""
     name = "CONV_ID_1"
     headers = {"x-session-id": name} if header else {}
@@ -213,7 +213,7 @@ async def test_vllms_multi_turn_benchmark_names_its_conversations(made: Fleet, h
     assert len(made.prefills()) == 1
 
 
-async def test_aiperf_stamps_its_sessions_twice_and_its_requests_once(made: Fleet) -> None:
+async def test_aiperf_stamps_its_sessions_twice_and_its_requests_once(made: FakeFleet) -> None:
     messages = [user("begin")]
     for number in range(3):
         said = {"x-session-affinity": "s", "x-correlation-id": "s", "x-request-id": f"r{number}"}
@@ -224,7 +224,7 @@ async def test_aiperf_stamps_its_sessions_twice_and_its_requests_once(made: Flee
     assert len(made.prefills()) == 1
 
 
-async def test_inference_perf_continues_a_text_without_an_id(made: Fleet) -> None:
+async def test_inference_perf_continues_a_text_without_an_id(made: FakeFleet) -> None:
     """Its conversations are prompts of `/v1/completions`: each is the one before, its answer, and more."""
     text, answers = "a system prompt " * 20, []
     for number in range(4):

@@ -15,7 +15,7 @@ from tests.support.engines import info, placer, state
 
 
 @dataclass
-class Machine:
+class MachineClocks:
     """Its clocks; a jump moves one of them."""
 
     system: float = 1_800_000_000.0
@@ -32,7 +32,7 @@ class Machine:
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 def test_a_jump_moves_nothing_nor_does_it_for_who_opens_the_store_next(jump: float) -> None:
-    machine = Machine()
+    machine = MachineClocks()
     clock = machine.clock()
     began, kept = clock(), clock.resume(None)
     machine.system += jump
@@ -44,7 +44,7 @@ def test_a_jump_moves_nothing_nor_does_it_for_who_opens_the_store_next(jump: flo
 
 
 def test_after_a_boot_it_goes_by_the_system_but_never_back() -> None:
-    machine = Machine()
+    machine = MachineClocks()
     kept = machine.clock().resume(None)
     machine.boot, machine.up, machine.system = "second", 5.0, machine.system + 100
     clock = machine.clock()
@@ -57,7 +57,7 @@ def test_after_a_boot_it_goes_by_the_system_but_never_back() -> None:
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 async def test_a_conversation_lives_as_long_as_it_should(tmp_path: Path, jump: float) -> None:
     """Over a jump while the directory runs, and over one while it is down."""
-    machine = Machine()
+    machine = MachineClocks()
 
     async def directory() -> Directory:
         settings, journal = DirectorySettings(600.0), tmp_path / "journal"
@@ -86,7 +86,7 @@ async def test_a_conversation_lives_as_long_as_it_should(tmp_path: Path, jump: f
 
 
 async def test_the_zero_is_kept_with_the_times(tmp_path: Path) -> None:
-    machine = Machine()
+    machine = MachineClocks()
     for _ in range(2):
         journal = Journal(tmp_path / "journal")
         clock = machine.clock()

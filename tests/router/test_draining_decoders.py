@@ -4,18 +4,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 
-async def drain(made: Fleet, engine: str, on: bool = True) -> None:
+async def drain(made: FakeFleet, engine: str, on: bool = True) -> None:
     made.engines[engine].draining = on
     await until(
         lambda: all(g.directory.engines.load(engine).state.draining is on for g in made.gateways),
     )
 
 
-async def opened(made: Fleet, text: str = "hello") -> tuple[list[dict[str, Any]], str, str]:
+async def opened(made: FakeFleet, text: str = "hello") -> tuple[list[dict[str, Any]], str, str]:
     """A conversation with one turn: its messages so far, its id, its decoder."""
     messages = [user(text)]
     first = await ask(made.urls[0], messages)

@@ -10,7 +10,7 @@ import pytest
 
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.prefillers import PrefillCurve
-from tests.support.fake_fleet import Answer, Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import GatewayAnswer, FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -19,29 +19,29 @@ SLOW = {"prefill": PrefillCurve(0.0, 1e-2, 0.0)}  # a prompt of 1000 bytes is 10
 
 
 @asynccontextmanager
-async def elastic(tmp_path: Path, decoders: int = 1, **placing: Any) -> AsyncIterator[Fleet]:
+async def elastic(tmp_path: Path, decoders: int = 1, **placing: Any) -> AsyncIterator[FakeFleet]:
     placing = {"first_turns": FirstTurns.ELASTIC, "max_prefill_wait_s": 1e9, **placing}
     async with fleet(tmp_path, decoders=decoders, placing=placing, curves=SLOW) as made:
         yield made
 
 
-async def placement(made: Fleet, conversation: str) -> dict[str, Any]:
+async def placement(made: FakeFleet, conversation: str) -> dict[str, Any]:
     await made.settle()
     _, told = await get(f"{made.urls[0]}/v1/conversations/{conversation}")
     return dict(told["placements"][0])
 
 
-async def sample(made: Fleet, name: str) -> float:
+async def sample(made: FakeFleet, name: str) -> float:
     _, text = await get(f"{made.urls[0]}/metrics")
     line = next(one for one in text.splitlines() if one.startswith(f"{name} "))
     return float(line.rsplit(" ", 1)[1])
 
 
-async def second_thoughts(made: Fleet, outcome: str) -> float:
+async def second_thoughts(made: FakeFleet, outcome: str) -> float:
     return await sample(made, f'conserve_second_thoughts_total{{outcome="{outcome}"}}')
 
 
-def turn(made: Fleet, conversation: str) -> "asyncio.Task[Answer]":
+def turn(made: FakeFleet, conversation: str) -> "asyncio.Task[GatewayAnswer]":
     return asyncio.create_task(
         ask(
             made.urls[0],
@@ -73,7 +73,7 @@ async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_pa
         assert len(made.prefills()) == 1
 
 
-async def waits_for_the_prefiller(made: Fleet) -> "asyncio.Task[Answer]":
+async def waits_for_the_prefiller(made: FakeFleet) -> "asyncio.Task[GatewayAnswer]":
     """Its decoder has much to do when it comes, and answers slowly."""
     prefiller, decoder = made.engines["p0"], made.engines["d0"]
     prefiller.prefill_s, decoder.token_s = 60.0, 0.2

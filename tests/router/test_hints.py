@@ -12,7 +12,7 @@ from placement.fleet.returns import ReturnRules
 from router.errors import BadRequest
 from router.hints import Hints, read_hints
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -127,7 +127,7 @@ async def test_an_answer_says_where_it_was_computed_when_asked(tmp_path: Path) -
     assert "x-conversation-placement" not in silent.headers
 
 
-def decoder_of_session(made: Fleet) -> str:
+def decoder_of_session(made: FakeFleet) -> str:
     """Where the prompt "a" was answered."""
     (name,) = (
         name
@@ -137,21 +137,21 @@ def decoder_of_session(made: Fleet) -> str:
     return name
 
 
-def decoder_of(made: Fleet) -> FakeEngine:
+def decoder_of(made: FakeFleet) -> FakeEngine:
     (decoder,) = (one for one in made.engines.values() if one.name.startswith("d") and one.seen)
     return decoder
 
 
-def restores(made: Fleet) -> int:
+def restores(made: FakeFleet) -> int:
     return sum(seen.body.get("priority", 0) > 0 for seen in made.decoder_requests())
 
 
-async def state(made: Fleet) -> str:
+async def state(made: FakeFleet) -> str:
     _, told = await get(f"{made.urls[0]}/v1/conversations/s")
     return str(told["state"])
 
 
-async def away(made: Fleet, seconds: float) -> None:
+async def away(made: FakeFleet, seconds: float) -> None:
     headers = {**NAMED, "x-conversation-away": str(seconds)}
     answer = await ask(made.urls[0], [user("x" * 500)], headers=headers)
     assert answer.status == 200

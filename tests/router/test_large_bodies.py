@@ -17,7 +17,7 @@ from router import reading
 from router.errors import ApiError
 from router.readers import MOST_WAITING, Readers
 from router.reading import Api, Reading, read_body
-from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
+from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ HOSTILE = {
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     async with fleet(tmp_path) as one:
         yield one
 
@@ -85,7 +85,7 @@ class Stalls:
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-async def test_a_hostile_body_is_refused_and_stalls_nobody(made: Fleet, name: str) -> None:
+async def test_a_hostile_body_is_refused_and_stalls_nobody(made: FakeFleet, name: str) -> None:
     path, body = HOSTILE[name]
     longest: list[float] = []
     for _ in range(3):
@@ -102,7 +102,9 @@ async def test_a_hostile_body_is_refused_and_stalls_nobody(made: Fleet, name: st
     assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
 
 
-async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_is_not(made: Fleet) -> None:
+async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_is_not(
+    made: FakeFleet,
+) -> None:
     def looks(longest: str) -> float:
         return REGISTRY.get_sample_value("conserve_loop_held_seconds_bucket", {"le": longest}) or 0.0
 
@@ -161,7 +163,7 @@ async def test_a_reader_that_takes_too_long_is_ended_and_its_request_refused() -
     [("completions", "x" * 20_000_000), ("completions", [1] * 600_000), ("completions", ["x" * 20_000_000])],
 )
 async def test_a_prompt_beyond_every_context_is_refused_before_it_is_hashed(
-    made: Fleet, monkeypatch: pytest.MonkeyPatch, path: str, prompt: object
+    made: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str, prompt: object
 ) -> None:
     context = made.gateways[0].directory.engines.max_context
     monkeypatch.setattr("router.chains.of_body", lambda *_: pytest.fail("hashed"))
@@ -294,7 +296,7 @@ async def test_where_no_process_can_be_started_large_bodies_may_come_again(
         readers.close()
 
 
-async def test_a_large_turn_reaches_its_engine_as_it_came(made: Fleet) -> None:
+async def test_a_large_turn_reaches_its_engine_as_it_came(made: FakeFleet) -> None:
     raw = orjson.dumps({"model": MODEL, "messages": [user("hello")], "max_tokens": 2})
     status, text = await hostile_request(made.urls[0], "chat/completions", raw[:-1] + b" " * MIB + b"}")
     assert status == 200, text

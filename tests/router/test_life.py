@@ -10,8 +10,8 @@ import orjson
 from placement.fleet.policies import PlacingPolicy
 from router.config import SloTargets
 from router.identity import namespace
-from tests.support.fake_engine import Seen
-from tests.support.fake_fleet import Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_engine import SeenRequest
+from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 
@@ -232,7 +232,7 @@ async def test_two_gateways_serve_one_fleet(tmp_path: Path) -> None:
         assert here.conversation == there.conversation != fork.conversation
 
 
-def _all(made: Fleet) -> list[Seen]:
+def _all(made: FakeFleet) -> list[SeenRequest]:
     return made.decoder_requests() + made.prefills()
 
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.fuzz.__main__ import FuzzResults, attackers
-from tests.support.fake_fleet import MODEL, Fleet, ask, fleet, user
+from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, user
 
 pytestmark = pytest.mark.slow
 
@@ -15,12 +15,12 @@ REQUESTS = 1500
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     async with fleet(tmp_path, decoders=2) as one:
         yield one
 
 
-async def test_hostile_requests_are_answered_and_an_honest_one_after_them(made: Fleet) -> None:
+async def test_hostile_requests_are_answered_and_an_honest_one_after_them(made: FakeFleet) -> None:
     before = await ask(made.urls[0], [user("an honest question")])
     seen, url = FuzzResults(), urlsplit(made.urls[0])
     await attackers((str(url.hostname), int(url.port or 0)), MODEL, REQUESTS, 7, seen)

@@ -13,14 +13,14 @@ import pytest
 
 from router.keys import inline
 from tests.router.test_failures import engine_process
-from tests.support.fake_fleet import MODEL, Fleet, fleet, get
+from tests.support.fake_fleet import MODEL, FakeFleet, fleet, get
 
 SYSTEM = "You are a careful assistant. " * 8
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
 @asynccontextmanager
-async def client(made: Fleet, key: str = "k") -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def client(made: FakeFleet, key: str = "k") -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(base_url=made.urls[0], api_key=key, max_retries=0) as one:
         yield one
 
@@ -38,7 +38,7 @@ def asked(turn: int) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 5, "system": system, "messages": messages}
 
 
-async def answers(made: Fleet) -> float:
+async def answers(made: FakeFleet) -> float:
     _, page = await get(f"{made.urls[0]}/metrics")
     (line,) = (line for line in page.splitlines() if line.startswith("conserve_ttfet_seconds_count"))
     return float(line.split()[-1])

@@ -13,18 +13,18 @@ from router import fields, openapi
 from router.batch.api import make_app
 from router.config import AnswersConfig, BatchAddress
 from router.errors import BadRequest
-from tests.support.fake_fleet import Fleet, ask, fleet, user
+from tests.support.fake_fleet import FakeFleet, ask, fleet, user
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     answers = AnswersConfig(str(tmp_path / "answers.sqlite"))
     batch = BatchAddress("127.0.0.1:9")  # nobody is there
     async with fleet(tmp_path, decoders=1, prefillers=0, answers=answers, batch=batch) as running:
         yield running
 
 
-async def described(made: Fleet) -> dict[str, Any]:
+async def described(made: FakeFleet) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=made.urls[0]) as http:
         answer = await http.get("/openapi.json")
     assert answer.status_code == 200
@@ -32,7 +32,7 @@ async def described(made: Fleet) -> dict[str, Any]:
     return found
 
 
-async def test_every_path_that_it_names_is_there_and_no_other_method(made: Fleet) -> None:
+async def test_every_path_that_it_names_is_there_and_no_other_method(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     async with httpx.AsyncClient(base_url=made.urls[0]) as http:
         for path, operations in paths.items():
@@ -52,7 +52,7 @@ def test_the_batch_process_has_the_routes_that_are_described() -> None:
     assert {path: set(methods) for path, methods in openapi.BATCH_ROUTES.items()} == theirs
 
 
-async def test_bodies_are_described_as_they_are_checked(made: Fleet) -> None:
+async def test_bodies_are_described_as_they_are_checked(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     for path, known in {**fields.FIELDS, "/v1/messages/count_tokens": fields.FIELDS["/v1/messages"]}.items():
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -66,7 +66,7 @@ async def test_bodies_are_described_as_they_are_checked(made: Fleet) -> None:
                     fields.check_fields(path, {name: said["maximum"] * 2 + 1})
 
 
-async def test_messages_are_described_as_widely_as_they_are_served(made: Fleet) -> None:
+async def test_messages_are_described_as_widely_as_they_are_served(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     for path in ("/v1/chat/completions", "/v1/messages"):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]

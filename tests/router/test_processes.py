@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from router.config import GatewayConfig, ServedModel, dump
-from tests.support.fake_fleet import MODEL, Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import MODEL, FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ async def test_an_agent_that_asks_again_after_a_kill_goes_on_with_its_conversati
             assert len(made.prefills()) == 1
 
 
-async def turns_on_pages(made: Fleet) -> float:
+async def turns_on_pages(made: FakeFleet) -> float:
     """Complete turns as the processes' own pages count them, added up."""
     pages = made.directory.gateways.pages(of_batch=False)
     assert len(pages) == 2
@@ -102,11 +102,11 @@ async def turns_on_pages(made: Fleet) -> float:
     return total
 
 
-def running(made: Fleet) -> bool:
+def running(made: FakeFleet) -> bool:
     return any(map(made.directory.table.running_at, keys(made)))
 
 
-def keys(made: Fleet) -> list[str]:
+def keys(made: FakeFleet) -> list[str]:
     return [conversation.key for conversation in made.directory.table.conversations]
 
 

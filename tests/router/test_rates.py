@@ -18,7 +18,7 @@ from router.directory.messages import Spent
 from router.errors import RateLimited
 from router.keys import Key, Limits, hash_of
 from router.rates import Bucket, Meters
-from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, user
+from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ BOB = {"authorization": "Bearer bob"}
 
 
 @asynccontextmanager
-async def limited(tmp_path: Path, limits: dict[str, Any], **more: Any) -> AsyncIterator[Fleet]:
+async def limited(tmp_path: Path, limits: dict[str, Any], **more: Any) -> AsyncIterator[FakeFleet]:
     file = tmp_path / "keys"
     entries = [
         {"id": "of-alice", "owner": "a", "hash": hash_of("alice"), "limits": limits},
@@ -38,13 +38,13 @@ async def limited(tmp_path: Path, limits: dict[str, Any], **more: Any) -> AsyncI
         yield made
 
 
-async def alice(url: str, text: str, **more: Any) -> Answer:
+async def alice(url: str, text: str, **more: Any) -> GatewayAnswer:
     return await ask(
         url, [user(text)], headers={"authorization": "Bearer alice", **more.pop("said", {})}, **more
     )
 
 
-def left(answer: Answer, of: str) -> int:
+def left(answer: GatewayAnswer, of: str) -> int:
     return int(answer.headers[f"x-ratelimit-remaining-{of}"])
 
 
@@ -199,7 +199,7 @@ async def test_a_body_that_does_not_come_is_no_turn(tmp_path: Path) -> None:
         writer.close()
 
 
-class Headers:
+class AddedHeaders:
     def add_header(self, name: bytes, value: bytes) -> None:
         pass
 
@@ -208,7 +208,7 @@ def granted(meters: Meters, key: Key, times: int) -> int:
     count = 0
     for _ in range(times):
         with suppress(RateLimited):
-            meters.request(key, Headers())
+            meters.request(key, AddedHeaders())
             count += 1
     return count
 
@@ -229,8 +229,8 @@ def test_another_limit_begins_with_what_was_used() -> None:
 
 def test_turns_under_way_count_against_another_limit() -> None:
     meters = Meters({}.get, lambda: 0.0)
-    with meters.turn(alices(turns=1), Headers()), pytest.raises(RateLimited):
-        meters.turn(alices(turns=1, requests_per_minute=5), Headers()).__enter__()
+    with meters.turn(alices(turns=1), AddedHeaders()), pytest.raises(RateLimited):
+        meters.turn(alices(turns=1, requests_per_minute=5), AddedHeaders()).__enter__()
 
 
 async def test_what_was_told_of_a_key_whose_limit_changed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ async def test_embeddings_that_fail_cost_no_tokens(tmp_path: Path) -> None:
         assert [(await embed(made.urls[0], "x" * 2000)).status for _ in range(3)] == [400] * 3
 
 
-async def embed(url: str, text: str) -> Answer:
+async def embed(url: str, text: str) -> GatewayAnswer:
     return await ask(url, text, headers={"authorization": "Bearer alice"}, path="/v1/embeddings")
 
 

@@ -9,13 +9,13 @@ from placement.fleet.answers import Refusal
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import FirstTurn, Placement, Placer
 from tests.support.engines import CURVES
-from tests.support.fake_fleet import Fleet, ask, fleet, get, user
+from tests.support.fake_fleet import FakeFleet, ask, fleet, get, user
 
 SYSTEM = {"role": "system", "content": "You are an agent of this framework. " * 300}
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
 
 
-async def cached(made: Fleet, question: str, key: str = "k", **body: Any) -> int:
+async def cached(made: FakeFleet, question: str, key: str = "k", **body: Any) -> int:
     """Of a new conversation's prompt, what its prefiller was thought to have."""
     headers = {"authorization": f"Bearer {key}"}
     answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers, **body)

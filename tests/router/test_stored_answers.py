@@ -23,8 +23,8 @@ from router.errors import GatewayConfigError
 from router.http import ServerLimits
 from router.identity import namespace
 from router.items import ReadAnswer
-from tests.router.test_clocks import Machine
-from tests.support.fake_fleet import Answer, Fleet, ask, fleet, get
+from tests.router.test_clocks import MachineClocks
+from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, fleet, get
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
@@ -38,7 +38,9 @@ def stored(folder: Path, **more: Any) -> AnswersConfig:
     return AnswersConfig(str(folder / "answers.sqlite"), **more)
 
 
-async def say(made: Fleet, text: str, previous: str | None = None, gateway: int = 0, **more: Any) -> Answer:
+async def say(
+    made: FakeFleet, text: str, previous: str | None = None, gateway: int = 0, **more: Any
+) -> GatewayAnswer:
     body: dict[str, Any] = {"previous_response_id": previous} if previous else {}
     headers = more.pop("headers", ALICE)
     return await ask(made.urls[gateway], text, path=PATH, headers=headers, **body, **more)
@@ -57,13 +59,13 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[Non
         yield
 
 
-def whole(answer: Answer) -> dict[str, Any]:
+def whole(answer: GatewayAnswer) -> dict[str, Any]:
     last = answer.body.rpartition(b"\ndata: ")[2]  # of a stream
     read = orjson.loads(last)
     return dict(read.get("response", read))
 
 
-def name_of(answer: Answer) -> str:
+def name_of(answer: GatewayAnswer) -> str:
     return str(whole(answer)["id"])
 
 
@@ -216,7 +218,7 @@ async def test_it_is_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, 
 
 
 def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> None:
-    machine = Machine()
+    machine = MachineClocks()
     store = AnswerStore(stored(tmp_path, max_bytes=40_000), machine.clock())
 
     def keep(owner: str, name: str, text: bytes) -> None:
@@ -324,7 +326,7 @@ async def test_answers_are_kept_as_long_as_they_should_be_whatever_the_system_cl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     monkeypatch.setattr("router.answer_store.PRUNE_S", 0.0)
-    machine, kept = Machine(), History(ASKED, None, None, True)
+    machine, kept = MachineClocks(), History(ASKED, None, None, True)
     for number, (passed, there) in enumerate(((0.0, True), (300.0, True), (310.0, False))):
         answers = Answers(stored(tmp_path, keep_s=600.0), machine.clock())
         await answers.start()

@@ -22,7 +22,7 @@ from router.reading import CHEAP_BYTES, Api, Prompt
 from router.turn import Turn
 from tests.router.test_failures import engine_process
 from tests.support.fake_engine import FakeEngine, prompt_size
-from tests.support.fake_fleet import MODEL, Answer, Fleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -47,13 +47,13 @@ def contents(read: list[Any]) -> list[str]:
     return [event["choices"][0]["delta"]["content"] for event in read[:-1]]
 
 
-async def cuts(made: Fleet) -> dict[str, float]:
+async def cuts(made: FakeFleet) -> dict[str, float]:
     _, text = await get(f"{made.urls[0]}/metrics")
     lines = [line for line in text.splitlines() if line.startswith("conserve_streams_cut_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
-async def counted(made: Fleet, before: dict[str, float]) -> dict[str, float]:
+async def counted(made: FakeFleet, before: dict[str, float]) -> dict[str, float]:
     after = await cuts(made)
     return {what: n - before.get(what, 0) for what, n in after.items() if n != before.get(what, 0)}
 
@@ -75,13 +75,13 @@ async def test_sizes_are_known_of_a_stream_whose_client_asks_for_none(
         assert known["prompt_tokens"] == prompt_size(request.body) and known["completion_tokens"] == 12
 
 
-def cut_first(made: Fleet, after: int) -> None:
+def cut_first(made: FakeFleet, after: int) -> None:
     """The decoder that gets the next stream breaks it off; the others do not."""
     for engine in made.engines.values():
         engine.cut_after = after
 
 
-async def first_cut(made: Fleet, asking: Callable[[], Any]) -> tuple[Answer, FakeEngine]:
+async def first_cut(made: FakeFleet, asking: Callable[[], Any]) -> tuple[GatewayAnswer, FakeEngine]:
     """An answer whose first decoder broke off, and that decoder."""
     task = asyncio.create_task(asking())
     await until(made.decoder_requests)
@@ -91,7 +91,7 @@ async def first_cut(made: Fleet, asking: Callable[[], Any]) -> tuple[Answer, Fak
     return await task, broke
 
 
-async def another_decoder(made: Fleet, **how: Any) -> FakeEngine:
+async def another_decoder(made: FakeFleet, **how: Any) -> FakeEngine:
     """One that comes while others serve."""
     other = made.engines["d1"] = FakeEngine("d1", token_s=0.02, **how)
     await other.start()
@@ -290,7 +290,7 @@ async def test_a_later_turn_that_goes_on_elsewhere_is_a_later_turn(tmp_path: Pat
         assert {turn: after[turn] - before.get(turn, 0) for turn in after} == {"first": 0, "later": 1}
 
 
-async def first_tokens(made: Fleet) -> dict[str, float]:
+async def first_tokens(made: FakeFleet) -> dict[str, float]:
     _, text = await get(f"{made.urls[0]}/metrics")
     lines = [line for line in text.splitlines() if line.startswith("conserve_ttft_seconds_count{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from router.http import ServerLimits
 from router.identity import EVERYBODY, PrefixGroups, namespace
 from router.keys import inline
-from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
+from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     async with fleet(tmp_path) as one:
         yield one
 
@@ -32,7 +32,7 @@ def prompt(path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_engines_hear_of_conversations_by_scoped_ids_only(made: Fleet, path: str) -> None:
+async def test_engines_hear_of_conversations_by_scoped_ids_only(made: FakeFleet, path: str) -> None:
     for key in (ALICE, BOB):
         answer = await ask(made.urls[0], prompt(path), headers=key, path=path, session_id="same")
         assert answer.conversation == "same"
@@ -42,7 +42,7 @@ async def test_engines_hear_of_conversations_by_scoped_ids_only(made: Fleet, pat
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_each_owner_has_cached_prefixes_of_its_own(made: Fleet, path: str) -> None:
+async def test_each_owner_has_cached_prefixes_of_its_own(made: FakeFleet, path: str) -> None:
     for key in (ALICE, BOB):
         for own in ({}, {"cache_salt": "mine"}, {"cache_salt": namespace("alice")}):
             answer = await ask(
@@ -65,7 +65,7 @@ def test_owners_share_prefixes_where_the_fleet_says_so() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-conversation-id": "c"}])
-async def test_a_response_of_another_owner_does_not_exist(made: Fleet, headers: dict[str, str]) -> None:
+async def test_a_response_of_another_owner_does_not_exist(made: FakeFleet, headers: dict[str, str]) -> None:
     path = "/v1/responses"
     first = await ask(made.urls[0], "hello", headers={**ALICE, **headers}, path=path)
     name = orjson.loads(first.body)["id"]
@@ -79,14 +79,14 @@ async def test_a_response_of_another_owner_does_not_exist(made: Fleet, headers: 
     assert (own.status, own.conversation) == (200, first.conversation)
 
 
-async def test_offline_work_refers_to_no_response(made: Fleet) -> None:
+async def test_offline_work_refers_to_no_response(made: FakeFleet) -> None:
     answer = await ask(
         made.urls[0], "x", headers=ALICE, path="/v1/responses", previous_response_id="r", service_tier="flex"
     )
     assert (answer.status, answer.error["param"]) == (400, "previous_response_id")
 
 
-async def test_a_later_turn_says_what_the_first_said(made: Fleet) -> None:
+async def test_a_later_turn_says_what_the_first_said(made: FakeFleet) -> None:
     """The salt is the conversation's: with another one its KV would not be found again."""
     await ask(made.urls[0], [user("hi")], headers=ALICE)
     await ask(made.urls[0], [user("hi"), assistant("w"), user("go on")], headers=ALICE)

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 
 from router.config import TracingConfig
 from router.tracing import MOST_WAITING, TurnTracer
-from tests.support.fake_fleet import Fleet, ask, assistant, fleet, user
+from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
 from tests.support.waiting import until
 
@@ -33,7 +33,7 @@ def receiver() -> Iterator[Receiver]:
         yield received
 
 
-async def spans_after(made: Fleet, received: Receiver) -> list[Received]:
+async def spans_after(made: FakeFleet, received: Receiver) -> list[Received]:
     """All there will be: the gateways send what they hold when they stop."""
     for gateway in made.gateways:
         await gateway.stop(1.0)

@@ -57,7 +57,7 @@ def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
         yield burst
 
 
-class Agents:
+class TraceAgents:
     """Plays conversations as they are, one turn after the other, a few at once, in the order of the trace."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str, at_once: int = AT_ONCE) -> None:

@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedArchitecture:
     """A line of docs/models.md."""
 
     kind: str
@@ -65,11 +65,13 @@ class Served:
 
 
 SERVED = {
-    "qwen3": Served("qwen3", 1),
-    "llama": Served("llama", 1),
-    "gemma3": Served("gemma3_text", 3),
-    "gpt-oss": Served("gpt_oss", 2),
-    "qwen3-next": Served("qwen3_next", 4, {"dtype": "bfloat16"}),  # all that its kernels for CPUs take
+    "qwen3": ServedArchitecture("qwen3", 1),
+    "llama": ServedArchitecture("llama", 1),
+    "gemma3": ServedArchitecture("gemma3_text", 3),
+    "gpt-oss": ServedArchitecture("gpt_oss", 2),
+    "qwen3-next": ServedArchitecture(
+        "qwen3_next", 4, {"dtype": "bfloat16"}
+    ),  # all that its kernels for CPUs take
 }
 STD = 0.15
 

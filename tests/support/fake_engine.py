@@ -26,7 +26,7 @@ _IDS = itertools.count(1)
 
 
 @dataclass
-class Seen:
+class SeenRequest:
     """One request, as it arrived."""
 
     path: str
@@ -51,7 +51,7 @@ class FakeEngine:
     prefill_s: float = 0.0
     curve: PrefillCurve | None = None
     handed_over: dict[str, asyncio.Event] = field(default_factory=dict)  # by transfer, of all engines
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[SeenRequest] = field(default_factory=list)
     held: Counter[str] = field(default_factory=Counter)
     confirmed: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -148,7 +148,7 @@ class FakeEngine:
         raw = await request.read()
         body = json.loads(raw)
         key = request.headers.get("x-session-id", "")
-        self.seen.append(Seen(request.path, key, body, raw, dict(request.headers)))
+        self.seen.append(SeenRequest(request.path, key, body, raw, dict(request.headers)))
         if self.dies_of and self.dies_of in raw and request.transport is not None:
             request.transport.abort()
         if self.fail_status:

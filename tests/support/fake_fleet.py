@@ -18,7 +18,7 @@ from router.directory.directory import DirectorySettings
 from router.directory.server import DirectoryServer
 from router.gateway import Gateway
 from tests.support.engines import CURVES, placer
-from tests.support.fake_engine import FakeEngine, Seen
+from tests.support.fake_engine import FakeEngine, SeenRequest
 from tests.support.waiting import until
 
 MODEL = "small"
@@ -27,7 +27,7 @@ _TIMEOUT = aiohttp.ClientTimeout(30)
 
 
 @dataclass
-class Fleet:
+class FakeFleet:
     engines: dict[str, FakeEngine]
     directory: DirectoryServer
     address: str
@@ -52,13 +52,13 @@ class Fleet:
         self.urls.append(f"http://127.0.0.1:{port}")
         return self.urls[-1]
 
-    def decoder_requests(self) -> list[Seen]:
+    def decoder_requests(self) -> list[SeenRequest]:
         return self._seen(decoding=True)
 
-    def prefills(self) -> list[Seen]:
+    def prefills(self) -> list[SeenRequest]:
         return self._seen(decoding=False)
 
-    def _seen(self, decoding: bool) -> list[Seen]:
+    def _seen(self, decoding: bool) -> list[SeenRequest]:
         engines = [one for one in self.engines.values() if (one.role is not Role.PREFILL) is decoding]
         return [seen for engine in engines for seen in engine.seen]
 
@@ -109,12 +109,12 @@ async def fleet(
     placing: dict[str, Any] | None = None,
     curves: Mapping[str, PrefillCurve] = CURVES,
     **config: Any,
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[FakeFleet]:
     engines = {f"p{n}": FakeEngine(f"p{n}", Role.PREFILL, **(engine or {})) for n in range(prefillers)}
     engines |= {f"d{n}": FakeEngine(f"d{n}", **(engine or {})) for n in range(decoders)}
     for one in engines.values():
         await one.start()
-    made = Fleet(engines, None, "")  # type: ignore[arg-type]
+    made = FakeFleet(engines, None, "")  # type: ignore[arg-type]
     settings = DirectorySettings(ttl_s=ttl_s, gateway_grace_s=gateway_grace_s, push_states_s=0.1)
     placing = {"redisaggregation": Redisaggregation(REDISAGGREGATE_TOKENS), **(placing or {})}
     journal = tmp_path / "journal"
@@ -144,7 +144,7 @@ async def fleet(
 
 
 @dataclass
-class Answer:
+class GatewayAnswer:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -165,7 +165,7 @@ async def ask(
     headers: dict[str, str] | None = None,
     path: str = "/v1/chat/completions",
     **body: Any,
-) -> Answer:
+) -> GatewayAnswer:
     if path in ("/v1/chat/completions", "/v1/messages"):
         body = {"messages": messages, **body}
     elif path == "/v1/completions":
@@ -177,7 +177,7 @@ async def ask(
         session.post(f"{url}{path}", json={"model": MODEL, **body}, headers=headers) as response,
     ):
         got = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(response.status, got, await response.read())
+        return GatewayAnswer(response.status, got, await response.read())
 
 
 async def get(url: str, method: str = "GET", headers: dict[str, str] | None = None) -> tuple[int, Any]:

@@ -52,7 +52,7 @@ class Receiver:
 
 @contextmanager
 def otlp_receiver() -> Iterator[Receiver]:
-    class Handler(BaseHTTPRequestHandler):
+    class OtlpHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
@@ -72,7 +72,7 @@ def otlp_receiver() -> Iterator[Receiver]:
 
         def log_message(self, format: str, *args: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OtlpHandler)
     received = Receiver(f"http://127.0.0.1:{server.server_port}")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -25,7 +25,7 @@ from tests.support.fleet import DOWN_LIMIT_S, RunningFleet, fleet_up
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
 from tests.support.prometheus import PROMETHEUS, Prometheus
 from tests.support.scraped_fleet import scraped
-from tests.workers.power.machine import Machine, build
+from tests.workers.power.machine import GpuMachine, build
 
 CAP_W = 200
 CLIENTS_TRACE, CLIENTS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -44,7 +44,7 @@ TRIES, TURNS_A_TRY = 10, 4
 
 
 @dataclass(frozen=True)
-class Life:
+class WholeLife:
     answer: Any  # to the curl line that `conserve up` prints
     models: Any
     up_again: str
@@ -59,8 +59,8 @@ class Life:
     limits_after_w: list[float]
 
 
-def whole_life(folder: Path) -> Life:
-    machine = Machine.of(build(folder / "nvml"), folder)
+def whole_life(folder: Path) -> WholeLife:
+    machine = GpuMachine.of(build(folder / "nvml"), folder)
     with pytest.MonkeyPatch.context() as patched, machine.drawing(), otlp_receiver() as receiver:
         ambient = os.environ.get("LD_LIBRARY_PATH", "")
         for name, value in machine.variables.items():
@@ -92,7 +92,7 @@ def whole_life(folder: Path) -> Life:
             limits_w, models = machine.limits(), get(fleet, "/v1/models")
             down = fleet.cli("down", fleet.fleet.name, timeout_s=DOWN_LIMIT_S).stdout
             left = [f"{process.pid} {process.name()}" for process in marked(fleet.home)]
-            return Life(
+            return WholeLife(
                 answer, models, again, engines, spans, seen, saw_gpus, limits_w, down, left,
                 answers(fleet), machine.limits(),
             )  # fmt: skip

@@ -89,6 +89,15 @@ def test_rays_environment_does_not_reach_an_engine() -> None:
     assert env["HOME"] == "/h"
 
 
+@pytest.mark.parametrize("device", Device)
+def test_every_engine_has_the_model_runner_that_is_checked(device: Device) -> None:
+    """Unless the fleet's file says otherwise; who starts the fleet does not."""
+    spec, around = replace(SPEC, device=device), {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert engine_command(spec, START, KEYS, around).env["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    spec = replace(spec, env=tuple(around.items()))
+    assert engine_command(spec, START, KEYS, {}).env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
 def test_what_was_measured_of_engines_like_it_reaches_it_at_its_start() -> None:
     """And is not part of what it is: who knows more may adopt it."""
     spec = replace(SPEC, additional=json.dumps(CoServingConfig().to_additional_config()))

@@ -162,6 +162,15 @@ async def turn(
     return llm.given[-1]
 
 
+async def test_a_caller_may_name_every_parameter(llm: Llm, exact: ExactTokens) -> None:
+    """As vLLM's realtime API does."""
+    params = SimpleNamespace(answer=[1], output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
+    given = {"prompt": {"prompt_token_ids": [7]}, "sampling_params": params, "request_id": "request"}
+    async for _ in exact.generate(Llm.generate, llm, **given):
+        pass
+    assert llm.given == [[7]]
+
+
 AB = NUMBERS[b"ab"]
 Q, A = [ord("c"), END], [ord("a"), ord("b"), END]  # the answer's text tokenises to AB
 NEXT = [*Q, AB, END, ord("c"), END]

@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from deploy.small_model import ModelShape, make_model
 from kvtransfer.config import ConnectorConfig
-from tests.kvtransfer.engine.engines import Engine, running
+from tests.kvtransfer.engine.engines import EngineProcess, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -20,18 +20,18 @@ Messages = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model: Path = tmp_path_factory.mktemp("model") / "drifting"
     make_model(model, ModelShape(merges=MERGES))
     exact = ("--middleware", "workers.exact_tokens.ExactTokensMiddleware")
     both = ("--middleware", "workers.token_lines.TokenLinesMiddleware")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
     arguments = ("--model", str(model), *both, *exact, *tools)
-    with running(Engine(ConnectorConfig(), arguments=arguments)) as (one,):
+    with running(EngineProcess(ConnectorConfig(), arguments=arguments)) as (one,):
         yield one
 
 
-def chat(engine: Engine, session: str, messages: Messages, **more: Any) -> dict[str, Any]:
+def chat(engine: EngineProcess, session: str, messages: Messages, **more: Any) -> dict[str, Any]:
     body = {
         "model": "m", "messages": messages, "max_tokens": ANSWER, "min_tokens": 20, "temperature": 1.0,
         "return_token_ids": True, **more,
@@ -39,15 +39,15 @@ def chat(engine: Engine, session: str, messages: Messages, **more: Any) -> dict[
     return engine.post("/v1/chat/completions", body, **({"X_Session_ID": session} if session else {}))
 
 
-def rendered(engine: Engine, messages: Messages) -> list[int]:
+def rendered(engine: EngineProcess, messages: Messages) -> list[int]:
     return list(engine.post("/tokenize", {"model": "m", "messages": messages})["tokens"])
 
 
-def says(engine: Engine, tokens: list[int]) -> str:
+def says(engine: EngineProcess, tokens: list[int]) -> str:
     return str(engine.post("/detokenize", {"model": "m", "tokens": tokens})["prompt"])
 
 
-def test_nothing_of_an_answer_is_computed_again(engine: Engine) -> None:
+def test_nothing_of_an_answer_is_computed_again(engine: EngineProcess) -> None:
     lost = {"": 0, "exact": 0}
     for variant in lost:
         for number in range(CONVERSATIONS):
@@ -80,7 +80,7 @@ def test_nothing_of_an_answer_is_computed_again(engine: Engine) -> None:
     assert engine.metrics()["conserve_prefix_exact_tokens_total"] > lost[""] / 2
 
 
-def test_an_answer_that_was_edited_is_computed_as_it_is(engine: Engine) -> None:
+def test_an_answer_that_was_edited_is_computed_as_it_is(engine: EngineProcess) -> None:
     messages: Messages = [{"role": "user", "content": "edited"}]
     long = 4 * ANSWER  # every fortieth token or so is another one than its text's
     answered = chat(engine, "k/edited", messages, seed=1, min_tokens=long, max_tokens=long)
@@ -98,7 +98,7 @@ def test_an_answer_that_was_edited_is_computed_as_it_is(engine: Engine) -> None:
     assert "~ edited ~" in says(engine, plain[-same:]), "what follows is as its text tokenises"
 
 
-def test_the_tokens_of_a_client_stay_what_they_are(engine: Engine) -> None:
+def test_the_tokens_of_a_client_stay_what_they_are(engine: EngineProcess) -> None:
     first = engine.post(
         "/v1/completions",
         {"model": "m", "prompt": "once", "max_tokens": 60, "temperature": 1.0, "seed": 3, "min_tokens": 60},

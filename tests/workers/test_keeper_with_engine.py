@@ -29,7 +29,7 @@ START_S = 400
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Rig:
+class KeeperRig:
     """One engine's directory, and the keeper process of the moment."""
 
     def __init__(self, base: Path) -> None:
@@ -118,9 +118,9 @@ def libc_at(process: psutil.Process) -> str:
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
+def rig() -> Iterator[KeeperRig]:
     with tempfile.TemporaryDirectory(prefix="keeper-") as base:
-        found = Rig(Path(base))
+        found = KeeperRig(Path(base))
         found.start_keeper()
         try:
             yield found
@@ -129,7 +129,7 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig) -> None:
+def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: KeeperRig) -> None:
     first = rig.serving()
     assert first.info is not None
     assert (first.info.kv_tokens, first.info.block_tokens, first.info.max_context) == (256 * 32, 32, 4096)
@@ -170,7 +170,7 @@ def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Rig)
 @pytest.mark.timeout(300)
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     base = Path(tempfile.mkdtemp(prefix="keeper-"))
-    rig = Rig(base)
+    rig = KeeperRig(base)
     rig.start_keeper({"max-numb-seqs": 4})
     try:
         until(lambda: rig.info().status.failure, 120, "the failure")

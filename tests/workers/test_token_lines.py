@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from tests.fleet.talk import CITY_TOOL, FORCED
-from tests.kvtransfer.engine.engines import Engine, running
+from tests.kvtransfer.engine.engines import EngineProcess, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -32,13 +32,13 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with running(Engine(ConnectorConfig(), arguments=ARGUMENTS)) as (one,):
+def engine() -> Iterator[EngineProcess]:
+    with running(EngineProcess(ConnectorConfig(), arguments=ARGUMENTS)) as (one,):
         yield one
 
 
 def stream(
-    engine: Engine, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
+    engine: EngineProcess, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
 ) -> list[tuple[bytes, bytes]]:
     """Pieces with the lines in front of them; behind those that the client has."""
     only_tokens = COUNTS.sub(b"", b"".join(had))
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_goes_on_at_every_cut_with_what_would_have_followed(engine: Engine, case: str) -> None:
+def test_it_goes_on_at_every_cut_with_what_would_have_followed(engine: EngineProcess, case: str) -> None:
     path, asked = CASES[case]
     body = {**GREEDY, **asked}
     whole = stream(engine, path, body, [])
@@ -179,7 +179,7 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("case", ["text", "messages", "responses", "usage"])
-def test_the_first_line_says_how_long_the_prompt_is(engine: Engine, case: str) -> None:
+def test_the_first_line_says_how_long_the_prompt_is(engine: EngineProcess, case: str) -> None:
     """As `usage` does, which few clients ask for; and that is said once."""
     path, asked = CASES[case]
     pieces = stream(engine, path, {**GREEDY, **asked}, [])
@@ -191,7 +191,7 @@ def test_the_first_line_says_how_long_the_prompt_is(engine: Engine, case: str) -
     assert any(COUNTS.match(line) for line, _ in pieces) and int(prompt) == said > int(cached)
 
 
-def test_a_stop_string_may_span_the_cut(engine: Engine) -> None:
+def test_a_stop_string_may_span_the_cut(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": "Stop here", "max_tokens": 40}
     free = stream(engine, COMPLETIONS, body, [])
     text = "".join(json.loads(piece[6:])["choices"][0]["text"] for _, piece in free[:-1])
@@ -205,7 +205,7 @@ def test_a_stop_string_may_span_the_cut(engine: Engine) -> None:
         assert folded(whole[:cut] + rest) == folded(whole), cut
 
 
-def test_sampled_ones_keep_what_was_sent_and_go_on(engine: Engine) -> None:
+def test_sampled_ones_keep_what_was_sent_and_go_on(engine: EngineProcess) -> None:
     body = {**GREEDY, "temperature": 1.0, "messages": QUESTION, "max_tokens": 30}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, CHAT, body, [])
@@ -216,7 +216,7 @@ def test_sampled_ones_keep_what_was_sent_and_go_on(engine: Engine) -> None:
     assert usage["completion_tokens"] == 30
 
 
-def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engine: Engine) -> None:
+def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": "Long enough. " * 12, "max_tokens": 120}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, COMPLETIONS, body, [])
@@ -227,12 +227,12 @@ def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engin
     assert 0 <= cached <= usage["prompt_tokens"]
 
 
-def test_several_prompts_are_not_to_be_continued(engine: Engine) -> None:
+def test_several_prompts_are_not_to_be_continued(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": ["A", "B"], "max_tokens": 4}
     assert b"-" in b"".join(line for line, _ in stream(engine, COMPLETIONS, body, []))
 
 
-def test_tokens_that_do_not_follow_the_grammar_are_refused(engine: Engine) -> None:
+def test_tokens_that_do_not_follow_the_grammar_are_refused(engine: EngineProcess) -> None:
     path, asked = CASES["regex"]
     resume = {"kv_transfer_params": {"resume": {"outputs": [[ord("z")], [ord("z")]]}}}
     headers = {"Content-Type": "application/json", "X-Stream-Pieces": "2", "X-Stream-Seed": "5eed"}

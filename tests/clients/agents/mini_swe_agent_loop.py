@@ -13,7 +13,7 @@ from minisweagent.models.litellm_model import LitellmModel
 url, model = common.endpoint()
 
 
-class Answers:
+class AnsweringShell:
     """Stands where the shell stands: a random model's commands must not run."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ llm = LitellmModel(
 )
 agent = DefaultAgent(
     llm,
-    Answers(),
+    AnsweringShell(),
     system_template=common.SYSTEM,
     instance_template="{{task}}",
     step_limit=common.TURNS,

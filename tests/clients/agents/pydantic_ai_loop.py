@@ -9,13 +9,13 @@ from pydantic_ai.providers.openai import OpenAIProvider
 url, model = common.endpoint()
 
 
-class Verdict(BaseModel):
+class WarmerCity(BaseModel):
     warmer: common.City
 
 
 agent = Agent(
     OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="pydantic-ai")),
-    output_type=Verdict,
+    output_type=WarmerCity,
     system_prompt=common.SYSTEM,
     model_settings={"max_tokens": 192},
     retries=3,
@@ -29,7 +29,7 @@ def weather(city: common.City) -> str:
 
 
 @agent.output_validator
-def after_a_second_look(context: RunContext[None], verdict: Verdict) -> Verdict:
+def after_a_second_look(context: RunContext[None], verdict: WarmerCity) -> WarmerCity:
     if context.usage.requests < 3:
         raise ModelRetry("Look the weather up again before you decide.")
     return verdict

@@ -16,15 +16,15 @@ def weather(city: str) -> str:
     return f"{city}: 21 degrees"
 
 
-class Counting(OpenAIServerModel):
+class CountingModel(OpenAIServerModel):
     requests = 0
 
     def generate(self, *args, **kwargs):
-        Counting.requests += 1
+        CountingModel.requests += 1
         return super().generate(*args, **kwargs)
 
 
-llm = Counting(model_id=model, api_base=url, api_key="smolagents", max_tokens=256)
+llm = CountingModel(model_id=model, api_base=url, api_key="smolagents", max_tokens=256)
 agent = ToolCallingAgent(
     tools=[weather],
     model=llm,
@@ -33,4 +33,4 @@ agent = ToolCallingAgent(
     final_answer_checks=[lambda answer, memory, agent: len(memory.steps) > 3],  # not on its first idea
 )
 agent.run(common.TASK)
-common.report(Counting.requests)
+common.report(CountingModel.requests)

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from router.keys import Key, Keys, hash_of
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import Gateway, StaticFleet
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import jsonl, line
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
-    engine = FakeEngine()
-    running = Gateway(
+async def gateway(tmp_path: Path) -> AsyncIterator[GatewayWithBatch]:
+    engine = OfflineEngine()
+    running = GatewayWithBatch(
         f"sqlite:///{tmp_path}/batch.db", str(tmp_path / "files"), StaticFleet(await engine.start())
     )
     await running.start()
@@ -27,14 +27,14 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     await engine.stop()
 
 
-async def conserve(gateway: Gateway, *arguments: str) -> tuple[int, str, str]:
+async def conserve(gateway: GatewayWithBatch, *arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "deploy.cli", "batch", *arguments, "--url", gateway.url]
     run = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     return run.returncode, run.stdout, run.stderr
 
 
 @pytest.mark.slow
-async def test_from_submission_to_results(gateway: Gateway, tmp_path: Path) -> None:
+async def test_from_submission_to_results(gateway: GatewayWithBatch, tmp_path: Path) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_bytes(jsonl([line(f"r{i}") for i in range(30)]))
     code, text, wrong = await conserve(gateway, "submit", str(file), "--out", str(out), "-m", "who=me")
@@ -55,7 +55,7 @@ async def test_from_submission_to_results(gateway: Gateway, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_bad_lines_are_shown_with_their_numbers(gateway: Gateway, tmp_path: Path) -> None:
+async def test_bad_lines_are_shown_with_their_numbers(gateway: GatewayWithBatch, tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     file.write_bytes(jsonl([line("a"), line("b", method="GET"), line("a")]))
     code, text, _ = await conserve(gateway, "submit", str(file), "--wait")
@@ -66,7 +66,7 @@ async def test_bad_lines_are_shown_with_their_numbers(gateway: Gateway, tmp_path
 
 
 @pytest.mark.slow
-async def test_a_fleet_that_asks_for_a_key_says_how_to_give_one(gateway: Gateway) -> None:
+async def test_a_fleet_that_asks_for_a_key_says_how_to_give_one(gateway: GatewayWithBatch) -> None:
     gateway.front.keys = Keys([Key("one", "one", hash_of("ck-one"))], None)
     code, _, wrong = await conserve(gateway, "list")
     assert code == 1 and "asks for a key: say --api-key, or set $CONSERVE_API_KEY" in wrong

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.workers.power.machine import DRIVER, PERMISSION, ROOT, Machine, build
+from tests.workers.power.machine import DRIVER, PERMISSION, ROOT, GpuMachine, build
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +18,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def machine(library: Path, tmp_path: Path) -> Machine:
-    return Machine.of(library, tmp_path)
+def machine(library: Path, tmp_path: Path) -> GpuMachine:
+    return GpuMachine.of(library, tmp_path)
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def fleet(tmp_path: Path) -> str:
     return str(file)
 
 
-def conserve(machine: Machine, *arguments: str) -> tuple[int, str]:
+def conserve(machine: GpuMachine, *arguments: str) -> tuple[int, str]:
     done = machine.python(CONSERVE, "power", *arguments)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-def test_a_plan_and_an_apply_without_yes_change_nothing(machine: Machine, fleet: str) -> None:
+def test_a_plan_and_an_apply_without_yes_change_nothing(machine: GpuMachine, fleet: str) -> None:
     code, text = conserve(machine, "plan", fleet)
     assert code == 0
     assert "decode-0" in text
@@ -50,7 +50,7 @@ def test_a_plan_and_an_apply_without_yes_change_nothing(machine: Machine, fleet:
     assert machine.read(0, "sets") == machine.read(1, "sets") == 0
 
 
-def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: Machine, fleet: str) -> None:
+def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: GpuMachine, fleet: str) -> None:
     assert conserve(machine, "apply", fleet, "--yes")[0] == 0
     assert machine.limits() == [300.0, 200.0]
     code, text = conserve(machine, "restore")
@@ -59,7 +59,7 @@ def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: Machine,
     assert "Nothing to set back" in conserve(machine, "restore")[1]
 
 
-def test_a_tier_alone_on_the_machine_has_all_its_gpus(machine: Machine, fleet: str) -> None:
+def test_a_tier_alone_on_the_machine_has_all_its_gpus(machine: GpuMachine, fleet: str) -> None:
     conserve(machine, "apply", fleet, "--tier", "decode", "--yes")
     assert machine.limits() == [200.0, 200.0]
 
@@ -67,7 +67,7 @@ def test_a_tier_alone_on_the_machine_has_all_its_gpus(machine: Machine, fleet: s
 @pytest.mark.parametrize(
     ("fails", "says"), [(PERMISSION, "needs root"), (DRIVER, "there is no NVIDIA driver on this machine")]
 )
-def test_what_cannot_be_done_is_a_sentence(machine: Machine, fleet: str, fails: int, says: str) -> None:
+def test_what_cannot_be_done_is_a_sentence(machine: GpuMachine, fleet: str, fails: int, says: str) -> None:
     for index in range(2):
         machine.write(index, "fails", fails)
     code, text = conserve(machine, "apply", fleet, "--yes")

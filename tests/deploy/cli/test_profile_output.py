@@ -7,7 +7,7 @@ import pytest
 from deploy.cli.commands import profile
 from placement.fleet.prefillers import curve_of
 from placement.iteration.latency import CONSERVATIVE
-from tests.workers.power.machine import PERMISSION, Machine, build
+from tests.workers.power.machine import PERMISSION, GpuMachine, build
 from workers.profiles import Profile, ProfileKey
 
 pytestmark = pytest.mark.slow
@@ -24,12 +24,12 @@ from deploy.cli.commands.profile import under_cap
 from deploy.fleet import parse_fleet
 from deploy.fleet.components import EngineName
 from deploy.home import FleetHome
-from tests.workers.power.machine import Machine
+from tests.workers.power.machine import GpuMachine
 
 async def main():
     fleet = parse_fleet(sys.argv[1], "fleet.yaml")
     async with under_cap(fleet, EngineName("all-0", fleet.tiers[0]), FleetHome.of(fleet.name)):
-        print(Machine(Path(), Path(sys.argv[2]), Path()).limits())
+        print(GpuMachine(Path(), Path(sys.argv[2]), Path()).limits())
 
 asyncio.run(main())
 """
@@ -45,14 +45,14 @@ def test_it_says_what_a_prompt_takes(
 
 
 def test_it_measures_under_the_tiers_cap_and_sets_it_back(tmp_path: Path) -> None:
-    machine = Machine.of(build(tmp_path / "nvml"), tmp_path)
+    machine = GpuMachine.of(build(tmp_path / "nvml"), tmp_path)
     done = machine.python(MEASURES, CAPPED, str(machine.state))
     assert done.stdout.strip() == "[200.0, 300.0]", done.stderr
     assert machine.limits() == [300.0, 300.0]
 
 
 def test_it_does_not_measure_without_the_cap(tmp_path: Path) -> None:
-    machine = Machine.of(build(tmp_path / "nvml"), tmp_path)
+    machine = GpuMachine.of(build(tmp_path / "nvml"), tmp_path)
     machine.write(0, "fails", PERMISSION)
     done = machine.python(MEASURES, CAPPED, str(machine.state))
     assert not done.stdout

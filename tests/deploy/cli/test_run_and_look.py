@@ -18,7 +18,8 @@ import typer
 
 from deploy.cli import app
 from deploy.cli.commands import run
-from deploy.cli.common import errors_as_sentences
+from deploy.cli.common import errors_as_sentences, only_fleet
+from deploy.errors import DeployError
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.status import fleet_status
 from deploy.ray.control import ControlError
@@ -96,11 +97,11 @@ def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch)
         (home.engine(name) / "control").write_text(name)
     all_asked = asyncio.Barrier(len(names))
 
-    class Keeper:
+    class AskedKeeper:
         def __init__(self, control: str, *given: object) -> None:
             self._control = control
 
-        async def __aenter__(self) -> "Keeper":
+        async def __aenter__(self) -> "AskedKeeper":
             return self
 
         async def __aexit__(self, *error: object) -> None:
@@ -112,7 +113,7 @@ def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch)
                 raise ControlError("gone")
             return KeeperReport(KeeperStatus(self._control, KeeperPhase.SERVING), None, None)
 
-    monkeypatch.setattr("deploy.lifecycle.status.ControlClient", Keeper)
+    monkeypatch.setattr("deploy.lifecycle.status.ControlClient", AskedKeeper)
     found = {engine.engine: engine.phase for engine in fleet_status(home).engines}
     assert found == {"prefill-0": "serving", "decode-0": "serving", "decode-1": "not started yet"}
 
@@ -136,6 +137,22 @@ def test_without_a_name_it_is_the_only_fleet_that_is_up(base: Path) -> None:
     up(base, "two", alive())
     assert conserve(base, "status").stderr == "conserve: several fleets are up: one, two; say which\n"
     assert conserve(base, "status", "two").stdout.startswith("two ")
+
+
+def test_without_a_name_fleets_that_were_killed_are_not_in_the_way(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONSERVE_HOME", str(base))
+    up(base, "killed", OURS)
+    assert only_fleet().name == "killed"
+    up(base, "too", OURS)
+    with pytest.raises(DeployError, match=r"no fleet is up, and several were .*: killed, too; say which"):
+        only_fleet()
+    up(base, "one", alive())
+    assert only_fleet().name == "one"
+    up(base, "two", alive())
+    with pytest.raises(DeployError, match="several fleets are up: one, two; say which"):
+        only_fleet()
 
 
 def test_a_fleet_that_starts_is_told_as_such(base: Path) -> None:

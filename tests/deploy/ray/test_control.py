@@ -41,7 +41,7 @@ class Feed:
 
 
 @dataclass
-class Rig:
+class ControlRig:
     store: StatusStore
     feed: Feed
     server: ControlServer
@@ -49,15 +49,15 @@ class Rig:
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
+async def rig() -> AsyncIterator[ControlRig]:
     store, feed = StatusStore("decode-0"), Feed()
     server = ControlServer(store, feed, SECRET)
     address = await server.start("127.0.0.1")
-    yield Rig(store, feed, server, address)
+    yield ControlRig(store, feed, server, address)
     await server.stop()
 
 
-async def test_watching_gives_what_the_board_has(rig: Rig) -> None:
+async def test_watching_gives_what_the_board_has(rig: ControlRig) -> None:
     rig.store.engine_up(INFO)
     rig.store.engine_state(STATE)
     rig.store.tell(KeeperPhase.SERVING, pid=12, log_lines=("one", "two"))
@@ -71,7 +71,7 @@ async def test_watching_gives_what_the_board_has(rig: Rig) -> None:
         await reports.aclose()
 
 
-async def test_commands_reach_the_engine(rig: Rig) -> None:
+async def test_commands_reach_the_engine(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         assert await client.release("known")
         assert not await client.release("other")
@@ -85,14 +85,14 @@ async def test_commands_reach_the_engine(rig: Rig) -> None:
     assert rig.feed.shared == [(7, ("10.0.0.1:9", "10.0.0.2:9"), 1), (7,)]
 
 
-async def test_an_engine_out_of_reach_is_an_error_with_its_reason(rig: Rig) -> None:
+async def test_an_engine_out_of_reach_is_an_error_with_its_reason(rig: ControlRig) -> None:
     rig.feed.reachable = False
     async with ControlClient(rig.address, SECRET) as client:
         with pytest.raises(ControlError, match="does not listen at present"):
             await client.release("known")
 
 
-async def test_without_the_secret_nothing_is_told_or_done(rig: Rig) -> None:
+async def test_without_the_secret_nothing_is_told_or_done(rig: ControlRig) -> None:
     async with ControlClient(rig.address, "wrong") as client:
         with pytest.raises(ControlError, match="secret is missing or wrong"):
             await client.release("known")
@@ -100,7 +100,7 @@ async def test_without_the_secret_nothing_is_told_or_done(rig: Rig) -> None:
             await anext(client.watch())
 
 
-async def test_a_keeper_that_goes_away_ends_the_watch(rig: Rig) -> None:
+async def test_a_keeper_that_goes_away_ends_the_watch(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         reports = client.watch()
         await anext(reports)
@@ -109,7 +109,7 @@ async def test_a_keeper_that_goes_away_ends_the_watch(rig: Rig) -> None:
             await asyncio.wait_for(anext(reports), 5)
 
 
-async def test_a_restarted_keeper_listens_where_it_did(rig: Rig) -> None:
+async def test_a_restarted_keeper_listens_where_it_did(rig: ControlRig) -> None:
     port = int(rig.address.rsplit(":", 1)[1])
     await rig.server.stop()
     again = ControlServer(rig.store, rig.feed, SECRET)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 @dataclass
-class Told:
+class ToldDirectory:
     """What a directory would have been told."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
@@ -42,8 +42,8 @@ class Told:
 
 
 @dataclass
-class Rig:
-    told: Told = field(default_factory=Told)
+class WatchRig:
+    told: ToldDirectory = field(default_factory=ToldDirectory)
     address: str = ""
     asked: int = 0
     now: float = 0.0
@@ -70,8 +70,8 @@ async def until(true: Callable[[], bool], seen: object) -> None:
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
+async def rig() -> AsyncIterator[WatchRig]:
+    rig = WatchRig()
     watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now)
     task = asyncio.create_task(watch.run())
     yield rig
@@ -86,7 +86,7 @@ def store(epoch: int) -> StatusStore:
     return made
 
 
-async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: Rig) -> None:
+async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
@@ -96,7 +96,7 @@ async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: Rig) -> None:
     await second.stop()
 
 
-async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(rig: Rig) -> None:
+async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
@@ -107,7 +107,7 @@ async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(
     await second.stop()
 
 
-async def test_a_watch_that_was_away_hears_what_an_engine_named_and_that_it_went(rig: Rig) -> None:
+async def test_a_watch_that_was_away_hears_what_an_engine_named_and_that_it_went(rig: WatchRig) -> None:
     """Reports are whole: nothing that was said while nobody listened is missing from the newest."""
     serving = store(5)
     first = await rig.keeper(serving)
@@ -126,7 +126,7 @@ async def test_a_watch_that_was_away_hears_what_an_engine_named_and_that_it_went
     await third.stop()
 
 
-async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(rig: Rig) -> None:
+async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(rig: WatchRig) -> None:
     server = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await server.stop()
@@ -136,7 +136,7 @@ async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(ri
     await rig.hears(("down", 0))
 
 
-async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: Rig) -> None:
+async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     where = rig.address
@@ -149,7 +149,7 @@ async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: Rig)
 
 
 @asynccontextmanager
-async def remembered(rig: Rig, control: str) -> AsyncIterator[None]:
+async def remembered(rig: WatchRig, control: str) -> AsyncIterator[None]:
     """A watch of a directory that restarted: from its journal it knows epoch 5, and its keeper's address."""
     known = replace(INFO, epoch=5, control=control)
     watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now, known)
@@ -163,12 +163,12 @@ async def remembered(rig: Rig, control: str) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def quiet() -> Rig:
+async def quiet() -> WatchRig:
     """Nobody follows yet, and Ray does not know the keeper."""
-    return Rig()
+    return WatchRig()
 
 
-async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: Rig) -> None:
+async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: WatchRig) -> None:
     server = await quiet.keeper(store(5))
     control, quiet.address = quiet.address, ""
     async with remembered(quiet, control):
@@ -177,7 +177,7 @@ async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: Rig) -
     await server.stop()
 
 
-async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: Rig) -> None:
+async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: WatchRig) -> None:
     starting = StatusStore("decode-0")
     starting.tell(KeeperPhase.STARTING, epoch=6)
     server = await quiet.keeper(starting)
@@ -188,7 +188,7 @@ async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: 
     await server.stop()
 
 
-async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(quiet: Rig) -> None:
+async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(quiet: WatchRig) -> None:
     async with remembered(quiet, "127.0.0.1:9"):
         await until(lambda: quiet.asked > 0, quiet.asked)
         assert quiet.told.events == []
@@ -196,7 +196,7 @@ async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(qui
         await quiet.hears(("down", 0))
 
 
-async def test_the_keeper_of_another_engine_is_not_followed(quiet: Rig) -> None:
+async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> None:
     """An address that a keeper gave up may be another's now."""
     other = StatusStore("decode-1")
     other.engine_up(replace(INFO, engine="decode-1", epoch=7))
@@ -210,7 +210,7 @@ async def test_the_keeper_of_another_engine_is_not_followed(quiet: Rig) -> None:
     await right.stop()
 
 
-async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: Rig) -> None:
+async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: WatchRig) -> None:
     """A changed fleet restarts its directory before it retires what the file does not name any more."""
     rig.told.curves.clear()
     server = await rig.keeper(store(5))
@@ -220,7 +220,7 @@ async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: Rig) -> None
     await server.stop()
 
 
-async def test_a_keeper_that_ends_its_engine_says_so_first(rig: Rig) -> None:
+async def test_a_keeper_that_ends_its_engine_says_so_first(rig: WatchRig) -> None:
     serving = store(5)
 
     async def work() -> None:

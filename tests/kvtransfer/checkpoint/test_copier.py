@@ -16,7 +16,7 @@ from kvtransfer.plugins import LoadsEnded
 BLOCKS, SLOTS = 12, 8
 
 
-class Host:
+class CopyingHost:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.kv = {f"layer{n}": torch.randn(BLOCKS, 2, 4, 8) for n in range(3)}
@@ -45,8 +45,8 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host()
+def host() -> Iterator[CopyingHost]:
+    host = CopyingHost()
     yield host
     host.copier.close()
 
@@ -55,7 +55,7 @@ def same(one: list[object], other: list[object]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_block_returns_as_it_was_to_another_place(host: Host) -> None:
+def test_a_block_returns_as_it_was_to_another_place(host: CopyingHost) -> None:
     before = host.block(3)
     host.store(BlockCopy(3, slot=5, generation=1))
     for tensor in host.kv.values():
@@ -64,7 +64,7 @@ def test_a_block_returns_as_it_was_to_another_place(host: Host) -> None:
     assert same(host.block(9), before)
 
 
-def test_a_byte_flipped_on_the_host_is_found(host: Host) -> None:
+def test_a_byte_flipped_on_the_host_is_found(host: CopyingHost) -> None:
     host.store(BlockCopy(1, slot=0, generation=1), BlockCopy(2, slot=1, generation=2))
     host.memory.rows[1][700] ^= 1
     ended = host.load(BlockCopy(7, slot=1, generation=2), BlockCopy(6, slot=0, generation=1))
@@ -73,7 +73,7 @@ def test_a_byte_flipped_on_the_host_is_found(host: Host) -> None:
     assert same(host.block(6), host.block(1))
 
 
-def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
+def test_a_byte_flipped_while_its_block_is_stored_is_found(host: CopyingHost) -> None:
     class FlippedOnArrival(np.ndarray):  # type: ignore[type-arg]
         def __setitem__(self, place: Any, came: Any) -> None:
             super().__setitem__(place, came)
@@ -84,7 +84,7 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: Host) -> None:
     assert host.load(BlockCopy(7, slot=3, generation=1)).failed_blocks == {7}
 
 
-def test_a_byte_flipped_on_its_way_back_is_found(host: Host) -> None:
+def test_a_byte_flipped_on_its_way_back_is_found(host: CopyingHost) -> None:
     """What is checked is what came back: reading the row again would find it right."""
     flips = [1]
 
@@ -102,7 +102,7 @@ def test_a_byte_flipped_on_its_way_back_is_found(host: Host) -> None:
     assert not host.load(BlockCopy(8, slot=3, generation=1)).failed_blocks
 
 
-def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
+def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: CopyingHost) -> None:
     class Failing(HostMover):
         def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
             raise IndexError(copies)
@@ -120,17 +120,17 @@ def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: Host) -> None:
     assert report.failed == {0} and not report.corrupt
 
 
-def test_contents_of_another_generation_are_not_copied(host: Host) -> None:
+def test_contents_of_another_generation_are_not_copied(host: CopyingHost) -> None:
     host.store(BlockCopy(1, slot=0, generation=1))
     host.store(BlockCopy(2, slot=0, generation=2))  # the slot went to another block
     assert host.load(BlockCopy(6, slot=0, generation=1)).failed_blocks == {6}
 
 
-def test_a_slot_never_written_is_not_copied(host: Host) -> None:
+def test_a_slot_never_written_is_not_copied(host: CopyingHost) -> None:
     assert host.load(BlockCopy(6, slot=4, generation=1)).failed_blocks == {6}
 
 
-def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> None:
+def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: CopyingHost) -> None:
     done: list[str] = []
 
     class RecordingMover(HostMover):
@@ -155,7 +155,7 @@ def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: Host) -> No
     assert done[0] == "load" and len(done) > 4 and set(done[1:]) == {"store"}
 
 
-def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
+def in_two_pieces(host: CopyingHost, takes_cores: bool) -> list[list[int]]:
     """Two blocks are on the host; the rest between pieces is longer than any test. Returns what is moved."""
     moved: list[list[int]] = []
 
@@ -172,13 +172,13 @@ def in_two_pieces(host: Host, takes_cores: bool) -> list[list[int]]:
     return moved
 
 
-def load_beside_a_step(host: Host) -> None:
+def load_beside_a_step(host: CopyingHost) -> None:
     load = BlockLoad("r", [BlockCopy(6, slot=0, generation=1), BlockCopy(7, slot=1, generation=1)])
     host.copier.step_began()
     host.copier.submit(CheckpointOrder(loads=[load], beside_step=True))
 
 
-def ends(host: Host, seconds: float) -> bool:
+def ends(host: CopyingHost, seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if host.copier.take_ended().requests:
@@ -192,13 +192,15 @@ def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.worker.SHARE_BESIDE_STEPS", 1e-9)
 
 
-def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(host: Host, hours_of_rest: None) -> None:
+def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(
+    host: CopyingHost, hours_of_rest: None
+) -> None:
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2) and moved in ([], [[6]])
 
 
-def test_the_rest_ends_with_the_steps(host: Host, hours_of_rest: None) -> None:
+def test_the_rest_ends_with_the_steps(host: CopyingHost, hours_of_rest: None) -> None:
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2)
@@ -206,7 +208,7 @@ def test_the_rest_ends_with_the_steps(host: Host, hours_of_rest: None) -> None:
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_the_rest_ends_when_no_step_comes_any_more(host: Host, hours_of_rest: None) -> None:
+def test_the_rest_ends_when_no_step_comes_any_more(host: CopyingHost, hours_of_rest: None) -> None:
     """An engine that has nothing to do takes no step in which it could be told."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
@@ -215,7 +217,7 @@ def test_the_rest_ends_when_no_step_comes_any_more(host: Host, hours_of_rest: No
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_a_mover_that_takes_no_cores_does_not_rest(host: Host, hours_of_rest: None) -> None:
+def test_a_mover_that_takes_no_cores_does_not_rest(host: CopyingHost, hours_of_rest: None) -> None:
     in_two_pieces(host, takes_cores=False)
     load_beside_a_step(host)
     assert ends(host, 5)

@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 @dataclass
-class Request:
+class StoredRequest:
     """What the connector reads of vLLM's."""
 
     request_id: str
@@ -40,26 +40,26 @@ def scheduled(*running: str, admitted: str | None = None) -> SimpleNamespace:
 
 
 @dataclass
-class Block:
+class PoolBlock:
     block_id: int
     ref_cnt: int = 0
     is_null: bool = False
 
 
 @dataclass
-class Pool:
-    blocks: list[Block] = field(default_factory=lambda: [Block(n) for n in range(40)])
+class BlocksInUse:
+    blocks: list[PoolBlock] = field(default_factory=lambda: [PoolBlock(n) for n in range(40)])
 
-    def touch(self, blocks: list[Block]) -> None:
+    def touch(self, blocks: list[PoolBlock]) -> None:
         for block in blocks:
             block.ref_cnt += 1
 
-    def free_blocks(self, blocks: list[Block]) -> None:
+    def free_blocks(self, blocks: list[PoolBlock]) -> None:
         for block in blocks:
             block.ref_cnt -= 1
 
 
-class Engine:
+class StoringEngine:
     def __init__(self, slots: int = 20) -> None:
         self.residence = Residence(ConnectorConfig(), slots, lambda: 0.0)
         vllm_config = SimpleNamespace(
@@ -68,20 +68,20 @@ class Engine:
         groups = (CacheGroup(("layer",), BLOCK, 64),)
         context = EngineContext(ConnectorConfig(), vllm_config, None, self.residence, groups)
         self.side = CheckpointScheduler(context)
-        self.pool = Pool()
+        self.pool = BlocksInUse()
         self.ids = {"r": list(range(10, 30))}
         manager = SimpleNamespace(
             block_pool=self.pool, get_block_ids=lambda request_id: [self.ids[request_id]]
         )
         self.side.bind(manager)
 
-    def arrive(self, request: Request) -> Request:
+    def arrive(self, request: StoredRequest) -> StoredRequest:
         conversation = self.residence.conversations.begin_turn("a", request.block_hashes)
         self.residence.requests[request.request_id] = request, conversation
         self.side.on_new_request(request)
         return request
 
-    def step(self, request: Request, computed: int, in_flight: int = 0) -> list[int]:
+    def step(self, request: StoredRequest, computed: int, in_flight: int = 0) -> list[int]:
         """Blocks ordered to the host."""
         request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
         conversation = self.residence.requests[request.request_id][1]
@@ -100,22 +100,22 @@ def hashes(count: int, name: str = "h") -> list[bytes]:
 
 
 def test_each_confirmed_full_block_goes_once() -> None:
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(8)))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=40) == [10, 11]
     assert engine.step(request, computed=40) == []
     assert engine.step(request, computed=65) == [12, 13]
 
 
 def test_blocks_of_a_step_under_way_wait() -> None:
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(8)))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=64, in_flight=32) == [10, 11]
 
 
 def test_a_block_is_held_until_it_is_copied() -> None:
-    engine = Engine()
-    engine.step(engine.arrive(Request("r", hashes(8))), computed=16)
+    engine = StoringEngine()
+    engine.step(engine.arrive(StoredRequest("r", hashes(8))), computed=16)
     assert engine.pool.blocks[10].ref_cnt == 1
     slot = next(iter(engine.side.copying))
     engine.copied(slot)
@@ -125,18 +125,18 @@ def test_a_block_is_held_until_it_is_copied() -> None:
 
 def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_empty_block() -> None:
     """Its earlier blocks were used up: the chain is ahead of what is computed again."""
-    engine = Engine()
+    engine = StoringEngine()
     conversation = engine.residence.conversations.begin_turn("a", hashes(8))
     engine.residence.conversations.advance(conversation, hashes(8))
     engine.residence.conversations.end_turn(conversation)
-    request = engine.arrive(Request("r", hashes(8)))
+    request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=20) == [10]
 
 
 def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
     """They may be blocks that another request of the same step has yet to compute."""
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(8), num_computed_tokens=64))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=64))
     engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:4])
     assert engine.side.order(scheduled(admitted="r")) is None
     assert engine.step(request, computed=64) == [10, 11, 12, 13]
@@ -144,9 +144,9 @@ def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
 
 def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
     """They share a start, and then each says something else."""
-    engine = Engine()
-    one = engine.arrive(Request("r", hashes(2) + hashes(6, "one")))
-    other = engine.arrive(Request("s", hashes(2) + hashes(6, "other")))
+    engine = StoringEngine()
+    one = engine.arrive(StoredRequest("r", hashes(2) + hashes(6, "one")))
+    other = engine.arrive(StoredRequest("s", hashes(2) + hashes(6, "other")))
     engine.step(one, computed=3 * BLOCK)
     conversation = engine.residence.requests["s"][1]
     engine.residence.conversations.advance(conversation, other.block_hashes[:6])
@@ -156,16 +156,16 @@ def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
 
 def test_a_load_that_was_aborted_stores_nothing() -> None:
     """vLLM counts what is on its way as computed."""
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(8), num_computed_tokens=128))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=128))
     engine.residence.loading.add("r")
     engine.side.on_finished(request, [engine.ids["r"]])
     assert engine.side.order(scheduled()) is None
 
 
 def test_offline_requests_load_only_when_they_may_start() -> None:
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(4), priority=1))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(4), priority=1))
     engine.step(request, computed=64)
     for slot in list(engine.side.copying):
         engine.copied(slot)
@@ -176,8 +176,8 @@ def test_offline_requests_load_only_when_they_may_start() -> None:
 
 
 def test_what_the_feed_released_between_match_and_allocation_is_loaded_from_nowhere() -> None:
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(4)))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(4)))
     engine.step(request, computed=64)
     for slot in list(engine.side.copying):
         engine.copied(slot)
@@ -192,16 +192,16 @@ def test_what_the_feed_released_between_match_and_allocation_is_loaded_from_nowh
 
 
 def test_a_full_host_is_counted_and_stores_what_fits() -> None:
-    engine = Engine(slots=3)
-    request = engine.arrive(Request("r", hashes(8)))
+    engine = StoringEngine(slots=3)
+    request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=128) == [10, 11, 12]
     counts: dict[str, Any] = dict(engine.side.take_counts())
     assert counts["host_full"] == 1
 
 
 def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:
-    engine = Engine()
-    request = engine.arrive(Request("r", hashes(8)))
+    engine = StoringEngine()
+    request = engine.arrive(StoredRequest("r", hashes(8)))
     request.num_computed_tokens = 16
     engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:1])
     told = [engine.side.order(scheduled(*running)) for running in (["r"], ["r"], [], [], ["r"])]

@@ -60,7 +60,7 @@ def model_directory() -> Path:
 
 
 @dataclass
-class Answer:
+class GeneratedAnswer:
     text: str
     tokens: list[int]
     usage: dict[str, Any]
@@ -68,7 +68,7 @@ class Answer:
 
 
 @dataclass
-class Engine:
+class EngineProcess:
     """One engine on a port of its own, as in a fleet; it co-serves if its connector has safepoints.
     `connector=None`: plain vLLM.
     """
@@ -94,7 +94,7 @@ class Engine:
     def context(self) -> int:
         return min(16000, (self.blocks - 2) * self.block_tokens)
 
-    def start(self) -> "Engine":
+    def start(self) -> "EngineProcess":
         command = [sys.executable, "-m", SERVER]
         command += ["--model", str(model_directory()), "--served-model-name", "m", "--dtype", "float32"]
         command += ["--host", "127.0.0.1", "--port", str(self.http), "--max-model-len", str(self.context())]
@@ -180,7 +180,7 @@ class Engine:
         params: dict[str, Any] | None = None,
         session: str = "",
         **more: Any,
-    ) -> Answer:
+    ) -> GeneratedAnswer:
         body = {
             "model": "m",
             "prompt": prompt,
@@ -195,9 +195,11 @@ class Engine:
         start = time.monotonic()
         answer = self.post("/v1/completions", body, **({"X_Session_ID": session} if session else {}))
         choice = answer["choices"][0]
-        return Answer(choice["text"], list(choice["token_ids"]), answer["usage"], time.monotonic() - start)
+        return GeneratedAnswer(
+            choice["text"], list(choice["token_ids"]), answer["usage"], time.monotonic() - start
+        )
 
-    def ask_later(self, *arguments: Any, **more: Any) -> "Future[Answer]":
+    def ask_later(self, *arguments: Any, **more: Any) -> "Future[GeneratedAnswer]":
         return _asking.submit(self.ask, *arguments, **more)
 
     def metrics(self) -> dict[str, float]:
@@ -221,11 +223,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(*engines: Engine) -> Iterator[tuple[Engine, ...]]:
+def running(*engines: EngineProcess) -> Iterator[tuple[EngineProcess, ...]]:
     """Started two at a time, which takes two cores less long than one by one; ended whatever happens."""
     try:
         with ThreadPoolExecutor(2) as starting:
-            started = tuple(starting.map(Engine.start, engines))
+            started = tuple(starting.map(EngineProcess.start, engines))
         yield started
     finally:
         for engine in engines:
@@ -242,7 +244,7 @@ def feed_path() -> str:
 T = TypeVar("T")
 
 
-def over_feed(engine: Engine, talk: Callable[[EngineFeed], Awaitable[T]]) -> T:
+def over_feed(engine: EngineProcess, talk: Callable[[EngineFeed], Awaitable[T]]) -> T:
     """One conversation with an engine's feed, from a test that is not a coroutine."""
     assert engine.connector is not None and engine.connector.feed
 
@@ -254,7 +256,7 @@ def over_feed(engine: Engine, talk: Callable[[EngineFeed], Awaitable[T]]) -> T:
     return asyncio.run(session())
 
 
-def state_of(engine: Engine) -> EngineState:
+def state_of(engine: EngineProcess) -> EngineState:
     async def newest(feed: EngineFeed) -> EngineState:
         async with aclosing(feed.states()) as states:
             return await anext(states)
@@ -262,7 +264,7 @@ def state_of(engine: Engine) -> EngineState:
     return over_feed(engine, newest)
 
 
-def faults_of(engine: Engine) -> list[str]:
+def faults_of(engine: EngineProcess) -> list[str]:
     return list(over_feed(engine, lambda feed: feed.check()))
 
 

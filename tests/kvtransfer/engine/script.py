@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from tests.kvtransfer.engine.engines import Engine
+from tests.kvtransfer.engine.engines import EngineProcess
 
 CONVERSATIONS, TURNS, OUTPUT = 8, 5, 10
 BLOCKS = 130  # a third of what the conversations have in the end
@@ -11,7 +11,7 @@ PRIORITY = ("--scheduling-policy", "priority")
 
 
 @dataclass
-class Script:
+class TurnScript:
     prompts: list[list[list[int]]] = field(default_factory=list)  # by conversation and turn
     answers: list[list[list[int]]] = field(default_factory=list)
     computed: float = 0  # prompt tokens that plain vLLM computed for it
@@ -21,12 +21,12 @@ def said(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(5, 250) for _ in range(tokens)]
 
 
-def recorded(plain: Engine, seed: int = 1) -> Script:
+def recorded(plain: EngineProcess, seed: int = 1) -> TurnScript:
     """All conversations take turns, as they do later; they share an opening."""
     rng = random.Random(seed)
     opening = said(rng, 100)
     contexts = [opening + said(rng, 700) for _ in range(CONVERSATIONS)]
-    script = Script([[] for _ in contexts], [[] for _ in contexts])
+    script = TurnScript([[] for _ in contexts], [[] for _ in contexts])
     before = plain.computed_prompt_tokens()
     for _ in range(TURNS):
         for number, context in enumerate(contexts):

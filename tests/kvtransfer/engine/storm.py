@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine import sabotage
 from tests.kvtransfer.engine.engines import (
-    Engine,
+    EngineProcess,
     eventually,
     faults_of,
     feed_path,
@@ -40,7 +40,7 @@ from tests.kvtransfer.engine.script import (
     OUTPUT,
     PRIORITY,
     TURNS,
-    Script,
+    TurnScript,
     recorded,
     said,
 )
@@ -59,11 +59,11 @@ COUNTED = {
 
 
 @dataclass
-class Storm:
-    decoder: Engine
-    script: Script
+class EngineStorm:
+    decoder: EngineProcess
+    script: TurnScript
     seed: int
-    prefiller: Engine | None = None
+    prefiller: EngineProcess | None = None
     suffixes: tuple[str, ...] = ("", "-x", "-y")
     wrong: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Storm:
             if found := counts.get("conserve_kv_faults_total", 0):
                 self.wrong.append(f"{name_of(engine)} counted {found:.0f} faults")
 
-    def count(self, engine: Engine) -> None:
+    def count(self, engine: EngineProcess) -> None:
         """Before an engine's counters are lost with it, and in the end."""
         counts = engine.metrics()
         self.done.update({name: int(counts.get(metric, 0)) for name, metric in COUNTED.items()})
@@ -219,27 +219,27 @@ class Storm:
         self.decoder.ask(said(rng, rng.randrange(300, 2500)), rng.randrange(1, 60), priority=10)
         self.done["offline requests"] += 1
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[EngineProcess]:
         return [self.decoder] + ([self.prefiller] if self.prefiller else [])
 
 
-def name_of(engine: Engine) -> str:
+def name_of(engine: EngineProcess) -> str:
     assert engine.connector is not None
     return engine.connector.engine
 
 
-def idle(engine: Engine) -> bool:
+def idle(engine: EngineProcess) -> bool:
     state = state_of(engine)
     return not (state.running or state.waiting or state.offline_running or state.offline_waiting)
 
 
-def held(engine: Engine) -> int:
+def held(engine: EngineProcess) -> int:
     state = state_of(engine)
     return state.live_tokens + state.parked_tokens + state.offline_tokens + state.host_used_tokens
 
 
 @contextlib.contextmanager
-def engines(plugins: tuple[str, ...]) -> Iterator[tuple[Engine, Engine]]:
+def engines(plugins: tuple[str, ...]) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """A prefiller, and a decoder with room for a third of the conversations and a host that gets full."""
     prefiller = ConnectorConfig(
         engine="prefiller", epoch=1, port=free_port(), lease_s=LEASE_S, feed=feed_path()
@@ -254,8 +254,8 @@ def engines(plugins: tuple[str, ...]) -> Iterator[tuple[Engine, Engine]]:
         plugins=plugins,
     )
     with running(
-        Engine(prefiller, blocks=200, batched_tokens=512),
-        Engine(decoder, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY),
+        EngineProcess(prefiller, blocks=200, batched_tokens=512),
+        EngineProcess(decoder, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY),
     ) as (first, second):
         yield first, second
 
@@ -272,12 +272,12 @@ def main() -> int:
     arguments = parser.parse_args()
     again = f"--seed {arguments.seed}"
     print(f"storm {again}", flush=True)
-    with running(Engine(blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (plain,):
+    with running(EngineProcess(blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)) as (plain,):
         script = recorded(plain)
     os.environ.setdefault(sabotage.VARIABLE, os.devnull + ".none")
     plugins = (sabotage.PLUGINS[arguments.sabotage],) if arguments.sabotage else ()
     with engines(plugins) as (prefiller, decoder):
-        storm = Storm(decoder, script, arguments.seed, prefiller)
+        storm = EngineStorm(decoder, script, arguments.seed, prefiller)
         end, number = time.monotonic() + arguments.minutes * 60, 0
         while time.monotonic() < end and not storm.wrong:
             storm.blow(min(ROUND_S, end - time.monotonic()), number)

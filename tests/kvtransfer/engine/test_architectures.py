@@ -19,7 +19,7 @@ from kvtransfer.config import ConnectorConfig
 from kvtransfer.groups import transferred_tokens
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.engine.in_process import EngineHere, forget_the_model
-from tests.support.architectures import SERVED, Served, architecture_directory
+from tests.support.architectures import SERVED, ServedArchitecture, architecture_directory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -29,8 +29,8 @@ AS_LIKELY = 1.0  # less in log-probability than the likeliest
 
 
 @dataclass
-class Fleet:
-    served: Served
+class ArchitectureFleet:
+    served: ServedArchitecture
     plain: EngineHere
     script: dict[str, list[tuple[list[int], list[int]]]]  # prompt and plain vLLM's answer, turn by turn
     prefiller: EngineHere
@@ -98,7 +98,7 @@ def recorded(plain: EngineHere) -> dict[str, list[tuple[list[int], list[int]]]]:
 
 
 @pytest.fixture(scope="module", params=SERVED)
-def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest) -> Iterator[ArchitectureFleet]:
     served = SERVED[request.param]
     model = architecture_directory(served.kind)
     plain = EngineHere(model, **served.arguments)
@@ -109,13 +109,13 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     decoder = EngineHere(
         model, ConnectorConfig(engine="d", host_kv_gib=0.05, park_after_s=600), blocks=150, **served.arguments
     )
-    yield Fleet(served, plain, recorded(plain), prefiller, decoder)
+    yield ArchitectureFleet(served, plain, recorded(plain), prefiller, decoder)
     prefiller.close()
     decoder.close()
     forget_the_model()
 
 
-def test_six_turns_through_a_prefiller_and_a_decoder(fleet: Fleet) -> None:
+def test_six_turns_through_a_prefiller_and_a_decoder(fleet: ArchitectureFleet) -> None:
     assert len(fleet.decoder.scheduler.kv_cache_config.kv_cache_groups) == fleet.served.groups
     opening = fleet.script["a"][0][0]
     assert fleet.turn("a", 0, fleet.handed_over(opening)) <= max(1, len(opening) - fleet.sent(opening))
@@ -125,7 +125,7 @@ def test_six_turns_through_a_prefiller_and_a_decoder(fleet: Fleet) -> None:
     fleet.rest()
 
 
-def test_a_parked_conversation_returns_from_the_host(fleet: Fleet) -> None:
+def test_a_parked_conversation_returns_from_the_host(fleet: ArchitectureFleet) -> None:
     for number in range(2):
         fleet.turn("b", number)
     fleet.rest()
@@ -138,14 +138,14 @@ def test_a_parked_conversation_returns_from_the_host(fleet: Fleet) -> None:
     fleet.rest()
 
 
-def test_a_transfer_that_cannot_be_is_computed(fleet: Fleet) -> None:
+def test_a_transfer_that_cannot_be_is_computed(fleet: ArchitectureFleet) -> None:
     params = fleet.handed_over(fleet.script["c"][0][0])
     fleet.turn("c", 0, {**params, "transfer_id": "unknown", "remote_epoch": 7}, session="c-lost")
     fleet.turn("c", 1, session="c-lost")
     fleet.rest()
 
 
-def test_nothing_is_wrong_in_a_storm(fleet: Fleet) -> None:
+def test_nothing_is_wrong_in_a_storm(fleet: ArchitectureFleet) -> None:
     seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
     print(f"CONSERVE_STORM_SEED={seed}")
     rng, decoder = random.Random(seed), fleet.decoder

@@ -7,14 +7,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
-from tests.kvtransfer.engine.engines import Engine, running
+from tests.kvtransfer.engine.engines import EngineProcess, running
 
 CHANGED = "tests.kvtransfer.engine.changed_vllm"
 WHAT_TO_DO = r"in this vLLM \(0\.32\.0.*\): install vllm==0\.32\.0"
 
 
 def start(*arguments: str) -> None:
-    with running(Engine(blocks=64, arguments=arguments)):
+    with running(EngineProcess(blocks=64, arguments=arguments)):
         raise AssertionError("the engine serves")
 
 

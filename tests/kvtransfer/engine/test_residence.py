@@ -15,7 +15,7 @@ import pytest
 
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import (
-    Engine,
+    EngineProcess,
     eventually,
     faults_of,
     feed_path,
@@ -30,11 +30,11 @@ from tests.kvtransfer.engine.script import (
     OUTPUT,
     PRIORITY,
     TURNS,
-    Script,
+    TurnScript,
     recorded,
     said,
 )
-from tests.kvtransfer.engine.storm import Storm
+from tests.kvtransfer.engine.storm import EngineStorm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -43,7 +43,7 @@ STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "40"))
 
 
 @pytest.fixture(scope="module")
-def plain_and_ours() -> Iterator[tuple[Engine, Engine]]:
+def plain_and_ours() -> Iterator[tuple[EngineProcess, EngineProcess]]:
     os.environ[VARIABLE] = str(SABOTAGE)
     connector = ConnectorConfig(
         engine="d",
@@ -54,7 +54,7 @@ def plain_and_ours() -> Iterator[tuple[Engine, Engine]]:
         plugins=("tests.kvtransfer.engine.sabotage:SabotagePlugin",),
     )
     plain, ours = (
-        Engine(made_with, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)
+        EngineProcess(made_with, blocks=BLOCKS, batched_tokens=512, arguments=PRIORITY)
         for made_with in (None, connector)
     )
     with running(plain, ours):
@@ -62,7 +62,7 @@ def plain_and_ours() -> Iterator[tuple[Engine, Engine]]:
 
 
 @pytest.fixture(scope="module")
-def script(plain_and_ours: tuple[Engine, Engine]) -> Script:
+def script(plain_and_ours: tuple[EngineProcess, EngineProcess]) -> TurnScript:
     plain, _ = plain_and_ours
     made = recorded(plain)
     plain.kill()
@@ -70,25 +70,25 @@ def script(plain_and_ours: tuple[Engine, Engine]) -> Script:
 
 
 @pytest.fixture(scope="module")
-def engine(plain_and_ours: tuple[Engine, Engine], script: Script) -> Engine:
+def engine(plain_and_ours: tuple[EngineProcess, EngineProcess], script: TurnScript) -> EngineProcess:
     _, ours = plain_and_ours
     return ours
 
 
-def turn(engine: Engine, script: Script, conversation: int, number: int, suffix: str = "") -> None:
+def turn(engine: EngineProcess, script: TurnScript, conversation: int, number: int, suffix: str = "") -> None:
     session = f"c{conversation}{suffix}"
     answer = engine.ask(script.prompts[conversation][number], OUTPUT, session=session)
     assert answer.tokens == script.answers[conversation][number], f"{session}, turn {number}"
 
 
-def settle(engine: Engine) -> None:
+def settle(engine: EngineProcess) -> None:
     """Copies under way end, and are reported in a step."""
     time.sleep(0.3)
     engine.ask([9, 9], 1)
     assert eventually(lambda: state_of(engine).running + state_of(engine).waiting == 0)
 
 
-def release_all(engine: Engine, suffixes: tuple[str, ...] = ("",)) -> None:
+def release_all(engine: EngineProcess, suffixes: tuple[str, ...] = ("",)) -> None:
     for suffix in suffixes:
         for number in range(CONVERSATIONS):
             over_feed(engine, lambda feed, n=number, s=suffix: feed.release(f"c{n}{s}"))  # type: ignore[misc]
@@ -96,7 +96,7 @@ def release_all(engine: Engine, suffixes: tuple[str, ...] = ("",)) -> None:
 
 
 def test_conversations_that_do_not_fit_together_compute_only_what_is_new(
-    engine: Engine, script: Script
+    engine: EngineProcess, script: TurnScript
 ) -> None:
     before = engine.computed_prompt_tokens()
     for number in range(TURNS):
@@ -110,7 +110,7 @@ def test_conversations_that_do_not_fit_together_compute_only_what_is_new(
 
 
 def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
-    engine: Engine, script: Script
+    engine: EngineProcess, script: TurnScript
 ) -> None:
     settle(engine)
     last = CONVERSATIONS - 1
@@ -123,7 +123,7 @@ def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
     assert engine.computed_prompt_tokens() - before <= engine.block_tokens
 
 
-def test_blocks_damaged_on_the_host_are_found_and_computed(engine: Engine, script: Script) -> None:
+def test_blocks_damaged_on_the_host_are_found_and_computed(engine: EngineProcess, script: TurnScript) -> None:
     settle(engine)
     SABOTAGE.touch()
     engine.ask(said(random.Random(5), 3900), 1)  # a step, and room for no kept block
@@ -133,17 +133,17 @@ def test_blocks_damaged_on_the_host_are_found_and_computed(engine: Engine, scrip
     assert faults_of(engine) == []
 
 
-def test_what_ends_leaves_nothing(engine: Engine) -> None:
+def test_what_ends_leaves_nothing(engine: EngineProcess) -> None:
     release_all(engine)
     state = state_of(engine)
     assert (state.live_tokens, state.parked_tokens) == (0, 0)
     assert faults_of(engine) == []
 
 
-def test_nothing_leaks_and_nothing_is_wrong_in_a_storm(engine: Engine, script: Script) -> None:
+def test_nothing_leaks_and_nothing_is_wrong_in_a_storm(engine: EngineProcess, script: TurnScript) -> None:
     seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
     print(f"CONSERVE_STORM_SEED={seed}")
-    storm = Storm(engine, script, seed)
+    storm = EngineStorm(engine, script, seed)
     storm.blow(STORM_S)
     storm.settle()
     storm.give_back()

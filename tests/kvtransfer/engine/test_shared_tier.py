@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.config import ConnectorConfig
-from tests.kvtransfer.engine.engines import Engine, eventually, faults_of, feed_path, running, state_of
+from tests.kvtransfer.engine.engines import EngineProcess, eventually, faults_of, feed_path, running, state_of
 from tests.kvtransfer.engine.script import said
 from workers.leased import LeasedProcess, ProcessRecord
 from workers.lmcache_server import LmcacheServer
@@ -50,23 +50,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LmcacheSe
 
 
 @pytest.fixture(scope="module")
-def decoder(server: tuple[LmcacheServer, Path]) -> Iterator[Engine]:
+def decoder(server: tuple[LmcacheServer, Path]) -> Iterator[EngineProcess]:
     address = asyncio.run(server[0].address(200))
     assert address, (server[1] / "log").read_text()[-2000:]
     connector = ConnectorConfig(
         engine="d", transfer=False, host_kv_gib=0.1, lmcache=address, feed=feed_path()
     )
-    with running(Engine(connector, blocks=200, block_tokens=BLOCK_TOKENS)) as (engine,):
+    with running(EngineProcess(connector, blocks=200, block_tokens=BLOCK_TOKENS)) as (engine,):
         yield engine
 
 
-def at_rest(engine: Engine) -> bool:
+def at_rest(engine: EngineProcess) -> bool:
     engine.ask([9, 9], 1)
     state = state_of(engine)
     return not (state.running or state.waiting) and faults_of(engine) == []
 
 
-def test_a_new_engine_restores_what_the_killed_one_had(decoder: Engine) -> None:
+def test_a_new_engine_restores_what_the_killed_one_had(decoder: EngineProcess) -> None:
     prompt = said(random.Random(1), 2000)
     answer = decoder.ask(prompt, 12, session="c").tokens
     prompt += answer + said(random.Random(2), 40)
@@ -81,7 +81,9 @@ def test_a_new_engine_restores_what_the_killed_one_had(decoder: Engine) -> None:
     assert eventually(lambda: at_rest(decoder), 60)
 
 
-def test_serving_goes_on_when_the_server_dies(decoder: Engine, server: tuple[LmcacheServer, Path]) -> None:
+def test_serving_goes_on_when_the_server_dies(
+    decoder: EngineProcess, server: tuple[LmcacheServer, Path]
+) -> None:
     lost = said(random.Random(3), 1500)
     expected = decoder.ask(lost, 12, session="lost").tokens
     record = ProcessRecord.read(server[1] / "engine.json")

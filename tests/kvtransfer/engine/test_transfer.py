@@ -19,8 +19,8 @@ import pytest
 from kvtransfer.config import ConnectorConfig
 from placement.iteration.interface import TurnTargets
 from tests.kvtransfer.engine.engines import (
-    Answer,
-    Engine,
+    EngineProcess,
+    GeneratedAnswer,
     eventually,
     faults_of,
     feed_path,
@@ -57,17 +57,17 @@ def asked(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[dict[str, Answer]]:
+def plain() -> Iterator[dict[str, GeneratedAnswer]]:
     """What plain vLLM, without the connector, answers."""
-    with running(Engine()) as (engine,):
+    with running(EngineProcess()) as (engine,):
         answers = {name: engine.ask(prompt, OUTPUT, **asked(name)) for name, prompt in PROMPTS.items()}
     yield answers
 
 
 @dataclass
-class Pair:
-    prefiller: Engine
-    decoder: Engine
+class EnginePair:
+    prefiller: EngineProcess
+    decoder: EngineProcess
     port: int
 
     def source(self, transfer_id: str, **changed: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Pair:
             **changed,
         }
 
-    def both_legs(self, name: str, urgent: bool = False, **changed: Any) -> Answer:
+    def both_legs(self, name: str, urgent: bool = False, **changed: Any) -> GeneratedAnswer:
         transfer_id = uuid.uuid4().hex
         prompt = PROMPTS[name]
         decode = self.decoder.ask_later(prompt, OUTPUT, self.source(transfer_id, **changed), **asked(name))
@@ -93,22 +93,22 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(plain: dict[str, Answer]) -> Iterator[Pair]:
+def pair(plain: dict[str, GeneratedAnswer]) -> Iterator[EnginePair]:
     port = free_port()
     coserving = ConnectorConfig(
         engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path(),
         plugins=(SAFEPOINT_PLUGIN, STAGED_PLUGIN),
         safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
     )  # fmt: skip
-    prefiller = Engine(coserving, blocks=420)
-    decoder = Engine(ConnectorConfig(engine="d", epoch=1, feed=feed_path(), plugins=(STAGED_PLUGIN,)))
+    prefiller = EngineProcess(coserving, blocks=420)
+    decoder = EngineProcess(ConnectorConfig(engine="d", epoch=1, feed=feed_path(), plugins=(STAGED_PLUGIN,)))
     with running(prefiller, decoder):
-        yield Pair(prefiller, decoder, port)
+        yield EnginePair(prefiller, decoder, port)
 
 
 @pytest.mark.parametrize("name", ["1k", "4k", "chunked", "structured"])
 def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
-    pair: Pair, plain: dict[str, Answer], name: str
+    pair: EnginePair, plain: dict[str, GeneratedAnswer], name: str
 ) -> None:
     before = pair.decoder.computed_prompt_tokens()
     assert pair.both_legs(name).tokens == plain[name].tokens
@@ -116,7 +116,9 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
     assert pair.decoder.computed_prompt_tokens() - before <= 1
 
 
-def test_the_decode_leg_may_also_follow_the_prefill(pair: Pair, plain: dict[str, Answer]) -> None:
+def test_the_decode_leg_may_also_follow_the_prefill(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     """The protocol of other connectors: the prefill's answer is the decode leg's parameters."""
     body = {"model": "m", "prompt": PROMPTS["cached"], "max_tokens": 1, "temperature": 0}
     answer = pair.prefiller.post(
@@ -127,7 +129,7 @@ def test_the_decode_leg_may_also_follow_the_prefill(pair: Pair, plain: dict[str,
 
 
 def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_every_piece(
-    pair: Pair, plain: dict[str, Answer]
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     decoder = pair.decoder
     turns = [decoder.ask_later(prompt_of(40, 70 + number), 400) for number in range(3)]
@@ -155,7 +157,9 @@ def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_
     assert all(len(turn.result().tokens) == 400 for turn in turns)
 
 
-def test_the_shortest_prompt_has_its_first_token_first(pair: Pair, plain: dict[str, Answer]) -> None:
+def test_the_shortest_prompt_has_its_first_token_first(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     """On either engine: prefillers order their queue the same way."""
     for engine in (pair.prefiller, pair.decoder):
         order: list[str] = []
@@ -170,7 +174,7 @@ def test_the_shortest_prompt_has_its_first_token_first(pair: Pair, plain: dict[s
 
 
 def test_a_prefiller_with_offline_work_leaves_its_iterations_for_a_turn_and_sends_right_kv(
-    pair: Pair, plain: dict[str, Answer]
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     """Turns come while an iteration with offline work runs: it is aborted, also with prompts in it."""
     prefiller = pair.prefiller
@@ -190,7 +194,7 @@ def test_a_prefiller_with_offline_work_leaves_its_iterations_for_a_turn_and_send
     assert prefiller.metrics()["conserve_coserving_unplanned_iterations_total"] == 0
 
 
-def test_a_stale_read_is_refused_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
+def test_a_stale_read_is_refused_and_recomputed(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
     """The lease ran out and the prefiller, with few blocks, has long used them for something else."""
     transfer_id = uuid.uuid4().hex
     pair.prefiller.ask(PROMPTS["stale"], 1, {"do_remote_decode": True, "transfer_id": transfer_id})
@@ -204,19 +208,23 @@ def test_a_stale_read_is_refused_and_recomputed(pair: Pair, plain: dict[str, Ans
     assert again.tokens == plain["stale"].tokens
 
 
-def test_a_flipped_byte_is_found_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
+def test_a_flipped_byte_is_found_and_recomputed(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
     with FlippingProxy(pair.port, flip_at=100_000) as port:  # amid the blocks
         answer = pair.both_legs("flipped", remote_port=port)
     assert answer.tokens == plain["flipped"].tokens
     assert pair.refusals("corrupt") == 1
 
 
-def test_an_older_epoch_is_refused_and_recomputed(pair: Pair, plain: dict[str, Answer]) -> None:
+def test_an_older_epoch_is_refused_and_recomputed(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     assert pair.both_legs("epoch", remote_epoch=1).tokens == plain["epoch"].tokens
     assert pair.refusals("old_epoch") == 1
 
 
-def test_an_aborted_prefill_is_recomputed_at_once(pair: Pair, plain: dict[str, Answer]) -> None:
+def test_an_aborted_prefill_is_recomputed_at_once(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     transfer_id = uuid.uuid4().hex
     decode = pair.decoder.ask_later(PROMPTS["aborted"], OUTPUT, pair.source(transfer_id))
     disconnect(
@@ -226,7 +234,7 @@ def test_an_aborted_prefill_is_recomputed_at_once(pair: Pair, plain: dict[str, A
     assert pair.refusals("aborted") == 1
 
 
-def test_an_aborted_decode_leaks_nothing(pair: Pair) -> None:
+def test_an_aborted_decode_leaks_nothing(pair: EnginePair) -> None:
     """Its prefill never begins: the request waits for a transfer when its client leaves."""
     disconnect(pair.decoder, prompt_of(5000, 93), pair.source(uuid.uuid4().hex), 1.0)
     assert eventually(lambda: state_of(pair.decoder).waiting == 0)
@@ -234,7 +242,7 @@ def test_an_aborted_decode_leaks_nothing(pair: Pair) -> None:
     assert faults_of(pair.decoder) == []
 
 
-def test_nothing_is_left_on_either_side(pair: Pair) -> None:
+def test_nothing_is_left_on_either_side(pair: EnginePair) -> None:
     time.sleep(LEASE_S)
     for engine in (pair.prefiller, pair.decoder):
         engine.ask([9, 9, 9], 2)  # leases end in a step
@@ -243,7 +251,7 @@ def test_nothing_is_left_on_either_side(pair: Pair) -> None:
         assert faults_of(engine) == []
 
 
-def test_the_session_header_reaches_the_connector_from_every_route(pair: Pair) -> None:
+def test_the_session_header_reaches_the_connector_from_every_route(pair: EnginePair) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi " * 40}], "max_tokens": 2}
     pair.decoder.post("/v1/chat/completions", chat, X_Session_ID="key:chat")
     completion = {"model": "m", "prompt": "hi " * 40, "max_tokens": 2}
@@ -256,7 +264,7 @@ def test_the_session_header_reaches_the_connector_from_every_route(pair: Pair) -
 
 
 def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
-    pair: Pair, plain: dict[str, Answer]
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     transfer_id = uuid.uuid4().hex
     decode = pair.decoder.ask_later(PROMPTS["killed"], OUTPUT, pair.source(transfer_id))
@@ -269,7 +277,7 @@ def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
     assert pair.refusals("unreachable") == 1
 
 
-def test_no_process_of_an_engine_survives_its_front_end(pair: Pair) -> None:
+def test_no_process_of_an_engine_survives_its_front_end(pair: EnginePair) -> None:
     processes = pair.decoder.tree()
     assert len(processes) >= 2
     os.kill(processes[0].pid, signal.SIGKILL)
@@ -277,7 +285,7 @@ def test_no_process_of_an_engine_survives_its_front_end(pair: Pair) -> None:
     assert [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())] == []
 
 
-def disconnect(engine: Engine, prompt: list[int], params: dict[str, Any], after_s: float) -> None:
+def disconnect(engine: EngineProcess, prompt: list[int], params: dict[str, Any], after_s: float) -> None:
     """Asks, and hangs up before the answer."""
     import http.client
     import json

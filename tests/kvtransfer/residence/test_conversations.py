@@ -7,13 +7,7 @@ from kvtransfer.conversations import (
     all_kept,
     block_key,
 )
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def chain(text: str) -> list[bytes]:

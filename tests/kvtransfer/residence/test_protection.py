@@ -8,12 +8,12 @@ from kvtransfer.retention import eviction_order, in_danger, shared_order
 
 
 @dataclass(eq=False)
-class Block:
+class HashedBlock:
     hash: bytes
     ref_cnt: int = 0
 
 
-def block_of(blocks: dict[bytes, Block]) -> Callable[[bytes, int], Block | None]:
+def block_of(blocks: dict[bytes, HashedBlock]) -> Callable[[bytes, int], HashedBlock | None]:
     return lambda block_hash, group: blocks.get(block_hash)
 
 
@@ -34,7 +34,7 @@ def conversations_in_all_ranks() -> RetainedConversations:
 
 
 def test_offline_then_parked_then_the_oldest_kept_and_each_from_its_end() -> None:
-    blocks = {name: Block(name) for name in (b"s", b"o1", b"o2", b"p1", b"n1", b"f1")}
+    blocks = {name: HashedBlock(name) for name in (b"s", b"o1", b"o2", b"p1", b"n1", b"f1")}
     order = [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))]
     assert order == [b"f1", b"p1", b"o2", b"o1", b"n1", b"s"]  # the shared one stays longest
 
@@ -51,22 +51,22 @@ def test_what_several_begin_with_goes_after_what_was_used_since() -> None:
         parked = conversations.get(key)
         assert parked is not None
         conversations.park(parked)
-    blocks = {name: Block(name) for name in (b"s", b"a", b"b", b"n")}
+    blocks = {name: HashedBlock(name) for name in (b"s", b"a", b"b", b"n")}
     order = [block.hash for block in eviction_order(conversations, block_of(blocks))]
     assert order == [b"a", b"b", b"n", b"s"]
     assert [block.hash for block in shared_order(conversations, block_of(blocks))] == [b"s"]
 
 
 def test_blocks_in_use_are_left_alone() -> None:
-    blocks = {b"s": Block(b"s", ref_cnt=1), b"n1": Block(b"n1")}
+    blocks = {b"s": HashedBlock(b"s", ref_cnt=1), b"n1": HashedBlock(b"n1")}
     assert [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))] == [b"n1"]
 
 
 def test_only_the_blocks_the_next_step_can_take_count_as_danger() -> None:
     conversations = conversations_in_all_ranks()
-    queue = [Block(b"nobody"), Block(b"nobody"), Block(b"n1")]
+    queue = [HashedBlock(b"nobody"), HashedBlock(b"nobody"), HashedBlock(b"n1")]
 
-    def rank_of(block: Block) -> EvictionRank:
+    def rank_of(block: HashedBlock) -> EvictionRank:
         return conversations.rank_of(block.hash)
 
     assert not in_danger(queue, rank_of, window=2)

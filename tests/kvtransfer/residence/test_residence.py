@@ -13,7 +13,7 @@ SLOTS = 6
 KEYS = st.sampled_from("abcd")
 
 
-class Life(RuleBasedStateMachine):
+class ConversationLives(RuleBasedStateMachine):
     """Turns, copies, releases and time in any order; the copier may lag behind arbitrarily."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Life(RuleBasedStateMachine):
         assert len(self.residence.conversations) == 0
 
 
-TestLife = Life.TestCase
+TestLife = ConversationLives.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
@@ -204,7 +204,7 @@ def test_whole_conversations_leave_a_full_host_the_least_recently_used_first() -
     assert residence.host.free == 1
 
 
-class Held:
+class HeldBlock:
     is_null = False
 
     def __init__(self, block_id: int, ref_cnt: int) -> None:
@@ -212,7 +212,7 @@ class Held:
 
 
 def test_a_reference_nobody_accounts_for_is_a_fault() -> None:
-    blocks = [Held(1, 0), Held(2, 1), Held(3, 1)]
+    blocks = [HeldBlock(1, 0), HeldBlock(2, 1), HeldBlock(3, 1)]
     assert block_faults(blocks, 1, {"transfer": [2], "checkpoint": [3]}) == []
     assert len(block_faults(blocks, 1, {"transfer": [2]})) == 1
     assert len(block_faults(blocks, 2, {"transfer": [2, 3]})) == 1

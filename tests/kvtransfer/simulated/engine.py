@@ -61,7 +61,7 @@ Row = tuple[list[torch.Tensor], torch.Tensor, int]  # slots by group, what they 
 
 
 @dataclass
-class SimulatedEngine:
+class SteppedEngine:
     connector: ConnectorConfig
     beside: Mapping[str, Any] | None = None  # another connector, as vLLM's configuration names it
     blocks: int = 60

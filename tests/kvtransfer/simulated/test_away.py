@@ -14,10 +14,10 @@ from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.conversations import RetentionPhase
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 
-def loads_of(engine: SimulatedEngine) -> list[Any]:
+def loads_of(engine: SteppedEngine) -> list[Any]:
     """Of the host's blocks, from here on."""
     loads: list[Any] = []
     index = engine.residence.host
@@ -34,7 +34,7 @@ def loads_of(engine: SimulatedEngine) -> list[Any]:
 class HeldCopies:
     """Copies from the host, from here on: each waits until they may go. `came`: one of them waits."""
 
-    def __init__(self, engine: SimulatedEngine) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self.came, self.may_go = Event(), Event()
         host: HostSlots = engine.worker.worker_side("checkpoint").copier.memory
         known = host.known  # every mover asks it before it writes
@@ -46,7 +46,7 @@ class HeldCopies:
         host.known = waits  # type: ignore[method-assign]
 
 
-def parked(engine: SimulatedEngine) -> list[int]:
+def parked(engine: SteppedEngine) -> list[int]:
     """The prompt of a conversation `s` that is on the host alone: others have used its blocks."""
     prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
     engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
@@ -65,8 +65,8 @@ def parked(engine: SimulatedEngine) -> list[int]:
     return prompt
 
 
-def engine_with_host() -> SimulatedEngine:
-    return SimulatedEngine(
+def engine_with_host() -> SteppedEngine:
+    return SteppedEngine(
         ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=600.0, host_kv_gib=0.005),
         blocks=60,
     )

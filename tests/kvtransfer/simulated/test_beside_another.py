@@ -13,13 +13,13 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.connector import SeveralConnectors
 from tests.kvtransfer.simulated import holding
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 
 @pytest.fixture
-def engine() -> Iterator[SimulatedEngine]:
+def engine() -> Iterator[SteppedEngine]:
     config = ConnectorConfig(engine="d", transfer=False, host_kv_gib=0.005)
-    made = SimulatedEngine(config, beside=holding.CONFIG)
+    made = SteppedEngine(config, beside=holding.CONFIG)
     yield made
     made.close()
 
@@ -28,7 +28,7 @@ def prompt_of(blocks: int, first: int = 0) -> list[int]:
     return [(first + n) % 250 for n in range(blocks * BLOCK_TOKENS + 5)]
 
 
-def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SimulatedEngine) -> None:
+def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SteppedEngine) -> None:
     report = engine.side("report")
     engine.add("turn", prompt_of(10), 2, session="a")
     while "turn" not in engine.answers:
@@ -43,7 +43,7 @@ def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SimulatedE
     assert engine.computed_prompt_tokens - before == 5 and engine.wrong == []
 
 
-def test_a_reset_is_ours_alone(engine: SimulatedEngine) -> None:
+def test_a_reset_is_ours_alone(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
     for number in range(500):  # copies to the host end in a step, when they are done
@@ -57,7 +57,7 @@ def test_a_reset_is_ours_alone(engine: SimulatedEngine) -> None:
     assert engine.residence.conversations.get("a").chain == []
 
 
-def test_counts_reach_the_front_end(engine: SimulatedEngine) -> None:
+def test_counts_reach_the_front_end(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
     engine.residence.release("a")

@@ -9,12 +9,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.conversations import EvictionRank
 from tests.kvtransfer.engine.engines import eventually, free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 pytestmark = pytest.mark.slow
 
 
-def end_copies(engine: SimulatedEngine) -> None:
+def end_copies(engine: SteppedEngine) -> None:
     """Blocks on their way to the host are not free: a thread copies them, and a step hears of its end."""
 
     def ended() -> bool:
@@ -29,7 +29,7 @@ def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks
 ) -> None:
     """There is room for a step, although less than what is retained, with what runs counted, leaves."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=0.005, park_after_s=3600.0)
-    engine = SimulatedEngine(connector, blocks=100)
+    engine = SteppedEngine(connector, blocks=100)
     try:
         for number, output in ((1, 2), (2, 40)):
             prompt = [(n * number) % 250 for n in range(30 * BLOCK_TOKENS)]

@@ -9,27 +9,27 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.feed import NAMED_AT_MOST
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 LEASE_S = 0.3
 
 
 @pytest.fixture
 def engine():
-    made = SimulatedEngine(
+    made = SteppedEngine(
         ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=LEASE_S, host_kv_gib=0.005), blocks=60
     )
     yield made
     made.close()
 
 
-def talk(engine: SimulatedEngine, key: str, blocks: int, output: int = 2) -> None:
+def talk(engine: SteppedEngine, key: str, blocks: int, output: int = 2) -> None:
     engine.add(
         f"{key}-turn", [(n + len(key)) % 250 for n in range(blocks * BLOCK_TOKENS + 5)], output, session=key
     )
 
 
-def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: SimulatedEngine) -> None:
+def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: SteppedEngine) -> None:
     report, residence = engine.side("report"), engine.residence
     talk(engine, "idle", 10)
     engine.run(2000)
@@ -53,7 +53,7 @@ def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: Si
     assert engine.wrong == [] and engine.faults() == []
 
 
-def test_leases_of_a_sleeping_prefiller_end(engine: SimulatedEngine) -> None:
+def test_leases_of_a_sleeping_prefiller_end(engine: SteppedEngine) -> None:
     report = engine.side("report")
     params = {"do_remote_decode": True, "transfer_id": "t"}
     engine.add("prefill", [n % 250 for n in range(10 * BLOCK_TOKENS)], 1, params=params)
@@ -66,7 +66,7 @@ def test_leases_of_a_sleeping_prefiller_end(engine: SimulatedEngine) -> None:
     assert report.snapshot().drained
 
 
-def test_many_parked_at_once_say_nothing_of_what_was_confirmed(engine: SimulatedEngine) -> None:
+def test_many_parked_at_once_say_nothing_of_what_was_confirmed(engine: SteppedEngine) -> None:
     report = engine.side("report")
     talk(engine, "known", 3)
     engine.run(2000)

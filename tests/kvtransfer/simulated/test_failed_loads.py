@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine, next_token
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -22,12 +22,12 @@ def test_who_lost_its_load_and_does_not_fit_lets_others_have_theirs() -> None:
     """With windows a prompt that is loaded needs fewer blocks than one that is computed: what was free for it
     is not enough any more, and the rest is held by a load that ends later."""
     port = free_port()
-    prefiller = SimulatedEngine(
+    prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=30.0, timeout_s=5.0),
         blocks=120,
         window=WINDOW,
     )
-    decoder = SimulatedEngine(ConnectorConfig(engine="d", timeout_s=5.0), blocks=BLOCKS, window=WINDOW)
+    decoder = SteppedEngine(ConnectorConfig(engine="d", timeout_s=5.0), blocks=BLOCKS, window=WINDOW)
     source = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port}
     small, big = ([n % 250 for n in range(first, first + size)] for first, size in ((1, SMALL), (7, BIG)))
     decoder.add("small", small, 1, params={**source, "transfer_id": "none", "remote_epoch": 0})  # refused

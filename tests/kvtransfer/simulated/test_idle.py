@@ -13,12 +13,12 @@ from kvtransfer.config import ConnectorConfig
 from kvtransfer.transfer.memory import HostBlockMemory
 from placement.engines import EngineState
 from tests.kvtransfer.engine.engines import eventually, feed_path, free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 pytestmark = pytest.mark.slow
 
 
-def copied(engine: SimulatedEngine, host_kv_gib: float) -> EngineState:
+def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
     """The state once everything that waits is on the host too, if there is one."""
     limit = time.monotonic() + (10 if host_kv_gib else 0)
     while (state := engine.side("report").snapshot()).idle_tokens != state.live_tokens:
@@ -32,7 +32,7 @@ def copied(engine: SimulatedEngine, host_kv_gib: float) -> EngineState:
 def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int, int, int]:
     """While a turn of ten blocks runs beside a conversation that keeps ten, and after it ended."""
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib)
-    engine = SimulatedEngine(replace(config, idle_kv_yields=yields), blocks=60)
+    engine = SteppedEngine(replace(config, idle_kv_yields=yields), blocks=60)
     try:
         for name, output in (("first", 2), ("second", 20)):
             prompt = [(n + len(name)) % 250 for n in range(10 * BLOCK_TOKENS + 5)]
@@ -72,7 +72,7 @@ def test_where_idle_kv_may_be_lost_it_gives_way_without_a_host_store() -> None:
 
 def test_a_parked_conversation_that_leaves_a_full_host_is_named() -> None:
     config = ConnectorConfig(engine="d", epoch=1, transfer=False, host_kv_gib=0.0003)
-    engine = SimulatedEngine(config, blocks=80)
+    engine = SteppedEngine(config, blocks=80)
     try:
         assert 10 < engine.residence.host.capacity < 22
         for name in ("first", "second"):
@@ -100,10 +100,10 @@ def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HostBlockMemory, "outgoing", slowly)
     monkeypatch.setattr(HostBlockMemory, "frame_blocks", lambda memory, layer: 1)
     lease_s, port = 0.4, free_port()
-    prefiller = SimulatedEngine(
+    prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s, feed=feed_path())
     )
-    decoder = SimulatedEngine(ConnectorConfig(engine="d"))
+    decoder = SteppedEngine(ConnectorConfig(engine="d"))
     try:
         prompt = [n % 250 for n in range(20 * BLOCK_TOKENS)]
         prefiller.add("prefill", prompt, 1, params={"do_remote_decode": True, "transfer_id": "t"})
@@ -125,7 +125,7 @@ def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("beside", [{}, {"window": 3 * BLOCK_TOKENS + 7}, {"states": True}], ids=str)
 def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: dict[str, Any]) -> None:
-    engine = SimulatedEngine(ConnectorConfig(engine="d", transfer=False), **beside)
+    engine = SteppedEngine(ConnectorConfig(engine="d", transfer=False), **beside)
     try:
         for tokens in (BLOCK_TOKENS - 4, 8 * BLOCK_TOKENS + 3, 20 * BLOCK_TOKENS + 1):
             engine.add("turn", [n % 250 for n in range(tokens)], 6, session="a")
@@ -149,7 +149,7 @@ def test_a_turn_that_comes_back_lacks_its_whole_history_where_nothing_holds_it(
 ) -> None:
     host_kv_gib = 0.0 if where in ("kept", "may be lost") else 0.005
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=host_kv_gib)
-    engine = SimulatedEngine(replace(config, idle_kv_yields=where == "may be lost"), blocks=60)
+    engine = SteppedEngine(replace(config, idle_kv_yields=where == "may be lost"), blocks=60)
     try:
         prompt = [n % 250 for n in range(10 * BLOCK_TOKENS)]
         engine.add("first", prompt, 2, session="s")

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import SimulatedEngine
+from tests.kvtransfer.simulated.engine import SteppedEngine
 
 LEASE_S = 1.0
 
@@ -16,7 +16,7 @@ LEASE_S = 1.0
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the first", "within its lease"])
 def test_a_second_prefill_of_a_transfer_is_not_exported(beside: bool) -> None:
     config = ConnectorConfig(engine="p", epoch=1, port=free_port(), lease_s=LEASE_S)
-    engine = SimulatedEngine(config, blocks=50)
+    engine = SteppedEngine(config, blocks=50)
     for number in range(2):
         params = {"do_remote_decode": True, "transfer_id": "t"}
         engine.add(f"prefill{number}", [number] * 100, 1, params=params)

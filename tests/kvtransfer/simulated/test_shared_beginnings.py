@@ -6,7 +6,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 BEGINNING = [n * 7 % 250 for n in range(10 * BLOCK_TOKENS)]
 
@@ -15,7 +15,7 @@ def of_its_own(number: int, blocks: int) -> list[int]:
     return [(n * 13 + number * 31) % 250 for n in range(blocks * BLOCK_TOKENS)]
 
 
-def computed(engine: SimulatedEngine, name: str, prompt: list[int]) -> int:
+def computed(engine: SteppedEngine, name: str, prompt: list[int]) -> int:
     before = engine.computed_prompt_tokens
     engine.add(name, prompt, 2, session=name)
     engine.run(2000)
@@ -23,7 +23,7 @@ def computed(engine: SimulatedEngine, name: str, prompt: list[int]) -> int:
 
 
 def test_a_beginning_that_two_share_outlasts_newer_conversations_of_their_own() -> None:
-    engine = SimulatedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
+    engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
     try:
         for name, number in (("a", 1), ("b", 2)):
             computed(engine, name, [*BEGINNING, *of_its_own(number, 2)])
@@ -38,7 +38,7 @@ def test_a_beginning_that_two_share_outlasts_newer_conversations_of_their_own() 
 
 
 def test_one_conversation_alone_is_as_old_as_its_last_turn() -> None:
-    engine = SimulatedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
+    engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
     try:
         computed(engine, "a", [*BEGINNING, *of_its_own(1, 2)])
         for number in range(3, 12):

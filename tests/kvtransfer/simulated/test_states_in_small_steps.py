@@ -12,7 +12,7 @@ from kvtransfer.config import ConnectorConfig
 from kvtransfer.errors import Reason
 from kvtransfer.transfer.scheduler import NULL
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine, next_token
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token
 
 
 @pytest.mark.parametrize("batched", [8, 16, 20])
@@ -20,12 +20,12 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine, nex
 def test_a_decoder_gets_the_state_and_nothing_stays_held(batched: int, tokens: int) -> None:
     assert batched < BLOCK_TOKENS
     port = free_port()
-    prefiller = SimulatedEngine(
+    prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=30.0),
         states=True,
         batched_tokens=batched,
     )
-    decoder = SimulatedEngine(ConnectorConfig(engine="d", timeout_s=5.0), states=True, batched_tokens=batched)
+    decoder = SteppedEngine(ConnectorConfig(engine="d", timeout_s=5.0), states=True, batched_tokens=batched)
     prompt = [number % 250 for number in range(tokens)]
     source = {"transfer_id": "t", "remote_host": "127.0.0.1", "remote_port": port, "remote_epoch": 1}
     prefiller.add("prefill", prompt, 1, params={"do_remote_decode": True, "transfer_id": "t"})
@@ -46,7 +46,7 @@ def test_an_export_whose_block_is_gone_is_counted_once_and_holds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = ConnectorConfig(engine="p", epoch=1, port=free_port(), lease_s=30.0)
-    engine = SimulatedEngine(config, states=True)
+    engine = SteppedEngine(config, states=True)
     transfer, manager = engine.side("transfer"), engine.scheduler.kv_cache_manager
     blocks_of = manager.get_block_ids
     transfer.bind(

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
-from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SimulatedEngine, next_token
+from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,16 +38,16 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-class Storm:
+class SimulatedStorm:
     def __init__(self, seed: int, beside: Mapping[str, Any]) -> None:
         self.rng = random.Random(seed)
         self.port = free_port()
-        self.prefiller = SimulatedEngine(
+        self.prefiller = SteppedEngine(
             ConnectorConfig(engine="p", epoch=1, port=self.port, lease_s=LEASE_S, timeout_s=1.0),
             blocks=100 if beside else 50,
             **beside,
         )
-        self.decoder = SimulatedEngine(
+        self.decoder = SteppedEngine(
             ConnectorConfig(engine="d", timeout_s=1.0, host_kv_gib=0.0012, park_after_s=0.05),
             blocks=100 if beside else 60,
             **beside,
@@ -176,7 +176,7 @@ class Storm:
             engine.run()
 
 
-def copier_of(engine: SimulatedEngine) -> Copier:
+def copier_of(engine: SteppedEngine) -> Copier:
     copier: Copier = engine.worker.worker_side("checkpoint").copier
     return copier
 
@@ -189,7 +189,7 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_nothing_leaks_and_nothing_is_wrong(seed: int, beside: Mapping[str, Any]) -> None:
-    storm = Storm(seed, beside)
+    storm = SimulatedStorm(seed, beside)
     replay = f"CONSERVE_STORM_SEED={seed}"
     storm.blow()
     storm.settle()

@@ -48,7 +48,7 @@ class Memory(BlockMemory):
 
 
 @dataclass
-class Pair:
+class TransferPair:
     """A producer with a prompt, and an empty consumer."""
 
     exports: Exports
@@ -83,7 +83,7 @@ def serving(exports: Exports, timeout_s: float = 10.0, encrypt: bool = False) ->
 
 
 @pytest.fixture(params=[False, True], ids=["in clear", "encrypted"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[TransferPair]:
     now = [0.0]
     theirs, mine = Memory(fill=True), Memory(fill=False)
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
@@ -91,18 +91,18 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     source = TransferSource("127.0.0.1", port, "t", 4, "p")
     generation = exports.open("t", [PROMPT], TOKENS, "p")
     consumer = dataclasses.replace(CONSUMER, encrypt=request.param)
-    yield Pair(exports, theirs, mine, source, consumer, now, generation)
+    yield TransferPair(exports, theirs, mine, source, consumer, now, generation)
     server.close()
 
 
 @pytest.mark.parametrize("skip", [0, 7])
-def test_all_blocks_arrive_in_their_places(pair: Pair, skip: int) -> None:
+def test_all_blocks_arrive_in_their_places(pair: TransferPair, skip: int) -> None:
     pair.compute()
     into = pair.fetch(skip)
     assert pair.mine.blocks(into) == pair.theirs.blocks(PROMPT[skip:])
 
 
-def test_blocks_arrive_while_the_prefill_runs(pair: Pair) -> None:
+def test_blocks_arrive_while_the_prefill_runs(pair: TransferPair) -> None:
     into = list(range(len(PROMPT)))
     fetching = threading.Thread(
         target=fetch, args=(pair.source, [0], [into], pair.mine, pair.consumer, Cancellation())
@@ -119,7 +119,7 @@ def test_blocks_arrive_while_the_prefill_runs(pair: Pair) -> None:
     assert pair.mine.blocks(into) == pair.theirs.blocks(PROMPT)
 
 
-def test_a_stale_read_is_refused(pair: Pair) -> None:
+def test_a_stale_read_is_refused(pair: TransferPair) -> None:
     """The lease ran out, the blocks hold something else: the corruption that NIXL serves."""
     pair.compute()
     pair.exports.finish("t")
@@ -129,7 +129,7 @@ def test_a_stale_read_is_refused(pair: Pair) -> None:
 
 
 def test_a_prompt_that_takes_longer_than_a_lease_to_be_sent_arrives(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: TransferPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = pair.theirs.outgoing
 
@@ -156,7 +156,7 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
     exports = CarelessExports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: now[0])
     server, port = serving(exports)
     generation = exports.open("t", [PROMPT], TOKENS, "p")
-    careless = Pair(
+    careless = TransferPair(
         exports,
         theirs,
         mine,
@@ -174,7 +174,7 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
     server.close()
 
 
-def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: Pair) -> None:
+def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: TransferPair) -> None:
     class ReusingMemory(Memory):
         reads = 0
 
@@ -190,7 +190,7 @@ def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: Pa
     assert pair.refused() is Reason.EXPIRED
 
 
-def test_a_prefill_that_begins_again_is_sent_again(pair: Pair) -> None:
+def test_a_prefill_that_begins_again_is_sent_again(pair: TransferPair) -> None:
     into = list(range(len(PROMPT)))
     fetching = threading.Thread(
         target=fetch, args=(pair.source, [0], [into], pair.mine, pair.consumer, Cancellation())
@@ -211,7 +211,7 @@ OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16 * 30, 20 + 16 * 31 + 100, 20 + 16 * 31
 
 
 @pytest.mark.parametrize("at", [*(HANDSHAKE_BYTES + at for at in OF_A_FRAME), 100_000])
-def test_a_flipped_bit_on_the_way_is_refused(pair: Pair, at: int) -> None:
+def test_a_flipped_bit_on_the_way_is_refused(pair: TransferPair, at: int) -> None:
     """Of a frame's kind, layer, place, number, generation, of its tags and of its blocks."""
     pair.compute()
     before = dataclasses.replace(pair.consumer, timeout_s=2.0)
@@ -220,7 +220,7 @@ def test_a_flipped_bit_on_the_way_is_refused(pair: Pair, at: int) -> None:
         assert pair.refused() in (Reason.CORRUPT, Reason.PROTOCOL, Reason.STALLED, Reason.UNREACHABLE)
 
 
-def test_a_block_in_the_place_of_another_is_refused(pair: Pair) -> None:
+def test_a_block_in_the_place_of_another_is_refused(pair: TransferPair) -> None:
     """Whoever sits between could else swap two frames of one size: layers, or prompts of two connections."""
     pair.compute()
     with FrameSwappingProxy(pair.source.port) as port:
@@ -228,7 +228,7 @@ def test_a_block_in_the_place_of_another_is_refused(pair: Pair) -> None:
         assert pair.refused() is Reason.CORRUPT
 
 
-def test_what_was_recorded_of_one_connection_is_worth_nothing_on_another(pair: Pair) -> None:
+def test_what_was_recorded_of_one_connection_is_worth_nothing_on_another(pair: TransferPair) -> None:
     pair.compute()
     with FlippingProxy(pair.source.port) as port:
         recording = dataclasses.replace(pair.source, port=port)
@@ -248,7 +248,7 @@ def test_what_was_recorded_of_one_connection_is_worth_nothing_on_another(pair: P
     listener.close()
 
 
-def test_prompts_are_not_on_the_wire_where_they_are_encrypted(pair: Pair) -> None:
+def test_prompts_are_not_on_the_wire_where_they_are_encrypted(pair: TransferPair) -> None:
     pair.compute()
     with FlippingProxy(pair.source.port) as port:
         pair.source = dataclasses.replace(pair.source, port=port)
@@ -257,12 +257,12 @@ def test_prompts_are_not_on_the_wire_where_they_are_encrypted(pair: Pair) -> Non
     assert all(seen) is not any(not one for one in seen) and seen[0] is not pair.consumer.encrypt
 
 
-def test_who_encrypts_and_who_does_not_are_not_a_pair(pair: Pair) -> None:
+def test_who_encrypts_and_who_does_not_are_not_a_pair(pair: TransferPair) -> None:
     pair.compute()
     assert pair.refused(encrypt=not pair.consumer.encrypt) is Reason.MAPPING
 
 
-def test_a_wrong_secret_is_refused_and_gets_no_block(pair: Pair) -> None:
+def test_a_wrong_secret_is_refused_and_gets_no_block(pair: TransferPair) -> None:
     pair.compute()
     assert pair.refused(secret=b"another secret, as long") is Reason.UNAUTHORISED
     assert not any(any(data) for data in pair.mine.data)
@@ -287,22 +287,22 @@ def test_a_producer_without_the_secret_is_refused() -> None:
     impostor.close()
 
 
-def test_an_older_epoch_is_refused(pair: Pair) -> None:
+def test_an_older_epoch_is_refused(pair: TransferPair) -> None:
     pair.compute()
     pair.source = dataclasses.replace(pair.source, epoch=3)
     assert pair.refused() is Reason.OLD_EPOCH
 
 
-def test_unequal_tensor_parallel_sizes_are_refused(pair: Pair) -> None:
+def test_unequal_tensor_parallel_sizes_are_refused(pair: TransferPair) -> None:
     assert pair.refused(ranks=2) is Reason.MAPPING
 
 
-def test_another_layout_is_refused(pair: Pair) -> None:
+def test_another_layout_is_refused(pair: TransferPair) -> None:
     pair.mine.layout = "other"
     assert pair.refused() is Reason.LAYOUT
 
 
-def test_a_stalled_prefill_is_given_up(pair: Pair) -> None:
+def test_a_stalled_prefill_is_given_up(pair: TransferPair) -> None:
     pair.compute(100)
     server, port = serving(pair.exports, timeout_s=0.2, encrypt=pair.consumer.encrypt)
     pair.source = dataclasses.replace(pair.source, port=port)
@@ -310,12 +310,12 @@ def test_a_stalled_prefill_is_given_up(pair: Pair) -> None:
     server.close()
 
 
-def test_a_producer_that_is_gone_is_unreachable(pair: Pair) -> None:
+def test_a_producer_that_is_gone_is_unreachable(pair: TransferPair) -> None:
     pair.source = dataclasses.replace(pair.source, port=1)
     assert pair.refused() is Reason.UNREACHABLE
 
 
-def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: Pair) -> None:
+def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: TransferPair) -> None:
     cancellation = Cancellation()
     threading.Timer(0.1, cancellation.cancel).start()
     start = time.monotonic()
@@ -327,7 +327,7 @@ def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: Pair) -> No
     assert eventually(lambda: pair.exports.take_released() == ["t"])
 
 
-def test_a_delivered_or_dismissed_transfer_is_released(pair: Pair) -> None:
+def test_a_delivered_or_dismissed_transfer_is_released(pair: TransferPair) -> None:
     pair.compute()
     pair.fetch()
     pair.exports.open("u", [[1]], BLOCK_TOKENS, "p")
@@ -343,7 +343,7 @@ def test_a_delivered_or_dismissed_transfer_is_released(pair: Pair) -> None:
     assert eventually(both)
 
 
-def test_garbage_on_the_port_does_not_stop_the_server(pair: Pair) -> None:
+def test_garbage_on_the_port_does_not_stop_the_server(pair: TransferPair) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), secrets.token_bytes(3000)):
         with socket.create_connection(("127.0.0.1", pair.source.port)) as peer:
             peer.sendall(garbage)

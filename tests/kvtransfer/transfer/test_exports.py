@@ -8,15 +8,9 @@ import pytest
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer.exports import Exports, Written
 from kvtransfer.transfer.memory import BlockMemory
+from tests.support.clock import Clock
 
 LAYERS, BLOCK = 2, 16
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -72,14 +72,14 @@ def waits_on(placer: Placer, decoder: str, prompt_tokens: int, live_tokens: int 
     assert placer.observe(report, 0.0)
 
 
-def test_of_decoders_with_room_the_one_that_is_clearly_sooner_computes_the_prompt() -> None:
+def test_of_decoders_with_capacity_the_one_that_is_clearly_sooner_computes_the_prompt() -> None:
     placer = a_placer()
     place(placer, "queued", 100_000)
     waits_on(placer, "d0", 0, live_tokens=50_000)
     waits_on(placer, "d1", 30_000)
     found = place(placer, "a")
     assert (found.prefiller, found.decoder) == (None, "d0"), "d1 holds less, and computes another's prompt"
-    assert found.receipt.decoder.why is Why.SOONER_WITH_ROOM
+    assert found.receipt.decoder.why is Why.SOONER_WITH_CAPACITY
     assert [one.engine for one in found.receipt.decoder.runners_up] == ["d1"]
     assert found.receipt.estimates is not None and found.receipt.estimates.local_first
 
@@ -89,7 +89,7 @@ def test_of_decoders_with_room_the_one_that_is_clearly_sooner_computes_the_promp
     [
         (0, 30_000, 50_000, None),  # a prefiller is sooner: least KV in use
         (100_000, 500, 50_000, None),  # not clearly sooner
-        (100_000, 30_000, 995_000, None),  # no room there
+        (100_000, 30_000, 995_000, None),  # no capacity there
         (100_000, 30_000, 50_000, "d1"),  # its parent's decoder
     ],
 )

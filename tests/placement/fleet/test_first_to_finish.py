@@ -1,5 +1,7 @@
 """The chosen prefiller is the one that would finish first; a saturated one says for how long."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +23,7 @@ def two_speeds() -> Placer:
     )
     placer.engine_up(engine("fast", Role.PREFILL))
     placer.engine_up(engine("d", kv_tokens=10**9))
-    slow = engine("slow", Role.PREFILL)
-    object.__setattr__(slow, "tier", "decode")
-    placer.engine_up(slow)
+    placer.engine_up(replace(engine("slow", Role.PREFILL), tier="decode"))
     return placer
 
 

@@ -16,7 +16,7 @@ from tests.placement.conftest import CURVE, engine, state
 NAMES = [f"d{i}" for i in range(5)]
 
 
-class Pool(RuleBasedStateMachine):
+class RecountedFleet(RuleBasedStateMachine):
     """The placer beside a model of it that recounts everything from scratch."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Pool(RuleBasedStateMachine):
             del self.reserved[key]
 
 
-TestPool = Pool.TestCase
+TestPool = RecountedFleet.TestCase
 
 
 @given(st.lists(st.integers(1_000, 30_000), min_size=1, max_size=60))

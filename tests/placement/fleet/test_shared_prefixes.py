@@ -173,12 +173,12 @@ def test_what_gives_way_counts_where_several_conversations_have_it() -> None:
     shared.holds("p", 20_000)
     begins(shared, "a", 0, "p", 0.0)
     begins(shared, "b", 1, "p", 1.0)
-    assert shared.displaced("p", other, 3_000, 2.0) == 0, "there is room"
+    assert shared.displaced("p", other, 3_000, 2.0) == 0, "there is capacity"
     assert shared.displaced("p", other, 8_300, 2.0) == 0, "nobody has asked for it again"
     begins(shared, "c", 0, "q", 2.0)
     assert shared.displaced("p", other, 8_300, 3.0) == 4_600, "so much of it has to go, behind a tail of 300"
     assert shared.displaced("p", (beginning(0),), 8_300, 3.0) == 0, "its own beginning stays"
-    assert shared.displaced("q", other, 8_300, 3.0) == 0, "nothing is known of its room"
+    assert shared.displaced("q", other, 8_300, 3.0) == 0, "nothing is known of its capacity"
     assert shared.displaced("p", other, 8_300, 3.0 + REMEMBERED_S) == 0
 
 
@@ -271,8 +271,8 @@ def computed(placer: Placer, key: str, placed: Placement, cached: int, now: floa
 class PrefixCaches:
     """What engines really have: the least recently used gives way."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._has: dict[str, OrderedDict[int, int]] = {}
         self.computed = 0
 
@@ -281,7 +281,7 @@ class PrefixCaches:
         has = self._has.setdefault(engine, OrderedDict())
         cached = 8_000 if has.pop(number, 0) else 0
         has[number] = tokens
-        while sum(has.values()) > self._room:
+        while sum(has.values()) > self._capacity:
             has.popitem(last=False)
         self.computed += tokens - cached
         return cached

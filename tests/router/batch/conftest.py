@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.router.batch import postgres
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import Gateway, StaticFleet
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 
 
 @pytest.fixture(scope="session")
@@ -57,24 +57,26 @@ def new_database(server: str) -> str:
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    fake = FakeEngine()
+async def engine() -> AsyncIterator[OfflineEngine]:
+    fake = OfflineEngine()
     await fake.start()
     yield fake
     await fake.stop()
 
 
 @pytest.fixture
-async def gateway(engine: FakeEngine, either_url: str, tmp_path: Path) -> AsyncIterator[Gateway]:
-    running = Gateway(either_url, str(tmp_path / "files"), StaticFleet(engine.address))
+async def gateway(engine: OfflineEngine, either_url: str, tmp_path: Path) -> AsyncIterator[GatewayWithBatch]:
+    running = GatewayWithBatch(either_url, str(tmp_path / "files"), StaticFleet(engine.address))
     await running.start()
     yield running
     await running.stop()
 
 
 @pytest.fixture
-async def sqlite_gateway(engine: FakeEngine, sqlite_url: str, tmp_path: Path) -> AsyncIterator[Gateway]:
-    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+async def sqlite_gateway(
+    engine: OfflineEngine, sqlite_url: str, tmp_path: Path
+) -> AsyncIterator[GatewayWithBatch]:
+    running = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
     await running.start()
     yield running
     await running.stop()

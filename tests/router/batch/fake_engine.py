@@ -19,7 +19,7 @@ MODEL = "tiny"
 _JSON = [(b"content-type", b"application/json")]
 
 
-class FakeEngine:
+class OfflineEngine:
     def __init__(self, delay_s: float = 0.002, log: Path | None = None) -> None:
         self.delay_s = delay_s
         self.served: list[str] = []
@@ -141,7 +141,7 @@ async def _main() -> None:
     options.add_argument("--log", type=Path, required=True)
     options.add_argument("--delay", type=float, default=0.002)
     given = options.parse_args()
-    engine = FakeEngine(given.delay, given.log)
+    engine = OfflineEngine(given.delay, given.log)
     print(await engine.start(given.port), flush=True)
     await asyncio.Event().wait()
 

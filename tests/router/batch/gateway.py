@@ -98,7 +98,7 @@ class FrontGateway:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-class Gateway:
+class GatewayWithBatch:
     """Both, in this process."""
 
     def __init__(

@@ -9,8 +9,8 @@ import pytest
 from router.batch.config import BatchLimits
 from router.batch.validation import BadLine, check_line
 from router.config import ServedModel
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import Gateway, StaticFleet
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
 
 GOOD = [line("good-1"), line("good-2")]
@@ -109,14 +109,16 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
 
 
 @pytest.fixture
-async def small(engine: FakeEngine, sqlite_url: str, tmp_path: Any) -> Any:
-    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), limits=LIMITS)
+async def small(engine: OfflineEngine, sqlite_url: str, tmp_path: Any) -> Any:
+    running = GatewayWithBatch(
+        sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), limits=LIMITS
+    )
     await running.start()
     yield running
     await running.stop()
 
 
-async def test_each_bad_line_is_named_with_its_error(small: Gateway, engine: FakeEngine) -> None:
+async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, engine: OfflineEngine) -> None:
     assert len(BAD_LINES) >= 30
     async with small.client() as client:
         for name, (bad, code, param) in BAD_LINES.items():
@@ -139,7 +141,9 @@ async def test_each_bad_line_is_named_with_its_error(small: Gateway, engine: Fak
         (jsonl([line("a"), line("b"), line("c", method="PUT")]), "invalid_method", 3),
     ],
 )
-async def test_files_as_a_whole(small: Gateway, data: bytes, code: str, line_number: int | None) -> None:
+async def test_files_as_a_whole(
+    small: GatewayWithBatch, data: bytes, code: str, line_number: int | None
+) -> None:
     async with small.client() as client:
         batch = await ended(client, await submit(client, data))
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data
@@ -147,10 +151,12 @@ async def test_files_as_a_whole(small: Gateway, data: bytes, code: str, line_num
 
 
 async def test_models_of_one_batch_must_agree_and_embed_where_that_is_asked(
-    engine: FakeEngine, sqlite_url: str, tmp_path: Any
+    engine: OfflineEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
     models = (ServedModel("tiny"), ServedModel("other"))
-    running = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), models=models)
+    running = GatewayWithBatch(
+        sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), models=models
+    )
     await running.start()
     async with running.client() as client:
         two = await ended(client, await submit(client, jsonl(GOOD) + body(model="other")))
@@ -166,14 +172,14 @@ async def test_models_of_one_batch_must_agree_and_embed_where_that_is_asked(
         assert (error.code, error.line, error.param) == expected
 
 
-async def test_errors_are_counted_up_to_the_limit(small: Gateway) -> None:
+async def test_errors_are_counted_up_to_the_limit(small: GatewayWithBatch) -> None:
     async with small.client() as client:
         batch = await ended(client, await submit(client, b"x\n" * 40))
         assert batch.errors is not None and batch.errors.data
         assert [error.line for error in batch.errors.data] == [1, 2, 3, 4, 5]
 
 
-async def test_a_last_line_without_newline_and_crlf_are_fine(small: Gateway) -> None:
+async def test_a_last_line_without_newline_and_crlf_are_fine(small: GatewayWithBatch) -> None:
     async with small.client() as client:
         data = jsonl([line("a"), line("b")]).replace(b"\n", b"\r\n").rstrip()
         batch = await ended(client, await submit(client, data))
@@ -207,7 +213,7 @@ BAD_CREATES: dict[str, tuple[Any, str, str | None]] = {
 }
 
 
-async def test_refused_creations(small: Gateway) -> None:
+async def test_refused_creations(small: GatewayWithBatch) -> None:
     async with small.client() as client, httpx.AsyncClient(base_url=small.url) as http:
         file = await client.files.create(file=("a.jsonl", jsonl(GOOD)), purpose="batch")
         headers = {"authorization": "Bearer sk-one"}
@@ -230,7 +236,7 @@ async def test_refused_creations(small: Gateway) -> None:
             assert answer.json()["expires_at"] - answer.json()["created_at"] in (3600, 7 * 86400)
 
 
-async def test_refused_uploads(small: Gateway, tmp_path: Any) -> None:
+async def test_refused_uploads(small: GatewayWithBatch, tmp_path: Any) -> None:
     async with httpx.AsyncClient(base_url=small.url) as http:
 
         async def post(status: int, param: str | None, **form: Any) -> None:

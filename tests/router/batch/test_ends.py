@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import FAST, Gateway, StaticFleet, engine_info
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import FAST, GatewayWithBatch, StaticFleet, engine_info
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,9 @@ async def results_of(client: Any, batch: Any) -> tuple[dict[str, Any], dict[str,
     return output, error
 
 
-async def test_a_cancelled_batch_keeps_what_was_done(gateway: Gateway, engine: FakeEngine) -> None:
+async def test_a_cancelled_batch_keeps_what_was_done(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         quick = [line(f"a{i}", f"a{i}") for i in range(8)]
         slow = [line(f"b{i}", f"sleep=0.5 b{i}") for i in range(40)]
@@ -45,7 +47,7 @@ async def test_a_cancelled_batch_keeps_what_was_done(gateway: Gateway, engine: F
             await client.batches.cancel("batch_other")
 
 
-async def test_an_ended_batch_cannot_be_cancelled(gateway: Gateway) -> None:
+async def test_an_ended_batch_cannot_be_cancelled(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batch = await ended(client, await submit(client, jsonl([line("a")])))
         with pytest.raises(openai.ConflictError, match="completed"):
@@ -53,7 +55,7 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: Gateway) -> None:
 
 
 async def test_an_expired_batch_keeps_what_was_done(
-    gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batch.api.window_seconds", lambda _window: 5)  # five seconds
     async with gateway.client() as client:
@@ -67,7 +69,7 @@ async def test_an_expired_batch_keeps_what_was_done(
         await asyncio.wait_for(engine.idle.wait(), 60)  # what was running was taken back
 
 
-async def test_a_half_bad_batch_completes_with_two_files(gateway: Gateway) -> None:
+async def test_a_half_bad_batch_completes_with_two_files(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         lines = [line(f"r{i}", f"status=400 {i}" if i % 2 else f"fine {i}") for i in range(20)]
         batch = await ended(client, await submit(client, jsonl(lines)))
@@ -80,7 +82,7 @@ async def test_a_half_bad_batch_completes_with_two_files(gateway: Gateway) -> No
         assert refused["status_code"] == 400 and "told to" in refused["body"]["error"]["message"]
 
 
-async def test_passing_errors_are_tried_again(gateway: Gateway) -> None:
+async def test_passing_errors_are_tried_again(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batch = await ended(
             client, await submit(client, jsonl([line(f"r{i}", f"flaky {i}") for i in range(10)]))
@@ -89,7 +91,9 @@ async def test_passing_errors_are_tried_again(gateway: Gateway) -> None:
         assert batch.request_counts.completed == 10
 
 
-async def test_poison_is_set_aside_and_the_rest_completes(gateway: Gateway, engine: FakeEngine) -> None:
+async def test_poison_is_set_aside_and_the_rest_completes(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         poison = [line("p500", "status=500"), line("pdrop", "drop it")]
         batch = await ended(client, await submit(client, jsonl(poison + [line(f"r{i}") for i in range(20)])))
@@ -106,7 +110,7 @@ async def test_poison_is_set_aside_and_the_rest_completes(gateway: Gateway, engi
         assert FAST.max_tries <= tried.count("drop it") <= 2 * FAST.max_tries
 
 
-async def test_a_busy_engine_is_waited_for(gateway: Gateway, engine: FakeEngine) -> None:
+async def test_a_busy_engine_is_waited_for(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
     async with gateway.client() as client:
         engine.refuse_all = True
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(10)]))
@@ -119,9 +123,9 @@ async def test_a_busy_engine_is_waited_for(gateway: Gateway, engine: FakeEngine)
 
 
 async def test_work_of_a_lost_engine_goes_elsewhere(sqlite_url: str, tmp_path: Path) -> None:
-    slow, other = FakeEngine(delay_s=30.0), FakeEngine()
+    slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
     fleet = StaticFleet(await slow.start(), await other.start())
-    gateway = Gateway(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, lost_after_s=0.6))
+    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, lost_after_s=0.6))
     await gateway.start()
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))

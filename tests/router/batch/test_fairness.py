@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import FAST, Gateway, StaticFleet
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import FAST, GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, submit
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 768, 1_024)
@@ -16,9 +16,9 @@ SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 768, 1_024)
 
 @pytest.mark.slow
 async def test_ten_keys_of_very_different_sizes(sqlite_url: str, tmp_path: Path) -> None:
-    engine = FakeEngine(delay_s=0.01)
+    engine = OfflineEngine(delay_s=0.01)
     fleet = StaticFleet(await engine.start())
-    gateway = Gateway(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, blind_window=10))
+    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, blind_window=10))
     fleet_of_engines, fleet.infos = fleet.infos, []  # nothing starts before everybody has handed in
     await gateway.start()
     clients = [gateway.client(f"sk-{key}") for key in range(10)]

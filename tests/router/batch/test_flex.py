@@ -14,8 +14,8 @@ from prometheus_client import REGISTRY
 
 from router.config import BatchAddress
 from router.http import ServerLimits, UpstreamLimits
-from tests.router.batch.fake_engine import MODEL, FakeEngine
-from tests.router.batch.gateway import SECRET, FrontGateway, Gateway, StaticFleet
+from tests.router.batch.fake_engine import MODEL, OfflineEngine
+from tests.router.batch.gateway import SECRET, FrontGateway, GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
 from tests.router.test_large_bodies import BOUND_S, Stalls, hostile_request
 from tests.router.test_rates import alice, left, limited
@@ -35,7 +35,9 @@ def counted(outcome: str) -> float:
     return REGISTRY.get_sample_value("conserve_batch_flex_requests_total", {"outcome": outcome}) or 0.0
 
 
-async def test_a_flex_request_runs_as_offline_work(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
+async def test_a_flex_request_runs_as_offline_work(
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     before = counted("served")
     async with sqlite_gateway.client() as client:
         assert await ask(client, "hello") == "echo hello"
@@ -45,7 +47,7 @@ async def test_a_flex_request_runs_as_offline_work(sqlite_gateway: Gateway, engi
 
 
 async def test_offline_work_has_the_cached_prefixes_of_its_owner(
-    sqlite_gateway: Gateway, engine: FakeEngine
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     entry = line("a")
     entry["body"] |= {"session_id": "another's", "cache_salt": "mine"}
@@ -57,7 +59,9 @@ async def test_offline_work_has_the_cached_prefixes_of_its_owner(
     assert not any(body.get("session_id") for body in engine.bodies)
 
 
-async def test_flex_and_batches_share_the_engines(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
+async def test_flex_and_batches_share_the_engines(
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with sqlite_gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}", f"sleep=0.05 {i}") for i in range(60)]))
         answers = await asyncio.gather(*(ask(client, f"flex {i}") for i in range(12)))
@@ -70,7 +74,7 @@ async def test_flex_and_batches_share_the_engines(sqlite_gateway: Gateway, engin
     assert engine.peak <= sqlite_gateway.config.dispatch.blind_window
 
 
-async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: Gateway) -> None:
+async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: GatewayWithBatch) -> None:
     sqlite_gateway.fleet.infos.clear()
     async with sqlite_gateway.client() as client:
         with pytest.raises(openai.RateLimitError) as refused:
@@ -78,7 +82,7 @@ async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: Gateway) -
     assert refused.value.code == "resource_unavailable"
 
 
-async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: Gateway, tmp_path: Path) -> None:
+async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> None:
     sqlite_gateway.fleet.infos.clear()
     batch = BatchAddress(sqlite_gateway.batch, SECRET)
     async with limited(tmp_path, {"tokens_per_minute": 100_000}, batch=batch) as made:
@@ -89,7 +93,7 @@ async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: Gateway, tmp_
         assert after.status == 200 and left(after, "tokens") > 95_000
 
 
-async def test_its_answer_is_stored(sqlite_gateway: Gateway, tmp_path: Path) -> None:
+async def test_its_answer_is_stored(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> None:
     async with fake_fleet.fleet(tmp_path, batch=BatchAddress(sqlite_gateway.batch, SECRET)) as made:
         path = "/v1/responses"
         asked: dict[str, Any] = {"path": path, "service_tier": "flex"}
@@ -105,7 +109,9 @@ async def test_its_answer_is_stored(sqlite_gateway: Gateway, tmp_path: Path) -> 
         assert [item["role"] for item in seen.body["input"]] == ["user", "assistant", "user"]
 
 
-async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, engine: FakeEngine) -> None:
+async def test_a_client_that_leaves_gives_its_place_up(
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with sqlite_gateway.client() as client:
         window, before = sqlite_gateway.config.dispatch.blind_window, counted("client_left")
         leaving = [asyncio.create_task(ask(client, f"sleep=30 {i}")) for i in range(window + 4)]
@@ -118,7 +124,7 @@ async def test_a_client_that_leaves_gives_its_place_up(sqlite_gateway: Gateway, 
     assert counted("client_left") == before + 4
 
 
-async def test_an_engine_that_fails_is_seen(sqlite_gateway: Gateway) -> None:
+async def test_an_engine_that_fails_is_seen(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client() as client:
         with pytest.raises(openai.BadRequestError):
             await ask(client, "status=400")
@@ -128,12 +134,14 @@ async def test_an_engine_that_fails_is_seen(sqlite_gateway: Gateway) -> None:
     assert refused.value.code == "engine_unreachable"
 
 
-async def sqlite_gateway_engine_stops(gateway: Gateway) -> None:
+async def sqlite_gateway_engine_stops(gateway: GatewayWithBatch) -> None:
     """The fleet still names it, at a port where nobody listens."""
     gateway.fleet.infos[0] = replace(gateway.fleet.infos[0], http="127.0.0.1:9")
 
 
-async def test_waiting_flex_turns_leave_files_and_batches_their_connections(sqlite_gateway: Gateway) -> None:
+async def test_waiting_flex_turns_leave_files_and_batches_their_connections(
+    sqlite_gateway: GatewayWithBatch,
+) -> None:
     sqlite_gateway.fleet.infos.clear()
     narrow = FrontGateway(
         sqlite_gateway.batch, upstream=UpstreamLimits(max_connections=1, acquire_timeout_s=0.2)
@@ -152,9 +160,9 @@ async def test_waiting_flex_turns_leave_files_and_batches_their_connections(sqli
 
 
 async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_for(
-    engine: FakeEngine, sqlite_url: str, tmp_path: Path
+    engine: OfflineEngine, sqlite_url: str, tmp_path: Path
 ) -> None:
-    gateway = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
     upstream = UpstreamLimits(max_connections=1, acquire_timeout_s=0.1)
     gateway.config = replace(gateway.config, upstream=upstream, server=ServerLimits(max_headers=9))
     await gateway.start()
@@ -169,7 +177,7 @@ async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_fo
     await gateway.stop()
 
 
-async def test_a_large_flex_request_holds_nobody_up(sqlite_gateway: Gateway) -> None:
+async def test_a_large_flex_request_holds_nobody_up(sqlite_gateway: GatewayWithBatch) -> None:
     """400,000 objects in a request: reading and writing them in the loop would hold it some 200 ms."""
     sqlite_gateway.fleet.infos.clear()  # so that no engine of this very process reads it
     tool = {"type": "function", "function": {"name": "f", "parameters": [{}] * 80}}

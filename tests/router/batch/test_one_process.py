@@ -9,13 +9,13 @@ import openai
 import pytest
 
 from router.identity import namespace
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import FrontGateway, Gateway, StaticFleet
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import FrontGateway, GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit
 from tests.router.batch.processes import batch_process, free_port
 
 
-async def test_only_the_gateways_of_the_fleet_are_answered(sqlite_gateway: Gateway) -> None:
+async def test_only_the_gateways_of_the_fleet_are_answered(sqlite_gateway: GatewayWithBatch) -> None:
     forged = {"authorization": "Bearer guess", "x-conserve-caller": "somebody"}
     async with httpx.AsyncClient(base_url=f"http://{sqlite_gateway.batch}") as http:
         for path in ("/v1/files", "/v1/batches"):
@@ -32,7 +32,7 @@ async def test_only_the_gateways_of_the_fleet_are_answered(sqlite_gateway: Gatew
     await other.stop()
 
 
-async def test_a_client_cannot_say_that_it_is_somebody_else(sqlite_gateway: Gateway) -> None:
+async def test_a_client_cannot_say_that_it_is_somebody_else(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client("sk-one") as one, httpx.AsyncClient() as http:
         file = await one.files.create(file=("a.jsonl", jsonl([line("a")])), purpose="batch")
         url = f"{sqlite_gateway.url}/v1/files"
@@ -61,9 +61,11 @@ async def test_while_it_is_away_its_paths_answer_503_and_say_when_to_come_back(t
 
 
 async def test_a_new_process_goes_on_where_the_former_was(
-    engine: FakeEngine, either_url: str, tmp_path: Path
+    engine: OfflineEngine, either_url: str, tmp_path: Path
 ) -> None:
-    one, other = (Gateway(either_url, str(tmp_path / "files"), StaticFleet(engine.address)) for _ in range(2))
+    one, other = (
+        GatewayWithBatch(either_url, str(tmp_path / "files"), StaticFleet(engine.address)) for _ in range(2)
+    )
     await one.start()
     async with one.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}", f"sleep=0.1 {i}") for i in range(40)]))
@@ -80,7 +82,7 @@ async def test_a_new_process_goes_on_where_the_former_was(
 
 
 async def test_a_former_process_that_still_runs_ends(sqlite_url: str, tmp_path: Path) -> None:
-    engine = FakeEngine(0.05)
+    engine = OfflineEngine(0.05)
     former = batch_process(sqlite_url, tmp_path / "files", 8, await engine.start())
     await former.start()
     gateway = FrontGateway(former.address)
@@ -88,7 +90,7 @@ async def test_a_former_process_that_still_runs_ends(sqlite_url: str, tmp_path: 
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(200)]))
         await asyncio.wait_for(engine.asked.wait(), 30)
-        later = Gateway(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+        later = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
         await later.start()
         await former.ended(within_s=10.0)
     async with later.client() as client:

@@ -24,7 +24,7 @@ SETTINGS = DispatchSettings(max_in_flight=64)
 
 
 @dataclass(frozen=True)
-class Line:
+class PolicyLine:
     name: int
     prefix: str = "0" * 24
     est_tokens: int = 100
@@ -139,7 +139,7 @@ def test_a_returning_key_neither_owes_nor_owns() -> None:
 def test_the_least_loaded_decoder_first() -> None:
     idle, busy = view("idle"), view("busy", state(live_tokens=90_000))
     allowances = {"idle": Allowance(2, 10_000), "busy": Allowance(9, 10_000)}
-    placed, left = assign([Line(i, f"{i:024}") for i in range(4)], [busy, idle], allowances, {})
+    placed, left = assign([PolicyLine(i, f"{i:024}") for i in range(4)], [busy, idle], allowances, {})
     assert [engine for _, engine in placed][:2] == ["idle", "idle"] and not left
     assert [engine for _, engine in placed][2:] == ["busy", "busy"]
 
@@ -147,22 +147,22 @@ def test_the_least_loaded_decoder_first() -> None:
 def test_common_prefixes_go_to_one_decoder() -> None:
     views = [view("x"), view("y")]
     allowances = {"x": Allowance(8, 10_000), "y": Allowance(8, 10_000)}
-    jobs = [Line(i, group * 16 + "0" * 8) for group in "ab" for i in range(4)]
+    jobs = [PolicyLine(i, group * 16 + "0" * 8) for group in "ab" for i in range(4)]
     placed, _ = assign(jobs, views, allowances, {})
     homes = {group: {engine for job, engine in placed if job.prefix[0] == group} for group in "ab"}
     assert len(homes["a"]) == len(homes["b"]) == 1 and homes["a"] != homes["b"]
-    placed, _ = assign([Line(9, "a" * 16 + "1" * 8)], views, allowances, {"a" * 16: "y"})
+    placed, _ = assign([PolicyLine(9, "a" * 16 + "1" * 8)], views, allowances, {"a" * 16: "y"})
     assert placed[0][1] == "y"
 
 
 def test_a_full_holder_of_the_prefix_is_not_waited_for() -> None:
     allowances = {"x": Allowance(0, 10_000), "y": Allowance(8, 10_000)}
-    placed, left = assign([Line(1)], [view("x"), view("y")], allowances, {"0" * 16: "x"})
+    placed, left = assign([PolicyLine(1)], [view("x"), view("y")], allowances, {"0" * 16: "x"})
     assert [engine for _, engine in placed] == ["y"] and not left
 
 
 def test_suspects_are_tried_one_at_a_time_an_engine() -> None:
-    suspects = [Line(i, tries=SUSPECT_AFTER) for i in range(3)]
+    suspects = [PolicyLine(i, tries=SUSPECT_AFTER) for i in range(3)]
     placed, left = assign(suspects, [view()], {"e": Allowance(8, 10_000)}, {})
     assert len(placed) == 1 and len(left) == 2
     placed, _ = assign(suspects, [view(suspects=1)], {"e": Allowance(8, 10_000)}, {})
@@ -170,10 +170,10 @@ def test_suspects_are_tried_one_at_a_time_an_engine() -> None:
 
 
 def test_kv_is_not_given_twice() -> None:
-    jobs = [Line(i, est_tokens=600) for i in range(4)]
+    jobs = [PolicyLine(i, est_tokens=600) for i in range(4)]
     placed, left = assign(jobs, [view()], {"e": Allowance(8, 1_500)}, {})
     assert (len(placed), len(left)) == (2, 2)
-    placed, _ = assign([Line(1, est_tokens=9_000)], [view()], {"e": Allowance(8, 1_500)}, {})
+    placed, _ = assign([PolicyLine(1, est_tokens=9_000)], [view()], {"e": Allowance(8, 1_500)}, {})
     assert len(placed) == 1  # larger than all of it: alone, or it would wait for ever
 
 
@@ -186,7 +186,7 @@ def test_kv_is_not_given_twice() -> None:
 def test_every_job_is_placed_once_or_left_and_no_allowance_is_exceeded(
     jobs: list[tuple[int, int, int]], engines: list[tuple[int, int, int]]
 ) -> None:
-    lines = [Line(i, f"{prefix:024}", tokens, tries) for i, (prefix, tokens, tries) in enumerate(jobs)]
+    lines = [PolicyLine(i, f"{prefix:024}", tokens, tries) for i, (prefix, tokens, tries) in enumerate(jobs)]
     views = [view(f"e{i}", state(live_tokens=live)) for i, (_, _, live) in enumerate(engines)]
     allowances = {f"e{i}": Allowance(requests, tokens) for i, (requests, tokens, _) in enumerate(engines)}
     placed, left = assign(lines, views, allowances, {})

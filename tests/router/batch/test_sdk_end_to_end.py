@@ -5,12 +5,14 @@ import json
 import openai
 import pytest
 
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import Gateway
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import GatewayWithBatch
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit, upload
 
 
-async def test_a_batch_completes_with_one_result_for_each_line(gateway: Gateway, engine: FakeEngine) -> None:
+async def test_a_batch_completes_with_one_result_for_each_line(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         lines = [line(f"r{i}") for i in range(100)]
         batch = await submit(client, jsonl(lines), metadata={"who": "test"})
@@ -41,7 +43,7 @@ async def test_a_batch_completes_with_one_result_for_each_line(gateway: Gateway,
         ("/v1/embeddings", {"model": "tiny", "input": "x"}),
     ],
 )
-async def test_other_endpoints(sqlite_gateway: Gateway, endpoint: str, body: dict[str, str]) -> None:
+async def test_other_endpoints(sqlite_gateway: GatewayWithBatch, endpoint: str, body: dict[str, str]) -> None:
     async with sqlite_gateway.client() as client:
         batch = await submit(client, jsonl([line("a", url=endpoint, body=body)]), endpoint)
         batch = await ended(client, batch)
@@ -50,7 +52,7 @@ async def test_other_endpoints(sqlite_gateway: Gateway, endpoint: str, body: dic
         assert result["response"]["body"]["model"] == "tiny"
 
 
-async def test_files_are_listed_in_pages_and_deleted(gateway: Gateway) -> None:
+async def test_files_are_listed_in_pages_and_deleted(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         files = [await upload(client, jsonl([line(f"f{i}")]), f"f{i}.jsonl") for i in range(5)]
         newest_first = [file async for file in client.files.list(limit=2)]
@@ -68,14 +70,14 @@ async def test_files_are_listed_in_pages_and_deleted(gateway: Gateway) -> None:
             await client.files.delete(files[2].id)
 
 
-async def test_batches_are_listed_newest_first(gateway: Gateway) -> None:
+async def test_batches_are_listed_newest_first(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batches = [await submit(client, jsonl([line("a")])) for _ in range(5)]
         listed = [batch.id async for batch in client.batches.list(limit=2)]
         assert listed == [batch.id for batch in reversed(batches)]
 
 
-async def test_keys_do_not_see_one_another(gateway: Gateway) -> None:
+async def test_keys_do_not_see_one_another(gateway: GatewayWithBatch) -> None:
     async with gateway.client("sk-one") as one, gateway.client("sk-two") as two:
         batch = await submit(one, jsonl([line("a")]))
         assert [b async for b in two.batches.list()] == [] and [f async for f in two.files.list()] == []
@@ -91,7 +93,7 @@ async def test_keys_do_not_see_one_another(gateway: Gateway) -> None:
             )
 
 
-async def test_an_expiring_file_says_when(gateway: Gateway) -> None:
+async def test_an_expiring_file_says_when(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         file = await client.files.create(
             file=("a.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
@@ -99,7 +101,7 @@ async def test_an_expiring_file_says_when(gateway: Gateway) -> None:
         assert file.expires_at == file.created_at + 3600
 
 
-async def test_a_deleted_input_file_stays_readable_for_its_batch(gateway: Gateway) -> None:
+async def test_a_deleted_input_file_stays_readable_for_its_batch(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}", f"sleep=0.05 {i}") for i in range(30)]))
         await client.files.delete(batch.input_file_id)
@@ -108,7 +110,7 @@ async def test_a_deleted_input_file_stays_readable_for_its_batch(gateway: Gatewa
         assert len(await lines_of(client, batch.output_file_id)) == 30
 
 
-async def test_ids_and_text_pass_through_unchanged(sqlite_gateway: Gateway) -> None:
+async def test_ids_and_text_pass_through_unchanged(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client() as client:
         custom_id = 'q"uote\\ \u2028 é 😀'
         batch = await ended(client, await submit(client, jsonl([line(custom_id, "tab\t\u0001 😀")])))

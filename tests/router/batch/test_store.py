@@ -12,7 +12,7 @@ from router.batch.records import BatchStatus, FileRecord, NewBatch, NewRequest, 
 from router.batch.request_table import PutBack
 from router.batch.store import ENDS, VALIDATES, Store
 from router.errors import GatewayConfigError
-from tests.router.test_clocks import Machine
+from tests.router.test_clocks import MachineClocks
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_a_store_of_version_0_opens_and_one_of_a_newer_version_does_not(store_ur
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 def test_the_clock_of_a_store_counts_on_over_jumps_and_restarts(store_url: str, jump: float) -> None:
-    machine = Machine()
+    machine = MachineClocks()
     first = Store(store_url)
     clock = machine.clock()
     first.take_over(clock)

@@ -17,8 +17,8 @@ from router.batch.executor import ResultWriter
 from router.batch.records import Result
 from router.batch.request_table import RequestTable
 from router.batch.store import BatchTable
-from tests.router.batch.fake_engine import FakeEngine
-from tests.router.batch.gateway import Gateway
+from tests.router.batch.fake_engine import OfflineEngine
+from tests.router.batch.gateway import GatewayWithBatch
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit
 
 AWAY = OperationalError("UPDATE", {}, ConnectionError("the store is away"))
@@ -40,7 +40,7 @@ def failing_once(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def test_a_batch_is_validated_when_the_store_is_there_again(
-    sqlite_gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RequestTable, "load", failing_once(RequestTable.load))
     monkeypatch.setattr(BatchTable, "finish", failing_once(BatchTable.finish))
@@ -91,7 +91,7 @@ async def test_results_are_written_when_the_store_is_there_again(monkeypatch: py
 
 
 async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_again(
-    sqlite_gateway: Gateway, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    sqlite_gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, failures = Blobs.part, [OSError("the files are away") for _ in range(2)]
 
@@ -112,7 +112,7 @@ async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_ag
 
 
 async def test_a_full_disk_is_said_to_clients_and_nothing_is_half_done(
-    sqlite_gateway: Gateway, tmp_path: Path
+    sqlite_gateway: GatewayWithBatch, tmp_path: Path
 ) -> None:
     async with sqlite_gateway.client() as client:
         before = await client.files.create(file=("a", b"x" * 100), purpose="batch")

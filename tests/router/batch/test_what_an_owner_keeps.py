@@ -12,7 +12,7 @@ import pytest
 
 from router.batch.config import DispatchSettings
 from router.keys import Keys, Limits
-from tests.router.batch.gateway import Gateway, StaticFleet
+from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit, upload
 
 MIB = 1 << 20
@@ -24,16 +24,16 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def idle(either_url: str, files: Path) -> AsyncIterator[Gateway]:
+async def idle(either_url: str, files: Path) -> AsyncIterator[GatewayWithBatch]:
     """No engine: batches stay."""
-    gateway = Gateway(either_url, str(files), StaticFleet(), DispatchSettings(tick_s=0.02))
+    gateway = GatewayWithBatch(either_url, str(files), StaticFleet(), DispatchSettings(tick_s=0.02))
     await gateway.start()
     gateway.front.keys = Keys((), None, Limits(stored_gib=3 / 1024, batches=2))
     yield gateway
     await gateway.stop()
 
 
-async def test_files_fill_what_the_key_may_store(idle: Gateway, files: Path) -> None:
+async def test_files_fill_what_the_key_may_store(idle: GatewayWithBatch, files: Path) -> None:
     async with idle.client("sk-one") as one, idle.client("sk-two") as two:
         first = await upload(one, b"x" * 2 * MIB)
         with pytest.raises(openai.PermissionDeniedError) as refused:
@@ -47,7 +47,7 @@ async def test_files_fill_what_the_key_may_store(idle: Gateway, files: Path) -> 
         await upload(one, b"x" * 2 * MIB)
 
 
-async def test_uploads_under_way_count_as_stored(idle: Gateway) -> None:
+async def test_uploads_under_way_count_as_stored(idle: GatewayWithBatch) -> None:
     host, _, port = idle.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port.partition("/")[0]))
     head = (
@@ -78,14 +78,14 @@ async def refused_upload(client: openai.AsyncOpenAI) -> None:
             await client.files.delete(file.id)
 
 
-async def test_a_slash_too_many_leads_nowhere(idle: Gateway) -> None:
+async def test_a_slash_too_many_leads_nowhere(idle: GatewayWithBatch) -> None:
     async with aiohttp.ClientSession() as session:
         headers = {"authorization": "Bearer sk-one"}
         async with session.get(f"{idle.url}/v1/files/", headers=headers, allow_redirects=False) as answer:
             assert answer.status in (404, 405) and "location" not in answer.headers
 
 
-async def test_batches_that_have_not_ended_are_bounded(idle: Gateway) -> None:
+async def test_batches_that_have_not_ended_are_bounded(idle: GatewayWithBatch) -> None:
     async with idle.client("sk-one") as one, idle.client("sk-two") as two:
         made = [await submit(one, jsonl([line("a")])) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as refused:

@@ -20,7 +20,7 @@ from router.keys import inline
 from tests.router.batch.gateway import FAST
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
 from tests.router.batch.processes import free_port
-from tests.support.fake_fleet import MODEL, Fleet, fleet
+from tests.support.fake_fleet import MODEL, FakeFleet, fleet
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ ASK = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_
 class BatchProcess:
     """`python -m router.batch --config FILE`, for the fleet of a test."""
 
-    def __init__(self, small: Fleet, folder: Path) -> None:
+    def __init__(self, small: FakeFleet, folder: Path) -> None:
         self.port = free_port()
         config = BatchConfig(
             f"sqlite:///{folder}/batch.db",

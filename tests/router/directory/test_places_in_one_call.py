@@ -8,12 +8,12 @@ from pathlib import Path
 from placement.fleet.answers import Refusal
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
-from tests.support.fake_fleet import Fleet, fleet
+from tests.support.fake_fleet import FakeFleet, fleet
 from tests.support.waiting import until
 
 
 @asynccontextmanager
-async def client(made: Fleet) -> AsyncIterator[DirectoryClient]:
+async def client(made: FakeFleet) -> AsyncIterator[DirectoryClient]:
     one = DirectoryClient(made.address, "g", secret="s3cret")
     await one.start()
     try:

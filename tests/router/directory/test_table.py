@@ -81,7 +81,7 @@ def test_the_least_loaded_decoder_is_chosen_and_the_receipt_says_so() -> None:
     assert [other["kv_in_use"] for other in receipt["decoder"]["runners_up"]] == [5000]
 
 
-def test_a_fork_starts_beside_its_parent_while_there_is_room() -> None:
+def test_a_fork_starts_beside_its_parent_while_there_is_capacity() -> None:
     made = table()
     parent = place(made, ask("parent", 3000))
     child = place(made, ask("child", 3000, parent="parent"))
@@ -222,7 +222,7 @@ def test_what_does_not_fit_holds_up_others_for_a_bounded_time() -> None:
     assert sum(isinstance(outcome, Placed) for outcome in passing) == QUANTUM // 1000
     made.end("a:big", "deleted", 3.0)
     made.serve_waiting(3.0)
-    assert got == ["a:large"]  # when there is room, whoever passed it
+    assert got == ["a:large"]  # when there is capacity, whoever passed it
 
 
 def test_one_owner_fills_its_share_of_the_places_where_turns_wait() -> None:

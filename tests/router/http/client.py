@@ -18,7 +18,7 @@ async def eventually(condition: Callable[[], object], limit_s: float = LIMIT_S) 
             await asyncio.sleep(0.002)
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -90,7 +90,7 @@ class Client:
             found.append(piece)
         return found
 
-    async def answer(self, *, head_only: bool = False) -> Answer:
+    async def answer(self, *, head_only: bool = False) -> HttpAnswer:
         status, headers = await self.head()
         chunked = headers.get("transfer-encoding") == "chunked"
         if head_only or status in (204, 304):
@@ -101,7 +101,7 @@ class Client:
             body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), LIMIT_S)
         else:
             body = await self.rest()
-        return Answer(status, headers, body, chunked)
+        return HttpAnswer(status, headers, body, chunked)
 
     async def rest(self, limit_s: float = LIMIT_S) -> bytes:
         """All until the server closes."""

@@ -10,7 +10,7 @@ import uvloop
 
 from router.http import Endpoint, Handler, Server, ServerLimits, UpstreamLimits, UpstreamPool
 from tests.router.http.engine import Script, ScriptedEngine
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def pool_of() -> AsyncIterator[Callable[..., UpstreamPool]]:
 
 
 EngineOf = Callable[[Script], Awaitable[tuple[ScriptedEngine, Endpoint]]]
-Before = Callable[..., Awaitable[tuple[Gateway, int]]]
+Before = Callable[..., Awaitable[tuple[RelayingGateway, int]]]
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ async def engine_of() -> AsyncIterator[EngineOf]:
 async def before(serve: Serve, pool_of: Callable[..., UpstreamPool], engine_of: EngineOf) -> Before:
     """``gateway, port = await before(script, limits)``: all goes to an engine of that script."""
 
-    async def start(script: Script, limits: UpstreamLimits | None = None) -> tuple[Gateway, int]:
+    async def start(script: Script, limits: UpstreamLimits | None = None) -> tuple[RelayingGateway, int]:
         _, endpoint = await engine_of(script)
-        gateway = Gateway(pool_of(limits), endpoint)
+        gateway = RelayingGateway(pool_of(limits), endpoint)
         _, port = await serve(gateway)
         return gateway, port
 

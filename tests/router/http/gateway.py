@@ -17,7 +17,7 @@ from router.http import (
 )
 
 
-class Gateway:
+class RelayingGateway:
     """A handler that relays everything, and what came of it."""
 
     def __init__(self, pool: UpstreamPool, endpoint: Endpoint, **options: Any) -> None:

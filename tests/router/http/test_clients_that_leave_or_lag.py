@@ -13,7 +13,7 @@ import pytest
 from router.http import RelayEnd, Request, Responder, ServerLimits
 from tests.router.http.client import HOST, Client, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection, answer
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 from tests.support.waiting import let_the_loop_turn
 
 
@@ -35,7 +35,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
             gone.set()
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     server, port = await serve(gateway)
     client = await Client.connect(port)
     client.ask(b"/", b"{}")
@@ -68,7 +68,7 @@ async def test_a_client_that_leaves_while_we_wait_for_a_connection_costs_the_eng
             await engine.write(answer(b"ok"))
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(UpstreamLimits(max_connections=1)), endpoint)
+    gateway = RelayingGateway(pool_of(UpstreamLimits(max_connections=1)), endpoint)
     _, port = await serve(gateway)
     async with await Client.connect(port) as first:
         first.ask(b"/", b"{}")
@@ -143,7 +143,7 @@ async def test_a_reader_that_stops_is_cut_off(serve: Any, pool_of: Any, engine_o
             await engine.event(b"x" * 65_536)
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     server, port = await serve(gateway, ServerLimits(write_stall_s=0.3))
     async with await Client.connect(port, receive_buffer=32 * 1024) as client:
         client.ask(b"/", b"{}")
@@ -192,7 +192,7 @@ async def test_a_storm_of_leaving_clients_leaves_nothing_behind(
             await engine.write(b"0\r\n\r\n")
 
     _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     server, port = await serve(gateway)
     before_tasks, before_sockets = len(asyncio.all_tasks()), sockets()
     dice = random.Random(7)

@@ -99,7 +99,7 @@ async def test_an_answer_that_is_on_its_way_is_not_cut_where_others_ask_for_noth
         one.abort()
 
 
-class Held:
+class HeldConnection:
     """A connection of which only its turn is asked."""
 
     sending = False
@@ -113,7 +113,7 @@ class Held:
 
 def test_among_equals_whose_number_has_stood_longest_goes_first() -> None:
     """Whoever asks for something now and then begins anew each time."""
-    crowd, steady, others = Crowd(), Held(), [Held() for _ in range(3)]
+    crowd, steady, others = Crowd(), HeldConnection(), [HeldConnection() for _ in range(3)]
     crowd.add("steady", steady)
     for number, other in enumerate(others):
         crowd.add(f"a{number}", other)

@@ -5,7 +5,7 @@ from typing import Any
 from router.http import UpstreamPool, UpstreamRequest, fetch
 from tests.router.http.client import Client
 from tests.router.http.engine import EngineConnection, answer
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 
 
 async def test_the_key_goes_with_each_request_and_a_clients_own_does_not(serve: Any, engine_of: Any) -> None:
@@ -16,7 +16,7 @@ async def test_the_key_goes_with_each_request_and_a_clients_own_does_not(serve: 
 
     engine, endpoint = await engine_of(script)
     pool = UpstreamPool(key="of the engines")
-    _, port = await serve(Gateway(pool, endpoint))
+    _, port = await serve(RelayingGateway(pool, endpoint))
     async with await Client.connect(port) as client:
         for _ in range(2):
             client.ask(b"/", b"{}", headers=b"X-ConServe-Key: mine\r\nx-conserve-key: mine\r\n")

@@ -12,7 +12,7 @@ from router.errors import EngineBusy, EngineGarbled, EngineLost, EngineSilent, E
 from router.http import Endpoint, RelayEnd, UpstreamLimits
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection, answer
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 from tests.support.waiting import let_the_loop_turn
 
 
@@ -100,7 +100,7 @@ async def test_a_failure_before_the_answer_leaves_the_choice_to_the_caller(
 
 
 async def test_an_engine_that_is_not_there_is_unreachable(serve: Any, pool_of: Any) -> None:
-    gateway = Gateway(pool_of(), Endpoint("127.0.0.1", 1))
+    gateway = RelayingGateway(pool_of(), Endpoint("127.0.0.1", 1))
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
@@ -131,7 +131,7 @@ async def test_a_connection_that_died_idle_is_replaced_once(serve: Any, pool_of:
         engine.reset()
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     gateway.repeatable = True
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
@@ -150,7 +150,7 @@ async def test_what_may_not_be_repeated_is_not(serve: Any, pool_of: Any, engine_
         engine.reset()
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
@@ -170,7 +170,7 @@ async def test_an_answer_that_had_begun_is_never_repeated(serve: Any, pool_of: A
         engine.reset()
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     gateway.repeatable = True
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
@@ -188,7 +188,7 @@ async def test_a_fresh_connection_that_dies_is_not_retried_here(
         engine.reset()
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     gateway.repeatable = True
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
@@ -208,7 +208,7 @@ async def test_bytes_after_an_answer_are_not_the_next_answer(
             await engine.write(answer(b"mine") + answer(b"not asked for", b"500 Oops"))
 
     engine, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await serve(RelayingGateway(pool_of(), endpoint))
     async with await Client.connect(port) as client:
         for _ in range(3):
             client.ask(b"/", b"{}")
@@ -230,7 +230,7 @@ async def test_the_pool_is_bounded_and_its_wait_too(
             await engine.write(answer(b"ok"))
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(UpstreamLimits(max_connections=2, acquire_timeout_s=wait_s)), endpoint)
+    gateway = RelayingGateway(pool_of(UpstreamLimits(max_connections=2, acquire_timeout_s=wait_s)), endpoint)
     _, port = await serve(gateway)
     clients = [await Client.connect(port) for _ in range(3)]
     for client in clients[:2]:
@@ -264,7 +264,7 @@ async def test_a_waiter_gets_the_place_of_a_connection_that_died(
         engine.writer.close()
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(UpstreamLimits(max_connections=1, acquire_timeout_s=600)), endpoint)
+    gateway = RelayingGateway(pool_of(UpstreamLimits(max_connections=1, acquire_timeout_s=600)), endpoint)
     _, port = await serve(gateway)
     async with await Client.connect(port) as first, await Client.connect(port) as second:
         first.ask(b"/", b"{}")

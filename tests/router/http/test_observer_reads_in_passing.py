@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from router.http import StreamObserver, TokenUsage
 from router.http.relay import EventBoundary
+from tests.support.clock import Clock
 
 SSE = b"text/event-stream; charset=utf-8"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **more: Any) -> bytes:
@@ -51,7 +44,7 @@ CHAT = [
 
 def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE) -> StreamObserver:
     """As the relay does it: whole events, one step of the clock a piece."""
-    clock = clock or Clock()
+    clock = clock or Clock(100.0)
     observer, boundary = StreamObserver(clock), EventBoundary()
     observer.start(200, kind)
     for piece in pieces:
@@ -80,7 +73,7 @@ def test_a_chat_stream_tells_when_and_what() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
 def test_gaps_are_the_events_after_the_first_tokens(sizes: list[int]) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     observer = StreamObserver(clock)
     observer.start(200, SSE)
     observer.feed(chunk({"role": "assistant", "content": ""}))
@@ -121,7 +114,7 @@ NAMED = b'event: error\ndata: {"type":"error","error":{"type":"api_error","messa
 @pytest.mark.parametrize("before", [CHAT[:1], CHAT[:4], CHAT[:6]])
 def test_an_error_event_of_the_engine_is_seen(before: list[bytes], error: bytes) -> None:
     assert observed([*before, error, b"data: [DONE]\n\n"]).observation().failed
-    clock_only = StreamObserver(Clock())
+    clock_only = StreamObserver(Clock(100.0))
     clock_only.start(200, SSE)
     for event in before:
         clock_only.feed(event)
@@ -211,7 +204,7 @@ def test_a_whole_answer_is_read_at_its_ends() -> None:
         "usage": {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": None},
     }
     text = json.dumps(answer, indent=1).encode()
-    observer = StreamObserver(Clock())
+    observer = StreamObserver(Clock(100.0))
     observer.start(200, b"application/json")
     for at in range(0, len(text), 10_000):
         observer.feed(text[at : at + 10_000])
@@ -234,7 +227,7 @@ def test_little_is_kept_of_a_long_stream() -> None:
 
 def test_the_first_token_is_told_at_once() -> None:
     told: list[float] = []
-    clock = Clock()
+    clock = Clock(100.0)
     observer = StreamObserver(clock, on_first_token=told.append)
     observer.start(200, SSE)
     for piece in CHAT:

@@ -15,7 +15,7 @@ from router.http.request import RequestHead, RequestParser
 LIMITS = ServerLimits(max_url_bytes=200, max_headers=10, max_head_bytes=1000)
 
 
-class Seen:
+class ParsedEvents:
     """A parser's events, with body pieces joined."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Seen:
 
 
 def parsed(pieces: list[bytes]) -> tuple[list[object], tuple[int, str | None] | None]:
-    seen = Seen()
+    seen = ParsedEvents()
     parser = RequestParser(LIMITS, seen)
     try:
         for piece in pieces:

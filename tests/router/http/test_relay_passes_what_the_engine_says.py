@@ -11,7 +11,7 @@ import pytest
 from router.http import RelayEnd, RelayOutcome, UpstreamRequest, fetch
 from tests.router.http.client import Client
 from tests.router.http.engine import STREAM_HEAD, EngineConnection, answer
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 
 
 async def test_a_whole_answer_passes_untouched(serve: Any, pool_of: Any, engine_of: Any) -> None:
@@ -23,7 +23,7 @@ async def test_a_whole_answer_passes_untouched(serve: Any, pool_of: Any, engine_
             await engine.write(answer(b'{"id": "1"}', b"418 Teapot", extra))
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         headers = b"X-Session-ID: s\r\nTE: trailers\r\nConnection: keep-alive, X-Mine\r\nX-Mine: 1\r\n"
@@ -57,7 +57,7 @@ async def test_head_and_first_events_arrive_in_order(
                 await asyncio.sleep(0.01)
 
     engine, endpoint = await engine_of(script)
-    _, port = await serve(Gateway(pool_of(), endpoint))
+    _, port = await serve(RelayingGateway(pool_of(), endpoint))
     async with await Client.connect(port) as client:
         for _ in range(3):
             client.ask(b"/", b"{}")
@@ -149,7 +149,7 @@ async def test_a_held_status_is_given_back_and_not_passed(serve: Any, pool_of: A
             await engine.write(answer(b"going down", b"503 Service Unavailable"))
 
     _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint, hold=frozenset({503}))
+    gateway = RelayingGateway(pool_of(), endpoint, hold=frozenset({503}))
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask()

@@ -30,7 +30,7 @@ async def describe(request: Request, responder: Responder) -> None:
         await asyncio.sleep(0.05)
         responder.respond(200, b"slow " + body)
     elif request.path == "/full":
-        raise TooManyRequests("No decoder has room; try again.", retry_after_s=1.5, param="model")
+        raise TooManyRequests("No decoder has capacity; try again.", retry_after_s=1.5, param="model")
     elif request.path == "/bug":
         raise KeyError("secret")
     elif request.path == "/forgotten":
@@ -193,7 +193,7 @@ async def test_a_raised_error_is_its_own_answer(serve: Any) -> None:
         answer = await client.answer()
         assert (answer.status, answer.headers["retry-after"]) == (429, "2")
         assert answer.error == {
-            "message": "No decoder has room; try again.",
+            "message": "No decoder has capacity; try again.",
             "type": "rate_limit_error",
             "param": "model",
             "code": "no_capacity",

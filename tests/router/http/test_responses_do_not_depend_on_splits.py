@@ -44,7 +44,7 @@ class Wire:
         return None
 
 
-class Host:
+class ResponseHost:
     must_close = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,7 +85,7 @@ def relayed(pieces: list[bytes]) -> Relayed:
         loop = asyncio.get_running_loop()
         client, engine = Wire(), Wire()
         observer = StreamObserver(lambda: 1.0)
-        responder = Responder(Host(loop), client)  # type: ignore[arg-type]
+        responder = Responder(ResponseHost(loop), client)  # type: ignore[arg-type]
         passing = Passing(loop, responder, observer, frozenset())
         connection = UpstreamConnection(Endpoint("h", 1), UpstreamLimits(), None, ignore, ignore)
         connection.connection_made(engine)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from router.http.stream import Passage, Pump
 from router.http.upstream import UpstreamConnection
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 
 LAST = b'data: {"delta":{},"finish_reason":"stop"}\n\n'
 
@@ -58,7 +58,7 @@ async def test_tokens_pass_through_it_and_are_counted(
             await engine.write(chunked(LAST) + b"0\r\n\r\n")
 
     engine, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         for turn in range(2):
@@ -202,7 +202,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
         gone.set()
 
     _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     server, port = await serve(gateway)
     client = await Client.connect(port)
     client.ask(b"/", b"{}")

@@ -13,7 +13,7 @@ from router.http.sent import MOST_BYTES
 from router.http.stream import Passage
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import EngineConnection
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-stream-pieces: 0\r\n"
@@ -52,7 +52,7 @@ async def test_they_are_taken_out_by_the_pump(
 
     _, endpoint = await engine_of(script)
     sent = SentPieces()
-    gateway = Gateway(pool_of(), endpoint, sent=sent)
+    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
@@ -101,7 +101,7 @@ async def test_they_are_taken_out_however_the_bytes_come(
 
     _, endpoint = await engine_of(script)
     sent = SentPieces()
-    gateway = Gateway(pool_of(), endpoint, sent=sent)
+    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
 
     async def handle(request: Request, responder: Responder) -> None:
         await gateway(request, responder)
@@ -133,7 +133,7 @@ async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
 
     _, endpoint = await engine_of(script)
     sent = SentPieces()
-    gateway = Gateway(pool_of(), endpoint, sent=sent)
+    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
@@ -157,7 +157,7 @@ async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of:
 
     _, endpoint = await engine_of(script)
     sent = SentPieces()
-    gateway = Gateway(pool_of(), endpoint, sent=sent)
+    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")

@@ -19,7 +19,7 @@ from router.config import TlsConfig
 from router.http import Certificate, RelayEnd, Request, Responder, Server, ServerLimits, TlsError
 from tests.router.http.client import HOST, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection
-from tests.router.http.gateway import Gateway
+from tests.router.http.gateway import RelayingGateway
 from tests.support.certificates import Authority
 from tests.support.descriptors import no_descriptors
 from tests.support.fake_fleet import MODEL, fleet, user
@@ -120,7 +120,7 @@ async def test_a_stream_is_whole_although_the_relay_pumps_streams_to_sockets(
         await engine.write(b"0\r\n\r\n")
 
     _, endpoint = await engine_of(script)
-    _, port, _ = await serve(Gateway(pool_of(), endpoint))
+    _, port, _ = await serve(RelayingGateway(pool_of(), endpoint))
     async with httpx.AsyncClient(verify=authority.trusting()) as client:
         got = await client.post(f"https://127.0.0.1:{port}/", content=b"{}")
     assert got.text.split("\n\n")[:-1] == [f"data: {piece.decode()}" for piece in pieces]
@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
             gone.set()
 
     _, endpoint = await engine_of(script)
-    gateway = Gateway(pool_of(), endpoint)
+    gateway = RelayingGateway(pool_of(), endpoint)
     server, port, _ = await serve(gateway)
     reader, writer = await connect(port, authority.trusting())
     writer.write(b"POST / HTTP/1.1\r\n%bcontent-length: 2\r\n\r\n{}" % HOST)

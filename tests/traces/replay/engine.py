@@ -15,7 +15,7 @@ OPENING = 7  # tokens the "template" adds to any prompt
 
 
 @dataclass
-class Seen:
+class PlayedRequest:
     at: float
     body: dict[str, Any]
     headers: dict[str, str]
@@ -26,7 +26,7 @@ class Seen:
 
 
 @dataclass
-class Engine:
+class PlayedEngine:
     """TTFT is `fixed_s` + `per_token_s` for each token not cached; then a token every `step_s`."""
 
     fixed_s: float = 0.01
@@ -37,7 +37,7 @@ class Engine:
     cut_after: int | None = None  # tokens after which the connection is dropped
     error_event: bool = False
     end_after: int | None = None  # tokens after which the stream ends properly, but without a finish reason
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[PlayedRequest] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
     metrics: str = "# TYPE conserve_transfers_total counter\nconserve_transfers_total 3\n"
@@ -45,7 +45,7 @@ class Engine:
     cache: list[str] = field(default_factory=list)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["Engine"]:
+    async def running(self) -> AsyncIterator["PlayedEngine"]:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -64,7 +64,7 @@ class Engine:
             await runner.cleanup()
 
     @property
-    def played(self) -> list[Seen]:
+    def played(self) -> list[PlayedRequest]:
         """Requests of the replay proper: no calibration, no probes."""
         return [seen for seen in self.seen if "calibration" not in seen.headers.get("purpose", "")]
 
@@ -87,7 +87,7 @@ class Engine:
         known = max((shared(prompt, old) for old in self.cache), default=0)
         count = tokens(prompt)
         new = max(1, count - int(known / CHARS_PER_TOKEN))
-        seen = Seen(now, body, dict(request.headers), count, new)
+        seen = PlayedRequest(now, body, dict(request.headers), count, new)
         self.seen.append(seen)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -97,7 +97,7 @@ class Engine:
             self.in_flight -= 1
 
     async def _stream(
-        self, request: web.Request, body: dict[str, Any], prompt: str, seen: Seen
+        self, request: web.Request, body: dict[str, Any], prompt: str, seen: PlayedRequest
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)

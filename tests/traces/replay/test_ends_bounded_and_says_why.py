@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.traces.replay.engine import Engine
-from tests.traces.replay.workload import Counting, agent
+from tests.traces.replay.engine import PlayedEngine
+from tests.traces.replay.workload import CountingObserver, agent
 from traces.format import TraceConversation, TraceError
 from traces.replay import Replay, ReplayError, ReplayOptions, replay, summarise, summary
 from traces.replay.results import PlayOutcome
 
 
-async def played(engine: Engine, *conversations: TraceConversation, **options: object) -> Replay:
+async def played(engine: PlayedEngine, *conversations: TraceConversation, **options: object) -> Replay:
     chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
-    return await replay(conversations, chosen, Counting())
+    return await replay(conversations, chosen, CountingObserver())
 
 
 async def test_no_more_conversations_than_allowed_and_late_ones_are_counted() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         run = await played(
             engine, *(agent(str(n), turns=3, wait=0.0) for n in range(12)), max_conversations=3
         )
@@ -32,7 +32,7 @@ async def test_no_more_conversations_than_allowed_and_late_ones_are_counted() ->
 async def test_the_time_limit_ends_it_and_tells_what_is_not_done() -> None:
     slow = agent("slow", turns=10, wait=0.3)
     never = agent("never", arrival=60.0)
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         began = time.monotonic()
         run = await played(engine, agent("quick", turns=1), slow, never, time_limit_s=0.7)
         assert time.monotonic() - began < 2.5
@@ -48,15 +48,17 @@ async def test_the_time_limit_ends_it_and_tells_what_is_not_done() -> None:
 
 async def test_it_can_be_stopped() -> None:
     stop = asyncio.Event()
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         options = ReplayOptions(url=engine.url, probes=0, time_limit_s=60.0)
         asyncio.get_running_loop().call_later(0.4, stop.set)
-        run = await asyncio.wait_for(replay([agent("a", turns=50)], options, Counting(), stop=stop), 5.0)
+        run = await asyncio.wait_for(
+            replay([agent("a", turns=50)], options, CountingObserver(), stop=stop), 5.0
+        )
     assert run.conversations[0].outcome is PlayOutcome.UNFINISHED
 
 
 async def test_a_refusal_is_waited_out_counted_and_part_of_the_latency() -> None:
-    async with Engine(refuse=[(429, "0.3"), (503, "0.1")]).running() as engine:
+    async with PlayedEngine(refuse=[(429, "0.3"), (503, "0.1")]).running() as engine:
         run = await played(engine, agent("a", turns=1))
     (result,) = run.conversations
     assert result.outcome is PlayOutcome.DONE
@@ -65,7 +67,7 @@ async def test_a_refusal_is_waited_out_counted_and_part_of_the_latency() -> None
 
 
 async def test_endless_refusals_fail_the_conversation() -> None:
-    async with Engine(refuse=[(429, "0")] * 50).running() as engine:
+    async with PlayedEngine(refuse=[(429, "0")] * 50).running() as engine:
         run = await played(engine, agent("a"), retries=3)
     (result,) = run.conversations
     assert result.outcome is PlayOutcome.FAILED
@@ -76,14 +78,14 @@ async def test_endless_refusals_fail_the_conversation() -> None:
 @pytest.mark.parametrize(
     ("engine", "complaint"),
     [
-        (Engine(cut_after=3), "ClientPayloadError"),
-        (Engine(end_after=3), "without a finish reason"),
-        (Engine(error_event=True), "engine died"),
-        (Engine(refuse=[(500, "")]), "HTTP 500: full"),
-        (Engine(fixed_s=0.8), "no end of the answer within 0.4 s"),
+        (PlayedEngine(cut_after=3), "ClientPayloadError"),
+        (PlayedEngine(end_after=3), "without a finish reason"),
+        (PlayedEngine(error_event=True), "engine died"),
+        (PlayedEngine(refuse=[(500, "")]), "HTTP 500: full"),
+        (PlayedEngine(fixed_s=0.8), "no end of the answer within 0.4 s"),
     ],
 )
-async def test_whatever_breaks_a_stream_is_in_the_result(engine: Engine, complaint: str) -> None:
+async def test_whatever_breaks_a_stream_is_in_the_result(engine: PlayedEngine, complaint: str) -> None:
     async with engine.running():
         run = await played(engine, agent("a", turns=1), request_timeout_s=0.4)
     (result,) = run.conversations
@@ -95,21 +97,21 @@ async def test_whatever_breaks_a_stream_is_in_the_result(engine: Engine, complai
 async def test_nobody_listening_is_an_error_at_once() -> None:
     options = ReplayOptions(url="http://127.0.0.1:9")
     with pytest.raises(ReplayError, match="is the endpoint up"):
-        await replay([agent("a")], options, Counting())
+        await replay([agent("a")], options, CountingObserver())
 
 
 async def test_a_fleet_that_fails_the_probe_is_not_loaded() -> None:
-    async with Engine(error_event=True).running() as engine:
+    async with PlayedEngine(error_event=True).running() as engine:
         with pytest.raises(ReplayError, match=r"first probe failed.*engine died"):
             await played(engine, agent("a"), probes=1)
 
 
 async def test_counters_are_what_grew_and_pages_that_do_not_answer_are_named() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         rising = "# TYPE conserve_energy_joules_total counter\nconserve_energy_joules_total {}\n"
         engine.metrics = rising.format(10)
 
-        class Working(Counting):
+        class Working(CountingObserver):
             def answered(self, turn: object) -> None:
                 engine.metrics = rising.format(60) + "# TYPE up gauge\nup 1\n"
 
@@ -123,7 +125,7 @@ async def test_counters_are_what_grew_and_pages_that_do_not_answer_are_named() -
 
 
 async def test_a_result_is_read_back_as_it_was_and_holds_no_key(tmp_path: Path) -> None:
-    async with Engine(refuse=[(500, "")]).running() as engine:
+    async with PlayedEngine(refuse=[(500, "")]).running() as engine:
         run = await played(engine, agent("a"), agent("b", arrival=0.1), api_key="a-secret-key")
     path = tmp_path / "run.json"
     summary.write(path, run)

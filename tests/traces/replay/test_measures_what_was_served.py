@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from tests.traces.replay.engine import Engine
-from tests.traces.replay.workload import Counting, agent
+from tests.traces.replay.engine import PlayedEngine
+from tests.traces.replay.workload import CountingObserver, agent
 from traces.replay import Replay, ReplayOptions, replay, summarise
 from traces.replay.results import PlayOutcome
 
@@ -15,13 +15,13 @@ NEAR_S = 0.012  # client and server share a process; half of all turns must be t
 FAR_S = 0.08  # what a busy machine may do to one of them
 
 
-async def played(engine: Engine, *conversations: object, **options: object) -> Replay:
+async def played(engine: PlayedEngine, *conversations: object, **options: object) -> Replay:
     chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
-    return await replay(conversations, chosen, Counting())  # type: ignore[arg-type]
+    return await replay(conversations, chosen, CountingObserver())  # type: ignore[arg-type]
 
 
 async def test_ttft_and_tbt_of_every_turn_are_those_served() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         run = await played(engine, agent("a", out=16, wait=0.01))
     (result,) = run.conversations
     assert result.outcome is PlayOutcome.DONE
@@ -40,7 +40,7 @@ async def test_ttft_and_tbt_of_every_turn_are_those_served() -> None:
 
 
 async def test_ttfet_and_e2e_count_from_arrival_and_the_served_part_leaves_tools_out() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         run = await played(engine, agent("a", turns=3, wait=0.1))
     (result,) = run.conversations
     first, *_, last = engine.seen
@@ -56,7 +56,7 @@ async def test_the_unloaded_model_finds_the_servers_own_constants() -> None:
         agent(str(n), arrival=0.02 * n, first=100 + 400 * n, turns=2, append=50, out=5, wait=0.0)
         for n in range(4)
     ]
-    async with Engine(fixed_s=0.06, per_token_s=0.0005).running() as engine:
+    async with PlayedEngine(fixed_s=0.06, per_token_s=0.0005).running() as engine:
         run = await played(engine, *sizes, probes=3)
     alone = run.unloaded
     assert alone is not None
@@ -68,15 +68,15 @@ async def test_the_unloaded_model_finds_the_servers_own_constants() -> None:
 
 
 async def test_probes_find_nothing_of_the_warm_up_and_the_replay_nothing_of_the_probes() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await played(engine, agent("a", turns=1), probes=1)
     warm_up, probe, replayed = engine.seen
     assert [seen.new_tokens for seen in (warm_up, probe, replayed)] == pytest.approx([400] * 3, abs=12)
 
 
 async def test_a_server_much_slower_under_load_violates_and_an_unloaded_one_does_not() -> None:
-    class Slowing(Counting):
-        def __init__(self, engine: Engine, factor: float) -> None:
+    class Slowing(CountingObserver):
+        def __init__(self, engine: PlayedEngine, factor: float) -> None:
             super().__init__()
             self._engine, self._factor = engine, factor
 
@@ -88,7 +88,7 @@ async def test_a_server_much_slower_under_load_violates_and_an_unloaded_one_does
 
     conversations = [agent(f"{n}", arrival=0.02 * n, out=4, turns=2, first=200) for n in range(3)]
     for factor, share in ((9.0, 1.0), (1.0, 0.0)):
-        async with Engine(fixed_s=0.03, step_s=0.015).running() as engine:
+        async with PlayedEngine(fixed_s=0.03, step_s=0.015).running() as engine:
             options = ReplayOptions(url=engine.url, probes=2, time_limit_s=20.0)
             summary = summarise(await replay(conversations, options, Slowing(engine, factor)))
         assert set(summary.objectives) == {"ttfet", "last_turn_tbt", "e2e"}
@@ -99,15 +99,15 @@ async def test_a_server_much_slower_under_load_violates_and_an_unloaded_one_does
 
 
 async def test_tokens_the_server_had_to_compute_again_are_counted() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
 
-        class Forgetting(Counting):
+        class Forgetting(CountingObserver):
             def answered(self, turn: object) -> None:
                 engine.cache.clear()
 
         options = ReplayOptions(url=engine.url, probes=0, time_limit_s=20.0)
         forgot = summarise(await replay([agent("a")], options, Forgetting()))
-        kept = summarise(await replay([agent("b")], options, Counting()))
+        kept = summarise(await replay([agent("b")], options, CountingObserver()))
     assert forgot.recomputed_tokens == pytest.approx(406 + 472 + 538, rel=0.05)
     assert kept.recomputed_tokens is not None
     assert kept.recomputed_tokens < 60  # the template's frames around answers

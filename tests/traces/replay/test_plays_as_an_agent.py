@@ -4,20 +4,20 @@ from itertools import pairwise
 
 import pytest
 
-from tests.traces.replay.engine import CHARS_PER_TOKEN, Engine, render, shared
-from tests.traces.replay.workload import Counting, agent
+from tests.traces.replay.engine import CHARS_PER_TOKEN, PlayedEngine, render, shared
+from tests.traces.replay.workload import CountingObserver, agent
 from traces.format import TraceConversation, TraceTurn, TurnEnding
 from traces.replay import Dialect, ReplayOptions, ToolStyle, replay
 
 
-async def served(engine: Engine, *conversations: TraceConversation, **options: object) -> None:
+async def served(engine: PlayedEngine, *conversations: TraceConversation, **options: object) -> None:
     chosen = ReplayOptions(url=engine.url, **{"probes": 0, "time_limit_s": 20.0, **options})  # type: ignore[arg-type]
-    run = await replay(conversations, chosen, Counting())
+    run = await replay(conversations, chosen, CountingObserver())
     assert all(result.outcome == "done" for result in run.conversations), run.conversations
 
 
 async def test_each_prompt_is_the_one_before_with_its_answer_and_something_new() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, agent("a"))
     for before, after in pairwise(engine.seen):
         old, new = before.body["messages"], after.body["messages"]
@@ -29,7 +29,7 @@ async def test_each_prompt_is_the_one_before_with_its_answer_and_something_new()
 
 
 async def test_tools_are_calls_and_results_or_plain_text() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, agent("a", turns=2))
         await served(engine, agent("b", turns=2), tools=ToolStyle.TEXT)
     _, with_tools, _, as_text = engine.seen
@@ -42,20 +42,20 @@ async def test_tools_are_calls_and_results_or_plain_text() -> None:
 async def test_after_an_answer_to_the_user_the_user_speaks() -> None:
     said = TraceTurn(100, 0, 4, ending=TurnEnding.END_OF_TURN)
     conversation = TraceConversation("a", 0.0, (said, TraceTurn(20, 104, 4)))
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, conversation)
     assert [m["role"] for m in engine.seen[1].body["messages"]] == ["user", "assistant", "user"]
 
 
 async def test_a_turn_waits_for_the_answer_and_for_its_tool() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, agent("a", wait=0.12))
     for before, after in pairwise(engine.seen):
         assert 0.12 <= after.at - before.last_at < 0.2
 
 
 async def test_conversations_start_at_their_arrivals() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, *(agent(str(n), arrival=0.15 * n, turns=1) for n in range(4)))
     start = engine.seen[0].at
     assert [seen.at - start for seen in engine.seen] == pytest.approx([0.0, 0.15, 0.3, 0.45], abs=0.03)
@@ -64,7 +64,7 @@ async def test_conversations_start_at_their_arrivals() -> None:
 @pytest.mark.parametrize("tokenize", [True, False])
 async def test_prompts_have_the_traces_sizes_with_and_without_a_tokenize_endpoint(tokenize: bool) -> None:
     conversation = agent("a", turns=6, first=3000, append=300, wait=0.0)
-    async with Engine(tokenize=tokenize).running() as engine:
+    async with PlayedEngine(tokenize=tokenize).running() as engine:
         await served(engine, conversation)
     for turn, seen in zip(conversation.turns, engine.seen[-6:], strict=True):
         assert seen.prompt_tokens == pytest.approx(turn.prompt_tokens, rel=0.01, abs=4)
@@ -76,7 +76,7 @@ async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> 
         TraceTurn(200, 1008, 8, ending=TurnEnding.TOOL_USE),
         TraceTurn(500, 600, 8),
     )
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, TraceConversation("a", 0.0, turns))
     broken = engine.seen[2]
     assert broken.prompt_tokens == pytest.approx(1100, rel=0.02)
@@ -88,13 +88,13 @@ async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> 
 async def test_a_child_begins_as_its_parent_does() -> None:
     parent = agent("p", turns=1, first=800)
     child = TraceConversation("c", 0.3, (TraceTurn(200, 600, 4),), parent="p")
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, parent, child)
     assert engine.seen[1].new_tokens == pytest.approx(200, rel=0.1)
 
 
 async def test_another_salt_shares_nothing_and_the_same_one_sends_the_same() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         for salt in ("1", "1", "2"):
             await served(engine, agent("a", turns=1), salt=salt)
     one, again, other = (render(seen.body["messages"]) for seen in engine.seen)
@@ -103,7 +103,7 @@ async def test_another_salt_shares_nothing_and_the_same_one_sends_the_same() -> 
 
 
 async def test_only_vllm_is_asked_for_exact_lengths() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, agent("a", turns=1))
         await served(engine, agent("b", turns=1), dialect=Dialect.OPENAI)
     exact, standard = (seen.body for seen in engine.seen)
@@ -113,7 +113,7 @@ async def test_only_vllm_is_asked_for_exact_lengths() -> None:
 
 
 async def test_no_conversation_id_unless_asked_for() -> None:
-    async with Engine().running() as engine:
+    async with PlayedEngine().running() as engine:
         await served(engine, agent("a", turns=1))
         await served(engine, agent("b", turns=1), conversation_header="X-Session-ID", api_key="k")
     plain, named = (seen.headers for seen in engine.seen)

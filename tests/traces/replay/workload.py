@@ -28,7 +28,7 @@ def agent(
     return TraceConversation(name, arrival, tuple(built))
 
 
-class Counting:
+class CountingObserver:
     def __init__(self) -> None:
         self.phases: list[tuple[str, int]] = []
         self.begun: list[str] = []

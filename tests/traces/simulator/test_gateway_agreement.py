@@ -14,7 +14,7 @@ from placement.fleet.placer import PlacerSettings
 from placement.fleet.prefillers import PrefillCurve
 from placement.iteration.latency import LatencyModel
 from tests.support import fake_fleet
-from tests.support.agreement import SECONDS_A_TOKEN, TOGETHER, Agents, bursts, conversations
+from tests.support.agreement import SECONDS_A_TOKEN, TOGETHER, TraceAgents, bursts, conversations
 from tests.support.binding_agreement import LiveBinding, compare
 from traces.format import TraceConversation
 from traces.simulator.policies import System, SystemSettings
@@ -31,12 +31,12 @@ PLACING = {"headroom_tokens": HEADROOM, "fill": FILL, "max_prefill_wait_s": 1e9}
 
 
 async def play(
-    live: fake_fleet.Fleet, parts: list[list[TraceConversation]], at_once: int
+    live: fake_fleet.FakeFleet, parts: list[list[TraceConversation]], at_once: int
 ) -> list[LiveBinding]:
     """Part by part, with decoders and prefillers named as in the simulation."""
     headers = {"Authorization": "Bearer agreement"}
     async with aiohttp.ClientSession(live.urls[0], headers=headers) as session:
-        agents = Agents(session, fake_fleet.MODEL, at_once)
+        agents = TraceAgents(session, fake_fleet.MODEL, at_once)
         await agents.learn_sizes()
         for engine in live.engines.values():
             engine.held.clear()

@@ -24,7 +24,7 @@ EASY = TurnTargets(10.0, 10.0)
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRequest:
     """A request of a step."""
 
     key: str
@@ -146,20 +146,24 @@ class ModelFreeEngine:
             self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
         self.deliver(done, rows, [] if aborted else sampled, loaded)
 
-    def rows_of(self, done: Any) -> list[Row]:
+    def rows_of(self, done: Any) -> list[StepRequest]:
         """Noted when the step is scheduled: the next may be scheduled before it is computed."""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
+        requests = self.scheduler.requests
         return [
-            Row(key, self.scheduler.requests[key], count, self.scheduler.requests[key].num_computed_tokens,
-                blocks_of(key))
+            StepRequest(key, requests[key], count, requests[key].num_computed_tokens, blocks_of(key))
             for key, count in done.num_scheduled_tokens.items()
-        ]  # fmt: skip
+        ]
 
-    def forward(self, rows: list[Row], aborted: bool = False) -> list[list[int]]:
+    def forward(self, rows: list[StepRequest], aborted: bool = False) -> list[list[int]]:
         return [self._compute(row, aborted) for row in rows]
 
     def deliver(
-        self, done: Any, rows: list[Row], tokens: list[list[int]], loaded: frozenset[str] = frozenset()
+        self,
+        done: Any,
+        rows: list[StepRequest],
+        tokens: list[list[int]],
+        loaded: frozenset[str] = frozenset(),
     ) -> None:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -174,7 +178,7 @@ class ModelFreeEngine:
             if key in self.outputs and not gone:
                 self.outputs[key] += new
 
-    def _compute(self, row: Row, aborted: bool) -> list[int]:
+    def _compute(self, row: StepRequest, aborted: bool) -> list[int]:
         tokens = list(row.request.all_token_ids)
         if row.request.is_finished():
             return [0] if row.end >= len(tokens) else []
@@ -183,7 +187,7 @@ class ModelFreeEngine:
             self._attend(row, tokens, group, first, aborted)
         return [answer(tokens)] if row.end == len(tokens) else []
 
-    def _attend(self, row: Row, tokens: list[int], group: int, first: int, aborted: bool) -> None:
+    def _attend(self, row: StepRequest, tokens: list[int], group: int, first: int, aborted: bool) -> None:
         for position in range(first, row.end):
             slot = row.blocks[group][position // BLOCK], position % BLOCK
             right = hash((group, *tokens[: position + 1]))

@@ -17,7 +17,7 @@ from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
 from workers.coserving import safepoint
 
 
-class Nothing(KVConnectorMetadata):
+class OtherMetadata(KVConnectorMetadata):
     """What the connector beside ours tells its workers."""
 
 
@@ -29,8 +29,8 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
 
-    def build_connector_meta(self, scheduler_output: Any) -> Nothing:
-        return Nothing()
+    def build_connector_meta(self, scheduler_output: Any) -> OtherMetadata:
+        return OtherMetadata()
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return False, None

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.power.machine import Machine, build
+from tests.workers.power.machine import GpuMachine, build
 
 
 @pytest.fixture(scope="session")
@@ -11,5 +11,5 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def machine(library: Path, tmp_path: Path) -> Machine:
-    return Machine.of(library, tmp_path)
+def machine(library: Path, tmp_path: Path) -> GpuMachine:
+    return GpuMachine.of(library, tmp_path)

@@ -39,13 +39,13 @@ def build(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Machine:
+class GpuMachine:
     library: Path
     state: Path
     home: Path
 
     @classmethod
-    def of(cls, library: Path, folder: Path, gpus: int = 2) -> "Machine":
+    def of(cls, library: Path, folder: Path, gpus: int = 2) -> "GpuMachine":
         machine = cls(library, folder / "gpus", folder / "home")
         with machine.state.open("wb") as file:
             for index in range(gpus):

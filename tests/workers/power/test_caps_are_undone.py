@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.workers.power.machine import IGNORES_LIMIT, LOST, PERMISSION, Machine
+from tests.workers.power.machine import IGNORES_LIMIT, LOST, PERMISSION, GpuMachine
 
 pytestmark = pytest.mark.slow
 
@@ -36,19 +36,19 @@ with Gpus() as gpus:
 """
 
 
-def apply(machine: Machine, cap: float, *names: str, boot: str = "limits.boot_id()") -> str:
+def apply(machine: GpuMachine, cap: float, *names: str, boot: str = "limits.boot_id()") -> str:
     done = machine.python(APPLY.replace("BOOT", boot), str(machine.record), str(cap), *names)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def restore(machine: Machine, boot: str = "limits.boot_id()") -> str:
+def restore(machine: GpuMachine, boot: str = "limits.boot_id()") -> str:
     done = machine.python(RESTORE.replace("BOOT", boot), str(machine.record))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_caps_are_set_by_index_or_uuid_and_set_back(machine: Machine) -> None:
+def test_caps_are_set_by_index_or_uuid_and_set_back(machine: GpuMachine) -> None:
     machine.write(0, "limit_mw", 280_000)
     assert apply(machine, 200, "0", "GPU-00000001").count("True") == 2
     assert machine.limits() == [200.0, 200.0]
@@ -57,7 +57,7 @@ def test_caps_are_set_by_index_or_uuid_and_set_back(machine: Machine) -> None:
     assert restore(machine) == ""
 
 
-def test_a_second_cap_does_not_forget_the_first_original(machine: Machine) -> None:
+def test_a_second_cap_does_not_forget_the_first_original(machine: GpuMachine) -> None:
     apply(machine, 200, "0")
     apply(machine, 150, "0")
     restore(machine)
@@ -65,20 +65,20 @@ def test_a_second_cap_does_not_forget_the_first_original(machine: Machine) -> No
 
 
 @pytest.mark.parametrize("cap", [99, 301])
-def test_a_cap_outside_the_range_is_refused_and_nothing_is_recorded(machine: Machine, cap: int) -> None:
+def test_a_cap_outside_the_range_is_refused_and_nothing_is_recorded(machine: GpuMachine, cap: int) -> None:
     assert "outside of 100 to 300 W" in apply(machine, cap, "0")
     assert machine.read(0, "sets") == 0
     assert not machine.record.exists()
 
 
-def test_without_permission_nothing_is_owed(machine: Machine) -> None:
+def test_without_permission_nothing_is_owed(machine: GpuMachine) -> None:
     machine.write(0, "fails", PERMISSION)
     assert "not permitted; setting power limits needs root" in apply(machine, 200, "0", "1")
     assert machine.limits() == [300.0, 200.0]
     assert list(json.loads(machine.record.read_text())["entries"]) == ["GPU-00000001"]
 
 
-def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: Machine) -> None:
+def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: GpuMachine) -> None:
     apply(machine, 200, "0", "1")
     machine.write(0, "fails", LOST)
     assert "still to be set back to 300 W" in restore(machine)
@@ -88,25 +88,25 @@ def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: Machine) -> None:
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_limit_that_does_not_take_is_said(machine: Machine) -> None:
+def test_a_limit_that_does_not_take_is_said(machine: GpuMachine) -> None:
     machine.write(0, "fails", IGNORES_LIMIT)
     assert "set to 200 W, but it says 300 W" in apply(machine, 200, "0")
 
 
-def test_what_somebody_else_set_since_is_left_alone(machine: Machine) -> None:
+def test_what_somebody_else_set_since_is_left_alone(machine: GpuMachine) -> None:
     apply(machine, 200, "0")
     machine.write(0, "limit_mw", 250_000)
     assert "set by somebody since" in restore(machine)
     assert machine.limits() == [250.0, 300.0]
 
 
-def test_unknown_gpus_are_named(machine: Machine) -> None:
+def test_unknown_gpus_are_named(machine: GpuMachine) -> None:
     out = apply(machine, 200, "7", "GPU-nope")
     assert "no GPU 7" in out
     assert "no GPU GPU-nope" in out
 
 
-def test_after_a_reboot_the_record_is_void(machine: Machine) -> None:
+def test_after_a_reboot_the_record_is_void(machine: GpuMachine) -> None:
     apply(machine, 200, "0", boot="'before'")
     machine.write(0, "limit_mw", 300_000)  # what a reboot does
     assert restore(machine, boot="'after'") == ""
@@ -115,7 +115,7 @@ def test_after_a_reboot_the_record_is_void(machine: Machine) -> None:
     assert machine.limits()[0] == 300.0
 
 
-def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: Machine) -> None:
+def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: GpuMachine) -> None:
     """Killed between the two: the record is there, the limit untouched, and undoing is harmless."""
     killed = APPLY.replace("BOOT", "limits.boot_id()").replace(
         "path, cap", "import os; Gpus.set_limit = lambda *a: os.kill(os.getpid(), 9)\npath, cap"
@@ -127,7 +127,7 @@ def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: Mach
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_one_process_at_a_time_changes_the_record(machine: Machine) -> None:
+def test_one_process_at_a_time_changes_the_record(machine: GpuMachine) -> None:
     machine.home.mkdir()
     with machine.record.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -154,21 +154,21 @@ asyncio.run(main())
 """
 
 
-def keeper(machine: Machine, engine: str = "decode-0", cap: str = "200", grace: float = 0.5):  # type: ignore[no-untyped-def]
+def keeper(machine: GpuMachine, engine: str = "decode-0", cap: str = "200", grace: float = 0.5):  # type: ignore[no-untyped-def]
     process = machine.start(KEEPER, str(machine.record), engine, cap, str(grace))
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
 
 
-def until(wanted: list[float], machine: Machine, limit_s: float = 15.0) -> None:
+def until(wanted: list[float], machine: GpuMachine, limit_s: float = 15.0) -> None:
     end = time.monotonic() + limit_s
     while machine.limits() != wanted:
         assert time.monotonic() < end, machine.limits()
         time.sleep(0.05)
 
 
-def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: Machine) -> None:
+def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: GpuMachine) -> None:
     process = keeper(machine)
     until([300.0, 200.0], machine)
     process.kill()
@@ -176,7 +176,7 @@ def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: Mach
     until([300.0, 300.0], machine)
 
 
-def test_a_guard_that_is_told_to_end_with_its_keeper_has_no_grace(machine: Machine) -> None:
+def test_a_guard_that_is_told_to_end_with_its_keeper_has_no_grace(machine: GpuMachine) -> None:
     """As `conserve down` ends both."""
     process = keeper(machine, grace=600.0)
     until([300.0, 200.0], machine)
@@ -207,13 +207,13 @@ print(guard.wait(30))
 """
 
 
-def test_a_guard_that_is_told_to_end_before_it_listens_sets_the_cap_back(machine: Machine) -> None:
+def test_a_guard_that_is_told_to_end_before_it_listens_sets_the_cap_back(machine: GpuMachine) -> None:
     done = machine.python(TOLD_AT_ONCE, str(machine.record))
     assert done.stdout.splitlines() == ["[300.0, 200.0]", "0"], done.stderr
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_keeper_restarted_within_the_grace_keeps_the_cap_without_a_gap(machine: Machine) -> None:
+def test_a_keeper_restarted_within_the_grace_keeps_the_cap_without_a_gap(machine: GpuMachine) -> None:
     first = keeper(machine, grace=1.0)
     first.kill()
     first.wait(10)
@@ -226,7 +226,7 @@ def test_a_keeper_restarted_within_the_grace_keeps_the_cap_without_a_gap(machine
     until([300.0, 300.0], machine)
 
 
-def test_a_lost_cap_is_set_again(machine: Machine) -> None:
+def test_a_lost_cap_is_set_again(machine: GpuMachine) -> None:
     process = keeper(machine)
     machine.write(1, "limit_mw", 300_000)  # the driver was loaded again
     until([300.0, 200.0], machine)
@@ -235,7 +235,7 @@ def test_a_lost_cap_is_set_again(machine: Machine) -> None:
     until([300.0, 300.0], machine)
 
 
-def test_a_cap_that_could_not_be_set_is_tried_again(machine: Machine) -> None:
+def test_a_cap_that_could_not_be_set_is_tried_again(machine: GpuMachine) -> None:
     machine.write(1, "fails", IGNORES_LIMIT)
     process = keeper(machine)
     assert machine.limits() == [300.0, 300.0]
@@ -246,7 +246,7 @@ def test_a_cap_that_could_not_be_set_is_tried_again(machine: Machine) -> None:
     until([300.0, 300.0], machine)
 
 
-def test_the_next_start_without_a_cap_undoes_what_was_left(machine: Machine) -> None:
+def test_the_next_start_without_a_cap_undoes_what_was_left(machine: GpuMachine) -> None:
     apply(machine, 150, "1")
     process = keeper(machine, engine="prefill-0", cap="")
     until([300.0, 300.0], machine)

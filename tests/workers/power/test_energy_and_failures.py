@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.workers.power.machine import DRIVER, NO_ENERGY, PERMISSION, Machine
+from tests.workers.power.machine import DRIVER, NO_ENERGY, PERMISSION, GpuMachine
 
 SERVE = """
 import asyncio, logging, sys
@@ -33,14 +33,14 @@ def step():
 """
 
 
-def served(machine: Machine, cap: str, *gpus: str, step: bool = False) -> str:
+def served(machine: GpuMachine, cap: str, *gpus: str, step: bool = False) -> str:
     code = SERVE + (STEP if step else "") + "asyncio.run(main())\n"
     done = machine.python(code, str(machine.record), cap, *gpus)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_energy_is_what_the_counters_grew_by(machine: Machine) -> None:
+def test_energy_is_what_the_counters_grew_by(machine: GpuMachine) -> None:
     out = served(machine, "", "0", "1", step=True)
     assert 'conserve_energy_joules_total{engine="decode-0",role="decode"} 7.5' in out
     assert 'conserve_power_watts{engine="decode-0"} 150.0' in out
@@ -55,7 +55,7 @@ def test_energy_is_what_the_counters_grew_by(machine: Machine) -> None:
     ],
 )
 def test_what_was_not_done_is_said_and_counted_and_serving_goes_on(
-    machine: Machine, fails: int, says: str
+    machine: GpuMachine, fails: int, says: str
 ) -> None:
     machine.write(0, "fails", fails)
     out = served(machine, "200", "0")
@@ -64,21 +64,21 @@ def test_what_was_not_done_is_said_and_counted_and_serving_goes_on(
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_machine_without_the_library_serves_on(machine: Machine) -> None:
+def test_a_machine_without_the_library_serves_on(machine: GpuMachine) -> None:
     empty = machine.home
     empty.mkdir()
-    bare = Machine(empty, machine.state, machine.home)
+    bare = GpuMachine(empty, machine.state, machine.home)
     assert "there is no NVIDIA driver on this machine" in served(bare, "200", "0")
 
 
-def test_a_gpu_without_an_energy_counter_is_said_once(machine: Machine) -> None:
+def test_a_gpu_without_an_energy_counter_is_said_once(machine: GpuMachine) -> None:
     machine.write(0, "fails", NO_ENERGY)
     out = served(machine, "200", "0")
     assert out.count("reason='energy of GPU-00000000: Not Supported'") == 1
     assert machine.read(0, "sets") == 2
 
 
-def test_an_engine_without_gpus_does_nothing(machine: Machine) -> None:
+def test_an_engine_without_gpus_does_nothing(machine: GpuMachine) -> None:
     machine.write(0, "fails", DRIVER)
     out = served(machine, "200")
     assert "NVIDIA" not in out

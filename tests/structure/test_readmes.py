@@ -1,0 +1,50 @@
+"""Every file of a product package is in the file table of the nearest README: its folder's, or one above."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from tests.structure.trees import PRODUCT_MODULES
+
+UNNAMED = {"__init__.py", "__main__.py"}  # what a folder is, and how it is started
+
+
+def readme_of(path: Path) -> Path:
+    return next(folder / "README.md" for folder in path.parents if (folder / "README.md").exists())
+
+
+def named(readme: Path) -> set[Path]:
+    """Files in the first cells of tables, each in the folder of the one before it; and, in the cell behind a
+    folder, those within it, with or without their endings."""
+    found: set[Path] = set()
+    for line in readme.read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
+        _, names, job, *_ = line.split("|")
+        folder = readme.parent
+        for name in re.findall(r"`([^`]+)`", names):
+            if name.endswith("/"):
+                for stem, ending in re.findall(r"`(\w+)(\.py)?`", job):
+                    file = readme.parent / name / f"{stem}.py"
+                    if ending or file.exists():
+                        found.add(file)
+            elif name.endswith(".py"):
+                file = (readme.parent if "/" in name else folder) / name
+                folder = file.parent
+                found.add(file)
+    return {file.resolve() for file in found}
+
+
+def test_every_file_is_in_a_readmes_table() -> None:
+    by_readme: dict[Path, set[Path]] = defaultdict(set)
+    for module in PRODUCT_MODULES.values():
+        if module.path.name not in UNNAMED:
+            by_readme[readme_of(module.path)].add(module.path.resolve())
+    missing = sorted(path for readme, files in by_readme.items() for path in files - named(readme))
+    assert not missing, "\n".join(map(str, missing))
+
+
+def test_every_file_in_a_readmes_table_exists() -> None:
+    readmes = {readme_of(module.path) for module in PRODUCT_MODULES.values()}
+    gone = sorted(path for readme in readmes for path in named(readme) if not path.exists())
+    assert not gone, "\n".join(map(str, gone))
