@@ -10,7 +10,7 @@ import pytest
 
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.prefillers import PrefillCurve
-from tests.support.fake_fleet import GatewayAnswer, FakeFleet, ask, assistant, fleet, get, user
+from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
