@@ -86,6 +86,9 @@ class ReportScheduler(SchedulerSide):
 
     def order(self, scheduler_output: Any) -> None:
         """The last step before the engine sleeps schedules nothing: a time to look at ourselves."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if (request := self._requests.get(request_id)) is not None:
+                self._known[request_id] = self._found_of(request)
         if not scheduler_output.num_scheduled_tokens:
             for fault in self.faults():
                 self._residence.counts["faults"] += 1
@@ -200,6 +203,9 @@ class ReportScheduler(SchedulerSide):
         """Of what comes from a prefiller nothing is computed here, and of what is on the host."""
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return transferred_tokens(self._groups, int(request.num_prompt_tokens))
+        return self._found_of(request)
+
+    def _found_of(self, request: Any) -> int:
         chain, blocks = request.block_hashes, 0
         while blocks < len(chain) and self._is_here(chain[blocks], self._full):
             blocks += 1

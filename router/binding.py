@@ -145,7 +145,7 @@ class Binder:
             turn=who.turn,
             ahead_s=ahead_s(turn.slo_class, turn.prompt.hints),
             heads=self._ratio.heads(turn) if uncached is None else (),
-            sharing=turn.prompt.hints.sharing,
+            shared=turn.prompt.leading if turn.prompt.hints.sharing else 0,
             flow=turn.flow,
             waiting_share=turn.waiting_share,
         )

@@ -238,6 +238,16 @@ def heads_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], 
     return tuple(found)
 
 
+def leading_of(body: Mapping[str, Any]) -> int:
+    """How many messages come before anything a user said: a framework's, not a conversation's."""
+    count = 0
+    for message in messages_of(body) or ():
+        if not (isinstance(message, Mapping) and message.get("role") in ("system", "developer")):
+            break
+        count += 1
+    return count
+
+
 def marks_of(body: Mapping[str, Any]) -> bytes:
     """One byte a message, as all that is needed of it later; empty for a plain prompt."""
     return bytes(map(_mark, messages_of(body) or ()))

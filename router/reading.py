@@ -92,6 +92,7 @@ class Prompt:
     exact_tokens: int | None  # known without asking when the prompt is token ids
     hints: Hints
     heads: tuple[tuple[bytes, int], ...] = ()  # digest and bytes of its first messages (`chains.heads_of`)
+    leading: int = 0  # of them, those before anything a user said
 
 
 def is_cheap(pieces: Sequence[bytes]) -> bool:
@@ -151,6 +152,7 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
         exact_tokens=_exact_tokens(body.get("prompt")),
         hints=read_hints(asked.headers, body),
         heads=chains.heads_of(tools_digest, body),
+        leading=chains.leading_of(body),
     )
 
 

@@ -50,21 +50,21 @@ def home_of(fleet: str | None) -> FleetHome:
     return FleetHome.of(fleet)
 
 
-def only_fleet() -> FleetHome:
-    """Or the only one that was killed and not brought down, where none is up: `down` ends it."""
+def only_fleet(*, to_end: bool = False) -> FleetHome:
+    """Or the only one that was killed and not brought down, where none is up. `to_end`: whoever says no name
+    may mean what was killed, and must not end what serves: it has to be the only one of both."""
     runs = FleetHome.of_runs()
     up = [home for home in runs if is_up(home)]
-    match up or runs:
+    match runs if to_end else up or runs:
         case [one]:
             return one
         case []:
             raise DeployError("no fleet is up on this machine; start one with: conserve up FILE")
         case several:
             names = ", ".join(home.name for home in several)
-            if not up:
-                raise DeployError(
-                    f"no fleet is up, and several were killed and not brought down: {names}; say which"
-                )
+            if len(up) < len(several):
+                are = f"{len(up) or 'no'} fleet{'s are' if len(up) > 1 else ' is'} up"
+                raise DeployError(f"{are}, and others were killed and not brought down: {names}; say which")
             raise DeployError(f"several fleets are up: {names}; say which")
 
 

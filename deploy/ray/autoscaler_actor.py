@@ -62,10 +62,10 @@ class AutoscalerActor:
             return  # nothing is known: nothing is changed
         present = await asyncio.to_thread(self._present, tier)
         starting = await asyncio.to_thread(self._starting, present)
-        load = load_of(tier.role, answer.signals, len(present))
-        if starting and load.share >= self._fleet.capacity.low:
+        load = load_of(tier.role, answer.signals)
+        if starting and load >= self._fleet.capacity.low:
             return  # what comes is not in the load yet
-        decision = scaler.decide(load.share, len(present), time.monotonic(), load.beside)
+        decision = scaler.decide(load, len(present), time.monotonic())
         if decision.reason:
             change = (tier.name, len(present), decision.replicas, decision.reason)
             log.info("tier scaled tier=%s from=%d to=%d reason=%s", *change)

@@ -26,6 +26,7 @@ class Why(StrEnum):
     LAST_RESORT = "last_resort"  # a prefiller holds the conversation: it fits on no decoder
     LEAST_KV_IN_USE = "least_kv_in_use"  # decoder
     SOONER_WITH_CAPACITY = "sooner_with_capacity"  # decoder, elastic: of those with capacity, clearly sooner
+    HAS_TIME = "has_time"  # decoder, elastic: prefillers have none, nor has the one that was to hold it
     PREFERRED = "preferred"  # decoder of the parent or of the fork's origin, where it fits
     BOUND = "bound"  # decoder: a later turn of a conversation never moves
 

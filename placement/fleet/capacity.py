@@ -8,7 +8,6 @@ of the pool's KV that is in use.
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, exp, inf, isinf
-from typing import NamedTuple
 
 from placement.engines import Role
 
@@ -31,15 +30,6 @@ class Signals:
             return 0.0
         growth = self.prefill_load - 1.0
         return (longest_wait_s - self.prefill_wait_s) / growth if growth > 0 else inf
-
-    @property
-    def prompts_load(self) -> float:
-        """Seconds of prompts that arrive a second and an engine that computes them: a prefiller, and with
-        elastic placing what decoders lend."""
-        if self.lent is None:
-            return self.prefill_load
-        engines = self.prefillers + self.lent
-        return self.prompts_s / engines if engines else (inf if self.prompts_s > 1e-3 else 0.0)
 
 
 class CapacityWatch:
@@ -99,11 +89,11 @@ class Thresholds:
     target: float = 0.7  # what a change aims at
     low: float = 0.4  # below: more than is needed
 
-    def enough(self, load: float, engines: int, beside: float = 0.0) -> int:
-        """Engines with which what these carry, and so many beside them, would be at the target."""
+    def enough(self, load: float, engines: int) -> int:
+        """Engines with which what these carry would be at the target."""
         if isinf(load):
             return engines + 1
-        return max(1, ceil(round(load * (engines + beside) / self.target - beside, 6)))
+        return max(1, ceil(round(load * engines / self.target, 6)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +135,7 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
 def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
     """Decoders compute prompts as well, in the time that running turns leave them."""
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
-    load = signals.prompts_load
+    load = asked / (engines + lent) if engines + lent else inf
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"
     if load > limits.high or signals.prefill_wait_s >= longest_wait_s:
         count = max(1, ceil(round(asked / limits.target - engines - lent, 6)))
@@ -211,14 +201,13 @@ class TierScaler:
         self._changed_at: float | None = None
         self._calm_since: float | None = None
 
-    def decide(self, load: float, replicas: int, now: float, beside: float = 0.0) -> Decision:
-        """`load`: the share of the tier's capacity in use, and of so many engines `beside` it that carry it,
-        too; `replicas`: those there are or that are coming."""
+    def decide(self, load: float, replicas: int, now: float) -> Decision:
+        """`load`: the share of the tier's capacity in use; `replicas`: those there are or that are coming."""
         limits = self._limits
         within = min(max(replicas, limits.least), limits.most)
         if within != replicas:
             return self._change(within, f"the limits are {limits.least} to {limits.most}", now)
-        enough = limits.thresholds.enough(load, replicas, beside)
+        enough = limits.thresholds.enough(load, replicas)
         if load > limits.thresholds.high:
             self._calm_since = None
             wanted = min(max(enough, replicas + 1), limits.most)
@@ -242,15 +231,6 @@ class TierScaler:
         return self._changed_at is not None and now - self._changed_at < self._limits.cool_down_s
 
 
-class TierLoad(NamedTuple):
-    share: float  # in use of the tier's capacity, and of what is beside it
-    beside: float  # engines of other tiers that carry the same load, this tier's part of them
-
-
-def load_of(role: Role, signals: Signals, replicas: int) -> TierLoad:
-    """Prefillers, `replicas` of them in this tier, by their time (elastic: with what decoders lend, as
-    `advise` has it); all others by their KV."""
-    if role is not Role.PREFILL:
-        return TierLoad(signals.decoder_pressure, 0.0)
-    part = min(1.0, replicas / signals.prefillers) if signals.prefillers else 1.0
-    return TierLoad(signals.prompts_load, part * (signals.lent or 0.0))
+def load_of(role: Role, signals: Signals) -> float:
+    """The share of a tier's capacity in use: prefillers by their time, all others by their KV."""
+    return signals.prefill_load if role is Role.PREFILL else signals.decoder_pressure

@@ -12,7 +12,6 @@ from placement.engines import EngineInfo, EngineState
 from placement.errors import PlacementError
 from placement.fleet.answers import (
     DecoderChoice,
-    DecoderOption,
     Estimates,
     PrefillerChoice,
     Receipt,
@@ -71,7 +70,7 @@ class FirstTurn:
     had_decoder: bool = False  # it has been served; where it was, it cannot stay
     heads: Sequence[Head] = ()  # beginnings that other prompts may share, by length
     ahead_s: float = 0.0  # what its class is worth: prompts of lesser ones wait behind it
-    sharing: int = 0  # other conversations that will begin as this one does
+    shared: int = 0  # heads with which, as its client says, others will begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +223,7 @@ class Placer:
             self._shared.given(turn.key, turn.heads, engine, turn.prompt_tokens, now)
             engine, expected = first.engine, first.cached_tokens
         self._shared.computing(turn.key, engine, turn.heads, turn.prompt_tokens, expected, now)
-        self._shared.began(turn.key, turn.heads, new=not turn.had_decoder, sharing=turn.sharing)
+        self._shared.began(turn.key, turn.heads, new=not turn.had_decoder, shared=turn.shared)
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
@@ -405,15 +404,21 @@ class Placer:
         sooner = costs_s[best] < self.settings.sooner_share * costs_s[least.chosen.engine]
         if not (sooner and self._elastic.estimates(best, tokens[best], prefiller.chosen).local_first):
             return least
-        return _with_first(least, self._decoders.option(best))._replace(why=Why.SOONER_WITH_CAPACITY)
+        return self._instead(least, best, Why.SOONER_WITH_CAPACITY)
 
     def _decoder_with_time(self, decoder: DecoderChoice, need: int, tokens: int) -> DecoderChoice | None:
-        """Elastic: the first that the conversation fits on and whose own prompts are soon through."""
-        limit_s = self.settings.max_prefill_wait_s
-        for name in self._decoders.fitting(need):
+        """Elastic: this one, or the first that it fits on, whose own prompts are soon through."""
+        first, limit_s = decoder.chosen.engine, self.settings.max_prefill_wait_s
+        for name in (first, *self._decoders.fitting(need)) if self._elastic else ():
             if self._elastic and self._elastic.local_wait_s(name, tokens) <= limit_s:
-                return _with_first(decoder, self._decoders.option(name))
+                return decoder if name == first else self._instead(decoder, name, Why.HAS_TIME)
         return None
+
+    def _instead(self, decoder: DecoderChoice, engine: str, why: Why) -> DecoderChoice:
+        """Another of those that it fits on is the chosen one."""
+        seen = (decoder.chosen, *decoder.runners_up)
+        others = tuple(one for one in seen if one.engine != engine)
+        return decoder._replace(why=why, chosen=self._decoders.option(engine), runners_up=others)
 
     def _cached(self, turn: FirstTurn, now: float) -> dict[str, int]:
         """Of its prompt, what engines have, by estimate; the last token is computed again in any case."""
@@ -471,10 +476,3 @@ def _without(prefiller: PrefillerChoice, why: Why) -> PrefillerChoice:
 
 def _no_prefiller(why: Why) -> PrefillerChoice:
     return PrefillerChoice(why, None, (), 0)
-
-
-def _with_first(decoder: DecoderChoice, first: DecoderOption) -> DecoderChoice:
-    """Another of those that it fits on is the chosen one."""
-    seen = (decoder.chosen, *decoder.runners_up)
-    others = tuple(one for one in seen if one.engine != first.engine)
-    return decoder._replace(chosen=first, runners_up=others)

@@ -119,13 +119,13 @@ class SharedPrefixes:
         if cache.most != tokens:
             cache.most = cache.capacity = tokens
 
-    def began(self, key: str, heads: Sequence[Head], *, new: bool, sharing: int = 0) -> None:
-        """A conversation, that was not somewhere else before; so many others will begin alike."""
+    def began(self, key: str, heads: Sequence[Head], *, new: bool, shared: int = 0) -> None:
+        """A conversation, that was not somewhere else before; others will begin with so many of its heads."""
         if heads:
             self._heads[key] = heads
-        for head in heads if new else ():
+        for number, head in enumerate(heads if new else ()):
             if (beginning := self._known.get(head.digest)) is not None:
-                beginning.times += 1 + sharing
+                beginning.times += 1 + (number < shared)
 
     def computing(
         self, key: str, engine: str, heads: Sequence[Head], tokens: int, expected: int, now: float

@@ -100,7 +100,10 @@ def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: D
     for tier in sorted({group[0].tier for group in groups}):
         here = [group for group in groups if group[0].tier == tier]
         members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in here]
-        plan = plan_drop(members, here[0][0].split.shape, lacking, replace(limits, grows=False))
+        # Which of them has a slow link is known of those that have exchanged KV: a plan goes by the slowest.
+        slowest = min(one.split.shape.link_bytes_per_s for group in here for one in group)
+        shape = replace(here[0][0].split.shape, link_bytes_per_s=slowest)
+        plan = plan_drop(members, shape, lacking, replace(limits, grows=False))
         drops += (merged.engines for merged in plan.merged)
         lacking, why = lacking - plan.gained_tokens, plan.why_no_more
         if lacking <= 0:

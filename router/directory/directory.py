@@ -286,7 +286,7 @@ class Directory:
         finally:
             self._reconsidering.discard(thought.decoder)
         if outcome == "unanswered":
-            pass  # nobody knows whether it has begun: the decoder's next report asks again
+            self.table.unanswered(thought, self.clock())
         elif self.table.reconsidered(thought, withdrawn, self.clock()):
             outcome = "taken_back"
             log.info("taken back conversation=%s prefiller=%s decoder=%s", key, prefiller, thought.decoder)

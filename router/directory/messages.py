@@ -29,7 +29,7 @@ class Ask:
     ahead_s: float = 0.0  # what its class and priority are worth
     alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
     heads: tuple[Head, ...] = ()  # beginnings that other prompts may share, by length
-    sharing: int = 0  # other conversations that will, as its client says
+    shared: int = 0  # of them those with which others will begin, as its client says
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the waiting places, that its owner's turns may take
 

@@ -25,6 +25,7 @@ LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
+ASKED_AGAIN_S = 1.0
 MAX_NODES = 500_000  # ends of prompts remembered for identity
 
 
@@ -56,6 +57,7 @@ class BindingTable:
         self._placer = placer
         self._bindings = Bindings()
         self._waiting = Waiting()
+        self._unanswered: dict[str, float] = {}  # second thoughts: not asked about until then
         self.conversations = ConversationRecords()
         self.fleet = FleetView(placer)
         self.nodes = NodeTable(MAX_NODES)
@@ -222,7 +224,10 @@ class BindingTable:
         """Of this decoder, if no prompt waits there. Answer it with `reconsidered`."""
         if self.fleet.waiting_prompt_tokens(decoder):
             return None
+        self._unanswered = {key: until for key, until in self._unanswered.items() if now < until}
         for key in self._placer.second_thoughts(decoder, now):
+            if key in self._unanswered:
+                continue
             conversation, binding = self.conversations.get(key), self._bindings.look_up(key)
             if conversation is None or binding is None or binding.engine != decoder:
                 continue
@@ -231,6 +236,10 @@ class BindingTable:
                 if prefiller is not None:
                     return SecondThought(key, gateway, turn, prefiller, decoder)
         return None
+
+    def unanswered(self, thought: SecondThought, now: float) -> None:
+        """Nobody knows whether its prefill has begun: others come first, then it is asked about again."""
+        self._unanswered[thought.key] = now + ASKED_AGAIN_S
 
     def reconsidered(self, thought: SecondThought, withdrawn: bool, now: float) -> bool:
         """`withdrawn`: its prefiller had not begun, and will not. Whether its decoder computes it now."""
@@ -322,7 +331,7 @@ class BindingTable:
         preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
         before = self.conversations.get(ask.key)
         had = before is not None and before.turns > 0
-        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads, ask.ahead_s, ask.sharing)
+        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads, ask.ahead_s, ask.shared)
         outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
             return outcome if binding is None else self._place_later(ask, binding, now)

@@ -49,7 +49,7 @@ async def test_how_many_will_begin_alike_reaches_who_places(
         for question, headers in (("one", {"x-conversation-sharing": "20"}), ("two", None)):
             answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers)
             assert answer.status == 200
-    assert [(turn.sharing, bool(turn.heads)) for turn in placed] == [(20, True), (0, True)]
+    assert [(turn.shared, len(turn.heads)) for turn in placed] == [(1, 2), (0, 2)]
 
 
 async def test_a_cache_key_of_its_own_takes_nothing_away(tmp_path: Path) -> None:

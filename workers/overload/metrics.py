@@ -52,8 +52,8 @@ COUNTERS = {
     ),
     "split_exchanged_bytes": CounterSpec(
         "conserve_split_exchanged_bytes",
-        "Bytes of KV that went to peers for a drop, or came back for a restore, but for the slowest message "
-        "of each, which waits for the peer.",
+        "Bytes of KV that went to peers for a drop, or came back for a restore, but for the first message "
+        "to each, which waits for the peer.",
     ),
     "split_exchange_seconds": CounterSpec(
         "conserve_split_exchange_seconds",

@@ -75,7 +75,7 @@ class SplitModel:
         self.passes = SplitPasses(runner, device)
         self._returning: ReturningWeights | None = None
         self._loaded: SplitReport | None = None  # from its thread
-        self._exchanged: list[tuple[int, float]] = []  # bytes and seconds of each message with KV
+        self._exchanged: list[tuple[int, int, float]] = []  # part, bytes and seconds of messages with KV
         self._server = PeerServer(line.host, line.secret, self.answer, encrypt=line.encrypt)
         self._report: SplitReport | None = SplitReport(SplitEvent.READY, 0, blocks, facts=self.facts())
 
@@ -271,7 +271,7 @@ class SplitModel:
         began = time.monotonic()
         answer = member.ask(part, kind, {"layer": layer, "rows": rows}, tensors)
         nbytes = sum(tensor.nbytes for tensor in (*tensors, *answer.tensors))
-        self._exchanged.append((nbytes, time.monotonic() - began))
+        self._exchanged.append((part, nbytes, time.monotonic() - began))
         return answer
 
     def _move(self, member: Membership, moves: Mapping[int, int]) -> None:
@@ -325,7 +325,7 @@ class SplitModel:
     def _tell(self, event: SplitEvent, epoch: int, began: float, why: str = "") -> None:
         blocks = self.member.blocks if self.member is not None else self._whole_blocks
         seconds = time.monotonic() - began
-        moved, self._exchanged = without_slowest(self._exchanged), []
+        moved, self._exchanged = without_first(self._exchanged), []
         self._report = SplitReport(event, epoch, blocks, seconds, why, None, *moved)
         logger.info("%s epoch=%d blocks=%d seconds=%.3f why=%r", event, epoch, blocks, seconds, why)
 
@@ -444,12 +444,15 @@ class SplitModel:
         return layer
 
 
-def without_slowest(messages: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Bytes and seconds in all, but for the message that waited for its peer to come as far."""
-    if len(messages) < 2:
-        return 0, 0.0
-    counted = sorted(messages, key=lambda one: one[1])[:-1]
-    return sum(nbytes for nbytes, _ in counted), sum(seconds for _, seconds in counted)
+def without_first(messages: Sequence[tuple[int, int, float]]) -> tuple[int, float]:
+    """Bytes and seconds in all, but for the first message to each peer, which waits for it to come as far."""
+    met: set[int] = set()
+    total, total_s = 0, 0.0
+    for part, nbytes, seconds in messages:
+        if part in met:
+            total, total_s = total + nbytes, total_s + seconds
+        met.add(part)
+    return total, total_s
 
 
 def _dropped(member: Membership, used: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:

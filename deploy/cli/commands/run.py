@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.common import FleetName, Progress, home_of
+from deploy.cli.common import FleetName, Progress, home_of, only_fleet
 from deploy.endpoint import curl
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
@@ -130,7 +130,7 @@ def _interrupt(_signal: int, _frame: object) -> None:
 @app.command()
 def down(fleet: FleetName = None) -> None:
     """End a fleet: every process of it on this machine."""
-    home = home_of(fleet)
+    home = home_of(fleet) if fleet is not None else only_fleet(to_end=True)
     ended = bring_down(home)
     others = ", ".join(other.name for other in FleetHome.of_runs())
     if ended or not others:

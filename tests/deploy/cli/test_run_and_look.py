@@ -146,10 +146,13 @@ def test_without_a_name_fleets_that_were_killed_are_not_in_the_way(
     up(base, "killed", OURS)
     assert only_fleet().name == "killed"
     up(base, "too", OURS)
-    with pytest.raises(DeployError, match=r"no fleet is up, and several were .*: killed, too; say which"):
+    with pytest.raises(DeployError, match=r"no fleet is up, and others were .*: killed, too; say which"):
         only_fleet()
     up(base, "one", alive())
     assert only_fleet().name == "one"
+    with pytest.raises(DeployError, match=r"1 fleet is up, and others were .*: killed, one, too; say which"):
+        only_fleet(to_end=True)
+    assert "1 fleet is up" in conserve(base, "down").stderr, "what serves is not ended for want of a name"
     up(base, "two", alive())
     with pytest.raises(DeployError, match="several fleets are up: one, two; say which"):
         only_fleet()

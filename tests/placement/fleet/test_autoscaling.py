@@ -5,8 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.engines import Role
-from placement.fleet.capacity import Action, ScaleLimits, Signals, Thresholds, TierScaler, advise, load_of
+from placement.fleet.capacity import ScaleLimits, Thresholds, TierScaler
 
 LIMITS = ScaleLimits(1, 4, Thresholds(0.85, 0.7, 0.4), cool_down_s=60, calm_s=300)
 
@@ -47,31 +46,6 @@ def test_nothing_is_taken_away_that_would_have_to_come_back() -> None:
 def test_limits_that_changed_are_kept_at_once() -> None:
     assert TierScaler(LIMITS).decide(0.6, 9, 0.0).replicas == 4
     assert TierScaler(LIMITS).decide(0.6, 0, 0.0).replicas == 1
-
-
-@given(st.floats(0.5, 40.0), st.floats(0.0, 8.0), st.integers(1, 10))
-def test_elastic_prefillers_become_as_many_as_advice_says(
-    prompts_s: float, lent: float, engines: int
-) -> None:
-    seen = Signals(engines, prompts_s / engines, 0.0, 4, 0.6, 0.5, 600.0, prompts_s, lent)
-    added = [
-        one.count for one in advise(seen, LIMITS.thresholds, 10.0) if one.action is Action.ADD_PREFILLERS
-    ]
-    load = load_of(Role.PREFILL, seen, engines)
-    scaler = TierScaler(ScaleLimits(1, 100, LIMITS.thresholds))
-    assert scaler.decide(load.share, engines, 0.0, load.beside).replicas == engines + sum(added)
-
-
-def test_elastic_prefillers_are_taken_away_while_decoders_have_time() -> None:
-    """Three prefillers are asked for half of their time, but decoders lend three engines' more."""
-    elastic = load_of(Role.PREFILL, Signals(3, 0.5, 0.0, 4, 0.6, 0.5, 600.0, 1.5, 3.0), 3)
-    scaler = TierScaler(LIMITS)
-    assert scaler.decide(elastic.share, 3, 0.0, elastic.beside).replicas == 3
-    assert scaler.decide(elastic.share, 3, 300.0, elastic.beside).replicas == 2
-    paper = load_of(Role.PREFILL, Signals(3, 0.5, 0.0, 4, 0.6, 0.5, 600.0, 1.5), 3)
-    scaler = TierScaler(LIMITS)
-    scaler.decide(paper.share, 3, 0.0, paper.beside)
-    assert scaler.decide(paper.share, 3, 300.0, paper.beside).replicas == 3
 
 
 @given(st.lists(st.floats(0, 6), min_size=1, max_size=400), st.integers(1, 4))

@@ -1,6 +1,5 @@
 """The two signals are what arrives and what is held, averaged; who has looked too briefly says so."""
 
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.fleet.capacity import CapacityWatch, Signals, load_of
+from placement.fleet.capacity import CapacityWatch, Signals
 from placement.fleet.placer import FirstTurn
 from tests.support.engines import info, placer, state
 
@@ -49,21 +48,6 @@ def test_one_full_second_is_no_full_minute() -> None:
     watch.observed(1.0, 301.0)
     assert signals(watch, 1, 301.0).decoder_pressure == pytest.approx(1.0, abs=0.01)
     assert signals(watch, 1, 301.0).observed_s == 301
-
-
-def test_a_tier_of_prefillers_is_held_to_what_advice_is() -> None:
-    """By the paper's rule to its own time; with elastic placing what decoders lend carries prompts too."""
-    seen = Signals(2, 3.0, 0.0, 4, 0.6, 0.5, 600.0, prompts_s=6.0)
-    assert load_of(Role.PREFILL, seen, 2) == (3.0, 0.0)
-    assert load_of(Role.DECODE, seen, 4) == (0.6, 0.0)
-    lends = replace(seen, lent=2.0)
-    assert load_of(Role.PREFILL, lends, 2) == (1.5, 2.0)
-    assert load_of(Role.DECODE, lends, 4) == load_of(Role.MIXED, lends, 4) == (0.6, 0.0)
-    assert load_of(Role.PREFILL, lends, 1) == (1.5, 1.0), (
-        "half of the prefillers: half of what is beside them"
-    )
-    assert load_of(Role.PREFILL, replace(lends, prefillers=0, lent=0.0), 0).share == inf
-    assert load_of(Role.PREFILL, replace(lends, prefillers=0, lent=0.0, prompts_s=0.0), 0).share == 0
 
 
 @pytest.mark.parametrize(

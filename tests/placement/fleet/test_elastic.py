@@ -312,3 +312,21 @@ def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> No
     assert spared.receipt.prefiller.why is Why.PREFILLERS_SATURATED
     refused = placer.place(FirstTurn("more", 10_000), 0.0)
     assert isinstance(refused, Refusal) and refused.reason is RefusalReason.SATURATED
+
+
+def test_whom_it_was_to_be_keeps_it_while_that_has_time() -> None:
+    """A fork's beginning is with its parent's decoder, though others hold less."""
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
+    placer = Placer(settings, {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    for number in range(3):
+        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
+        assert place(placer, f"queued-{number}").prefiller == "p0"
+    placer.observe(state("d2", 500_000, 1), 0.0)
+    fork = placer.place(FirstTurn("fork", 10_000, preferred_decoder="d2"), 0.0)
+    assert isinstance(fork, Placement) and (fork.prefiller, fork.decoder) == (None, "d2")
+    assert fork.receipt.decoder.why is Why.PREFERRED
+    placer.observe(state("d2", 500_000, 2, waiting_prompt_tokens=50_000), 0.1)
+    other = placer.place(FirstTurn("other", 10_000, preferred_decoder="d2"), 0.1)
+    assert isinstance(other, Placement) and other.decoder != "d2"
+    assert other.receipt.decoder.why is Why.HAS_TIME

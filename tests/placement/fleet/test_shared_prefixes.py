@@ -333,17 +333,26 @@ def test_a_prefiller_that_has_what_others_begin_with_is_spared() -> None:
     )
 
 
-@pytest.mark.parametrize(("sharing", "spared"), [(0, False), (3, True)])
-def test_what_others_will_begin_with_is_spared_before_they_come(sharing: int, spared: bool) -> None:
+@pytest.mark.parametrize(("shared", "spared"), [(0, False), (1, True)])
+def test_what_others_will_begin_with_is_spared_before_they_come(shared: int, spared: bool) -> None:
     placer = Placer(PlacerSettings(first_turns=FirstTurns.PREFILLER), {"prefill": CURVE, "decode": CURVE})
     for name in ("p0", "p1"):
         placer.engine_up(engine(name, Role.PREFILL, kv_tokens=10_000))
     placer.engine_up(engine("d", kv_tokens=10**7))
-    first = placer.place(FirstTurn("a", 8_500, heads=(beginning(0),), sharing=sharing), 0.0)
+    first = placer.place(FirstTurn("a", 8_500, heads=(beginning(0),), shared=shared), 0.0)
     assert isinstance(first, Placement) and first.prefiller is not None
     placer.prefill_done("a", 0.3, 8_500, 0)
     other = place(placer, "b", 30.0, (beginning(1),))
     assert (other.prefiller != first.prefiller) is spared
+
+
+def test_what_only_this_conversation_says_is_not_taken_to_be_shared() -> None:
+    shared = SharedPrefixes()
+    shared.holds("p", 20_000)
+    heads = Head(b"framework", 4_000), Head(b"and the user's first message", 16_000)
+    shared.given("a", heads, "p", 16_000, 0.0)
+    shared.began("a", heads, new=True, shared=1)
+    assert shared.displaced("p", (beginning(1),), 20_000, 1.0) == 4_000
 
 
 def test_of_very_many_engines_the_latest_are_remembered() -> None:
