@@ -1,6 +1,7 @@
 """BROS at its own mixes on real vLLM: its policy beside others, and what slots of blocks could gain at most.
 
-    python -m benchmarks.coserving.slots [--quick] [--rounds 2] [--seconds 40] [--json FILE]
+    python -m benchmarks.coserving.slots [--quick] [--rounds 2] [--seconds 40] [--blocks 192]
+        [--target-scale 3] [--json FILE]
 
 BROS shares a block between an online and an offline request: one takes the slots that the other leaves free,
 then overwrites as many as it needs, and what it overwrites is on the host. ConServe has whole blocks, on the
@@ -39,8 +40,6 @@ from workers.profiles import Profile
 OFFLINE = 16  # at a time; the next as many when these are done
 OFFLINE_PROMPT, OFFLINE_OUTPUT = (512, 1024), (32, 128)
 LENGTHS = PartLengths(1024, 128, 512)
-BLOCKS = 192  # of KV: less than half of what is asked for
-TARGET_SCALE = 3.0  # of what online requests have alone: the paper's 0.4 and 0.2 s are several times that
 MOST = 1000  # tokens of an online prompt, and of an answer: both fit the model
 TOGETHER = 16  # requests that decode at once, for the estimate of the capacity
 HOST_KV_GIB = 2.0
@@ -171,6 +170,7 @@ class SlotComparison:
 
     seconds: float
     share: float
+    target_scale: float
     profile: Profile | None = None
     slo: dict[str, TurnTargets] = field(default_factory=dict)  # by mix
     seen: dict[tuple[str, str, str], Experience] = field(default_factory=dict)  # by mix, variant, contender
@@ -199,7 +199,7 @@ class SlotComparison:
                     await self.turn(engine, mix, variant.name, ALONE, number)
                     alone = self.seen[mix, variant.name, ALONE]
                     ttft_s, tbt_s = quantile(alone.ttft, 0.99), quantile(alone.tpot, 0.99)
-                    self.slo[mix] = TurnTargets(TARGET_SCALE * ttft_s, TARGET_SCALE * tbt_s)
+                    self.slo[mix] = TurnTargets(self.target_scale * ttft_s, self.target_scale * tbt_s)
                 for contender in variant.contenders:
                     await self.turn(engine, mix, variant.name, contender, number)
 
@@ -260,12 +260,14 @@ def show(comparison: SlotComparison) -> None:
 
 
 async def run(arguments: argparse.Namespace, after_round: Callable[[SlotComparison], None]) -> None:
-    comparison = SlotComparison(12.0 if arguments.quick else arguments.seconds, arguments.share)
+    comparison = SlotComparison(
+        12.0 if arguments.quick else arguments.seconds, arguments.share, arguments.target_scale
+    )
     rounds = 1 if arguments.quick else arguments.rounds
     variants = [
-        SlotVariant(WHOLE, BLOCKS, HOST_KV_GIB, tuple(CONTENDERS)),
-        SlotVariant(BOUND, bound_blocks(BLOCKS), HOST_KV_GIB, ("bros",)),
-        SlotVariant(AGAIN, BLOCKS, 0.0, ("bros",)),
+        SlotVariant(WHOLE, arguments.blocks, HOST_KV_GIB, tuple(CONTENDERS)),
+        SlotVariant(BOUND, bound_blocks(arguments.blocks), HOST_KV_GIB, ("bros",)),
+        SlotVariant(AGAIN, arguments.blocks, 0.0, ("bros",)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -281,6 +283,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="forwards, then backwards")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, a turn")
     parser.add_argument("--share", type=float, default=0.4, help="of the engine, that online work takes")
+    parser.add_argument("--blocks", type=int, default=192, help="of KV: less than half of what is asked for")
+    parser.add_argument(
+        "--target-scale",
+        type=float,
+        default=3.0,
+        help="targets, of what online requests have alone (P99): the paper's are several times that",
+    )
     arguments = parser.parse_args()
 
     def after_round(comparison: SlotComparison) -> None:
