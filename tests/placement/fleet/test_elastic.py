@@ -281,14 +281,20 @@ def test_a_prefillers_curve_follows_what_prompts_take() -> None:
     assert again == found, "an engine that restarts is as fast as it was"
 
 
-def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
+def saturated(decoders: int) -> Placer:
+    """Its only prefiller has no time left within the limit; nothing is known of decoders."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
     placer = Placer(settings, {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))
-    for number in range(8):
+    for number in range(decoders):
         placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
     for number in range(3):
         assert place(placer, f"queued-{number}").prefiller == "p0"
+    return placer
+
+
+def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
+    placer = saturated(decoders=8)
     for number in range(7):
         placer.observe(state(f"d{number}", 0, 1, waiting_prompt_tokens=50_000), 0.0)
     placer.observe(state("d7", 500_000, 1), 0.0)
@@ -299,13 +305,7 @@ def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
 
 
 def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> None:
-    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
-    placer = Placer(settings, {"prefill": CURVE})  # nothing is known of decoders
-    placer.engine_up(engine("p0", Role.PREFILL))
-    for number in range(2):
-        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
-    for number in range(3):
-        assert place(placer, f"queued-{number}").prefiller == "p0"
+    placer = saturated(decoders=2)
     placer.observe(state("d1", 0, 1, waiting_prompt_tokens=50_000), 0.0)
     spared = place(placer, "new")
     assert (spared.prefiller, spared.decoder) == (None, "d0"), "d1 holds less, and has no time"
@@ -316,12 +316,7 @@ def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> No
 
 def test_whom_it_was_to_be_keeps_it_while_that_has_time() -> None:
     """A fork's beginning is with its parent's decoder, though others hold less."""
-    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
-    placer = Placer(settings, {"prefill": CURVE})
-    placer.engine_up(engine("p0", Role.PREFILL))
-    for number in range(3):
-        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
-        assert place(placer, f"queued-{number}").prefiller == "p0"
+    placer = saturated(decoders=3)
     placer.observe(state("d2", 500_000, 1), 0.0)
     fork = placer.place(FirstTurn("fork", 10_000, preferred_decoder="d2"), 0.0)
     assert isinstance(fork, Placement) and (fork.prefiller, fork.decoder) == (None, "d2")
