@@ -171,6 +171,21 @@ async def test_one_cache_key_for_a_whole_application_pins_nothing(made: FakeFlee
     assert len(made.prefills()) == 6
 
 
+@pytest.mark.parametrize("field", ["session_id", "conversation_id"])
+async def test_an_id_in_the_body_counts_while_the_prompts_agree(made: FakeFleet, field: str) -> None:
+    """One for a whole application pins nothing; one for each conversation names it."""
+    loops = [await tool_loop(made, f"task {number}", **{field: "my-app"}) for number in range(6)]
+    assert [len(ids(answers)) for answers in loops] == [1] * 6
+    first, *others = [next(iter(ids(answers))) for answers in loops]
+    assert first == "my-app"
+    assert len({first, *others}) == 6
+    assert all(name.startswith("my-app.") for name in others)
+    decoders = [(await told(made, name))["decoder"] for name in (first, *others)]
+    assert sorted(map(decoders.count, set(decoders))) == [2, 2, 2]
+    same = [await tool_loop(made, "the very same", **{field: name}) for name in ("s1", "s2")]
+    assert [ids(answers) for answers in same] == [{"s1"}, {"s2"}]
+
+
 async def test_a_cache_key_for_each_conversation_keeps_equal_ones_apart(made: FakeFleet) -> None:
     messages = [user("the very same")]
     names: list[set[str]] = [set(), set()]

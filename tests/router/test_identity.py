@@ -34,13 +34,16 @@ def test_headers_count_in_their_documented_order() -> None:
         assert explicit_identity(headers, {"session_id": "body"}).source == name
 
 
-def test_body_fields_count_after_headers_in_their_order() -> None:
+def test_ids_of_the_body_count_after_headers_and_are_claims_but_for_a_conversation() -> None:
     body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
-    for expected in ("session_id", "conversation", "conversation_id"):
+    named = explicit_identity({}, body)
+    assert (named.id, named.source, named.claimed, named.group) == ("b", "conversation", "", "")
+    for without, claimed in (("conversation", "a"), ("session_id", "c")):
+        body.pop(without)
         got = explicit_identity({}, body)
-        assert got.source == expected
-        body.pop(expected)
-    assert explicit_identity({}, body).id is None
+        assert (got.id, got.claimed, got.group, got.hint) == (None, claimed, claimed, claimed)
+    body.pop("conversation_id")
+    assert explicit_identity({}, body).claimed == ""
 
 
 def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None:
