@@ -1,6 +1,7 @@
 """Two SLO classes under overload: what the better one notices of it, and whether the other one is served.
 
-    python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0]
+    python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0] [--prompt 1500]
+        [--tbt 15] [--others-tbt 50] [--phase-s 60]
 
 A prefiller and a decoder; one engine where there are no more than two cores, for engines that take each
 other's time are overloaded by that already. Its KV suffices: what is short is time. Conversations are of one
@@ -37,7 +38,7 @@ from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer
 ROOT = Path(__file__).parents[1]
 BETTER, OTHER = "better", "default"
 AHEAD_S, WAIT_S = 8.0, 20.0
-BETTER_TBT_S, OTHER_TBT_S = 0.015, 0.05
+BETTER_TBT_MS, OTHER_TBT_MS = 15.0, 50.0
 BLOCKS = 6_144  # of 32 tokens
 TURNS, TOKENS, PROMPT, APPEND = 3, 16, 1_500, 200  # characters, which are tokens of the small model
 TOOL_S = 0.3
@@ -69,11 +70,11 @@ class ClassSeen:
 class ClassAgents:
     """Agents of one class."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
-        self._chat = ChatClient(session, ReplayOptions(url, model), model)
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, prompt: int) -> None:
+        self._chat, self._prompt = ChatClient(session, ReplayOptions(url, model), model), prompt
 
     async def talk(self, name: str, seen: ClassSeen) -> None:
-        messages = [{"role": "user", "content": text(name, PROMPT)}]
+        messages = [{"role": "user", "content": text(name, self._prompt)}]
         waited = 0.0
         for turn in range(TURNS):
             asked = time.monotonic()
@@ -132,7 +133,7 @@ class ClassAgents:
         return sum(0 <= at < CARRIED_S for at in done) / CARRIED_S
 
 
-def prepared(file: Path, cores: int) -> FleetSpec:
+def prepared(file: Path, cores: int, better_tbt_s: float, other_tbt_s: float) -> FleetSpec:
     fleet = load_fleet(file)
     talks = {"decoder_wait": WAIT_S, "ttl": 40.0, "park_after": 20.0}
     args = {**fleet.engine.args, "num-gpu-blocks-override": BLOCKS, "max-num-seqs": 128}
@@ -143,8 +144,8 @@ def prepared(file: Path, cores: int) -> FleetSpec:
         "tiers": tiers,
         "conversation": fleet.conversation.model_copy(update=talks),
         "engine": fleet.engine.model_copy(update={"start_together": 2, "args": args, "env": env}),
-        "coserving": fleet.coserving.model_copy(update={"tbt": OTHER_TBT_S}),
-        "slos": {OTHER: SloSpec(), BETTER: SloSpec(ahead=AHEAD_S, last_turn_tbt=BETTER_TBT_S)},
+        "coserving": fleet.coserving.model_copy(update={"tbt": other_tbt_s}),
+        "slos": {OTHER: SloSpec(), BETTER: SloSpec(ahead=AHEAD_S, last_turn_tbt=better_tbt_s)},
     }
     if cores <= 2:
         alone = tiers[-1].model_copy(update={"name": "mixed", "role": Role.MIXED})
@@ -153,7 +154,7 @@ def prepared(file: Path, cores: int) -> FleetSpec:
 
 
 async def play(
-    url: str, model: str, seed: int, phases: tuple[str, ...], phase_s: float
+    url: str, model: str, seed: int, prompt: int, phases: tuple[str, ...], phase_s: float
 ) -> tuple[float, dict[str, ClassSeen], ClassSeen]:
     better, other = {phase: ClassSeen() for phase in phases}, ClassSeen()
     ways = [aiohttp.TCPConnector(limit=0) for _ in range(2)]
@@ -161,7 +162,7 @@ async def play(
         aiohttp.ClientSession(connector=ways[0]) as plain,
         aiohttp.ClientSession(connector=ways[1], headers={HEADER: BETTER}) as named,
     ):
-        others, betters = ClassAgents(plain, url, model), ClassAgents(named, url, model)
+        others, betters = (ClassAgents(one, url, model, prompt) for one in (plain, named))
         carried = await others.carried(f"carried-{seed}")
         print(f"the fleet carries {carried:.2f} conversations a second", flush=True)
         for number, phase in enumerate(phases):
@@ -192,12 +193,18 @@ def main() -> None:
     parser = command(__doc__, quick=f"two phases of {QUICK_PHASE_S:.0f} s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a first turn's")
+    parser.add_argument("--tbt", type=float, default=BETTER_TBT_MS, help="ms: the better class's target")
+    parser.add_argument("--others-tbt", type=float, default=OTHER_TBT_MS, help="ms: everybody else's")
+    parser.add_argument("--phase-s", type=float, default=PHASE_S, help="of arrivals")
     options = parser.parse_args()
-    phases, phase_s = (QUICK_PHASES, QUICK_PHASE_S) if options.quick else (PHASES, PHASE_S)
-    fleet = prepared(options.fleet, os.cpu_count() or 1)
+    phases, phase_s = (QUICK_PHASES, QUICK_PHASE_S) if options.quick else (PHASES, options.phase_s)
+    fleet = prepared(options.fleet, os.cpu_count() or 1, options.tbt / 1e3, options.others_tbt / 1e3)
     with brought_up(fleet) as home:
         url = serving(home).endpoint
-        carried, better, other = asyncio.run(play(url, fleet.model.name, options.seed, phases, phase_s))
+        carried, better, other = asyncio.run(
+            play(url, fleet.model.name, options.seed, options.prompt, phases, phase_s)
+        )
     alone, beside = better["alone"], better["beside"]
     print(f"others: {told(other)}")
     for line in (*alone.failed, *beside.failed, *other.failed):

@@ -123,6 +123,10 @@ def conversation_id(key: str) -> str:
     return key.partition(":")[2]
 
 
+def owner_of(key: str) -> str:
+    return key.partition(":")[0]
+
+
 def clean_id(raw: object, source: str) -> str | None:
     """The id as visible ASCII. Others are replaced by their hash: ids travel in headers and URLs."""
     if raw is None or raw == "":

@@ -9,7 +9,7 @@ that comes while its engine loads already waits there for what is left of that (
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,13 +21,14 @@ from router.errors import DirectoryUnreachable, UpstreamError
 from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
 from router.http import Endpoint, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.http.stream import read_usage
+from router.identity import owner_of
 from router.legs import one_token_body
 from router.turn import Turn
 
 log = logging.getLogger("conserve.router.returns")
 
 TOKENS_OF = b"x-tokens-of-conversation"  # the engine has its answers as they were generated, and their KV
-MAX_BYTES = 64 << 20  # of prompts that are kept to be sent again
+MAX_BYTES = 64 << 20  # of prompts that are kept to be sent again; who has most of them has one less
 _ENTRY_BYTES = 4096  # what keeping one takes beside its bytes
 _LOOK_EVERY_S = 0.25
 
@@ -49,7 +50,7 @@ class Returns:
     ) -> None:
         self._rules, self._directory, self._pool, self._clock = rules, directory, pool, clock
         self._away: OrderedDict[str, _Away] = OrderedDict()  # the longest away first
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()  # by owner
         self._restoring: set[str] = set()  # engines
         self._going_on: set[asyncio.Task[None]] = set()  # restores whose turn is there already
 
@@ -67,9 +68,10 @@ class Returns:
         task = asyncio.create_task(self._bring_back(request, known, after_s))
         size = _ENTRY_BYTES + sum(map(len, body))
         self._away[known.key] = _Away(size, task)
-        self._bytes += size
-        while self._bytes > MAX_BYTES:
-            self._forget(next(iter(self._away)))
+        self._bytes[owner_of(known.key)] += size
+        while self._bytes.total() > MAX_BYTES:
+            ((most, _),) = self._bytes.most_common(1)
+            self._forget(next(key for key in self._away if owner_of(key) == most))
 
     def came(self, known: Known) -> None:
         """Its next turn is here. A load that its engine has begun is not given up: the turn would begin it
@@ -97,7 +99,9 @@ class Returns:
 
     def _drop(self, key: str) -> _Away | None:
         away = self._away.pop(key, None)
-        self._bytes -= away.size if away is not None else 0
+        if away is not None:
+            self._bytes[owner_of(key)] -= away.size
+            self._bytes += Counter()  # who has none left is not in it
         return away
 
     async def _bring_back(self, request: UpstreamRequest, known: Known, after_s: float) -> None:

@@ -2,8 +2,7 @@
 
 What fails is run once more, alone and on fleets of its own, since every test shares the machine with others
 and with engines. What fails twice fails. What failed once and passed alone is named at the end;
-tests/flaky.toml is the list of those that may. Of others the run forgives two, since two shared cores delay
-any of 1,900 tests now and then, and fails from the third: each is to be mended or listed next.
+tests/flaky.toml is the list of those that may. Any other fails the run: it is mended, or listed.
 """
 
 import json
@@ -20,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAKY = Path(__file__).with_name("flaky.toml")
 LISTED_FOR = timedelta(days=30)
-FORGIVEN = 2  # tests that failed once, passed alone, and are not on the list
 Suite = tuple[list[str], list[str]]  # which tests, and how they run
 # Tests without engines wait more than they compute: several at a time keep two cores busy. So do those of a
 # fleet and those that start engines themselves: they run at once, and share no engine.
@@ -88,7 +86,7 @@ def twice(suites: list[Suite]) -> tuple[int, set[str]]:
     return worst, once
 
 
-def run(turns: list[list[Suite]], flaky: Path, today: date, forgiven: int = FORGIVEN) -> int:
+def run(turns: list[list[Suite]], flaky: Path, today: date) -> int:
     """`turns`: one after the other, each of suites that run at once."""
     allowed, wrong = listed(flaky, today)
     once: set[str] = set()
@@ -102,7 +100,7 @@ def run(turns: list[list[Suite]], flaky: Path, today: date, forgiven: int = FORG
             print(f"  {test}" + ("" if test in allowed else f"   (not in {flaky.name})"))
     for line in wrong:
         print(f"{flaky.name}: {line}")
-    return status or (FAILED if wrong or len(once - allowed) > forgiven else PASSED)
+    return status or (FAILED if wrong or once - allowed else PASSED)
 
 
 if __name__ == "__main__":

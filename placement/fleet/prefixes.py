@@ -112,6 +112,9 @@ class SharedPrefixes:
         self._caches: dict[str, EngineCache] = {}
         self._given: dict[str, GivenPrompt] = {}  # by conversation
         self._heads: dict[str, Sequence[Head]] = {}  # of conversations
+        self._first: dict[
+            str, int
+        ] = {}  # conversations in their first turn, and heads that are shared by word
 
     def holds(self, engine: str, tokens: int) -> None:
         """So much KV fits there."""
@@ -123,9 +126,14 @@ class SharedPrefixes:
         """A conversation, that was not somewhere else before; others will begin with so many of its heads."""
         if heads:
             self._heads[key] = heads
-        for number, head in enumerate(heads if new else ()):
+        if new and key not in self._first:
+            self._first[key] = shared
+            self._count(key, 1)
+
+    def _count(self, key: str, times: int) -> None:
+        for number, head in enumerate(self._heads.get(key, ())):
             if (beginning := self._known.get(head.digest)) is not None:
-                beginning.times += 1 + (number < shared)
+                beginning.times = max(0, beginning.times + times * (1 + (number < self._first[key])))
 
     def computing(
         self, key: str, engine: str, heads: Sequence[Head], tokens: int, expected: int, now: float
@@ -163,11 +171,16 @@ class SharedPrefixes:
 
     def grew(self, key: str, engine: str, tokens: int, now: float) -> None:
         """A turn ended: so much of the conversation is there."""
+        self._first.pop(key, None)
         self.given(key, self._heads.get(key, ()), engine, tokens, now)
 
     def ended(self, key: str) -> None:
-        """Nothing more comes of the conversation. What an engine has of it is there until it gives way."""
+        """Nothing more comes of the conversation. What an engine has of it is there until it gives way. One
+        that had no turn did not begin: its client asks again."""
         self.not_computed(key)
+        if key in self._first:
+            self._count(key, -1)
+            del self._first[key]
         self._heads.pop(key, None)
 
     def given(self, key: str, heads: Sequence[Head], engine: str, tokens: int, now: float) -> None:

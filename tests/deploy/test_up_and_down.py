@@ -116,6 +116,15 @@ def test_ctrl_c_while_engines_start_leaves_nothing(rig: FleetRig) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_ctrl_c_ends_a_fleet_that_serves_within_seconds(rig: FleetRig) -> None:
+    running = rig.up()
+    until(lambda: "Ctrl-C ends it" in rig.output(), 300, "the fleet to serve")
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(DOWN_S) == 0
+    assert rig.processes() == []
+
+
+@pytest.mark.timeout(600)
 def test_a_down_while_engines_start_is_told_to_who_waits_for_them(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")

@@ -227,6 +227,28 @@ async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
         await until(lambda: restores(made))
 
 
+async def test_who_has_most_prompts_kept_to_be_sent_again_has_one_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that waits longest is another owner's, and comes back."""
+    monkeypatch.setattr("router.returns.MAX_BYTES", 20_000)
+    async with fleet(tmp_path) as made:
+        for key, count in (("few", 1), ("many", 6)):
+            for number in range(count):
+                said = {"authorization": f"Bearer {key}", "x-session-id": f"{key}-{number}"}
+                headers = {**said, "x-conversation-away": "1.5"}
+                answer = await ask(made.urls[0], [user(f"{key} {number} " * 50)], headers=headers)
+                assert answer.status == 200
+
+        def sent() -> set[str]:
+            prompts = (seen.body for seen in made.decoder_requests() if seen.body.get("priority", 0) > 0)
+            return {str(body["messages"][0]["content"])[:6] for body in prompts}
+
+        await until(lambda: len(sent()) == 4)
+        await asyncio.sleep(0.5)
+        assert sent() == {"few 0 ", "many 3", "many 4", "many 5"}
+
+
 async def test_what_is_not_parked_is_not_sent_again(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await away(made, 0.6)

@@ -43,7 +43,7 @@ def flaky_list(tmp_path: Path, since: date | None, reason: str = "made so") -> P
 def test_failing_once_is_named_and_fails(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.run([[suite]], flaky_list(tmp_path, None), TODAY, forgiven=0) == run.FAILED
+    assert run.run([[suite]], flaky_list(tmp_path, None), TODAY) == run.FAILED
     said = capsys.readouterr().out
     assert "failed once and passed alone:" in said
     assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in said
@@ -55,10 +55,6 @@ def test_failing_once_is_named_and_passes_when_listed(
 ) -> None:
     assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.PASSED
     assert "  test_made.py::test_first_time_fails\n" in capsys.readouterr().out
-
-
-def test_a_few_are_forgiven(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
-    assert run.run([[suite]], flaky_list(tmp_path, None), TODAY, forgiven=1) == run.PASSED
 
 
 def test_failing_twice_fails(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class SplitPhase(IntEnum):
     WHOLE = 0
     MEETING = 1  # at a step boundary; nothing has changed
     OPEN = 2  # parameters are dropped; peers' KV can come
-    GIVEN = 3  # each peer has all KV that is its to keep
+    GIVEN = 3  # each peer has the KV of requests that is its to keep
     SPLIT = 4
     MOVED = 5  # at a step boundary; own blocks are in the places of a whole model's pool
     ALL_MOVED = 6  # each has seen that the others have come; who has not been seen is not in it
@@ -105,13 +105,18 @@ class Membership:
 
     @property
     def gone(self) -> list[int]:
-        return [layer for part in self.others for layer in self.parts[part]]
+        return [layer for _, layer in self.dropped]
 
     @property
     def others(self) -> list[int]:
         """Parts, each engine beginning with the one behind its own: not all of them at one."""
         size = len(self.parts)
         return [(self.part + behind) % size for behind in range(1, size)]
+
+    @property
+    def dropped(self) -> list[tuple[int, int]]:
+        """Each layer that is gone, behind the part that keeps it."""
+        return [(part, layer) for part in self.others for layer in self.parts[part]]
 
     @property
     def rows(self) -> int:
@@ -154,9 +159,11 @@ class Membership:
 
     def connect(self, line: PeerLine, limits: SplitLimits) -> None:
         for part in self.others:
-            self.lines[part] = PeerConnection(
-                self.members[part], line.secret, limits.answer_s, encrypt=line.encrypt
-            )
+            self.lines[part] = self.another_line(part, line, limits)
+
+    def another_line(self, part: int, line: PeerLine, limits: SplitLimits) -> PeerConnection:
+        """For another thread than the worker's."""
+        return PeerConnection(self.members[part], line.secret, limits.answer_s, encrypt=line.encrypt)
 
     def ask(
         self, part: int, kind: PeerAsk, values: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
@@ -170,8 +177,7 @@ class Membership:
 
     def meet_beside(self, part: int, phase: SplitPhase, line: PeerLine, limits: SplitLimits) -> None:
         """The same, in another thread than the worker's: over a connection of its own."""
-        connection = PeerConnection(self.members[part], line.secret, limits.answer_s, encrypt=line.encrypt)
-        with closing(connection):
+        with closing(self.another_line(part, line, limits)) as connection:
             values = {**self._meeting(phase), "part": self.part}
             connection.ask(Message(PeerAsk.MEET, self.epoch, values))
 

@@ -48,7 +48,16 @@ COUNTERS = {
     "split_forgotten_blocks": CounterSpec(
         "conserve_split_forgotten_blocks",
         "Blocks that only the prefix cache had, and that a drop or a restore forgot: moving them would have "
-        "taken the link more than 5 s.",
+        "taken the link more than 10 s beside serving, or 5 s while the engine stands still.",
+    ),
+    "split_beside_bytes": CounterSpec(
+        "conserve_split_beside_bytes",
+        "Bytes of KV that only the prefix cache had, and that went to peers or came back beside serving, in "
+        "the gaps between batches.",
+    ),
+    "split_beside_wait_seconds": CounterSpec(
+        "conserve_split_beside_wait_seconds",
+        "Time that own batches waited for KV of the prefix cache that had not come to a peer yet.",
     ),
     "split_exchanged_bytes": CounterSpec(
         "conserve_split_exchanged_bytes",

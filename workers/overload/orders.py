@@ -1,7 +1,7 @@
 """Orders of an engine's scheduler side to its worker, and the worker's reports. An order of a step in which
 nothing changes is the forecast of its batch, for the other members."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from placement.overload.lookahead import Forecast
 from workers.overload.metrics import SplitEvent
@@ -12,7 +12,8 @@ class DropOrder:
     epoch: int
     members: tuple[str, ...]  # host:port of each one's peer server, in the order of their parts
     part: int  # of the layers, the one that is kept here
-    used: list[int]  # blocks that hold something
+    used: list[int]  # blocks of requests
+    cached: list[int] = field(default_factory=list)  # of the prefix cache alone: they go beside serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,9 @@ class NarrowOrder:
 
     epoch: int
     moves: dict[int, int]  # blocks of the pool that shrank, and their new places
+    cached: list[int] = field(
+        default_factory=list
+    )  # of the prefix cache alone: they come home beside serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class RestoreOrder:
 
     epoch: int
     used: list[int]
+    unchanged: list[int] = field(default_factory=list)  # of them, since the beginning: what has come is good
     last: bool = False  # who is late again is lost
 
 

@@ -12,6 +12,7 @@ from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import Message, PeerAsk
 from workers.overload.errors import PeerRefused
+from workers.overload.exchange import LinkOrder
 from workers.overload.membership import DeviceLock, Membership
 from workers.overload.orders import PeersForecasts
 
@@ -31,8 +32,8 @@ class SplitTally:
 class SplitPasses:
     """One a worker. Whoever calls has the device."""
 
-    def __init__(self, runner: Any, device: DeviceLock) -> None:
-        self._runner, self._device = runner, device
+    def __init__(self, runner: Any, device: DeviceLock, order: LinkOrder) -> None:
+        self._runner, self._device, self._order = runner, device, order
         self._model = internals.decoder_of(runner)
         self._block_tokens = int(runner.cache_config.block_size)
         self.tally = SplitTally()
@@ -101,7 +102,7 @@ class SplitPasses:
         device = tensors[0].device
         tensors = [tensor.to("cpu", copy=True) for tensor in tensors]  # after all that was launched before
         began, served_s = time.monotonic(), self.tally.served_s
-        with self._device.lent():
+        with self._device.lent(), self._order.batch():
             answer = member.ask(part, PeerAsk.RUN, {**values, **self._said()}, tensors)
         gone_s = time.monotonic() - began  # and until the device was free, which is among what was served
         self._hear(part, answer)

@@ -36,7 +36,8 @@ LINK_BYTES_PER_S = 1e9  # between engines: assumed until an exchange has shown i
 LINK_SHOWN_BYTES = 1 << 20  # fewer say more of latency
 LINK_SHOWN_S = 600.0  # for so long: a plan that a slow exchange forbids is tried again
 FENCE_S = 5.0  # for copies and transfers that are under way
-EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
+BESIDE_S = 10.0  # of the link, for KV that only the prefix cache has, beside serving
+STANDING_S = 5.0  # and of what has not come home beside serving
 AGAIN_S, TRIES = 1.0, 3  # of a restore's end: a peer may be late
 SplitOrder = DropOrder | NarrowOrder | RestoreOrder
 
@@ -76,6 +77,7 @@ class OverloadScheduler(SchedulerSide):
         self._asked_at = 0.0
         self._ordered: FeedCommand | None = None
         self._moves: dict[int, int] = {}
+        self._coming: dict[int, Any] = {}  # blocks whose KV comes home beside serving, with their hashes
         self._restoring: FeedCommand | None = None  # while parameters come back
         self._stood_s = 0.0  # for its beginning
         self._ends_from: float | None = None  # all members have their parameters
@@ -140,6 +142,8 @@ class OverloadScheduler(SchedulerSide):
     def between_steps(self, scheduler: Any) -> None:
         """Before a step is planned. What was asked for becomes its order, or waits for one after it."""
         asked = self._asked
+        if self._coming:
+            self._coming = internals.unchanged(self._pool, self._coming)
         if self._link.forgets(self._residence.clock()):
             self._publish()
         if self._ends_from is not None and self._residence.clock() >= self._ends_from:
@@ -167,25 +171,36 @@ class OverloadScheduler(SchedulerSide):
             forecast, self._forecast = self._forecast, None
             return forecast
         if ordered.command == "drop":
-            return DropOrder(ordered.epoch, ordered.members, ordered.part, self._moved_blocks())
+            held, cached = internals.used_blocks(self._pool)
+            cached = self._latest(cached, BESIDE_S)
+            return DropOrder(ordered.epoch, ordered.members, ordered.part, held, cached)
         if self.returning:
             self._tries += 1
-            return RestoreOrder(ordered.epoch, self._moved_blocks(), last=self._tries >= TRIES)
-        return NarrowOrder(ordered.epoch, self._moves)
+            return self._restore_order(ordered.epoch)
+        _, cached = internals.used_blocks(self._pool)
+        self._coming = internals.hashes_of(self._pool, cached)
+        return NarrowOrder(ordered.epoch, self._moves, cached)
 
-    def _moved_blocks(self) -> list[int]:
-        """Those whose KV goes to peers or comes back: what requests have, and of what the prefix cache has
-        the latest, as much as the link takes in a while. The rest of that is forgotten."""
+    def _restore_order(self, epoch: int) -> RestoreOrder:
+        self._coming = internals.unchanged(self._pool, self._coming)
         held, cached = internals.used_blocks(self._pool)
+        changed = [block for block in cached if block not in self._coming]
+        forgotten = set(changed) - set(self._latest(changed, STANDING_S, len(held)))
+        used = held + [block for block in cached if block not in forgotten]
+        return RestoreOrder(epoch, used, list(self._coming), last=self._tries >= TRIES)
+
+    def _latest(self, cached: list[int], seconds: float, beside: int = 0) -> list[int]:
+        """Of what only the prefix cache has, what was used last: with `beside` other blocks as much as the
+        link takes in this time. The rest is forgotten."""
         row_bytes = self._facts.row_bytes * self._facts.layers if self._facts is not None else 0
-        most = max(0, int(EXCHANGE_S * self._link.bytes_per_s / max(1, row_bytes)) - len(held))
+        most = max(0, int(seconds * self._link.bytes_per_s / max(1, row_bytes)) - beside)
         if forgotten := cached[most:]:
             internals.forget_blocks(self._pool, forgotten)
             self._counts["split_forgotten_blocks"] += len(forgotten)
             logger.warning(
                 "overload forgets %d blocks of the prefix cache, and moves %d", len(forgotten), most
             )
-        return held + cached[:most]
+        return cached[:most]
 
     def after_step(self, scheduler: Any, report: SplitReport | PeersForecasts | None) -> None:
         """Before the step's tokens are taken."""
@@ -229,6 +244,7 @@ class OverloadScheduler(SchedulerSide):
         self._residence.fenced = split
         self._epoch = epoch if split else 0
         self._heard, self._forecast = {}, None
+        self._coming = self._coming if split else {}
         late = event is SplitEvent.NOT_RESTORED and self.returning
         self._restoring = self._restoring if late else None
         self._ends_from = self._residence.clock() + AGAIN_S if late else None
@@ -294,7 +310,7 @@ class OverloadWorker(WorkerSide):
         """Within a step, so that no batch of the peer's is counted meanwhile."""
         if not hasattr(self, "split"):
             return {}
-        tally, before = self.split.passes.tally, self._counted
+        tally, link, before = self.split.passes.tally, self.split.link, self._counted
         now = self._counted = {
             "split_batches.own": tally.passes,
             "split_batches.peer": tally.served,
@@ -302,6 +318,8 @@ class OverloadWorker(WorkerSide):
             "split_idle_seconds": tally.idle_s,
             "split_served_seconds": tally.served_s,
             "split_peer_bytes": tally.peer_bytes,
+            "split_beside_bytes": link.beside_bytes,
+            "split_beside_wait_seconds": link.waits_s,
         }
         new = {name: count - before.get(name, 0) for name, count in now.items()}
         return {name: count for name, count in new.items() if count}

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from workers.overload import vllm_internals as internals
-from workers.overload.channel import Message, PeerAsk, PeerServer
+from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer
 from workers.overload.errors import PeerError, PeerRefused, SplitOver
+from workers.overload.exchange import KvBeside, LinkOrder, StandingExchange
 from workers.overload.membership import (
     EXCHANGED,
     DeviceLock,
@@ -31,7 +32,7 @@ from workers.overload.membership import (
     SplitLimits,
     SplitPhase,
 )
-from workers.overload.memory import LayerWeights, ReservedKv, pieces
+from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import (
     DropOrder,
@@ -45,7 +46,7 @@ from workers.overload.returning import ReturningWeights
 
 logger = logging.getLogger("conserve.workers.overload")
 
-PROTOCOL = 2  # of phases and messages: engines of another one share nothing
+PROTOCOL = 3  # of phases and messages: engines of another one share nothing
 AGAIN_S = 0.2  # between two questions whether a peer's parameters are there
 
 
@@ -72,10 +73,13 @@ class SplitModel:
         self.member: Membership | None = None
         self._epoch = 0  # of the last split, whether it lasts or not
         self.lost = False  # in this step: KV is not what it should be, and nothing may be computed from it
-        self.passes = SplitPasses(runner, device)
+        self.link = LinkOrder()
+        self.passes = SplitPasses(runner, device, self.link)
+        self._exchange = StandingExchange(kv)
+        self.giving: KvBeside | None = None
+        self.fetching: KvBeside | None = None
         self._returning: ReturningWeights | None = None
         self._loaded: SplitReport | None = None  # from its thread
-        self._exchanged: list[tuple[int, int, float]] = []  # part, bytes and seconds of messages with KV
         self._server = PeerServer(line.host, line.secret, self.answer, encrypt=line.encrypt)
         self._report: SplitReport | None = SplitReport(SplitEvent.READY, 0, blocks, facts=self.facts())
 
@@ -110,7 +114,7 @@ class SplitModel:
         try:
             with self._device.lent(), member.until(end):
                 self._come_together(member)
-            self._make_room(member, order.used)
+            self._make_room(member, [*order.used, *order.cached])
             self._enter(SplitPhase.OPEN)
             with self._device.lent(), member.until(end):
                 self.give(member, order.used)
@@ -123,7 +127,7 @@ class SplitModel:
             self._whole_again(member)
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, str(error))
             return
-        self.kv.forget_aside()
+        self.giving = self._beside(PeerAsk.PUT, member, order.cached, self._all_given)
         self._enter(SplitPhase.SPLIT)
         self._tell(SplitEvent.SPLIT, order.epoch, began)
 
@@ -135,6 +139,9 @@ class SplitModel:
             return  # it was lost meanwhile, and said so
         try:
             with member.until(began + self.limits.order_s):
+                if self.giving is not None:
+                    with self._device.lent():
+                        self.giving.all(self.limits.order_s)
                 self._move(member, order.moves)
                 meetings = SplitPhase.MOVED, SplitPhase.ALL_MOVED
                 if why := self._not_all_come(member, meetings, SplitPhase.SPLIT):
@@ -146,6 +153,7 @@ class SplitModel:
         self.close_up(member)
         self._enter(SplitPhase.NARROW)
         self._tell(SplitEvent.NARROWED, order.epoch, began)
+        self.fetching = self._beside(PeerAsk.GET, member, order.cached)
         self._returning = ReturningWeights(
             self.weights, member.gone, lambda began: self._come_back(member, began)
         )
@@ -171,7 +179,11 @@ class SplitModel:
         self._bind(member.rows)
 
     def _come_back(self, member: Membership, began: float) -> None:
-        """In the thread that has brought the parameters: when all members have theirs, it is told."""
+        """In the thread that has brought the parameters: when all members have theirs, and KV of the prefix
+        cache, it is told."""
+        end = began + self.limits.load_s
+        if self.fetching is not None:
+            self.fetching.end(max(0.0, end - time.monotonic()))
         with self._changed:
             if self.member is not member:
                 return
@@ -179,7 +191,7 @@ class SplitModel:
             self._changed.notify_all()
         try:
             for part in member.others:
-                self._meet_loaded(member, part, began + self.limits.load_s)
+                self._meet_loaded(member, part, end)
         finally:
             with self._changed:
                 if self.member is member:
@@ -215,7 +227,7 @@ class SplitModel:
                 self._tell(SplitEvent.NOT_RESTORED, order.epoch, began, why)
                 return
             with self._device.lent():
-                self.take(member, order.used)
+                self.take(member, order)
                 self._enter(SplitPhase.TAKEN)
         except PeerError as error:
             self._lost(member, error)
@@ -254,25 +266,43 @@ class SplitModel:
         return [PROTOCOL, *model]
 
     def give(self, member: Membership, used: Sequence[int]) -> None:
-        """The KV of layers that are dropped here, to who keeps them."""
-        for part, layer, rows in _dropped(member, used):
-            self._exchange(member, part, PeerAsk.PUT, layer, rows, [self.kv.read(layer, rows)])
+        self._exchange.give(member, used)
 
-    def take(self, member: Membership, used: Sequence[int]) -> None:
-        """And back."""
-        for part, layer, rows in _dropped(member, used):
-            answer = self._exchange(member, part, PeerAsk.GET, layer, rows)
-            self.kv.write(layer, rows, answer.tensors[0])
+    def take(self, member: Membership, order: RestoreOrder) -> None:
+        come: set[int] = set()
+        if self.fetching is not None:
+            self.fetching.stop()
+            come = self.fetching.gone.intersection(order.unchanged)
+        self._exchange.take(member, [block for block in order.used if block not in come])
 
-    def _exchange(
-        self, member: Membership, part: int, kind: PeerAsk, layer: int, rows: list[int],
-        tensors: Sequence[torch.Tensor] = (),
-    ) -> Message:  # fmt: skip
-        began = time.monotonic()
-        answer = member.ask(part, kind, {"layer": layer, "rows": rows}, tensors)
-        nbytes = sum(tensor.nbytes for tensor in (*tensors, *answer.tensors))
-        self._exchanged.append((part, nbytes, time.monotonic() - began))
-        return answer
+    def _beside(
+        self,
+        kind: PeerAsk,
+        member: Membership,
+        rows: Sequence[int],
+        then: Callable[[Membership], None] = lambda member: None,
+    ) -> KvBeside:
+        def connect(part: int) -> PeerConnection:
+            return member.another_line(part, self._line, self.limits)
+
+        return KvBeside(kind, self.kv, member, rows, connect, self.link, lambda: then(member))
+
+    def _all_given(self, member: Membership) -> None:
+        """In the thread that gave it."""
+        with self._changed:
+            if self.member is member:
+                self.kv.forget_aside()
+
+    def give_first(self) -> None:
+        """What the batch reads, of KV that is on its way to peers still: before the batch is."""
+        if self.giving is None:
+            return
+        wanted = self.giving.on_the_way(internals.blocks_in_batch(self._block_tokens))
+        if wanted:
+            began = time.monotonic()
+            with self._device.lent():
+                self.giving.first(wanted, self.limits.order_s)
+            self.link.waits_s += time.monotonic() - began
 
     def _move(self, member: Membership, moves: Mapping[int, int]) -> None:
         internals.rename_blocks(self._runner, moves)
@@ -305,6 +335,10 @@ class SplitModel:
             self._phase, self.member = SplitPhase.WHOLE, None
             self._changed.notify_all()
             self._loaded = None
+        for beside in (self.giving, self.fetching):
+            if beside is not None:
+                beside.stop()
+        self.giving = self.fetching = None
         if self._returning is not None:
             self._returning.stop()
             self._returning = None
@@ -325,8 +359,7 @@ class SplitModel:
     def _tell(self, event: SplitEvent, epoch: int, began: float, why: str = "") -> None:
         blocks = self.member.blocks if self.member is not None else self._whole_blocks
         seconds = time.monotonic() - began
-        moved, self._exchanged = without_first(self._exchanged), []
-        self._report = SplitReport(event, epoch, blocks, seconds, why, None, *moved)
+        self._report = SplitReport(event, epoch, blocks, seconds, why, None, *self._exchange.moved())
         logger.info("%s epoch=%d blocks=%d seconds=%.3f why=%r", event, epoch, blocks, seconds, why)
 
     def _enter(self, phase: SplitPhase) -> None:
@@ -348,6 +381,7 @@ class SplitModel:
         assert member is not None
         narrow = self._phase >= SplitPhase.NARROW
         try:
+            self.give_first()
             return self.passes.forward(member, narrow, input_ids, positions, embedded)
         except PeerError as error:
             self._lost(member, error)
@@ -407,7 +441,7 @@ class SplitModel:
         return Message(PeerAsk.DONE, message.epoch)
 
     def _get(self, message: Message) -> Message:
-        member, layer = self.wait_for(message, SplitPhase.LEAVING), self._kept_layer(message)
+        member, layer = self.wait_for(message, SplitPhase.NARROW), self._kept_layer(message)
         rows = self._places(member, message)
         with self._device_in(member):
             return Message(PeerAsk.DONE, message.epoch, {}, [self.kv.read(layer, rows).to("cpu")])
@@ -442,21 +476,3 @@ class SplitModel:
         if self.member is None or layer not in self.member.kept:
             raise PeerRefused(f"layer {layer} is not kept here")
         return layer
-
-
-def without_first(messages: Sequence[tuple[int, int, float]]) -> tuple[int, float]:
-    """Bytes and seconds in all, but for the first message to each peer, which waits for it to come as far."""
-    met: set[int] = set()
-    total, total_s = 0, 0.0
-    for part, nbytes, seconds in messages:
-        if part in met:
-            total, total_s = total + nbytes, total_s + seconds
-        met.add(part)
-    return total, total_s
-
-
-def _dropped(member: Membership, used: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """What is at peers, in pieces of a message: the part that keeps a layer, the layer, and rows of it."""
-    for part in member.others:
-        for layer in member.parts[part]:
-            yield from ((part, layer, rows) for rows in pieces(used))

@@ -264,6 +264,16 @@ def batch_in_model(block_tokens: int) -> BatchKv | None:
     )
 
 
+def blocks_in_batch(block_tokens: int) -> list[int]:
+    """Those that the pass reads or writes."""
+    batch = batch_in_model(block_tokens)
+    if batch is None:
+        return []
+    table, lens = batch.blocks.to("cpu"), batch.seq_lens.to("cpu")
+    named = torch.arange(table.shape[1])[None, :] * block_tokens < lens[:, None]
+    return [int(block) for block in table[: len(lens)][named].unique()]
+
+
 @contextmanager
 def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
     """A pass through these attention layers reads and writes this batch's KV. The batch is on the host, and
@@ -412,6 +422,15 @@ def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
     """Those that requests hold, and those that only the prefix cache has, what was used last in front."""
     held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
     return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]
+
+
+def hashes_of(pool: Any, blocks: list[int]) -> dict[int, Any]:
+    return {block: pool.blocks[block].block_hash for block in blocks}
+
+
+def unchanged(pool: Any, hashes: dict[int, Any]) -> dict[int, Any]:
+    """Of these blocks, those that hold what they held."""
+    return {block: was for block, was in hashes.items() if pool.blocks[block].block_hash == was}
 
 
 def forget_blocks(pool: Any, blocks: list[int]) -> None:

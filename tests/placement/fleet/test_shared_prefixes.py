@@ -182,6 +182,19 @@ def test_what_gives_way_counts_where_several_conversations_have_it() -> None:
     assert shared.displaced("p", other, 8_300, 3.0 + REMEMBERED_S) == 0
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_first_turn_that_failed_and_is_asked_again_began_once(failed: bool) -> None:
+    shared = SharedPrefixes()
+    shared.holds("p", 20_000)
+    begins(shared, "a", 0, "p", 0.0)
+    if not failed:
+        shared.grew("a", "p", 8_500, 0.5)
+    shared.ended("a")
+    begins(shared, "again", 0, "p", 1.0)
+    begins(shared, "b", 1, "p", 2.0)
+    assert (shared.displaced("p", (beginning(2),), 8_300, 3.0) == 0) is failed
+
+
 def test_turns_that_follow_take_room_too() -> None:
     shared = SharedPrefixes()
     shared.holds("p", 20_000)

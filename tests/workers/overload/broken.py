@@ -33,6 +33,13 @@ class WithoutExchange(SplitModel):
         return
 
 
+class WithoutWaiting(SplitModel):
+    """A batch reads KV of the prefix cache that is on its way still."""
+
+    def give_first(self) -> None:
+        return
+
+
 class WithoutEpochs(SplitModel):
     """A message of a split that is over is taken for one of this."""
 
@@ -70,6 +77,7 @@ MODELS = {
         WithoutRegions,
         InOneRegion,
         WithoutExchange,
+        WithoutWaiting,
         WithoutEpochs,
         WithoutClosingUp,
         SlowToAnswer,

@@ -12,13 +12,15 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtransfer.feed import FeedCommand
 from tests.workers.overload.workers_here import scheduler_side
+from workers.overload.exchange import LinkOrder
 from workers.overload.metrics import COUNTERS, SplitEvent
-from workers.overload.orders import DropOrder, SplitReport, WorkerFacts
+from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport, WorkerFacts
 from workers.overload.pipeline import SplitTally
 from workers.overload.plugin import (
-    EXCHANGE_S,
+    BESIDE_S,
     LINK_BYTES_PER_S,
     LINK_SHOWN_S,
+    STANDING_S,
     OverloadScheduler,
     OverloadWorker,
 )
@@ -28,7 +30,8 @@ def test_what_is_new_is_taken_once_and_under_known_names() -> None:
     context: Any = None
     worker, tally = OverloadWorker(context, 0), SplitTally()
     assert worker.take_counts() == {}  # there is no model yet
-    split: Any = SimpleNamespace(passes=SimpleNamespace(tally=tally))
+    link = LinkOrder()
+    split: Any = SimpleNamespace(passes=SimpleNamespace(tally=tally), link=link)
     worker.split = split
     assert worker.take_counts() == {}
     tally.passes, tally.served, tally.peer_s, tally.peer_bytes = 3, 2, 0.5, 4096
@@ -61,26 +64,78 @@ def test_plans_go_by_what_the_link_has_shown_until_that_is_long_ago() -> None:
     assert residence.split.shape.link_bytes_per_s == LINK_BYTES_PER_S, "a plan that it forbade is tried again"
 
 
+class SideWithBlocks:
+    """A scheduler's side on vLLM's own pool, of which the link takes so many blocks a second: requests hold
+    two blocks, the prefix cache has ten."""
+
+    def __init__(self, blocks_per_s: float) -> None:
+        self.pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=16)
+        self.blocks = self.pool.get_new_blocks(12)
+        request: Any = SimpleNamespace(request_id="r", block_hashes=[BlockHash(b"%d" % n) for n in range(12)])
+        self.pool.cache_full_blocks(request, self.blocks, 0, 12, 16, 0)
+        self.held, self.cached = self.blocks[:2], self.blocks[2:]
+        self.pool.free_blocks(self.cached)  # the last of them was used last
+        residence = SimpleNamespace(clock=lambda: 0.0, split=None, fenced=False, at_rest=True)
+        config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+        context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
+        self.side = OverloadScheduler(context)
+        self.side.bind(SimpleNamespace(block_pool=self.pool))
+        facts = WorkerFacts("a:1", 8, 1_000, int(LINK_BYTES_PER_S / 8 / blocks_per_s), 64)
+        self.told(SplitEvent.READY, epoch=0, facts=facts)
+
+    def told(self, event: SplitEvent, epoch: int = 1, facts: WorkerFacts | None = None) -> None:
+        blocks = SimpleNamespace(num_gpu_blocks=32), SimpleNamespace(num_blocks=32)
+        scheduler = SimpleNamespace(
+            kv_cache_manager=SimpleNamespace(block_pool=self.pool),
+            cache_config=blocks[0],
+            kv_cache_config=blocks[1],
+        )
+        self.side.after_step(scheduler, SplitReport(event, epoch, 32, facts=facts))
+
+    def ordered(self, command: str) -> Any:
+        assert self.side.drop(FeedCommand(command, epoch=1, members=("a:1", "b:1"), part=0)).done
+        return self.order()
+
+    def order(self) -> Any:
+        self.side.between_steps(None)
+        return self.side.order(None)
+
+
+def ids(*blocks: Any) -> list[int]:
+    return sorted(block.block_id for block in blocks)
+
+
 def test_what_the_link_would_take_too_long_for_is_forgotten_and_counted() -> None:
-    """On vLLM's own pool: what requests hold is moved, and of the rest what was used last."""
-    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=16)
-    blocks = pool.get_new_blocks(12)
-    request: Any = SimpleNamespace(request_id="r", block_hashes=[BlockHash(b"%d" % n) for n in range(12)])
-    pool.cache_full_blocks(request, blocks, 0, 12, 16, 0)
-    held, cached = blocks[:2], blocks[2:]
-    pool.free_blocks(cached)  # the last of them was used last
-    residence = SimpleNamespace(clock=lambda: 0.0, split=None, fenced=False, at_rest=True)
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-    context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
-    side = OverloadScheduler(context)
-    side.bind(SimpleNamespace(block_pool=pool))
-    row_bytes = int(EXCHANGE_S * LINK_BYTES_PER_S / 8 / 5)  # five blocks of eight layers
-    facts = WorkerFacts("a:1", 8, 1_000, row_bytes, 64)
-    side.after_step(None, SplitReport(SplitEvent.READY, 0, 32, facts=facts))
-    assert side.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).done
-    side.between_steps(None)
-    order = side.order(None)
+    """What requests hold is moved at once, and of the rest what was used last beside serving."""
+    made = SideWithBlocks(5 / BESIDE_S)
+    order = made.ordered("drop")
     assert isinstance(order, DropOrder)
-    assert sorted(order.used) == sorted(block.block_id for block in (*held, *cached[-3:]))
-    assert [bool(block.block_hash) for block in blocks] == [True] * 2 + [False] * 7 + [True] * 3
-    assert side.take_counts()["split_forgotten_blocks"] == 7 and "split_forgotten_blocks" in COUNTERS
+    assert sorted(order.used) == ids(*made.held)
+    assert order.cached == [block.block_id for block in reversed(made.cached[-5:])]
+    assert [bool(block.block_hash) for block in made.blocks] == [True] * 2 + [False] * 5 + [True] * 5
+    assert made.side.take_counts()["split_forgotten_blocks"] == 5 and "split_forgotten_blocks" in COUNTERS
+
+
+def test_of_what_came_home_what_has_changed_since_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of that, what the link would take too long for is forgotten."""
+    monkeypatch.setattr("workers.overload.vllm_internals.shrink", lambda scheduler, blocks: {})
+    made = SideWithBlocks(4 / STANDING_S)
+    made.ordered("drop")
+    made.told(SplitEvent.SPLIT)
+    assert made.side.restore(FeedCommand("restore", epoch=1)).done
+    begun = made.order()
+    assert isinstance(begun, NarrowOrder) and sorted(begun.cached) == ids(*made.cached[-8:])
+    made.told(SplitEvent.NARROWED)
+    request: Any = SimpleNamespace(request_id="s", block_hashes=[BlockHash(b"new %d" % n) for n in range(32)])
+    new = made.pool.get_new_blocks(24)  # the two that were forgotten, all that were free, and three cached
+    made.pool.cache_full_blocks(request, new, 0, 24, 16, 0)
+    assert made.order() is None
+    made.pool.free_blocks(new)
+    again = [block for block in made.cached if block in new]
+    made.told(SplitEvent.LOADED)
+    ended = made.order()
+    assert isinstance(ended, RestoreOrder)
+    unchanged = [block for block in made.cached[-8:] if block not in again]
+    assert 0 < len(unchanged) < 8 and sorted(ended.unchanged) == ids(*unchanged)
+    latest = list(reversed(new))[:2]  # beside two that requests hold
+    assert sorted(ended.used) == ids(*made.held, *unchanged, *latest)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.small_model import ModelShape, make_model
+from tests.workers.overload.broken import SlowToAnswer
 from tests.workers.overload.together import (
     BLOCKS,
     MEET_S,
@@ -186,6 +187,34 @@ def test_while_parameters_come_back_answers_go_on(both: SplitTogether) -> None:
     assert all(state["epoch"] == 0 and state["parameters"] == whole for state in ended)
     assert both.finish() == right
     assert [engine.faults() for engine in both.engines] == [[], []]
+
+
+@pytest.mark.parametrize("what", ["", "WithoutWaiting"])
+def test_kv_of_the_prefix_cache_goes_beside_serving(both: SplitTogether, what: str) -> None:
+    """To a peer that is slow to take it: who does not need it is answered meanwhile, who does waits."""
+    asked = requests(17, count=3, output=30, common=200)
+    apart = requests(19, count=1, output=10)
+    right = both.right([*asked, *apart])
+    both.fresh()
+    both.first.add([asked[0]])
+    both.first.until(lambda state: not state["left"])
+    answers = both.first.answers()
+    both.second.broken("SlowToAnswer")
+    both.first.broken(what)
+    began = time.monotonic()
+    both.drop()
+    both.first.add(apart)
+    both.first.until(lambda state: not state["left"])
+    assert time.monotonic() - began < SlowToAnswer.slow_s  # of one layer's message, and there are two
+    answers |= both.first.answers()
+    both.first.add(asked[1:])
+    both.first.until(lambda state: not state["left"])
+    answers |= both.first.answers()
+    if not what:
+        assert time.monotonic() - began > 2 * SlowToAnswer.slow_s
+    both.second.broken("")
+    both.restore()
+    assert (answers == right) is not bool(what)
 
 
 def test_an_idle_engine_serves_its_half(both: SplitTogether) -> None:

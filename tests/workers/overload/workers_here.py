@@ -172,6 +172,14 @@ def split(group: Group) -> None:
     assert ended == [SplitEvent.SPLIT] * len(group)
 
 
+def cached_drops(*workers: WorkerHere, epoch: int = 1) -> list[Callable[[], SplitReport]]:
+    """All that they hold is the prefix cache's."""
+    members = tuple(worker.split.facts().address for worker in workers)
+    return [
+        dropping(worker, DropOrder(epoch, members, part, [], USED)) for part, worker in enumerate(workers)
+    ]
+
+
 def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
     """One token of one request: what RUN takes."""
     one, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
