@@ -19,10 +19,11 @@ from tests.workers.overload.workers_here import (
 from workers.overload import exchange
 from workers.overload.errors import PeerError
 from workers.overload.exchange import KvBeside
+from workers.overload.membership import SplitLimits
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
 
-SLOW_S = 0.02  # of each message
+SLOW_S = 0.008  # of each message
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHere, WorkerHe
         engine.split.take_report()
         engine.split.__class__ = broken.SlowToAnswer
         engine.split.slow_s = SLOW_S  # type: ignore[attr-defined]
+        engine.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=15.0)
     yield made
     for engine in made:
         engine.split.close()
