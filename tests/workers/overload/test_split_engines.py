@@ -135,7 +135,7 @@ def test_a_peer_that_is_slow_in_each_answer_costs_a_bounded_time(
     both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     """Two pieces of KV of 4 s each, and 6 s for both: a drop is left, and so is a restore, whose requests are
-    computed again."""
+    computed again. Two more of what the prefix cache has come before, beside serving."""
     both.fresh()
     both.first.limit(6.0)
     both.add(asked)
@@ -156,7 +156,7 @@ def test_a_peer_that_is_slow_in_each_answer_costs_a_bounded_time(
     began = time.monotonic()
     both.tell_restore()
     both.first.until(lambda state: not state["pending"])
-    assert time.monotonic() - began < 7.8
+    assert time.monotonic() - began < 2 * SlowToAnswer.slow_s + 7.8
     for engine in both.engines:
         assert engine.until(lambda state: not state["epoch"])["blocks"] == BLOCKS
     both.second.broken("")
