@@ -22,7 +22,7 @@ from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
 from router.errors import ClientLeft, DirectoryUnreachable, Unavailable
 from router.http import Responder
-from router.identity import Explicit, How, conversation_key, resolve_prefix
+from router.identity import How, conversation_key, resolve_prefix
 from router.refusals import refused, unreachable
 from router.turn import TokenRatio, Turn, TurnMetrics
 
@@ -84,17 +84,11 @@ class Binder:
         else:
             found, running = await self._directory.find(chain)
             got = resolve_prefix(found, chain.end.digest, running, said.name)
-            key = got.conversation or self._new_key(turn.space, said)
+            key = got.conversation or conversation_key(turn.space, said.new_id())
             matched = got.known_bytes if got.conversation else 0
             who = Identified(key, got.how, got.parent or parent, chain, matched, number)
         metrics.labelled(metrics.IDENTIFIED, who.how).inc()
         return who
-
-    def _new_key(self, space: str, said: Explicit) -> str:
-        claimed = conversation_key(space, said.claimed)
-        if said.claimed and self._directory.cache.get(claimed) is None:
-            return claimed
-        return conversation_key(space, said.new_id())
 
     def uncached_tokens(self, turn: Turn, who: Identified) -> int:
         """Tokens of the prompt that are to be computed, as far as anybody can tell now."""

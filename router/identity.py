@@ -1,12 +1,10 @@
 """Which conversation a request belongs to: by an id it carries, else by its prompt's longest known prefix.
 
 Ids stand in headers or in the body, and the order here is the order of precedence; they are scoped by the
-caller's API key. Only what was made to name a conversation does so by itself. An id in the body names one as
-long as its prompts agree: one that goes on from none of its requests is another conversation, named after it.
-A cache key says which prompts share prefixes: one key may stand for a whole application, so that prompts of
-different keys never meet, and within one the prompts decide. A correlation id, which proxies stamp on each
-request, only chooses among equals. A `previous_response_id` has become the whole input when ids are looked
-for (`answers.py`).
+caller's API key. Only what was made to name a conversation does so by itself. A session id in the body or a
+cache key may stand for a whole application, so that prompts of different ones never meet, and within one the
+prompts decide. A correlation id, which proxies stamp on each request, only chooses among equals. A
+`previous_response_id` has become the whole input when ids are looked for (`answers.py`).
 Where a request's prompt ended is a *node*; the longest known node of a new prompt decides:
 
 * none: a new conversation;
@@ -41,7 +39,7 @@ ID_HEADERS = (
     "x-smg-routing-key",
     "x-flow-conversation-id",
 )
-CLAIMS = ("session_id", "conversation_id")  # in the body, where an application may send the same for all
+BODY_SESSIONS = ("session_id", "conversation_id")  # an application may send the same for all
 PARENT_HEADERS = (
     "x-parent-conversation-id",
     "x-parent-session-id",
@@ -66,9 +64,8 @@ class Explicit:
     id: str | None
     parent: str | None
     source: str  # the header or body field the id came from, empty without one
-    group: str = ""  # prompts of different groups share nothing: a cache key, a session in the metadata
+    group: str = ""  # prompts of different groups share nothing: a session in the body, a cache key
     hint: str = ""  # what a conversation found without an id is named after
-    claimed: str = ""  # what the first conversation of such prompts is called
 
     @property
     def name(self) -> str:
@@ -149,14 +146,11 @@ def hint_of(raw: object) -> str | None:
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:
     found, source, parent = _from_headers(headers)
-    claimed = ""
-    if found is None:
-        found, source = named_conversation(body), "conversation"
-    if found is None:
-        claimed, source = _claimed(body)
-    groups = [*([claimed] if claimed else []), *_groups(body)]
+    if found is None and (found := named_conversation(body)) is not None:
+        source = "conversation"
+    groups = _groups(body)
     hint = next(iter(groups), hint_of(headers.get(CORRELATION_HEADER))) or ""
-    return Explicit(found, parent, source, "\0".join(groups), hint, claimed)
+    return Explicit(found, parent, source, "\0".join(groups), hint)
 
 
 def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
@@ -186,13 +180,6 @@ def _claude_code(session: str, headers: Mapping[str, str]) -> tuple[str, str | N
     return f"{session}.{agent}", f"{session}.{parent_agent}" if parent_agent else session
 
 
-def _claimed(body: Mapping[str, Any]) -> tuple[str, str]:
-    for name in CLAIMS:
-        if (found := clean_id(body.get(name), name)) is not None:
-            return found, name
-    return "", ""
-
-
 def named_conversation(body: Mapping[str, Any]) -> str | None:
     """`conversation`: its id, or an object that has it."""
     conversation = body.get("conversation")
@@ -205,7 +192,8 @@ def _groups(body: Mapping[str, Any]) -> list[str]:
     """`metadata.user_id` is Anthropic's; Claude Code's has its session inside."""
     metadata = body.get("metadata")
     fields = metadata if isinstance(metadata, Mapping) else {}
-    said = body.get("prompt_cache_key"), fields.get("session_id"), fields.get("user_id")
+    sessions = (clean_id(body.get(name), name) for name in BODY_SESSIONS)
+    said = *sessions, body.get("prompt_cache_key"), fields.get("session_id"), fields.get("user_id")
     return [group for raw in said if (group := hint_of(raw)) is not None]
 
 

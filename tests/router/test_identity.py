@@ -34,16 +34,13 @@ def test_headers_count_in_their_documented_order() -> None:
         assert explicit_identity(headers, {"session_id": "body"}).source == name
 
 
-def test_ids_of_the_body_count_after_headers_and_are_claims_but_for_a_conversation() -> None:
+def test_of_the_body_a_conversation_is_an_id_after_headers_and_sessions_make_groups() -> None:
     body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
     named = explicit_identity({}, body)
-    assert (named.id, named.source, named.claimed, named.group) == ("b", "conversation", "", "")
-    for without, claimed in (("conversation", "a"), ("session_id", "c")):
-        body.pop(without)
-        got = explicit_identity({}, body)
-        assert (got.id, got.claimed, got.group, got.hint) == (None, claimed, claimed, claimed)
-    body.pop("conversation_id")
-    assert explicit_identity({}, body).claimed == ""
+    assert (named.id, named.source) == ("b", "conversation")
+    body.pop("conversation")
+    got = explicit_identity({}, body)
+    assert (got.id, got.source, got.group, got.hint) == (None, "", "a\0c", "a")
 
 
 def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None:

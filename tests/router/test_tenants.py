@@ -33,11 +33,13 @@ def prompt(path: str) -> Any:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_engines_hear_of_conversations_by_scoped_ids_only(made: FakeFleet, path: str) -> None:
-    for key in (ALICE, BOB):
+    named = set()
+    for name, key in (("alice", ALICE), ("bob", BOB)):
         answer = await ask(made.urls[0], prompt(path), headers=key, path=path, session_id="same")
-        assert answer.conversation == "same"
+        assert answer.conversation.startswith("same.")
+        named.add(f"{namespace(name)}:{answer.conversation}")
     seen = [*made.decoder_requests(), *made.prefills()]
-    assert {one.conversation for one in seen} == {f"{namespace(key)}:same" for key in ("alice", "bob")}
+    assert {one.conversation for one in seen} == named
     assert [one.body["session_id"] for one in seen] == [None] * len(seen)  # or it would override the header
 
 

@@ -1,4 +1,4 @@
-"""What fails once and passes alone is named; more than a few that the dated list lacks fail the run."""
+"""What fails once and passes alone is named, and fails the run unless the dated list has it."""
 
 from datetime import date, timedelta
 from pathlib import Path

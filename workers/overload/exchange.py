@@ -1,20 +1,21 @@
 """KV of dropped layers between members: to who keeps them, and back.
 
 What requests have goes while the engines stand still. What only the prefix cache has goes beside serving, and
-batches go first on the link: a piece is sent when none of this engine's is on its way to a peer. But what a
-batch is about to read goes before the batch.
+batches go first on the link: a piece is sent when none of this engine's is on its way to a peer. What a batch
+is about to read goes before it, over the batch's own line.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import islice
 
 import torch
 
 from workers.overload.channel import Message, PeerAsk, PeerConnection
-from workers.overload.errors import PeerError
+from workers.overload.errors import PeerError, PeerRefused, SplitOver
 from workers.overload.membership import Membership
 from workers.overload.memory import ROWS_AT_ONCE, ReservedKv, pieces
 
@@ -86,14 +87,9 @@ class LinkOrder:
                 self._batches -= 1
                 self._changed.notify_all()
 
-    def wait_for_a_gap(self, unless: Callable[[], bool]) -> None:
+    def wait_for_a_gap(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._batches or unless(), YIELD_S)
-
-    def look_again(self) -> None:
-        """Whether who waits for a gap still has to."""
-        with self._changed:
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._batches, YIELD_S)
 
 
 class KvBeside:
@@ -107,37 +103,51 @@ class KvBeside:
         rows: Sequence[int],
         connect: Callable[[int], PeerConnection],
         order: LinkOrder,
-        then: Callable[[], None] = lambda: None,
+        limit_s: float,
     ) -> None:
         """`rows`: of this engine's pool, which go in this order, over lines of the thread's to each part.
-        `then`: in the thread, when all have gone."""
+        After the limit no more of them go."""
         self._kind, self._kv, self._member = kind, kv, member
-        self._connect, self._order, self._then = connect, order, then
+        self._connect, self._order = connect, order
+        self._until = time.monotonic() + limit_s
         self._changed = threading.Condition()
         self._left = dict.fromkeys(rows)
-        self._wanted: dict[int, None] = {}
+        self._flying: list[int] = []
         self._stopped = self._ended = False
-        self._failed: Exception | None = None
-        self.gone: set[int] = set()
+        self._unanswered: PeerError | None = None
+        self.gone: list[int] = []
+        self.told = False  # that it has ended
+        self.fastest = 0, 0.0  # of the messages: bytes and seconds
         threading.Thread(target=self._run, name="overload-kv-beside", daemon=True).start()
 
-    def on_the_way(self, rows: Iterable[int]) -> list[int]:
-        """Of these rows, those that have not gone yet."""
-        with self._changed:
-            return [row for row in rows if row in self._left]
+    @property
+    def ended(self) -> bool:
+        """No more of it goes."""
+        return self._ended
 
-    def first(self, rows: Collection[int], limit_s: float) -> None:
-        """Returns when these have gone, before all others; a PeerError where they cannot, or not in time."""
+    @property
+    def left(self) -> list[int]:
         with self._changed:
-            self._wanted.update((row, None) for row in rows if row in self._left)
-            self._order.look_again()
-            self._wait(lambda: not any(row in self._left for row in rows), limit_s)
+            return [*self._flying, *self._left]
 
-    def all(self, limit_s: float) -> None:
+    def check(self) -> None:
+        """Raises where a peer has not answered: what it was sent may come at any time, over what is newer."""
+        if self._unanswered is not None:
+            raise PeerError(f"KV was not taken: {self._unanswered}") from self._unanswered
+
+    def claim(self, rows: Iterable[int], limit_s: float) -> list[int]:
+        """Of these rows, those that have not gone: they are the caller's to give, or not, from now on. What
+        is flying of them is waited for."""
+        asked = set(rows)
         with self._changed:
-            self._wanted.update(self._left)
-            self._order.look_again()
-            self._wait(lambda: self._ended, limit_s)
+            mine = [row for row in self._left if row in asked]
+            for row in mine:
+                del self._left[row]
+            self._changed.wait_for(lambda: self._ended or not asked.intersection(self._flying), limit_s)
+            self.check()
+            if asked.intersection(self._flying):
+                raise PeerError("KV was not taken in time")
+            return mine
 
     def end(self, limit_s: float) -> None:
         """Returns when it has ended, well or not, or when the time is over."""
@@ -149,69 +159,75 @@ class KvBeside:
         with self._changed:
             self._stopped = self._ended = True
             self._changed.notify_all()
-            self._order.look_again()
-
-    def _wait(self, true: Callable[[], bool], limit_s: float) -> None:
-        came = self._changed.wait_for(lambda: true() or self._ended, limit_s)
-        if self._failed is not None:
-            raise PeerError(f"KV did not come to a peer: {self._failed}") from self._failed
-        if not came or not true():
-            raise PeerError("KV did not come to a peer in time")
 
     def _run(self) -> None:
-        failed: Exception | None = None
         try:
             with torch.inference_mode(), ExitStack() as lines:
                 parts = self._member.others if self._left else []
                 to = {part: lines.enter_context(closing(self._connect(part))) for part in parts}
-                while (some := self._next()) and self._carried(to, some):
+                while self._takes_off() and self._lands(to):
                     pass
-            if not self._stopped:
-                self._then()
         except PeerError as error:
-            failed = error
-            if not self._stopped:
-                logger.warning("KV does not go on beside serving: %s", error)
-        except Exception as error:  # torch's, where it finds no memory
-            failed = error
+            logger.warning("KV does not go on beside serving: %s", error)
+        except Exception:  # torch's, where it finds no memory
             logger.exception("KV does not go on beside serving")
         with self._changed:
-            self._failed, self._ended = failed, True
+            self._ended = True
             self._changed.notify_all()
 
-    def _next(self) -> list[int]:
+    def _takes_off(self) -> bool:
         with self._changed:
-            if self._stopped:
-                return []
-            rows = self._wanted or self._left
-            return [row for row, _ in zip(rows, range(ROWS_AT_ONCE), strict=False)]
-
-    def _carried(self, to: Mapping[int, PeerConnection], rows: list[int]) -> bool:
-        for part, layer in self._member.dropped:
-            self._order.wait_for_a_gap(lambda: bool(self._wanted) or self._stopped)
-            if not self._asked(to[part], part, layer, rows):
+            if self._stopped or time.monotonic() > self._until:
                 return False
-        with self._changed:
-            for row in rows:
-                self._left.pop(row, None)
-                self._wanted.pop(row, None)
-            self.gone.update(rows)
-            self._changed.notify_all()
+            self._flying = list(islice(self._left, ROWS_AT_ONCE))
+            for row in self._flying:
+                del self._left[row]
+            return bool(self._flying)
+
+    def _lands(self, to: Mapping[int, PeerConnection]) -> bool:
+        """Whether it has: or it is left, as it was."""
+        landed = False
+        try:
+            for part, layer in self._member.dropped:
+                self._order.wait_for_a_gap()
+                if not self._asked(to[part], layer):
+                    return False
+            landed = True
+        finally:
+            with self._changed:
+                if landed:
+                    self.gone += self._flying
+                else:
+                    self._left.update(dict.fromkeys(self._flying))
+                self._flying = []
+                self._changed.notify_all()
         return True
 
-    def _asked(self, line: PeerConnection, part: int, layer: int, rows: list[int]) -> bool:
+    def _asked(self, line: PeerConnection, layer: int) -> bool:
         given: list[torch.Tensor] = []
         with self._changed:
-            if self._stopped:
+            if self._stopped or time.monotonic() > self._until:
                 return False
             if self._kind is PeerAsk.PUT:
-                given = [self._kv.read(layer, rows)]
-        values = {"layer": layer, "rows": rows, "part": self._member.part}
-        answer = line.ask(Message(self._kind, self._member.epoch, values, given))
+                given = [self._kv.read(layer, self._flying)]
+        values = {"layer": layer, "rows": self._flying, "part": self._member.part}
+        began = time.monotonic()
+        try:
+            answer = line.ask(Message(self._kind, self._member.epoch, values, given))
+        except (PeerRefused, SplitOver):
+            raise
+        except PeerError as error:
+            self._unanswered = error
+            raise
         with self._changed:
             if self._stopped:
                 return False
             if self._kind is PeerAsk.GET:
-                self._kv.write(layer, rows, answer.tensors[0])
-        self._order.beside_bytes += sum(tensor.nbytes for tensor in (*given, *answer.tensors))
+                self._kv.write(layer, self._flying, answer.tensors[0])
+        self._saw(sum(tensor.nbytes for tensor in (*given, *answer.tensors)), time.monotonic() - began)
         return True
+
+    def _saw(self, nbytes: int, seconds: float) -> None:
+        self._order.beside_bytes += nbytes
+        if nbytes * self.fastest[1] >= self.fastest[0] * seconds:
+            self.fastest = nbytes, seconds

@@ -72,6 +72,7 @@ class SplitLimits:
     answer_s: float = 30.0  # of one message: the peer may be in a long step of its own
     order_s: float = 30.0  # of all messages of one order: streams stand still meanwhile
     load_s: float = 60.0  # for all members' parameters to be back; streams go on
+    beside_s: float = 10.0  # for KV of the prefix cache, beside serving: the rest is forgotten
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ class SplitEvent(StrEnum):
     READY = "ready"  # once, before any order
     NARROWED = "narrowed"  # a restore has begun: the pool is as with the whole model, and parameters come
     LOADED = "loaded"  # they are here, and with all members
+    GIVEN = "given"  # no more KV of the prefix cache goes to peers
     SPLIT = "split"
     RESTORED = "restored"
     NOT_SPLIT = "not_split"  # the model is whole, nothing was lost
@@ -18,7 +19,7 @@ class SplitEvent(StrEnum):
     LOST = "lost"  # the model is whole again; KV that peers had is lost
 
 
-ENDS = tuple(event for event in SplitEvent if event.value not in ("ready", "narrowed", "loaded"))
+ENDS = tuple(event for event in SplitEvent if event.value not in ("ready", "narrowed", "loaded", "given"))
 COUNTERS = {
     "splits": CounterSpec(
         "conserve_splits",
@@ -48,21 +49,20 @@ COUNTERS = {
     "split_forgotten_blocks": CounterSpec(
         "conserve_split_forgotten_blocks",
         "Blocks that only the prefix cache had, and that a drop or a restore forgot: moving them would have "
-        "taken the link more than 10 s beside serving, or 5 s while the engine stands still.",
+        "taken the link more than 5 s, or it took more than 10 s beside serving.",
     ),
     "split_beside_bytes": CounterSpec(
         "conserve_split_beside_bytes",
-        "Bytes of KV that only the prefix cache had, and that went to peers or came back beside serving, in "
-        "the gaps between batches.",
+        "Bytes of KV that only the prefix cache had, and that went to peers or came back beside serving.",
     ),
     "split_beside_wait_seconds": CounterSpec(
         "conserve_split_beside_wait_seconds",
-        "Time that own batches waited for KV of the prefix cache that had not come to a peer yet.",
+        "Time that own batches waited for KV of the prefix cache that they read and no peer had yet.",
     ),
     "split_exchanged_bytes": CounterSpec(
         "conserve_split_exchanged_bytes",
-        "Bytes of KV that went to peers for a drop, or came back for a restore, but for the first message "
-        "to each, which waits for the peer.",
+        "Bytes of KV that went to peers, or came back, while the engine stood still for it. Without the "
+        "first message to each peer, which may wait for that.",
     ),
     "split_exchange_seconds": CounterSpec(
         "conserve_split_exchange_seconds",

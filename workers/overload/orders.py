@@ -32,8 +32,7 @@ class RestoreOrder:
     """Its end: all members have their parameters."""
 
     epoch: int
-    used: list[int]
-    unchanged: list[int] = field(default_factory=list)  # of them, since the beginning: what has come is good
+    used: list[int]  # blocks that hold something, but for those whose KV has come home and is as it was
     last: bool = False  # who is late again is lost
 
 
@@ -58,6 +57,7 @@ class SplitReport:
     facts: WorkerFacts | None = None
     moved_bytes: int = 0  # of KV, to peers or back
     moved_s: float = 0.0
+    rows: list[int] = field(default_factory=list)  # GIVEN: blocks that have not gone; LOADED: that have come
 
     def merge(self, other: "SplitReport") -> "SplitReport":
         return self  # one rank

@@ -36,8 +36,7 @@ LINK_BYTES_PER_S = 1e9  # between engines: assumed until an exchange has shown i
 LINK_SHOWN_BYTES = 1 << 20  # fewer say more of latency
 LINK_SHOWN_S = 600.0  # for so long: a plan that a slow exchange forbids is tried again
 FENCE_S = 5.0  # for copies and transfers that are under way
-BESIDE_S = 10.0  # of the link, for KV that only the prefix cache has, beside serving
-STANDING_S = 5.0  # and of what has not come home beside serving
+EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
 AGAIN_S, TRIES = 1.0, 3  # of a restore's end: a peer may be late
 SplitOrder = DropOrder | NarrowOrder | RestoreOrder
 
@@ -77,6 +76,7 @@ class OverloadScheduler(SchedulerSide):
         self._asked_at = 0.0
         self._ordered: FeedCommand | None = None
         self._moves: dict[int, int] = {}
+        self._gives = False  # KV of the prefix cache is on its way to peers
         self._coming: dict[int, Any] = {}  # blocks whose KV comes home beside serving, with their hashes
         self._restoring: FeedCommand | None = None  # while parameters come back
         self._stood_s = 0.0  # for its beginning
@@ -109,6 +109,11 @@ class OverloadScheduler(SchedulerSide):
     def returning(self) -> bool:
         """A restore has begun, and parameters are on their way: nothing to do until a report says more."""
         return self._restoring is not None
+
+    @property
+    def steps_anyway(self) -> bool:
+        """Without requests too: something will be reported."""
+        return self.returning or self._gives
 
     # Commands
 
@@ -161,6 +166,8 @@ class OverloadScheduler(SchedulerSide):
         elif asked.epoch != self._epoch:
             self._asked = None  # it was lost meanwhile
             return
+        elif self._gives:
+            return  # for a while: what does not go in time is forgotten
         else:
             self._moves = internals.shrink(scheduler, self._whole_blocks)
         self._ordered, self._asked = asked, None
@@ -172,7 +179,8 @@ class OverloadScheduler(SchedulerSide):
             return forecast
         if ordered.command == "drop":
             held, cached = internals.used_blocks(self._pool)
-            cached = self._latest(cached, BESIDE_S)
+            cached = self._latest(cached)
+            self._gives = bool(cached)
             return DropOrder(ordered.epoch, ordered.members, ordered.part, held, cached)
         if self.returning:
             self._tries += 1
@@ -184,23 +192,23 @@ class OverloadScheduler(SchedulerSide):
     def _restore_order(self, epoch: int) -> RestoreOrder:
         self._coming = internals.unchanged(self._pool, self._coming)
         held, cached = internals.used_blocks(self._pool)
-        changed = [block for block in cached if block not in self._coming]
-        forgotten = set(changed) - set(self._latest(changed, STANDING_S, len(held)))
-        used = held + [block for block in cached if block not in forgotten]
-        return RestoreOrder(epoch, used, list(self._coming), last=self._tries >= TRIES)
+        wanted = self._latest([block for block in cached if block not in self._coming], len(held))
+        used = [block for block in (*held, *wanted) if block not in self._coming]
+        return RestoreOrder(epoch, used, last=self._tries >= TRIES)
 
-    def _latest(self, cached: list[int], seconds: float, beside: int = 0) -> list[int]:
+    def _latest(self, cached: list[int], beside: int = 0) -> list[int]:
         """Of what only the prefix cache has, what was used last: with `beside` other blocks as much as the
-        link takes in this time. The rest is forgotten."""
+        link takes in a while. The rest is forgotten."""
         row_bytes = self._facts.row_bytes * self._facts.layers if self._facts is not None else 0
-        most = max(0, int(seconds * self._link.bytes_per_s / max(1, row_bytes)) - beside)
-        if forgotten := cached[most:]:
-            internals.forget_blocks(self._pool, forgotten)
-            self._counts["split_forgotten_blocks"] += len(forgotten)
-            logger.warning(
-                "overload forgets %d blocks of the prefix cache, and moves %d", len(forgotten), most
-            )
+        most = max(0, int(EXCHANGE_S * self._link.bytes_per_s / max(1, row_bytes)) - beside)
+        self._forget(cached[most:])
         return cached[:most]
+
+    def _forget(self, blocks: list[int]) -> None:
+        if blocks:
+            internals.forget_blocks(self._pool, blocks)
+            self._counts["split_forgotten_blocks"] += len(blocks)
+            logger.warning("overload forgets %d blocks of the prefix cache", len(blocks))
 
     def after_step(self, scheduler: Any, report: SplitReport | PeersForecasts | None) -> None:
         """Before the step's tokens are taken."""
@@ -218,12 +226,18 @@ class OverloadScheduler(SchedulerSide):
             self._publish()
             return
         event = report.event
+        if event is SplitEvent.GIVEN:
+            self._gives = False
+            self._forget(report.rows)
+            self._link.see(report.moved_bytes, report.moved_s, self._residence.clock())
+            return
         if report.moved_bytes:
             self._counts["split_exchanged_bytes"] += report.moved_bytes
             self._counts["split_exchange_seconds"] += report.moved_s
             self._link.see(report.moved_bytes, report.moved_s, self._residence.clock())
         if event is SplitEvent.LOADED:
             self._seconds["return_seconds"].append(report.seconds)
+            self._coming = {block: was for block, was in self._coming.items() if block in set(report.rows)}
             self._ends_from = self._residence.clock()
             return
         if event is SplitEvent.NARROWED:
@@ -245,6 +259,7 @@ class OverloadScheduler(SchedulerSide):
         self._epoch = epoch if split else 0
         self._heard, self._forecast = {}, None
         self._coming = self._coming if split else {}
+        self._gives = self._gives and event is SplitEvent.SPLIT
         late = event is SplitEvent.NOT_RESTORED and self.returning
         self._restoring = self._restoring if late else None
         self._ends_from = self._residence.clock() + AGAIN_S if late else None

@@ -14,7 +14,7 @@ from workers.overload import vllm_internals as internals
 from workers.overload.orders import PeersForecasts, SplitReport
 from workers.overload.plugin import NAME, OverloadScheduler
 
-IDLE_S = 0.02  # between steps of an engine that has no requests, while its parameters come back
+IDLE_S = 0.02  # between steps of an engine that has no requests, and waits for its parameters or KV
 MEASURED_EVERY = 32  # iterations: the first of them before anything is known of this engine's time
 
 
@@ -29,10 +29,10 @@ class DroppingScheduler(PromptScheduler):
         self._overload = side
 
     def has_requests(self) -> bool:
-        return super().has_requests() or self._overload.pending
+        return super().has_requests() or self._overload.pending or self._overload.steps_anyway
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        if self._overload.returning and not self.requests:
+        if self._overload.steps_anyway and not self.requests:
             time.sleep(IDLE_S)
         self._overload.between_steps(self)
         self._say_what_decodes()

@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from workers.overload import vllm_internals as internals
-from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer
+from workers.overload.channel import Message, PeerAsk, PeerServer
 from workers.overload.errors import PeerError, PeerRefused, SplitOver
 from workers.overload.exchange import KvBeside, LinkOrder, StandingExchange
 from workers.overload.membership import (
@@ -96,6 +97,8 @@ class SplitModel:
         """What there is to say: of an order's end, or else of parameters that have come."""
         report, self._report = self._report, None
         if report is None:
+            report = self._given()
+        if report is None:
             with self._changed:
                 report, self._loaded = self._loaded, None
         return report
@@ -127,7 +130,10 @@ class SplitModel:
             self._whole_again(member)
             self._tell(SplitEvent.NOT_SPLIT, order.epoch, began, str(error))
             return
-        self.giving = self._beside(PeerAsk.PUT, member, order.cached, self._all_given)
+        if order.cached:
+            self.giving = self._beside(PeerAsk.PUT, member, order.cached)
+        else:
+            self.kv.forget_aside()
         self._enter(SplitPhase.SPLIT)
         self._tell(SplitEvent.SPLIT, order.epoch, began)
 
@@ -140,8 +146,7 @@ class SplitModel:
         try:
             with member.until(began + self.limits.order_s):
                 if self.giving is not None:
-                    with self._device.lent():
-                        self.giving.all(self.limits.order_s)
+                    self.giving.check()
                 self._move(member, order.moves)
                 meetings = SplitPhase.MOVED, SplitPhase.ALL_MOVED
                 if why := self._not_all_come(member, meetings, SplitPhase.SPLIT):
@@ -179,11 +184,11 @@ class SplitModel:
         self._bind(member.rows)
 
     def _come_back(self, member: Membership, began: float) -> None:
-        """In the thread that has brought the parameters: when all members have theirs, and KV of the prefix
-        cache, it is told."""
-        end = began + self.limits.load_s
-        if self.fetching is not None:
-            self.fetching.end(max(0.0, end - time.monotonic()))
+        """In the thread that has brought the parameters: when all members have theirs, it is told, and which
+        blocks' KV has come."""
+        end, fetching = began + self.limits.load_s, self.fetching
+        if fetching is not None:
+            fetching.end(self.limits.beside_s)
         with self._changed:
             if self.member is not member:
                 return
@@ -195,8 +200,10 @@ class SplitModel:
         finally:
             with self._changed:
                 if self.member is member:
-                    seconds = time.monotonic() - began
-                    self._loaded = SplitReport(SplitEvent.LOADED, member.epoch, member.blocks, seconds)
+                    come, seconds = list(fetching.gone if fetching else ()), time.monotonic() - began
+                    self._loaded = SplitReport(
+                        SplitEvent.LOADED, member.epoch, member.blocks, seconds, rows=come
+                    )
 
     def _meet_loaded(self, member: Membership, part: int, end: float) -> None:
         """Who is not met in time is lost, or late: the last step sees which."""
@@ -226,8 +233,10 @@ class SplitModel:
                     raise PeerError(why)
                 self._tell(SplitEvent.NOT_RESTORED, order.epoch, began, why)
                 return
+            if self.fetching is not None:
+                self.fetching.stop()
             with self._device.lent():
-                self.take(member, order)
+                self._exchange.take(member, order.used)
                 self._enter(SplitPhase.TAKEN)
         except PeerError as error:
             self._lost(member, error)
@@ -268,41 +277,34 @@ class SplitModel:
     def give(self, member: Membership, used: Sequence[int]) -> None:
         self._exchange.give(member, used)
 
-    def take(self, member: Membership, order: RestoreOrder) -> None:
-        come: set[int] = set()
-        if self.fetching is not None:
-            self.fetching.stop()
-            come = self.fetching.gone.intersection(order.unchanged)
-        self._exchange.take(member, [block for block in order.used if block not in come])
+    def _beside(self, kind: PeerAsk, member: Membership, rows: Sequence[int]) -> KvBeside:
+        line, limits = self._line, self.limits
+        connect = partial(member.another_line, line=line, limits=limits)
+        return KvBeside(kind, self.kv, member, rows, connect, self.link, limits.beside_s)
 
-    def _beside(
-        self,
-        kind: PeerAsk,
-        member: Membership,
-        rows: Sequence[int],
-        then: Callable[[Membership], None] = lambda member: None,
-    ) -> KvBeside:
-        def connect(part: int) -> PeerConnection:
-            return member.another_line(part, self._line, self.limits)
+    def _given(self) -> SplitReport | None:
+        """Once, when no more goes to peers beside serving: what has not gone is to be forgotten."""
+        giving = self.giving
+        if giving is None or not giving.ended or giving.told:
+            return None
+        giving.told = True
+        with suppress(PeerError):
+            giving.check()
+            self.giving = None
+            self.kv.forget_aside()
+        return SplitReport(SplitEvent.GIVEN, self._epoch, 0, 0.0, "", None, *giving.fastest, giving.left)
 
-        return KvBeside(kind, self.kv, member, rows, connect, self.link, lambda: then(member))
-
-    def _all_given(self, member: Membership) -> None:
-        """In the thread that gave it."""
-        with self._changed:
-            if self.member is member:
-                self.kv.forget_aside()
-
-    def give_first(self) -> None:
-        """What the batch reads, of KV that is on its way to peers still: before the batch is."""
+    def give_first(self, member: Membership) -> None:
+        """What the batch reads, of KV that is on its way to peers still: before the batch is. What it only
+        writes need not go any more."""
         if self.giving is None:
             return
-        wanted = self.giving.on_the_way(internals.blocks_in_batch(self._block_tokens))
-        if wanted:
-            began = time.monotonic()
-            with self._device.lent():
-                self.giving.first(wanted, self.limits.order_s)
-            self.link.waits_s += time.monotonic() - began
+        began = time.monotonic()
+        reads, writes = internals.blocks_in_batch(self._block_tokens)
+        with self._device.lent():
+            mine = set(self.giving.claim([*reads, *writes], self.limits.answer_s))
+            self.give(member, [block for block in reads if block in mine])
+        self.link.waits_s += time.monotonic() - began
 
     def _move(self, member: Membership, moves: Mapping[int, int]) -> None:
         internals.rename_blocks(self._runner, moves)
@@ -381,7 +383,7 @@ class SplitModel:
         assert member is not None
         narrow = self._phase >= SplitPhase.NARROW
         try:
-            self.give_first()
+            self.give_first(member)
             return self.passes.forward(member, narrow, input_ids, positions, embedded)
         except PeerError as error:
             self._lost(member, error)

@@ -79,7 +79,7 @@ SCHEDULING = ReliedOn(
             "evict_blocks": ("self", "block_ids"),
             "move_block_hashes": ("self", "src_block", "dst_block"),
         },
-        _QUEUE: {"append_n": ("self", "blocks"), "remove": ("self", "block")},
+        _QUEUE: {"prepend_n": ("self", "blocks"), "remove": ("self", "block")},
     },
     attributes={
         _POOL: ("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
@@ -264,14 +264,18 @@ def batch_in_model(block_tokens: int) -> BatchKv | None:
     )
 
 
-def blocks_in_batch(block_tokens: int) -> list[int]:
-    """Those that the pass reads or writes."""
+def blocks_in_batch(block_tokens: int) -> tuple[list[int], list[int]]:
+    """Those that the pass reads, and those that it only writes."""
     batch = batch_in_model(block_tokens)
     if batch is None:
-        return []
-    table, lens = batch.blocks.to("cpu"), batch.seq_lens.to("cpu")
-    named = torch.arange(table.shape[1])[None, :] * block_tokens < lens[:, None]
-    return [int(block) for block in table[: len(lens)][named].unique()]
+        return [], []
+    lens, starts = batch.seq_lens.to("cpu"), batch.query_start.to("cpu")
+    table = batch.blocks.to("cpu")[: len(lens)]
+    first = torch.arange(table.shape[1])[None, :] * block_tokens  # token of a block
+    computed = lens - (starts[1:] - starts[:-1])
+    reads = first < computed[:, None]
+    writes = (first < lens[:, None]) & ~reads
+    return table[reads].unique().tolist(), table[writes].unique().tolist()
 
 
 @contextmanager
@@ -337,7 +341,7 @@ def grow(scheduler: Any, blocks: int) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     new = [KVCacheBlock(number, pool=pool) for number in range(len(pool.blocks), blocks)]
     pool.blocks += new
-    pool.free_block_queue.append_n(new)
+    pool.free_block_queue.prepend_n(new)  # before those that have something
     _set_size(scheduler, blocks)
 
 

@@ -1,7 +1,6 @@
 """KV of the prefix cache on its way beside serving: batches first on the link, what a batch reads before the
-batch, and back home with what has changed meanwhile. Without an engine."""
+batch, for a bounded time, and home again but for what has changed. Without an engine."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,6 +10,7 @@ from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
     LAYERS,
     USED,
+    Group,
     WorkerHere,
     at_once,
     cached_drops,
@@ -27,16 +27,16 @@ SLOW_S = 0.008  # of each message
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHere, WorkerHere]]:
-    """A message has one row, and a batch that is at peers goes before all of them."""
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """Two, or as many as is asked for. A message has one row, and a batch goes before all of them."""
     monkeypatch.setattr(exchange, "ROWS_AT_ONCE", 1)
     monkeypatch.setattr(exchange, "YIELD_S", 30.0)
-    made = WorkerHere(), WorkerHere()
+    made = tuple(WorkerHere() for _ in range(getattr(request, "param", 2)))
     for engine in made:
         engine.split.take_report()
         engine.split.__class__ = broken.SlowToAnswer
         engine.split.slow_s = SLOW_S  # type: ignore[attr-defined]
-        engine.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=15.0)
+        engine.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=15.0, beside_s=20.0)
     yield made
     for engine in made:
         engine.split.close()
@@ -47,111 +47,154 @@ def giving(engine: WorkerHere) -> KvBeside:
     return engine.split.giving
 
 
-def split(pair: tuple[WorkerHere, WorkerHere]) -> None:
-    ended, _ = at_once(*cached_drops(*pair))
-    assert ended == [SplitEvent.SPLIT] * 2
+def split(group: Group) -> None:
+    ended, _ = at_once(*cached_drops(*group))
+    assert ended == [SplitEvent.SPLIT] * len(group)
 
 
-def home(engine: WorkerHere, unchanged: list[int]) -> Callable[[], SplitReport]:
+def given(engine: WorkerHere) -> SplitReport:
+    """What a step reports when no more of it goes."""
+    giving(engine).end(20.0)
+    report = engine.split.take_report()
+    assert report is not None and report.event is SplitEvent.GIVEN
+    return report
+
+
+def all_given(group: Group) -> None:
+    for engine in group:
+        assert given(engine).rows == [] and engine.split.giving is None
+
+
+def home(engine: WorkerHere, taken: list[int]) -> Callable[[], SplitReport]:
+    """A restore, whose last step takes these blocks and those that have not come."""
+
     def step() -> SplitReport:
         begun = narrowing(engine, NarrowOrder(1, {}, USED))()
         assert begun.event is SplitEvent.NARROWED
-        engine.until_loaded()
-        return engine.step(lambda one: one.restore(RestoreOrder(1, USED, unchanged)))
+        come = engine.until_loaded().rows
+        used = [row for row in USED if row in taken or row not in come]
+        return engine.step(lambda one: one.restore(RestoreOrder(1, used)))
 
     return step
 
 
-def restored(pair: tuple[WorkerHere, WorkerHere], unchanged: list[int]) -> list[SplitReport]:
+def restored(group: Group, taken: list[int]) -> list[SplitReport]:
     reports: dict[int, SplitReport] = {}
 
     def kept(part: int) -> Callable[[], SplitReport]:
-        return lambda: reports.setdefault(part, home(pair[part], unchanged)())
+        return lambda: reports.setdefault(part, home(group[part], taken)())
 
-    ended, _ = at_once(kept(0), kept(1))
-    assert ended == [SplitEvent.RESTORED] * 2
-    return [reports[0], reports[1]]
-
-
-def test_a_drop_does_not_wait_for_it_and_what_is_wanted_goes_first(
-    pair: tuple[WorkerHere, WorkerHere],
-) -> None:
-    split(pair)
-    one = giving(pair[0])
-    assert len(one.on_the_way(USED)) > len(USED) - 3
-    one.first([USED[-1], USED[-2]], 10.0)
-    assert one.on_the_way([USED[-1], USED[-2]]) == []
-    assert len(one.on_the_way(USED)) > len(USED) - 6
-    one.all(20.0)
-    assert one.on_the_way(USED) == []
+    ended, _ = at_once(*(kept(part) for part in range(len(group))))
+    assert ended == [SplitEvent.RESTORED] * len(group)
+    return [reports[part] for part in range(len(group))]
 
 
-def test_it_waits_while_a_batch_is_at_peers(pair: tuple[WorkerHere, WorkerHere]) -> None:
-    engine = pair[0]
+def test_a_drop_does_not_wait_for_it_and_who_needs_some_gives_that_itself(group: Group) -> None:
+    split(group)
+    one = giving(group[0])
+    assert len(one.left) > len(USED) - 3
+    wanted = USED[-2:]
+    assert one.claim([*wanted, 10_000], 10.0) == wanted
+    assert not set(wanted) & set(one.left)
+    assert len(one.left) > len(USED) - 6
+    one.end(20.0)
+    assert sorted(one.gone) == USED[:-2]
+
+
+def test_what_is_flying_is_waited_for(group: Group) -> None:
+    """Or it would come over what a batch has written there since."""
+    split(group)
+    one = giving(group[0])
+    with group[1].device:  # nobody can write there
+        time.sleep(0.1)
+        row = one.left[0]
+        with pytest.raises(PeerError, match="in time"):
+            one.claim([row], 0.2)
+    assert one.claim([row], 10.0) == []
+    assert row in one.gone
+
+
+def test_it_waits_while_a_batch_is_at_peers(group: Group) -> None:
+    engine = group[0]
     with engine.split.link.batch():
-        split(pair)
-        giving(pair[1]).all(20.0)
-        assert giving(engine).on_the_way(USED) == USED
-        giving(engine).first(USED[:1], 10.0)  # a batch needs it
-        assert giving(engine).on_the_way(USED) == USED[1:]
-        assert engine.split.link.beside_bytes == LAYERS // 2 * engine.split.kv.row_bytes
-    giving(engine).all(20.0)
+        split(group)
+        giving(group[1]).end(20.0)
+        assert giving(engine).gone == [] and engine.split.link.beside_bytes == 0
+    giving(engine).end(20.0)
+    assert engine.split.link.beside_bytes == len(USED) * LAYERS // 2 * engine.split.kv.row_bytes
 
 
-def test_it_comes_home_beside_serving(pair: tuple[WorkerHere, WorkerHere]) -> None:
-    split(pair)
-    reports = restored(pair, USED)
-    assert [report.moved_bytes for report in reports] == [0, 0]  # while the engines stood still
-    assert all(engine.whole and engine.has_all for engine in pair)
+@pytest.mark.parametrize("group", [2, 3], indirect=True)
+def test_it_comes_home_beside_serving(group: Group) -> None:
+    split(group)
+    all_given(group)
+    reports = restored(group, [])
+    assert [report.moved_bytes for report in reports] == [0] * len(group)  # while the engines stood still
+    assert all(engine.whole and engine.has_all for engine in group)
 
 
-@pytest.mark.parametrize("unchanged", [[], USED[::2]])
-def test_what_has_changed_since_is_taken_again(
-    pair: tuple[WorkerHere, WorkerHere], unchanged: list[int]
-) -> None:
-    first, second = pair
-    split(pair)
-    for engine in pair:
-        giving(engine).all(20.0)
+def test_what_has_changed_since_it_came_is_taken_again(group: Group) -> None:
+    """A batch of the first writes blocks in layers of the second that have come home already."""
+    first, second = group
+    split(group)
+    all_given(group)
+    changed = USED[::2]
+    ended, _ = at_once(*(narrowing(engine, NarrowOrder(1, {}, USED)) for engine in group))
+    assert ended == [SplitEvent.NARROWED] * 2
+    for engine in group:
+        assert sorted(engine.until_loaded().rows) == USED
     member = second.split.member
     assert member is not None
-    changed = [row for row in USED if row not in unchanged]
-    began = threading.Event()
-
-    def meanwhile() -> None:
-        """A batch of the first writes blocks in layers of the second that have come home already."""
-        fetching = first.split.fetching
-        while fetching is None or fetching.on_the_way(USED):
-            time.sleep(0.001)
-            fetching = first.split.fetching
-        for layer in member.kept:
-            rows = [row + second.split.offset(member, 0) for row in changed]
-            second.split.kv.write(layer, rows, second.split.kv.read(layer, rows) + 1.0)
-            first.had[layer][[row - USED[0] for row in changed]] += 1.0
-        began.set()
-
-    writer = threading.Thread(target=meanwhile, daemon=True)
-    second.split.weights.__class__ = broken.SlowToReturn
-    writer.start()
-    restored(pair, unchanged)
-    assert began.is_set() and first.has_all and second.has_all
+    for layer in member.kept:
+        rows = [row + second.split.offset(member, 0) for row in changed]
+        second.split.kv.write(layer, rows, second.split.kv.read(layer, rows) + 1.0)
+        first.had[layer][[row - USED[0] for row in changed]] += 1.0
+    at_once(
+        lambda: first.step(lambda one: one.restore(RestoreOrder(1, changed))),
+        lambda: second.step(lambda one: one.restore(RestoreOrder(1, []))),
+    )
+    assert all(engine.whole and engine.has_all for engine in group)
 
 
-def test_who_needs_it_learns_that_the_peer_is_gone(pair: tuple[WorkerHere, WorkerHere]) -> None:
-    split(pair)
-    second = pair[1].split
-    with pair[1].device:
-        member = second.member
-        assert member is not None
-        second.member = None  # it has left
-    with pytest.raises(PeerError):
-        giving(pair[0]).first(USED, 10.0)
+def test_what_has_not_come_home_in_time_is_taken_at_the_end(group: Group) -> None:
+    split(group)
+    all_given(group)
+    for engine in group:
+        engine.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=15.0, beside_s=0.2)
+    reports = restored(group, [])
+    assert all(report.moved_bytes > 0 for report in reports)
+    assert all(engine.whole and engine.has_all for engine in group)
+
+
+def test_after_a_while_no_more_goes_and_what_is_left_is_named(group: Group) -> None:
+    for engine in group:
+        engine.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=15.0, beside_s=0.3)
+    split(group)
+    for engine in group:
+        one = giving(engine)
+        left = given(engine).rows
+        assert 0 < len(left) < len(USED) and sorted([*left, *one.gone]) == USED
+        assert engine.split.giving is None and engine.split.take_report() is None
+
+
+def test_a_peer_that_has_left_is_noticed_by_nobody_who_does_not_need_it(group: Group) -> None:
+    split(group)
+    second = group[1].split
+    with group[1].device:
+        member, second.member = second.member, None
+    assert given(group[0]).rows
     second.member = member
 
 
-def test_who_needs_it_waits_for_a_bounded_time(pair: tuple[WorkerHere, WorkerHere]) -> None:
-    split(pair)
-    began = time.monotonic()
-    with pair[1].device, pytest.raises(PeerError, match="in time"):
-        giving(pair[0]).first(USED, 0.3)
-    assert time.monotonic() - began < 3.0
+def test_a_peer_that_does_not_answer_is_lost_to_the_next_batch(group: Group) -> None:
+    """What it was sent may come at any time."""
+    group[0].split.limits = SplitLimits(meet_s=5.0, answer_s=0.3, order_s=15.0, beside_s=20.0)
+    split(group)
+    one = giving(group[0])
+    with group[1].device:
+        one.end(5.0)
+    assert given(group[0]).rows
+    with pytest.raises(PeerError, match="not taken"):
+        one.claim([], 1.0)
+    lost = group[0].step(lambda each: each.narrow(NarrowOrder(1, {})))
+    assert lost.event is SplitEvent.LOST and group[0].whole and group[0].split.giving is None

@@ -17,10 +17,9 @@ from workers.overload.metrics import COUNTERS, SplitEvent
 from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport, WorkerFacts
 from workers.overload.pipeline import SplitTally
 from workers.overload.plugin import (
-    BESIDE_S,
+    EXCHANGE_S,
     LINK_BYTES_PER_S,
     LINK_SHOWN_S,
-    STANDING_S,
     OverloadScheduler,
     OverloadWorker,
 )
@@ -35,9 +34,9 @@ def test_what_is_new_is_taken_once_and_under_known_names() -> None:
     worker.split = split
     assert worker.take_counts() == {}
     tally.passes, tally.served, tally.peer_s, tally.peer_bytes = 3, 2, 0.5, 4096
-    tally.idle_s, tally.served_s = 0.25, 0.75
+    tally.idle_s, tally.served_s, link.beside_bytes, link.waits_s = 0.25, 0.75, 8192, 0.125
     first = worker.take_counts()
-    assert sorted(first.values()) == [0.25, 0.5, 0.75, 2, 3, 4096]
+    assert sorted(first.values()) == [0.125, 0.25, 0.5, 0.75, 2, 3, 4096, 8192]
     for name in first:
         kind, _, value = name.partition(".")
         assert value in (COUNTERS[kind].values or ("",))
@@ -83,14 +82,14 @@ class SideWithBlocks:
         facts = WorkerFacts("a:1", 8, 1_000, int(LINK_BYTES_PER_S / 8 / blocks_per_s), 64)
         self.told(SplitEvent.READY, epoch=0, facts=facts)
 
-    def told(self, event: SplitEvent, epoch: int = 1, facts: WorkerFacts | None = None) -> None:
+    def told(self, event: SplitEvent, epoch: int = 1, **more: Any) -> None:
         blocks = SimpleNamespace(num_gpu_blocks=32), SimpleNamespace(num_blocks=32)
         scheduler = SimpleNamespace(
             kv_cache_manager=SimpleNamespace(block_pool=self.pool),
             cache_config=blocks[0],
             kv_cache_config=blocks[1],
         )
-        self.side.after_step(scheduler, SplitReport(event, epoch, 32, facts=facts))
+        self.side.after_step(scheduler, SplitReport(event, epoch, 32, **more))
 
     def ordered(self, command: str) -> Any:
         assert self.side.drop(FeedCommand(command, epoch=1, members=("a:1", "b:1"), part=0)).done
@@ -107,7 +106,7 @@ def ids(*blocks: Any) -> list[int]:
 
 def test_what_the_link_would_take_too_long_for_is_forgotten_and_counted() -> None:
     """What requests hold is moved at once, and of the rest what was used last beside serving."""
-    made = SideWithBlocks(5 / BESIDE_S)
+    made = SideWithBlocks(5 / EXCHANGE_S)
     order = made.ordered("drop")
     assert isinstance(order, DropOrder)
     assert sorted(order.used) == ids(*made.held)
@@ -116,26 +115,48 @@ def test_what_the_link_would_take_too_long_for_is_forgotten_and_counted() -> Non
     assert made.side.take_counts()["split_forgotten_blocks"] == 5 and "split_forgotten_blocks" in COUNTERS
 
 
-def test_of_what_came_home_what_has_changed_since_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of that, what the link would take too long for is forgotten."""
+@pytest.fixture
+def shrinks_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.overload.vllm_internals.shrink", lambda scheduler, blocks: {})
-    made = SideWithBlocks(4 / STANDING_S)
+
+
+@pytest.mark.usefixtures("shrinks_by_nothing")
+def test_what_has_not_gone_in_time_is_forgotten_and_a_restore_waits_for_that() -> None:
+    made = SideWithBlocks(100.0)
     made.ordered("drop")
     made.told(SplitEvent.SPLIT)
     assert made.side.restore(FeedCommand("restore", epoch=1)).done
+    assert made.order() is None and made.side.steps_anyway
+    left = made.cached[:3]
+    made.told(SplitEvent.GIVEN, rows=[block.block_id for block in left])
+    assert [block for block in made.cached if block.block_hash is None] == left
+    assert made.side.take_counts()["split_forgotten_blocks"] == 3
+    assert isinstance(made.order(), NarrowOrder)
+
+
+@pytest.mark.usefixtures("shrinks_by_nothing")
+def test_what_came_home_and_is_as_it_was_is_not_taken_again() -> None:
+    """Of the rest, what the link would take too long for is forgotten."""
+    made = SideWithBlocks(6 / EXCHANGE_S)
+    made.ordered("drop")
+    made.told(SplitEvent.SPLIT)
+    made.told(SplitEvent.GIVEN)
+    assert made.side.restore(FeedCommand("restore", epoch=1)).done
     begun = made.order()
-    assert isinstance(begun, NarrowOrder) and sorted(begun.cached) == ids(*made.cached[-8:])
+    kept = made.cached[-6:]
+    assert isinstance(begun, NarrowOrder) and sorted(begun.cached) == ids(*kept)
     made.told(SplitEvent.NARROWED)
     request: Any = SimpleNamespace(request_id="s", block_hashes=[BlockHash(b"new %d" % n) for n in range(32)])
-    new = made.pool.get_new_blocks(24)  # the two that were forgotten, all that were free, and three cached
-    made.pool.cache_full_blocks(request, new, 0, 24, 16, 0)
-    assert made.order() is None
+    new = made.pool.get_new_blocks(25)  # of the cached ones those that were used first
+    made.pool.cache_full_blocks(request, new, 0, 25, 16, 0)
+    again = [block for block in kept if block in new]
+    assert 0 < len(again) < 6 and made.order() is None
     made.pool.free_blocks(new)
-    again = [block for block in made.cached if block in new]
-    made.told(SplitEvent.LOADED)
+    come = [block for block in kept if block is not kept[-1]]
+    made.told(SplitEvent.LOADED, rows=[block.block_id for block in come])
     ended = made.order()
     assert isinstance(ended, RestoreOrder)
-    unchanged = [block for block in made.cached[-8:] if block not in again]
-    assert 0 < len(unchanged) < 8 and sorted(ended.unchanged) == ids(*unchanged)
-    latest = list(reversed(new))[:2]  # beside two that requests hold
-    assert sorted(ended.used) == ids(*made.held, *unchanged, *latest)
+    latest = [*new[::-1], kept[-1]]  # what is not at home, the latest first
+    free = [block.block_id for block in made.pool.free_block_queue.get_all_free_blocks()]
+    latest.sort(key=lambda block: free.index(block.block_id), reverse=True)
+    assert sorted(ended.used) == ids(*made.held, *latest[:4])

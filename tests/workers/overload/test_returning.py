@@ -2,9 +2,8 @@
 the middle of it. Without an engine; with one in test_split_engines.py."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from tests.workers.overload.workers_here import (
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection
 from workers.overload.errors import PeerRefused, SplitOver
-from workers.overload.membership import Membership, SplitLimits
+from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
@@ -186,17 +185,12 @@ def test_who_has_more_kv_to_take_is_waited_for(four: Group) -> None:
     for worker in (first, second):
         worker.until_loaded()
         worker.split.limits = SplitLimits(meet_s=0.3, order_s=10.0)
-    take = second.split.take
-
-    def slowly(member: Membership, used: Sequence[int]) -> None:
-        time.sleep(1.0)
-        take(member, used)
-
-    with mock.patch.object(second.split, "take", slowly):
-        ended, seconds = at_once(
-            lambda: first.step(lambda one: one.restore(RestoreOrder(1, []))),
-            lambda: second.step(lambda one: one.restore(RestoreOrder(1, USED))),
-        )
+    first.split.__class__ = broken.SlowToAnswer
+    first.split.slow_s = 2.0 / LAYERS  # type: ignore[attr-defined]
+    ended, seconds = at_once(
+        lambda: first.step(lambda one: one.restore(RestoreOrder(1, []))),
+        lambda: second.step(lambda one: one.restore(RestoreOrder(1, USED))),
+    )
     assert ended == [SplitEvent.RESTORED] * 2 and seconds > 0.9
     assert second.has_all and second.whole and first.whole
 

@@ -195,7 +195,7 @@ def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1,
 
 
 def engine_with_a_pool() -> Any:
-    queue = SimpleNamespace(append_n=lambda blocks: None)
+    queue = SimpleNamespace(prepend_n=lambda blocks: None)
     pool = SimpleNamespace(num_gpu_blocks=BLOCKS, blocks=[None] * BLOCKS, free_block_queue=queue)
     sizes = SimpleNamespace(num_gpu_blocks=BLOCKS), SimpleNamespace(num_blocks=BLOCKS)
     manager = SimpleNamespace(block_pool=pool)
