@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
@@ -22,6 +23,7 @@ from workers.overload.exchange import KvBeside
 from workers.overload.membership import SplitLimits
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
+from workers.overload.vllm_internals import BatchKv, blocks_in_batch
 
 SLOW_S = 0.008  # of each message
 
@@ -198,3 +200,15 @@ def test_a_peer_that_does_not_answer_is_lost_to_the_next_batch(group: Group) -> 
         one.claim([], 1.0)
     lost = group[0].step(lambda each: each.narrow(NarrowOrder(1, {})))
     assert lost.event is SplitEvent.LOST and group[0].whole and group[0].split.giving is None
+
+
+def test_of_a_batch_some_blocks_are_read_and_some_only_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that decodes in the middle of a block, one whose prompt begins there, and a new one."""
+    table = torch.tensor([[5, 6, 7, 0], [8, 9, 1, 2], [3, 4, 77, 78]])  # what is behind is old
+    starts, lens = torch.tensor([0, 1, 41, 61]), torch.tensor([33, 50, 20])
+    batch = BatchKv(starts, lens, table, torch.zeros(61, dtype=torch.int64), 61, 40, 50)
+    monkeypatch.setattr("workers.overload.vllm_internals.batch_in_model", lambda block_tokens: batch)
+    reads, writes = blocks_in_batch(16)
+    assert (sorted(reads), sorted(writes)) == ([5, 6, 8], [1, 2, 3, 4, 7, 9])
+    monkeypatch.setattr("workers.overload.vllm_internals.batch_in_model", lambda block_tokens: None)
+    assert blocks_in_batch(16) == ([], [])
