@@ -36,7 +36,7 @@ class WithoutExchange(SplitModel):
 class WithoutWaiting(SplitModel):
     """A batch reads KV of the prefix cache that is on its way still."""
 
-    def give_first(self) -> None:
+    def give_first(self, member: Membership) -> None:
         return
 
 
