@@ -25,7 +25,7 @@ log = logging.getLogger("conserve.router.directory.dropping")
 
 _TELL_S = 5.0
 # Until all say that it has happened: steps, exchange and limits of the engines.
-CHANGE_S = {"drop": 45.0, "restore": 180.0}
+CHANGE_S = {"drop": 45.0, "restore": 220.0}
 _LOOK_S = 0.1
 _EVERY_S = 1.0
 SILENT_S = 30.0  # that an engine which is not heard may be in a group that seems to lack one
