@@ -141,7 +141,7 @@ async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
     try:
         there, here = await readers.read(asked, pieces), read_body(asked, pieces)
         assert there == here
-        assert there.prompt is not None and there.prompt.identity.id == "mine"
+        assert there.prompt is not None and there.prompt.identity.group == "mine"
         assert there.fields["n"] == 2 and there.fields["messages"] is None
         with pytest.raises(ApiError, match="not JSON"):
             await readers.read(asked, (raw[:-1],))

@@ -58,6 +58,9 @@ def test_what_serves_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             assert asked(port) == b""
     assert asked(port) == b"hello"
     acceptor.close()
+    for thread in threading.enumerate():
+        if thread.name == "echo":
+            thread.join(10)  # what it raises is for this test's hook
 
 
 def test_what_is_closed_accepts_nobody() -> None:
