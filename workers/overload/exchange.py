@@ -140,14 +140,18 @@ class KvBeside:
         is flying of them is waited for."""
         asked = set(rows)
         with self._changed:
-            mine = [row for row in self._left if row in asked]
-            for row in mine:
-                del self._left[row]
+            mine = self._taken(asked)
             self._changed.wait_for(lambda: self._ended or not asked.intersection(self._flying), limit_s)
             self.check()
             if asked.intersection(self._flying):
                 raise PeerError("KV was not taken in time")
-            return mine
+            return mine + self._taken(asked)  # what took off and did not land
+
+    def _taken(self, asked: set[int]) -> list[int]:
+        taken = [row for row in self._left if row in asked]
+        for row in taken:
+            del self._left[row]
+        return taken
 
     def end(self, limit_s: float) -> None:
         """Returns when it has ended, well or not, or when the time is over."""

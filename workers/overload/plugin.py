@@ -237,7 +237,8 @@ class OverloadScheduler(SchedulerSide):
             self._link.see(report.moved_bytes, report.moved_s, self._residence.clock())
         if event is SplitEvent.LOADED:
             self._seconds["return_seconds"].append(report.seconds)
-            self._coming = {block: was for block, was in self._coming.items() if block in set(report.rows)}
+            come = set(report.rows)
+            self._coming = {block: was for block, was in self._coming.items() if block in come}
             self._ends_from = self._residence.clock()
             return
         if event is SplitEvent.NARROWED:

@@ -1,6 +1,7 @@
 """KV of the prefix cache on its way beside serving: batches first on the link, what a batch reads before the
 batch, for a bounded time, and home again but for what has changed. Without an engine."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -114,6 +115,22 @@ def test_what_is_flying_is_waited_for(group: Group) -> None:
             one.claim([row], 0.2)
     assert one.claim([row], 10.0) == []
     assert row in one.gone
+
+
+def test_what_took_off_and_did_not_land_is_given_by_who_needs_it(group: Group) -> None:
+    """The time is over in the middle of a piece: some of its layers are at the peer, and some are not."""
+    for engine in group:
+        engine.split.limits = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=15.0, beside_s=0.3)
+    split(group)
+    one, mine = giving(group[0]), []
+    with group[1].device:
+        time.sleep(0.1)
+        row = one.left[0]
+        claims = threading.Thread(target=lambda: mine.extend(one.claim([row], 10.0)), daemon=True)
+        claims.start()
+        time.sleep(0.4)
+    claims.join(10.0)
+    assert mine == [row] and row not in one.left and row not in one.gone
 
 
 def test_it_waits_while_a_batch_is_at_peers(group: Group) -> None:
