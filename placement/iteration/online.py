@@ -110,7 +110,7 @@ def with_a_token(
     """Those that have their token in an iteration, and those that are left out of it.
 
     Of the best class that has something to compute all have it. Lesser ones have what its TBT target leaves,
-    beside a prompt of it a twentieth of what an iteration may take; one at least, who lacks a token for longest.
+    beside a prompt of it a tenth of what an iteration may take; one at least, who lacks a token for longest.
     """
     of_prompts = max((request.worth_s for request in prompts if not request.refused), default=-math.inf)
     best_s = max(of_prompts, *(request.worth_s for request in decoding), -math.inf)

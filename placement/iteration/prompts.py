@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
-LESSER_SHARE = 0.05  # of an iteration, what lesser classes have at least beside a better one
+LESSER_SHARE = 0.1  # of an iteration, what lesser classes have at least beside a better one
 LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 
@@ -40,7 +40,7 @@ class PromptSharing:
 
     def iteration_s(self, decoding_s: float, lesser: bool = False) -> float:
         """What an iteration may take with prompts in it: half is theirs, or they would never end. `lesser`: a
-        prompt of a lesser class than what decodes has a twentieth."""
+        prompt of a lesser class than what decodes has a tenth."""
         return max(self.tbt_s, decoding_s / (1 - (LESSER_SHARE if lesser else 0.5)))
 
     def share(self, decoding_s: float) -> float:

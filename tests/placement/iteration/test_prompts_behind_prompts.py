@@ -136,7 +136,7 @@ def test_beside_a_better_class_lesser_requests_decode_in_turn_within_its_target(
     assert all(alike.values()), "of one class all have their token"
 
 
-def test_beside_a_prompt_of_a_better_class_lesser_requests_decode_in_a_twentieth_of_the_time() -> None:
+def test_beside_a_prompt_of_a_better_class_lesser_requests_decode_in_a_tenth_of_the_time() -> None:
     """Each takes 0.5 ms of a target of 50; 20 of them would take a fifth of it."""
     policy = make_policy(ServingSettings("prompts_in_order"))
     others = [online(f"o{n}", 4_001, 4_000, last_token=9.0 + n / 100) for n in range(20)]
@@ -144,7 +144,7 @@ def test_beside_a_prompt_of_a_better_class_lesser_requests_decode_in_a_twentieth
     alike = fill(policy, view(*others, waiting=(replace(gold, ahead_s=0.0),)))
     tokens = fill(policy, view(*others, waiting=(gold,)))
     assert sum(map(bool, alike.values())) == 21
-    assert 3 <= sum(map(bool, tokens.values())) - 1 <= 5
+    assert 7 <= sum(map(bool, tokens.values())) - 1 <= 10
     assert tokens["gold"] > 1.1 * alike["gold"]
     refused = replace(gold, refused=True)
     assert sum(map(bool, fill(policy, view(*others, waiting=(refused,))).values())) >= 20, "it has no place"
@@ -163,13 +163,13 @@ def test_a_priority_takes_no_tokens_from_those_that_run() -> None:
     assert plan.waiting is not None and plan.waiting[0] == "prompt"
 
 
-def test_a_lesser_prompt_has_a_twentieth_beside_a_better_class_and_half_beside_its_own() -> None:
+def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_own() -> None:
     target = TurnTargets(0.5, 0.005)  # less than what decoding takes
     gold = online("gold", 20_001, 20_000, slo=target)
     decoding_s = MODEL.seconds(BatchWork.of([(1, 20_000)]))
-    for ahead_s, share in ((5.0, 0.05), (0.0, 0.5)):
+    for ahead_s, share in ((5.0, 0.1), (0.0, 0.5)):
         policy = make_policy(ServingSettings("prompts_in_order"))
         prompt = arrived("prompt", 3000, 9.9)
         tokens = fill(policy, view(replace(gold, ahead_s=ahead_s), waiting=(prompt,)))["prompt"]
         seconds = MODEL.seconds(BatchWork.of([(1, 20_000), (tokens, 0)]))
-        assert 0.7 * share < 1 - decoding_s / seconds <= share + 1e-9
+        assert 0.9 * share < 1 - decoding_s / seconds <= share + 1e-9
