@@ -112,9 +112,7 @@ class SharedPrefixes:
         self._caches: dict[str, EngineCache] = {}
         self._given: dict[str, GivenPrompt] = {}  # by conversation
         self._heads: dict[str, Sequence[Head]] = {}  # of conversations
-        self._first: dict[
-            str, int
-        ] = {}  # conversations in their first turn, and heads that are shared by word
+        self._first: dict[str, int] = {}  # in their first turn: heads that others will have, as was said
 
     def holds(self, engine: str, tokens: int) -> None:
         """So much KV fits there."""
