@@ -1,7 +1,7 @@
 """Overload: what gives way when the KV does not suffice, and what comes of it.
 
 python -m benchmarks.overload --computed [--quick] [--json FILE] [--traces FILE]
-python -m benchmarks.overload --live [--quick] [--json FILE]
+python -m benchmarks.overload --live [--quick] [--load LOAD] [--json FILE]
 
 `preempt` is plain vLLM behind the same placing, without the gate (`fill`): running turns are computed again,
 idle KV is lost. `park`: both go to the host. `drop`: parameters give way as well (placement/overload/).
@@ -48,15 +48,19 @@ def main() -> None:
     how.add_argument("--computed", action="store_true", help="on the simulator's clock")
     how.add_argument("--live", action="store_true", help="plain vLLM, park and drop on this machine")
     parser.add_argument("--traces", type=Path, default=real.SAMPLE, help="real conversations, any format")
+    parser.add_argument(
+        "--load", action="append", choices=list(live.LOADS), help="of --live; each of them, unless said"
+    )
     options = parser.parse_args()
     if options.live:
-        _live(options.quick, options.json)
+        loads = [load for load in live.LOADS if load in (options.load or live.LOADS)]
+        _live(loads, options.quick, options.json)
     else:
         _computed(options.quick, options.traces, options.json)
 
 
-def _live(quick: bool, file: Path | None) -> None:
-    figures, table = live.measured(quick)
+def _live(loads: Sequence[str], quick: bool, file: Path | None) -> None:
+    figures, table = live.measured(loads, quick)
     for name, row in table.items():
         for column, value in row.items():
             print(f"{name} {column} = {value:.4g}")

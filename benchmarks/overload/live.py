@@ -1,19 +1,20 @@
 """The same bursts on plain vLLM, on a fleet that parks only, and on one whose decoders share layers: one run.
 
-Two engines with little KV each, and turns that come at once and want 1.5 times what both have: requests with
-BurstGPT's lengths, and conversations with those of real agents, whose tools answer at once so that all of it
-is in use. On plain vLLM, which preempts, conversations go to the two by turns. Each burst has words of its
-own, so that nothing of it is cached, and is played by all three, forwards and back; then calmly, by plain
-vLLM: an answer that differs from that one is wrong.
+Two engines with little KV each, and turns that want 1.5 times what both have: requests with BurstGPT's
+lengths, and conversations with those of real agents, whose tools answer at once so that all of it is in use,
+both within half a second; and requests with long answers, which come for half a minute, so that those who
+come late wait for KV that others hold. On plain vLLM, which preempts, conversations go to the two by turns.
+Each burst has words of its own, so that nothing of it is cached, and is played by all three, forwards and
+back; then calmly, by plain vLLM: an answer that differs from that one is wrong.
 """
 
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,7 @@ import aiohttp
 import httpx
 
 from benchmarks.live_policies import brought_up
-from benchmarks.overload.setups import BURST_GPT
+from benchmarks.overload.setups import BURST_GPT, LONG_ANSWERS
 from benchmarks.peers.contenders import Bench, PlainEngines
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
@@ -39,12 +40,13 @@ FLEET = ROOT / "configs" / "laptop.yaml"
 SAMPLE = ROOT / "traces" / "samples" / "laptop.jsonl.gz"
 PREEMPT, PARK, DROP = "preempt", "park", "drop"
 MODEL = "small"
-BLOCK, BLOCKS, CONTEXT = 32, 128, 2_048  # 4,096 tokens of KV on each decoder
-LONGEST = CONTEXT - 128  # what a template adds is not in a trace
+BLOCK = 32
+TEMPLATE = 128  # tokens: what a template adds is not in a trace
 ASKED = 1.5  # of the KV that both have
-RATE = 40.0  # conversations a second: all within half a second
+AT_ONCE = 40.0  # conversations a second: all within half a second
 SHRINK, LEAST = 4, 400  # of the laptop sample, which is the agents' lengths / 16; shorter ones fill nothing
-HEADROOM = 262  # tokens kept for an answer: BurstGPT's mean
+SHORTER = 4  # of long answers' lengths
+LASTING_S, LASTING_RATE = 30.0, 2.2  # at that rate they want `ASKED`, at the speed of two idle cores
 CALM = 3
 ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
@@ -68,34 +70,66 @@ class Burst:
         return f"burst-{self.number}"
 
 
+@dataclass(frozen=True)
+class Kv:
+    """What each of the two engines has, and what is kept of it for an answer."""
+
+    blocks: int
+    context: int
+    headroom: int
+
+    @property
+    def longest(self) -> int:
+        return self.context - TEMPLATE
+
+
+BRIEF, LASTING = Kv(128, 2_048, 262), Kv(48, 1_024, 375)
+
+
 def requests(number: int) -> Burst:
-    drawn = BURST_GPT.draw(1_000, number)
-    return _burst(number, generators.fit(drawn, LONGEST))
+    return _at_once(number, generators.fit(BURST_GPT.draw(1_000, number), BRIEF.longest))
 
 
 def agents(number: int) -> Burst:
     sample = [replace(one, parent=None) for one in load(SAMPLE).conversations]
     generators.stream(number, "agents").shuffle(sample)
-    shrunk = generators.fit(generators.scale(sample, generators.Scale(lengths=1 / SHRINK)), LONGEST)
+    shrunk = generators.fit(generators.scale(sample, generators.Scale(lengths=1 / SHRINK)), BRIEF.longest)
     long = (one for one in shrunk if one.turns[-1].context_tokens >= LEAST)
     at_once = (replace(one, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns)) for one in long)
-    return _burst(number, at_once)
+    return _at_once(number, at_once)
 
 
-LOADS = {"requests": requests, "agents": agents}
+def long_answers(number: int) -> Burst:
+    drawn = generators.scale(LONG_ANSWERS.draw(1_000, number), generators.Scale(lengths=1 / SHORTER))
+    times = generators.poisson(LASTING_RATE, generators.stream(number, "burst"))
+    within = takewhile(lambda at: at < LASTING_S, times)
+    return Burst(number, tuple(generators.arriving(generators.fit(drawn, LASTING.longest), within)))
 
 
-def _burst(number: int, conversations: Iterable[TraceConversation]) -> Burst:
+def _at_once(number: int, conversations: Iterable[TraceConversation]) -> Burst:
     """As many as want `ASKED` times the KV at the end of their last turns."""
     taken: list[TraceConversation] = []
     wanted = 0
     for one in conversations:
         taken.append(one)
         wanted += one.turns[-1].context_tokens
-        if wanted >= ASKED * 2 * BLOCK * BLOCKS:
+        if wanted >= ASKED * 2 * BLOCK * BRIEF.blocks:
             break
-    times = generators.poisson(RATE, generators.stream(number, "burst"))
+    times = generators.poisson(AT_ONCE, generators.stream(number, "burst"))
     return Burst(number, tuple(generators.arriving(taken, times)))
+
+
+@dataclass(frozen=True)
+class Load:
+    kv: Kv
+    burst: Callable[[int], Burst]
+
+
+LOADS = {
+    "requests": Load(BRIEF, requests),
+    "agents": Load(BRIEF, agents),
+    "long answers": Load(LASTING, long_answers),
+}
 
 
 @dataclass
@@ -129,14 +163,14 @@ class PolicyBursts:
         }
 
 
-def prepared(policy: str) -> FleetSpec:
+def prepared(policy: str, kv: Kv = BRIEF) -> FleetSpec:
     content = load_fleet(FLEET).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
-    content["model"]["max_context"] = CONTEXT
-    content["engine"]["args"] |= {"num-gpu-blocks-override": BLOCKS, "block-size": BLOCK}
+    content["model"]["max_context"] = kv.context
+    content["engine"]["args"] |= {"num-gpu-blocks-override": kv.blocks, "block-size": BLOCK}
     content["engine"]["start_together"] = 2
     content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
-    content["conversation"] |= {"headroom_tokens": HEADROOM, "decoder_wait": f"{LIMIT_S:.0f}s"}
+    content["conversation"] |= {"headroom_tokens": kv.headroom, "decoder_wait": f"{LIMIT_S:.0f}s"}
     content["coserving"] = {"tbt": "10s"}  # a plan is not refused for what two busy cores take
     return FleetSpec.model_validate(content)
 
@@ -262,40 +296,26 @@ def total(counted: dict[str, float], name: str) -> float:
     return sum(value for labelled, value in counted.items() if labelled.partition("{")[0] == name)
 
 
-def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Figures, the worse of both loads, and each policy's own by load."""
+def measured(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Figures, the worst of all loads, and each policy's own by load."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in LOADS}
-    with ExitStack() as stack:
-        plain = BurstSubject(stack.enter_context(plain_engines(prepared(PARK))))
-        subjects = {PREEMPT: plain}
-        for policy in (PARK, DROP):
-            subjects[policy] = BurstSubject.of_fleet(stack.enter_context(brought_up(prepared(policy))))
-        for subject in subjects.values():  # the first drop of all is a warm-up, too
-            subject.burst(requests(-1), PolicyBursts())
-        for load, made in LOADS.items():
-            for number in range(2 * rounds):
-                order = list(subjects)[:: -1 if number % 2 else 1]
-                said = {policy: subjects[policy].burst(made(number), seen[load][policy]) for policy in order}
-                took = ", ".join(f"{policy} {one.seconds[-1]:.1f} s" for policy, one in seen[load].items())
-                took += f"; {seen[load][DROP].drops} drops so far"
-                print(f"{load}, burst {number + 1} of {2 * rounds}: {took}", flush=True)
-                right = plain.calm(made(number))
-                for policy, answers in said.items():
-                    seen[load][policy].wrong += sum(
-                        one != wanted
-                        for name in right
-                        for one, wanted in zip(answers[name], right[name], strict=True)
-                    )
-        counted = subjects[DROP].counted()
+    seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in loads}
+    counted: dict[str, float] = {}
+    for kv, alike in groupby(loads, lambda load: LOADS[load].kv):
+        for metric, value in _played(kv, {name: seen[name] for name in alike}, rounds).items():
+            counted[metric] = counted.get(metric, 0.0) + value
     table = {f"{load}, {policy}": one.figures() for load, by in seen.items() for policy, one in by.items()}
-    figures = {
-        f"{name}_vs_{other}": max(
-            table[f"{load}, {DROP}"][f"{name}_s"] / table[f"{load}, {other}"][f"{name}_s"] for load in LOADS
-        )
-        for other in (PREEMPT, PARK)
-        for name in ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "e2e_p50", "burst")
+    ratios = {
+        load: {
+            f"{name}_vs_{other}": table[f"{load}, {DROP}"][f"{name}_s"]
+            / table[f"{load}, {other}"][f"{name}_s"]
+            for other in (PREEMPT, PARK)
+            for name in ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "e2e_p50", "burst")
+        }
+        for load in loads
     }
+    table |= ratios
+    figures = {name: max(ratios[load][name] for load in loads) for name in ratios[loads[0]]}
     figures["wrong"] = sum(one.wrong for by in seen.values() for one in by.values())
     for name in TIMES:
         seconds, count = (total(counted, f"{name}_{part}") for part in ("sum", "count"))
@@ -303,3 +323,30 @@ def measured(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]
     unread = ("_bucket", "_created")
     changes = {name: value for name, value in counted.items() if not any(part in name for part in unread)}
     return figures, {**table, "changes": changes}
+
+
+def _played(kv: Kv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
+    """Bursts of these loads on engines with so much KV; what the fleet that drops has counted."""
+    with ExitStack() as stack:
+        plain = BurstSubject(stack.enter_context(plain_engines(prepared(PARK, kv))))
+        subjects = {PREEMPT: plain}
+        for policy in (PARK, DROP):
+            subjects[policy] = BurstSubject.of_fleet(stack.enter_context(brought_up(prepared(policy, kv))))
+        for subject in subjects.values():  # the first drop of all is a warm-up, too
+            subject.burst(LOADS[next(iter(loads))].burst(-1), PolicyBursts())
+        for load, seen in loads.items():
+            for number in range(2 * rounds):
+                burst = LOADS[load].burst(number)
+                order = list(subjects)[:: -1 if number % 2 else 1]
+                said = {policy: subjects[policy].burst(burst, seen[policy]) for policy in order}
+                took = ", ".join(f"{policy} {one.seconds[-1]:.1f} s" for policy, one in seen.items())
+                took += f"; {seen[DROP].drops} drops so far"
+                print(f"{load}, burst {number + 1} of {2 * rounds}: {took}", flush=True)
+                right = plain.calm(burst)
+                for policy, answers in said.items():
+                    seen[policy].wrong += sum(
+                        one != wanted
+                        for name in right
+                        for one, wanted in zip(answers[name], right[name], strict=True)
+                    )
+        return subjects[DROP].counted()
