@@ -14,9 +14,18 @@ class ClassOrder:
 
     def __init__(self) -> None:
         self._served: dict[float, float] = {}  # by what the class is worth
+        self._shared_at = -inf
 
     def served(self, ahead_s: float, now: float) -> None:
         self._served[ahead_s] = now
+
+    def shared(self, now: float) -> None:
+        """Lesser ones had their share of what a better class computes in."""
+        self._shared_at = now
+
+    def left_out_s(self, now: float) -> float:
+        """Since then."""
+        return now - self._shared_at
 
     def level(self, ahead_s: float, arrival: float, best_s: float, now: float) -> float:
         """What a turn is worth now, beside others of which the best is worth `best_s`: the most goes first,

@@ -47,7 +47,7 @@ AT_ONCE = 40.0  # conversations a second: all within half a second
 SHRINK, LEAST = 4, 400  # of the laptop sample, which is the agents' lengths / 16; shorter ones fill nothing
 SHORTER = 4  # of long answers' lengths
 LASTING_S, LASTING_RATE = 30.0, 2.2  # at that rate they want `ASKED`, at the speed of two idle cores
-CALM = 3
+CALM = 4  # conversations at a time: nothing gives way
 ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -71,7 +71,7 @@ class Burst:
 
 
 @dataclass(frozen=True)
-class Kv:
+class EngineKv:
     """What each of the two engines has, and what is kept of it for an answer."""
 
     blocks: int
@@ -83,7 +83,7 @@ class Kv:
         return self.context - TEMPLATE
 
 
-BRIEF, LASTING = Kv(128, 2_048, 262), Kv(48, 1_024, 375)
+BRIEF, LASTING = EngineKv(128, 2_048, 262), EngineKv(48, 1_024, 375)
 
 
 def requests(number: int) -> Burst:
@@ -120,15 +120,15 @@ def _at_once(number: int, conversations: Iterable[TraceConversation]) -> Burst:
 
 
 @dataclass(frozen=True)
-class Load:
-    kv: Kv
+class BurstLoad:
+    kv: EngineKv
     burst: Callable[[int], Burst]
 
 
 LOADS = {
-    "requests": Load(BRIEF, requests),
-    "agents": Load(BRIEF, agents),
-    "long answers": Load(LASTING, long_answers),
+    "requests": BurstLoad(BRIEF, requests),
+    "agents": BurstLoad(BRIEF, agents),
+    "long answers": BurstLoad(LASTING, long_answers),
 }
 
 
@@ -163,7 +163,7 @@ class PolicyBursts:
         }
 
 
-def prepared(policy: str, kv: Kv = BRIEF) -> FleetSpec:
+def prepared(policy: str, kv: EngineKv = BRIEF) -> FleetSpec:
     content = load_fleet(FLEET).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
     content["model"]["max_context"] = kv.context
@@ -325,7 +325,7 @@ def measured(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[
     return figures, {**table, "changes": changes}
 
 
-def _played(kv: Kv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
+def _played(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
     """Bursts of these loads on engines with so much KV; what the fleet that drops has counted."""
     with ExitStack() as stack:
         plain = BurstSubject(stack.enter_context(plain_engines(prepared(PARK, kv))))

@@ -51,6 +51,45 @@ class OnlineShare:
         return min(prompt.pending, self.caps.get(prompt.key, prompt.pending))
 
 
+@dataclass(frozen=True, slots=True)
+class LesserShare:
+    """What lesser classes have of an iteration beside the best one that decodes, whatever its target says: a
+    tenth of the time, all of it in one iteration of ten, or of as many as their own targets allow. A batch of
+    both kinds takes longer than it has tokens, so that a little in each would cost a better class more.
+    """
+
+    best_s: float  # what the best class is worth
+    until_s: float  # how long the iteration may take with lesser ones; 0: they sit it out
+    classes: ClassOrder
+    now: float
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[RequestView],
+        now: float,
+        max_tokens: int,
+        model: LatencyModel,
+        classes: ClassOrder,
+    ) -> "LesserShare":
+        decoding = [request for request in requests if request.decoding]
+        best_s = max((request.worth_s for request in decoding), default=-math.inf)
+        best = [request for request in decoding if request.worth_s == best_s]
+        alone_s = model.seconds(memory.online_work(best, max_tokens))
+        targets = [request.slo.tbt_s for request in requests if request.worth_s < best_s]
+        every_s = min(alone_s / LESSER_SHARE, *targets, math.inf)
+        due = classes.left_out_s(now) >= every_s
+        return cls(best_s, alone_s + LESSER_SHARE * every_s if due else 0.0, classes, now)
+
+    def has(self, request: RequestView) -> bool:
+        """Whether it is of a lesser class than what decodes."""
+        return request.worth_s < self.best_s
+
+    def served(self) -> None:
+        if self.until_s:
+            self.classes.shared(self.now)
+
+
 def token_due(request: RequestView, margin: float) -> float:
     """When an iteration that has its next token should end."""
     return request.deadline() - margin * request.slo.tbt_s
@@ -72,8 +111,8 @@ def share_out(
     """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
     requests = tuple(requests)
     prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
-    decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model)
-    best_s = max((request.worth_s for request in decoding), default=-math.inf)
+    lesser = LesserShare.of(requests, now, max_tokens, model, classes)
+    decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model, lesser)
     alone = work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(alone)
     seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
@@ -83,9 +122,9 @@ def share_out(
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
-            lesser = request.worth_s < best_s
-            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, lesser)
-        if index == 0:
+            until_s = max(sharing.tbt_s, lesser.until_s) if lesser.has(request) else None
+            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, until_s)
+        if index == 0 and (lesser.until_s or not lesser.has(request)):
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
         waits = part and index > 0 and not sharing.fills and due(request, model, sharing) > now
@@ -98,6 +137,8 @@ def share_out(
             budget -= tokens
             if not request.refused:
                 classes.served(request.ahead_s, now)
+                if lesser.has(request):
+                    lesser.served()
         if part:
             caps[request.key] = tokens
             break
@@ -105,12 +146,17 @@ def share_out(
 
 
 def with_a_token(
-    decoding: Sequence[RequestView], prompts: Sequence[RequestView], max_tokens: int, model: LatencyModel
+    decoding: Sequence[RequestView],
+    prompts: Sequence[RequestView],
+    max_tokens: int,
+    model: LatencyModel,
+    share: LesserShare,
 ) -> tuple[Sequence[RequestView], Sequence[RequestView]]:
     """Those that have their token in an iteration, and those that are left out of it.
 
-    Of the best class that has something to compute all have it. Lesser ones have what its TBT target leaves,
-    beside a prompt of it a tenth of what an iteration may take; one at least, who lacks a token for longest.
+    Of the best class that has something to compute all have it. Lesser ones, who lacks a token for longest
+    first, have what its TBT target leaves, and their share; beside a prompt of it a tenth of what an
+    iteration may take, and one token at least.
     """
     of_prompts = max((request.worth_s for request in prompts if not request.refused), default=-math.inf)
     best_s = max(of_prompts, *(request.worth_s for request in decoding), -math.inf)
@@ -118,19 +164,23 @@ def with_a_token(
     if len(first) == len(decoding):
         return decoding, ()
     work, joined = memory.online_work(first, max_tokens), 0
-    until_s = min((request.slo.tbt_s for request in first), default=math.inf)
+    target_s = min((request.slo.tbt_s for request in first), default=math.inf)
     if of_prompts == best_s:
         shortest_s = min(request.slo.tbt_s for request in decoding)
-        until_s = min(until_s, model.seconds(work) + LESSER_SHARE * shortest_s)
+        until_s, least = min(target_s, model.seconds(work) + LESSER_SHARE * shortest_s), 1
+    else:
+        until_s, least = max(target_s, share.until_s), int(share.until_s > 0)
     lesser = sorted(
         (request for request in decoding if request.worth_s < best_s),
         key=lambda r: (r.arrival if r.last_token is None else r.last_token, r.key),
     )
     for request in lesser:
         work = work.plus(1, request.computed)
-        if joined and model.seconds(work) > until_s:
+        if joined >= least and model.seconds(work) > until_s:
             break
         joined += 1
+    if joined:
+        share.served()
     return (*first, *lesser[:joined]), lesser[joined:]
 
 

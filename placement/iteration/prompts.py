@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
-LESSER_SHARE = 0.1  # of an iteration, what lesser classes have at least beside a better one
+LESSER_SHARE = 0.1  # of the time, what lesser classes have at least beside a better one
 LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 
@@ -38,10 +38,9 @@ class PromptSharing:
         saved, each = model.per_attended - model.per_before, model.constant + model.per_request
         return most if saved <= 0 else min(most, max(LEAST_CHUNK, int(math.sqrt(2 * each / saved))))
 
-    def iteration_s(self, decoding_s: float, lesser: bool = False) -> float:
-        """What an iteration may take with prompts in it: half is theirs, or they would never end. `lesser`: a
-        prompt of a lesser class than what decodes has a tenth."""
-        return max(self.tbt_s, decoding_s / (1 - (LESSER_SHARE if lesser else 0.5)))
+    def iteration_s(self, decoding_s: float) -> float:
+        """What an iteration may take with prompts in it: half is theirs, or they would never end."""
+        return max(self.tbt_s, decoding_s * 2)
 
     def share(self, decoding_s: float) -> float:
         """Of the engine's time, what is left to prompts; `decoding_s` is an iteration without them."""
@@ -54,10 +53,12 @@ class PromptSharing:
         decoding_s: float,
         computed: int,
         want: int,
-        lesser: bool = False,
+        lesser_until_s: float | None = None,
     ) -> int:
-        """Of the next prompt, that join an iteration which has `work` so far."""
-        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s, lesser))
+        """Of the next prompt, that join an iteration which has `work` so far. `lesser_until_s`: of a prompt
+        of a lesser class than what decodes, how long the iteration may take with it."""
+        until_s = self.iteration_s(decoding_s) if lesser_until_s is None else lesser_until_s
+        return model.max_tokens(work, computed, want, until_s)
 
 
 class PromptRate:

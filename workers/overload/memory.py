@@ -24,13 +24,29 @@ def pieces(rows: Sequence[int]) -> Iterator[list[int]]:
     return (list(rows[at : at + ROWS_AT_ONCE]) for at in range(0, len(rows), ROWS_AT_ONCE))
 
 
+class MadeOfWeights:
+    """What layers compute with that is made of their parameters, and has memory of its own. Here: nothing."""
+
+    def drop(self, layer: int) -> None:
+        """Its parameters leave."""
+
+    def make(self, layer: int) -> None:
+        """They are here again."""
+
+
 class LayerWeights:
     """Parameters of a model's layers, moved into ranges, and a copy on the host that outlives a drop: no peer
     is needed to restore."""
 
-    def __init__(self, layers: Sequence[torch.nn.Module], memory: PhysicalMemory) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        memory: PhysicalMemory,
+        made: MadeOfWeights | None = None,
+    ) -> None:
         """Views of parameters that were taken before are of memory that is not the parameters' any more."""
         self._memory = memory
+        self._made = made or MadeOfWeights()
         of_layers = [list(layer.parameters()) for layer in layers]
         for index, parameters in enumerate(of_layers):
             if any(one.untyped_storage().nbytes() != one.nbytes for one in parameters):
@@ -50,16 +66,19 @@ class LayerWeights:
 
     def drop(self, layers: Iterable[int]) -> None:
         for index in layers:
+            self._made.drop(index)
             self._ranges[index].resize(0)
 
     def restore(self, layers: Iterable[int]) -> None:
         """Those that are dropped. Pages must be free for them: KV that grew has given them back."""
-        for index in layers:
+        missing = [index for index in layers if not self._ranges[index].mapped_bytes]
+        for index in missing:
             pages = self._ranges[index]
-            if not pages.mapped_bytes:
-                pages.resize(pages.tensor.nbytes)
-                pages.tensor.copy_(self._copies[index], non_blocking=True)
+            pages.resize(pages.tensor.nbytes)
+            pages.tensor.copy_(self._copies[index], non_blocking=True)
         self._memory.driver.wait()
+        for index in missing:
+            self._made.make(index)
 
     def bring_back(self, index: int) -> bool:
         """The same for one of them while others compute; False where too few pages are free for it."""
@@ -71,8 +90,9 @@ class LayerWeights:
         pages.resize(pages.tensor.nbytes)
         try:
             self._memory.driver.copy_beside(pages.tensor, self._copies[index])
+            self._made.make(index)
         except BaseException:
-            pages.resize(0)  # or it would pass for one that is back
+            self.drop([index])  # or it would pass for one that is back
             raise
         return True
 

@@ -5,7 +5,7 @@ import functools
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from kvtransfer.relied_on import ReliedOn, verify
 from kvtransfer.vllm_internals import free_queue
 from workers.overload.config import SPLIT_MODELS
 from workers.overload.errors import OverloadConfigError
+from workers.overload.memory import MadeOfWeights
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -100,21 +101,34 @@ SCHEDULING = ReliedOn(
 
 
 @contextmanager
-def weights_as_they_are() -> Iterator[None]:
-    """While a model is loaded on the CPU build: its linear layers keep their weights.
-
-    vLLM packs them for oneDNN and lets go of what they were made from, so that they could not come back.
-    """
+def weights_kept() -> Iterator[None]:
+    """While a model is loaded on the CPU build: vLLM's linear layers compute with copies that it packs for
+    oneDNN, and keep what those are made from."""
     packing = layer_utils.dispatch_cpu_unquantized_gemm
 
-    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+    def keeping(layer: torch.nn.Module, remove_weight: bool) -> None:
+        packing(layer, remove_weight=False)
 
-    layer_utils.dispatch_cpu_unquantized_gemm = plain
+    layer_utils.dispatch_cpu_unquantized_gemm = keeping
     try:
         yield
     finally:
         layer_utils.dispatch_cpu_unquantized_gemm = packing
+
+
+class PackedWeights(MadeOfWeights):
+    """Those copies, of a model on the CPU build; elsewhere its layers have none."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._linear = [[one for one in layer.modules() if hasattr(one, "cpu_linear")] for layer in layers]
+
+    def drop(self, layer: int) -> None:
+        for linear in self._linear[layer]:
+            linear.cpu_linear = torch.nn.functional.linear
+
+    def make(self, layer: int) -> None:
+        for linear in self._linear[layer]:
+            layer_utils.dispatch_cpu_unquantized_gemm(linear, remove_weight=False)
 
 
 @dataclass(frozen=True, slots=True)

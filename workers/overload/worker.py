@@ -44,7 +44,7 @@ class DroppingWorkerMixin:
     def load_model(self, **kwargs: Any) -> None:
         verify(internals.WORKING)
         self._refuse_unsupported()
-        with internals.weights_as_they_are():
+        with internals.weights_kept():
             super().load_model(**kwargs)  # type: ignore[misc]
         self._device = DeviceLock()
         internals.on_kv_allocated(self.model_runner, self._release_kv, self._in_reserved_memory)
@@ -120,7 +120,8 @@ class DroppingWorkerMixin:
         if self._weights is None:
             parameters = sum(one.nbytes for layer in model.layers for one in layer.parameters())
             self._memory = PhysicalMemory(self.page_driver(len(tensors) * blocks * row + parameters))
-            self._weights = LayerWeights(model.layers, self._memory)
+            packed = internals.PackedWeights(model.layers)
+            self._weights = LayerWeights(model.layers, self._memory, packed)
         sizes = [self._weights.layer_bytes(layer) for layer in range(len(model.layers))]
         there_is = EngineMemory(blocks, row, sizes, self._memory.page_bytes)
         in_order = {name: tensors[name] for name in model.attention}

@@ -18,11 +18,10 @@ def test_running_requests_keep_their_target_or_prompts_have_half(
 ) -> None:
     work = BatchWork.of((1, context) for context in contexts)
     decoding_s = MODEL.seconds(work)
-    for lesser, most in ((False, 2.0), (True, 1 / 0.9)):
-        tokens = SHARING.tokens(MODEL, work, decoding_s, computed, want, lesser)
+    for lesser_until_s, most_s in ((None, max(SHARING.tbt_s, 2 * decoding_s)), (0.02, 0.02), (0.0, 0.0)):
+        tokens = SHARING.tokens(MODEL, work, decoding_s, computed, want, lesser_until_s)
         assert 0 <= tokens <= want
-        seconds = MODEL.seconds(work.plus(tokens, computed)) if tokens else decoding_s
-        assert seconds <= max(SHARING.tbt_s, most * decoding_s) + 1e-12
+        assert not tokens or MODEL.seconds(work.plus(tokens, computed)) <= most_s + 1e-12
     assert 0.5 <= SHARING.share(decoding_s) < 1
 
 

@@ -130,8 +130,13 @@ def test_beside_a_better_class_lesser_requests_decode_in_turn_within_its_target(
     assert served["gold"] == 1
     assert [key for key, tokens in served.items() if tokens] == ["gold", *(f"o{n}" for n in range(5))]
     tight = replace(gold, slo=TurnTargets(0.5, 0.006))
-    one = fill(policy, view(tight, *others))
+    anew = make_policy(ServingSettings("prompts_in_order"))
+    one = fill(anew, view(tight, *others))
     assert [key for key, tokens in one.items() if tokens] == ["gold", "o0"], "one at least"
+    none = fill(anew, view(tight, *others, now=10.04))
+    assert [key for key, tokens in none.items() if tokens] == ["gold"], "their target of 50 ms allows it"
+    next_one = fill(anew, view(tight, *others[1:], now=10.05))
+    assert [key for key, tokens in next_one.items() if tokens] == ["gold", "o1"]
     alike = fill(policy, view(replace(gold, ahead_s=0.0), *others))
     assert all(alike.values()), "of one class all have their token"
 
@@ -167,9 +172,13 @@ def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_o
     target = TurnTargets(0.5, 0.005)  # less than what decoding takes
     gold = online("gold", 20_001, 20_000, slo=target)
     decoding_s = MODEL.seconds(BatchWork.of([(1, 20_000)]))
-    for ahead_s, share in ((5.0, 0.1), (0.0, 0.5)):
+    for ahead_s, share, joined in ((5.0, 0.1, 0.2), (0.0, 0.5, 1.0)):
         policy = make_policy(ServingSettings("prompts_in_order"))
-        prompt = arrived("prompt", 3000, 9.9)
-        tokens = fill(policy, view(replace(gold, ahead_s=ahead_s), waiting=(prompt,)))["prompt"]
-        seconds = MODEL.seconds(BatchWork.of([(1, 20_000), (tokens, 0)]))
-        assert 0.9 * share < 1 - decoding_s / seconds <= share + 1e-9
+        prompt = arrived("prompt", 30_000, 9.9)
+        now, iterations = 10.0, []
+        for _ in range(100):
+            tokens = fill(policy, view(replace(gold, ahead_s=ahead_s), waiting=(prompt,), now=now))["prompt"]
+            iterations.append(tokens)
+            now += MODEL.seconds(BatchWork.of([(1, 20_000), (tokens, 0)] if tokens else [(1, 20_000)]))
+        assert 0.9 * share < 1 - 100 * decoding_s / (now - 10.0) <= share + 0.02
+        assert 0.5 * joined < sum(map(bool, iterations)) / 100 <= joined, "the rest it sits out"
