@@ -50,6 +50,7 @@ LASTING_S, LASTING_RATE = 30.0, 2.2  # at that rate they want `ASKED`, at the sp
 CALM = 4  # conversations at a time: nothing gives way
 ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
+KEPT_S = 2.0  # an idle connection: uvicorn closes it after 5 s, perhaps as it is used again
 PREEMPTIONS = "vllm:num_preemptions_total"
 DROPPED, RESTORED = (
     f'conserve_overload_changes_total{{change="{change}",outcome="done"}}' for change in ("drop", "restore")
@@ -225,7 +226,8 @@ class BurstSubject:
     async def _played(self, burst: Burst, at_once: int, seen: PolicyBursts) -> Answers:
         slots = asyncio.Semaphore(at_once)
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             clients, sizes = await self._clients(session)
             began = time.monotonic()
 

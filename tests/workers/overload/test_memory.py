@@ -1,15 +1,18 @@
 """Parameters and KV that give way to each other: what comes back is what was, and no more memory is used."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from workers.overload.errors import OverloadConfigError, PageError, RowsUnmapped
 from workers.overload.membership import EngineMemory
 from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.pages import PhysicalMemory
+from workers.overload.vllm_internals import PackedWeights
 
 PAGE = 4096
 LAYERS, BLOCKS, ROW = 4, 64, (2, 32, 64)  # a row of 16 KiB
@@ -84,6 +87,31 @@ def test_what_came_back_in_part_is_not_back(
     assert weights.held_bytes() == sum(map(weights.layer_bytes, range(1, LAYERS)))
     weights.restore([0])
     assert torch.equal(layers[0].weight, before) and memory.free_pages == 0
+
+
+def test_what_is_packed_of_weights_leaves_and_is_made_of_those_that_came_back(memory: PhysicalMemory) -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(512, 1024, bias=False)) for _ in range(LAYERS)]
+    rows = torch.randn(8, 512)
+    packed = PackedWeights(layers)  # a model that vLLM has not prepared has none
+    packed.make(0)
+    for (linear,) in layers:
+        dispatch_cpu_unquantized_gemm(linear, remove_weight=False)
+    packed = PackedWeights(layers)
+    weights = LayerWeights(layers, memory, packed)
+    made = [linear.cpu_linear for (linear,) in layers]
+    before = [computes(rows, None, None) for computes in made]
+    plain = torch.nn.functional.linear
+    assert plain not in made
+    left = weakref.ref(made.pop(0))
+    weights.drop([0])
+    assert left() is None and layers[0][0].cpu_linear is plain
+    assert weights.bring_back(0)
+    weights.drop([1])
+    weights.restore(range(LAYERS))
+    for (linear,), wanted in zip(layers, before, strict=True):
+        assert linear.cpu_linear is not plain
+        assert torch.equal(linear.cpu_linear(rows, None, None), wanted)
+    assert [linear.cpu_linear for (linear,) in layers[2:]] == made[1:], "what stayed is not packed again"
 
 
 def test_a_parameter_with_another_order_of_strides_is_moved_as_it_is(memory: PhysicalMemory) -> None:
