@@ -1,11 +1,13 @@
 """The same bursts on plain vLLM, on a fleet that parks only, and on one whose decoders share layers: one run.
 
-Two engines with little KV each, and turns that want 1.5 times what both have: requests with BurstGPT's
-lengths, and conversations with those of real agents, whose tools answer at once so that all of it is in use,
-both within half a second; and requests with long answers, which come for half a minute, so that those who
-come late wait for KV that others hold. On plain vLLM, which preempts, conversations go to the two by turns.
-Each burst has words of its own, so that nothing of it is cached, and is played by all three, forwards and
-back; then calmly, by plain vLLM: an answer that differs from that one is wrong.
+Two engines with little KV each, and turns that want 1.5 times what both have. Within half a second: requests
+with BurstGPT's lengths, and conversations with those of real agents, whose tools answer at once so that all
+of it is in use. Over two thirds of a minute: requests with long answers, so that those who come late wait
+for KV that others hold; of a model whose weights take most of an iteration's time, as on a GPU, for what the
+small one takes grows with all that runs, and KV is not what is short. On plain vLLM, which preempts,
+conversations go to the two by turns. Each burst has words of its own, so that nothing of it is cached, and
+is played by all three, forwards and back; then calmly, by plain vLLM: an answer that differs from that one
+is wrong.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ from benchmarks.peers.contenders import Bench, PlainEngines
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import fleet_status, serving
-from deploy.small_model import make_model
+from deploy.small_model import ModelShape, make_model
 from traces import generators
 from traces.format import TraceConversation, load
 from traces.replay import ReplayOptions
@@ -45,8 +47,9 @@ TEMPLATE = 128  # tokens: what a template adds is not in a trace
 ASKED = 1.5  # of the KV that both have
 AT_ONCE = 40.0  # conversations a second: all within half a second
 SHRINK, LEAST = 4, 400  # of the laptop sample, which is the agents' lengths / 16; shorter ones fill nothing
-SHORTER = 4  # of long answers' lengths
-LASTING_S, LASTING_RATE = 30.0, 2.2  # at that rate they want `ASKED`, at the speed of two idle cores
+HEAVY = ModelShape(hidden=1_024, heads=16, kv_heads=4, intermediate=3_072)  # 400 MB that each token reads
+SHORTER = 5  # of long answers' lengths
+LASTING_S, LASTING_RATE = 40.0, 0.8  # at that rate they want `ASKED`, at the speed of two idle cores
 CALM = 4  # conversations at a time: nothing gives way
 ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
 LIMIT_S, START_S = 400.0, 600.0
@@ -73,18 +76,19 @@ class Burst:
 
 @dataclass(frozen=True)
 class EngineKv:
-    """What each of the two engines has, and what is kept of it for an answer."""
+    """What each of the two engines has, what is kept of it for an answer, and what model it is of."""
 
     blocks: int
     context: int
     headroom: int
+    shape: ModelShape
 
     @property
     def longest(self) -> int:
         return self.context - TEMPLATE
 
 
-BRIEF, LASTING = EngineKv(128, 2_048, 262), EngineKv(48, 1_024, 375)
+BRIEF, LASTING = EngineKv(128, 2_048, 262, ModelShape()), EngineKv(34, 1_024, 300, HEAVY)
 
 
 def requests(number: int) -> Burst:
@@ -164,10 +168,11 @@ class PolicyBursts:
         }
 
 
-def prepared(policy: str, kv: EngineKv = BRIEF) -> FleetSpec:
+def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> FleetSpec:
+    """`model`: where one of that shape is; a fleet makes the small one."""
     content = load_fleet(FLEET).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
-    content["model"]["max_context"] = kv.context
+    content["model"] |= {"max_context": kv.context} | ({"path": str(model)} if model else {})
     content["engine"]["args"] |= {"num-gpu-blocks-override": kv.blocks, "block-size": BLOCK}
     content["engine"]["start_together"] = 2
     content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
@@ -181,11 +186,8 @@ def plain_engines(fleet: FleetSpec) -> Iterator[list[str]]:
     """vLLM with the options of the fleet's engines, as many as it has."""
     with tempfile.TemporaryDirectory(prefix="overload-") as folder:
         work = Path(folder)
-        make_model(work / "model")
         (work / "home").mkdir()
-        model = fleet.model.model_copy(update={"path": str(work / "model")})
-        bench = Bench(fleet.model_copy(update={"model": model}), work, None, START_S)
-        with PlainEngines(bench) as engines:
+        with PlainEngines(Bench(fleet, work, None, START_S)) as engines:
             yield engines.urls()
 
 
@@ -330,10 +332,13 @@ def measured(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[
 def _played(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
     """Bursts of these loads on engines with so much KV; what the fleet that drops has counted."""
     with ExitStack() as stack:
-        plain = BurstSubject(stack.enter_context(plain_engines(prepared(PARK, kv))))
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-model-"))) / "model"
+        make_model(model, kv.shape)
+        fleets = {policy: prepared(policy, kv, model) for policy in (PARK, DROP)}
+        plain = BurstSubject(stack.enter_context(plain_engines(fleets[PARK])))
         subjects = {PREEMPT: plain}
-        for policy in (PARK, DROP):
-            subjects[policy] = BurstSubject.of_fleet(stack.enter_context(brought_up(prepared(policy, kv))))
+        for policy, fleet in fleets.items():
+            subjects[policy] = BurstSubject.of_fleet(stack.enter_context(brought_up(fleet)))
         for subject in subjects.values():  # the first drop of all is a warm-up, too
             subject.burst(LOADS[next(iter(loads))].burst(-1), PolicyBursts())
         for load, seen in loads.items():
