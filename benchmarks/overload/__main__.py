@@ -7,7 +7,7 @@ python -m benchmarks.overload --live [--quick] [--load LOAD] [--json FILE]
 idle KV is lost. `park`: both go to the host. `drop`: parameters give way as well (placement/overload/).
 `pipeline always` are pairs by configuration, and `KV without limit` is what to measure a policy about memory
 by. Computed is on the simulator's clock; live are bursts on vLLM's CPU build: plain engines, and two fleets.
-docs/overload.md has the tables, and what they say.
+docs/measurements/overload.md has the tables, and what they say.
 """
 
 from collections.abc import Sequence

@@ -65,6 +65,7 @@ FLEET = Dashboard(
             "share of KV": "conserve_decoder_pressure",
             "asked for, waiting turns included": "conserve_kv_asked",
         }),
+        Panel("Overload, by reason", "short", {"{{reason}}": "max by (reason) (conserve_overload)"}),
         Panel("What `conserve advise` says", "short", {"{{action}}": "conserve_capacity_advice"}),
         Panel("Running and waiting in engines", "short", {
             "running {{instance}}": "vllm:num_requests_running",
@@ -98,6 +99,9 @@ CONVERSATIONS = Dashboard(
         }),
         by_label("Ended, by cause", "conserve_conversations_ended_total", "cause"),
         latency("TTFET", "conserve_ttfet_seconds"),
+        Panel("TTFET by SLO class, p95", "s", {
+            "{{slo_class}}": quantile(0.95, "conserve_class_ttfet_seconds", "slo_class"),
+        }),
         latency("Last-turn TBT", "conserve_last_turn_tbt_seconds"),
         latency("E2E", "conserve_e2e_seconds"),
         Panel("TTFT, p95", "s", {"{{turn}}": quantile(0.95, "conserve_ttft_seconds", "turn")}),
@@ -107,6 +111,7 @@ CONVERSATIONS = Dashboard(
                 "sum by (objective) (rate(conserve_slo_total[$__rate_interval]))",
         }),
         by_label("Turns by outcome", "conserve_turns_total", "outcome"),
+        by_label("Streams whose engine ended", "conserve_streams_cut_total", "outcome"),
         by_label("Refusals by reason", "conserve_refusals_total", "reason"),
         by_label("How turns were identified", "conserve_turns_identified_total", "how"),
         by_label("Placements", "conserve_placements_total", "cause"),
@@ -120,14 +125,22 @@ CONVERSATIONS = Dashboard(
         }),
         Panel("KV moved", "Bps", {"bytes": rate("conserve_kv_transfer_bytes_total")}),
         by_label("Parked, by cause", "conserve_kv_parked_total", "cause"),
-        Panel("Restored from the host", "short", {"restores": rate("conserve_kv_restores_total")}),
+        Panel("Conversations and the host", "short", {
+            "restores": rate("conserve_kv_restores_total"),
+            "left the host": rate("conserve_kv_left_host_total"),
+        }),
         Panel("Prompt tokens computed again", "short", {"tokens": rate("conserve_recomputed_tokens_total")}),
         by_label("Tokens of broken prefixes", "conserve_prefix_broken_tokens_total", "cause"),
+        Panel("Tokens of answers taken as generated", "short", {
+            "tokens": rate("conserve_prefix_exact_tokens_total"),
+        }),
+        by_label("Prompts computed from their text", "conserve_prefix_exact_fallbacks_total", "cause"),
         Panel("KV on the host", "short", {
             "{{engine}} {{kind}}":
                 'max by (engine, kind) (conserve_engine_kv_tokens{kind=~"host_used|host_free"})',
         }),
         by_label("Large later turns", "conserve_redisaggregations_total", "outcome"),
+        by_label("Stored answers", "conserve_stored_answers_total", "outcome"),
         by_label("Fallbacks", "conserve_fallbacks_total", "kind"),
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from deploy.observe.dashboards import DASHBOARDS
 COMPONENTS = ("placement", "kvtransfer", "router", "workers", "traces", "deploy")
 KINDS = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
 RULES = ROOT / "deploy" / "prometheus" / "conserve.rules.yml"
+OPERATORS_PAGE = ROOT / "docs" / "operate.md"
 FORBIDDEN_LABELS = {"conversation", "conversation_id", "request", "request_id", "key", "user", "session"}
 NAME = re.compile(r"\b(?:conserve_|vllm:)[a-z0-9_:]+")
 VLLM = {  # tested against a real engine's page by tests marked `fleet`
@@ -30,6 +31,10 @@ def expressions() -> list[tuple[str, str]]:
     found = [(where, expression) for where, panel in panels for expression in panel.lines.values()]
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return found + [(rule["alert"], rule["expr"]) for group in groups for rule in group["rules"]]
+
+
+def metrics_in(expression: str) -> set[str]:
+    return set(NAME.findall(re.sub(r"\{[^}]*\}", "", expression)))
 
 
 def compared(expression: str) -> str:
@@ -73,9 +78,16 @@ def test_names_help_and_labels_keep_the_rules() -> None:
 
 @pytest.mark.parametrize(("where", "expression"), expressions())
 def test_expressions_use_metrics_that_exist(where: str, expression: str) -> None:
-    names = set(NAME.findall(re.sub(r"\{[^}]*\}", "", expression)))
+    names = metrics_in(expression)
     assert names
     assert names <= series(), f"{where}: {sorted(names - series())}"
+
+
+def test_every_metric_that_the_operators_page_names_has_a_panel_or_an_alert() -> None:
+    shown = {name for _, expression in expressions() for name in metrics_in(expression)}
+    shown |= {name.removesuffix("_bucket") for name in shown}
+    named = set(NAME.findall(OPERATORS_PAGE.read_text()))
+    assert named and named <= shown, sorted(named - shown)
 
 
 def test_alerts_say_what_to_do() -> None:
