@@ -6,7 +6,7 @@ call's argument JSON; cache markers that move from turn to turn; ids and states 
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,17 @@ _ITEM_UNSTABLE = frozenset({"id", "status"})
 BLOCK_BYTES = 256  # of plain prompts, a link
 MOST_HEADS = 3  # messages that conversations may have in common: a system's, a developer's, an example
 MOST_MESSAGES = 6  # of a request that begins a conversation
+MEDIA_BYTES = 4096  # of text that an image, a sound or a file counts as: its bytes say nothing of its tokens
 OTHERS, WRITTEN, REASONED = range(3)  # messages by who wrote them: an assistant, with its reasoning
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _ANSWERS = ("function_call", "reasoning", "custom_tool_call")  # items of the responses API
+_MEDIA = frozenset(
+    {
+        *("image", "image_url", "image_embeds", "image_pil", "input_image", "image_generation_call"),
+        *("audio_url", "audio_embeds", "input_audio", "video_url"),
+        *("document", "file", "file_data", "input_file", "computer_screenshot"),
+    }
+)  # types of parts and items, and fields by which vLLM knows parts without a type
 
 
 def canonical(message: object) -> bytes:
@@ -97,6 +105,43 @@ def _tool_call(call: Any) -> Any:
     return kept
 
 
+def _size_of(message: object, data: bytes) -> tuple[int, int]:
+    """Bytes of text that a message counts as, and how many images, sounds and files are in it."""
+    if isinstance(message, Mapping) and isinstance(message.get("content"), str) and "type" not in message:
+        return len(data), 0
+    media = [_characters(part) for part in _media_in([message])]
+    return len(data) - sum(media) + len(media) * MEDIA_BYTES, len(media)
+
+
+def _media_in(parts: object) -> Iterator[Mapping[str, Any]]:
+    """What tools return may have some too."""
+    for part in parts if isinstance(parts, list) else [parts]:
+        if isinstance(part, Mapping) and _is_media(part):
+            yield part
+        elif isinstance(part, Mapping):
+            for field in ("content", "output"):
+                if isinstance(part.get(field), list | Mapping):
+                    yield from _media_in(part[field])
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    if kind == "document":
+        source = part.get("source")
+        return not (isinstance(source, Mapping) and source.get("type") in ("text", "content"))
+    return kind in _MEDIA if isinstance(kind, str) else not _MEDIA.isdisjoint(part)
+
+
+def _characters(value: object) -> int:
+    """Never more than the bytes of the canonical form."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        left_out = _UNSTABLE | _ITEM_UNSTABLE
+        return sum(_characters(one) for name, one in value.items() if name not in left_out)
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
 def _arguments(text: str) -> Any:
     """Arguments are JSON inside a string, and frameworks write it back with other spacing."""
     try:
@@ -121,10 +166,11 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Chain:
     links: tuple[bytes, ...]
-    sizes: tuple[int, ...]  # prompt bytes up to each link
+    sizes: tuple[int, ...]  # prompt bytes up to each link, media as `MEDIA_BYTES` each
     end: End
     total_bytes: int
     text: bytes = b""  # plain prompts only: what tails are checked against
+    media: int = 0  # images, sounds and files
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
         """The digest of this prompt's prefix of that length, None where the prompt is shorter."""
@@ -148,16 +194,17 @@ def of_group(start: bytes, group: str) -> bytes:
 def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
     links: list[bytes] = []
     sizes: list[int] = []
-    link, size = start, 0
+    link, size, media = start, 0, 0
     for message in messages:
         data = canonical(message)
-        size += len(data)
+        more, found = _size_of(message, data)
+        size, media = size + more, media + found
         link = xxh3_128_digest(link + data)
         links.append(link)
         sizes.append(size)
     if not links:
         return Chain((start,), (0,), End(start), 0)
-    return Chain(tuple(links), tuple(sizes), End(link), size)
+    return Chain(tuple(links), tuple(sizes), End(link), size, media=media)
 
 
 def of_text(start: bytes, text: bytes) -> Chain:
@@ -233,7 +280,7 @@ def heads_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], 
     found, link, size = [], tools, 0
     for message in messages[:MOST_HEADS]:
         data = canonical(message)
-        link, size = xxh3_128_digest(link + data), size + len(data)
+        link, size = xxh3_128_digest(link + data), size + _size_of(message, data)[0]
         found.append((link, size))
     return tuple(found)
 

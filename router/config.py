@@ -119,9 +119,10 @@ class GatewayConfig:
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
     returns: ReturnRules = field(default_factory=ReturnRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
-    tokens_per_byte: float = 0.3  # until the engines have said how it really is
+    tokens_per_byte: float = 0.3  # of text, until the engines have said how it really is
     slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
     classes: tuple[SloClass, ...] = ()
+    ttft_s: float | None = None  # that engines hold turns to which ask for nothing else
     tbt_s: float | None = None  # that engines hold turns to whose class has no target
     keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
     keys_file: str | None = None  # of more keys; read again when it changes

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
+from itertools import islice
 from typing import Any
 from uuid import uuid4
 
@@ -218,6 +219,10 @@ class Found:
 class _Node:
     end: End
     conversations: dict[str, None] = field(default_factory=dict)  # in the order they came
+    tips: dict[str, None] = field(default_factory=dict)  # of them those whose newest request ended here
+
+
+MOST_TIPS = 128  # conversations at one node among which a prompt's own is looked for
 
 
 class NodeTable:
@@ -252,7 +257,10 @@ class NodeTable:
             mine.append(digest)
             if len(mine) > self._per_conversation:
                 self._leave(mine.popleft(), conversation)
+        if (before := self._nodes.get(self._tips.get(conversation, b""))) is not None:
+            before.tips.pop(conversation, None)
         self._tips[conversation] = digest
+        node.tips[conversation] = None
         while len(self._nodes) > self._capacity:
             self._evict(next(iter(self._nodes)))
 
@@ -262,11 +270,15 @@ class NodeTable:
             self._leave(digest, conversation)
 
     def holders(self, digest: bytes) -> tuple[Holder, ...]:
+        """Who was there first, whose a fork becomes, and the newest of those that are there now: as many as a
+        loop may look at, since whoever repeats a prompt under new ids may bring any number."""
         node = self._nodes.get(digest)
         if node is None:
             return ()
         self._nodes.move_to_end(digest)
-        return tuple(Holder(one, digest == self._tips.get(one)) for one in node.conversations)
+        first = next(iter(node.conversations))
+        newest = reversed(tuple(islice(reversed(node.tips), MOST_TIPS)))
+        return Holder(first, first in node.tips), *(Holder(one, True) for one in newest if one != first)
 
     def tails(self, link: bytes) -> Sequence[int]:
         """Lengths of the tails known after a link, longest first."""
@@ -314,6 +326,7 @@ class NodeTable:
         if node is None:
             return
         node.conversations.pop(conversation, None)
+        node.tips.pop(conversation, None)
         if node.conversations:
             return
         del self._nodes[digest]

@@ -134,7 +134,7 @@ class Life:
         else:
             prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
             if done.prompt_tokens:
-                self._ratio.learn(turn.prompt_bytes, done.prompt_tokens)
+                self._ratio.learn(turn, done.prompt_tokens)
             had = (seen.usage and seen.usage.cached_tokens) or 0
             if ran.prefilled.at is not None:  # what came from the prefiller is cached for the decoder
                 had = ran.prefilled.cached_tokens

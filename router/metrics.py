@@ -187,7 +187,8 @@ CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serve
 
 SLO_TARGETS_RAISED = Counter(
     "conserve_slo_targets_raised_total",
-    "Turns that asked engines for less time between tokens than their class has: its target holds.",
+    "Turns that asked engines for less time to the first token, or between tokens, than their class has: its "
+    "target holds.",
     ["slo_class"],
 )
 LIMITED = Counter(

@@ -125,7 +125,7 @@ class Runner:
         answer = await legs.prefill(self._pool, sent, key, prefiller, transfer_id)
         if turn.trace is not None:
             turn.trace.prefilled(answer.prompt_tokens)
-        self._ratio.learn(turn.prompt_bytes, answer.prompt_tokens)
+        self._ratio.learn(turn, answer.prompt_tokens)
         if answer.died:
             self._losses.note(turn.prompt.chain.end.digest, prefiller)
         lost = prefiller if answer.unreachable else None

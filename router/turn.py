@@ -145,14 +145,18 @@ _LEAST_BYTES = 64  # shorter prompts are mostly the chat template
 
 
 class TokenRatio:
-    """Tokens a byte, as the engines' own counts show them, and the sizes that follow from it."""
+    """Tokens a byte of text, as the engines' own counts show them, and the sizes that follow from it.
+
+    Only text teaches it: an image's tokens do not follow from its bytes (`chains.MEDIA_BYTES`), and token ids
+    are counted."""
 
     def __init__(self, tokens_per_byte: float) -> None:
         self._ratio = tokens_per_byte
         self._learned = False
 
-    def learn(self, size: int, tokens: int) -> None:
-        if size < _LEAST_BYTES or tokens <= 0:
+    def learn(self, turn: Turn, tokens: int) -> None:
+        prompt, size = turn.prompt, turn.prompt_bytes
+        if size < _LEAST_BYTES or tokens <= 0 or prompt.chain.media or prompt.exact_tokens is not None:
             return
         seen = tokens / size
         self._ratio = self._ratio + _WEIGHT * (seen - self._ratio) if self._learned else seen
@@ -162,7 +166,7 @@ class TokenRatio:
         return int(size * self._ratio)
 
     def prompt_tokens(self, turn: Turn, max_context: int) -> int:
-        """Never above what an engine takes: images and files are far fewer tokens than bytes."""
+        """Never above what an engine takes."""
         exact = turn.prompt.exact_tokens
         estimate = exact if exact is not None else self.tokens(turn.prompt_bytes)
         estimate += turn.resumed_tokens
@@ -183,10 +187,12 @@ class TokenRatio:
         generated since is in its KV too. Nothing matched: the prefix broke, or this gateway has not seen the
         conversation before and has only the decoder's own count.
         """
-        sent = turn.prompt.chain.total_bytes
+        sent, exact = turn.prompt.chain.total_bytes, turn.prompt.exact_tokens
         if matched_bytes:
-            return max(0, self.tokens(sent - matched_bytes) - known.completion_tokens)
-        whole = turn.prompt.exact_tokens or self.tokens(turn.prompt_bytes)
+            new = sent - matched_bytes
+            tokens = self.tokens(new) if exact is None else exact * new // sent
+            return max(0, tokens - known.completion_tokens)
+        whole = exact or self.tokens(turn.prompt_bytes)
         return whole if known.prompt_bytes else max(0, whole - known.context_tokens)
 
 

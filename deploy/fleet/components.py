@@ -323,6 +323,7 @@ def gateway_config(
         answers=AnswersConfig(answers, kept.keep, int(kept.gib * (1 << 30))),
         tracing=configured(TracingConfig, tracing) if tracing else None,
         slo=configured(SloTargets, fleet.slos["default"]),
+        ttft_s=fleet.coserving.ttft,
         tbt_s=fleet.coserving.tbt,
         classes=tuple(
             SloClass(name, configured(SloTargets, slo), slo.ahead, owners(fleet, slo.keys))

@@ -294,7 +294,9 @@ class SloSpec(Spec):
     """Targets of one class of conversations."""
 
     ttfet: Duration | None = None
-    """From the first turn's arrival to the first token of the last turn, which is the answer to the user."""
+    """From the first turn's arrival to the first token of the last turn, which is the answer to the user.
+    No turn may ask its engine for a first token sooner than in `coserving.ttft`, or, where that is less and
+    the class is another than `default`, in this."""
     last_turn_tbt: Duration | None = None
     """Between the tokens of the last turn. Engines hold the turns of other classes than `default` to it, and
     none of them may ask for less; those of `default` are held to `coserving.tbt`."""

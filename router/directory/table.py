@@ -85,7 +85,7 @@ class BindingTable:
         outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
         if isinstance(outcome, Placed):
             if not bound:
-                self._waiting.passed(ask, tokens, now)
+                self._waiting.served(ask, tokens, now)
             return outcome
         if outcome.retry_after_s <= 0 or ask.wait_s <= 0 or self._waiting.full_for(ask):
             return outcome

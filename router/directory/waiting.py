@@ -2,13 +2,15 @@
 
 Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise
 (`placement/fleet/fairness.py`). Within a flow turns of a better class or priority come first, but no class is
-left out for longer than the other is worth (`placement/classes.py`); those of one class in order of arrival.
+left out for longer than the other is worth (`placement/classes.py`), whatever others' turns are served
+meanwhile; those of one class in order of arrival.
 """
 
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from placement.classes import ClassOrder
 from placement.fleet.answers import Refusal, RefusalReason
@@ -16,6 +18,7 @@ from placement.fleet.fairness import QueueHead, Rounds
 from router.directory.messages import Ask, Placed
 
 MAX_WAITING = 4096
+FLOWS = 64  # of one owner that are told apart at a time: ids of flows are the clients'
 _MOST_PASSED_BY = 16  # owners whose turn does not fit, in one look at the queue
 
 
@@ -33,27 +36,83 @@ class Waiter:
         """In its flow."""
         return -self.ask.ahead_s, self.due
 
+    @property
+    def arrival(self) -> float:
+        return self.due + self.ask.ahead_s
+
+
+class Flow:
+    """The waiting turns of one flow; where an owner has more than `FLOWS`, of several."""
+
+    def __init__(self) -> None:
+        self.waiters: list[Waiter] = []
+        self.classes = ClassOrder()
+
+    def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
+        """Who is next in it, beside one that comes, and what that counts as among other flows: a turn that
+        was left out goes in the place of a better one."""
+        best_s = max(coming_s, self.waiters[0].ask.ahead_s)
+        levels = (
+            (self.classes.level(one.ask.ahead_s, one.arrival, best_s, now), one)
+            for one in _first_of_each_class(self.waiters)
+        )
+        level, first = min(levels, key=lambda pair: (-pair[0], pair[1].due))
+        return first, min(level, best_s)
+
 
 class OwnerQueue:
     """The waiting turns of one owner, by flow."""
 
     def __init__(self) -> None:
-        self.flows: dict[str, list[Waiter]] = {}
+        self.flows: dict[str, Flow] = {}  # by lane
         self.rounds = Rounds()
         self.size = 0
+        self._lanes: dict[str, str] = {}  # of flows that wait
+        self._waiting = Counter[str]()  # turns of each of these
 
-    def firsts(self, rank: Callable[[Waiter], QueueHead]) -> dict[str, tuple[QueueHead, Waiter]]:
-        """Of each flow."""
-        return {
-            flow: min(
-                ((rank(one), one) for one in _first_of_each_class(waiters)), key=lambda pair: pair[0].rank
-            )
-            for flow, waiters in self.flows.items()
-        }
+    def lane(self, flow: str) -> str:
+        """One of its own while any is free, and each time the same where possible: what it has used up of a
+        round stays with it."""
+        if (lane := self._lanes.get(flow)) is not None:
+            return lane
+        home = hash(flow) % FLOWS
+        free = (lane for at in range(FLOWS) if (lane := str((home + at) % FLOWS)) not in self.flows)
+        return next(free, str(home))
 
-    def first(self, rank: Callable[[Waiter], QueueHead]) -> tuple[QueueHead, Waiter]:
-        firsts = self.firsts(rank)
-        return firsts[self.rounds.order({flow: head for flow, (head, _) in firsts.items()})[0]]
+    def add(self, waiter: Waiter) -> None:
+        flow = waiter.ask.flow
+        lane = self._lanes[flow] = self.lane(flow)
+        insort(self.flows.setdefault(lane, Flow()).waiters, waiter, key=lambda one: one.place)
+        self._waiting[flow] += 1
+        self.size += 1
+
+    def remove(self, waiter: Waiter) -> bool:
+        """False: it does not wait here."""
+        flow = waiter.ask.flow
+        lane = self._lanes.get(flow, "")
+        waiters = self.flows[lane].waiters if lane else []
+        if waiter not in waiters:
+            return False
+        waiters.remove(waiter)
+        self.size -= 1
+        self._waiting[flow] -= 1
+        if not self._waiting[flow]:
+            del self._waiting[flow], self._lanes[flow]
+        if not waiters:
+            del self.flows[lane]
+        return True
+
+    def served(self, ask: Ask, tokens: int, now: float) -> None:
+        """While others of its owner wait, or it did itself."""
+        lane = self.lane(ask.flow)
+        self.rounds.served(lane, tokens)
+        if lane in self.flows:
+            self.flows[lane].classes.served(ask.ahead_s, now)
+
+    def may_pass(self, ask: Ask, tokens: int) -> bool:
+        """Its flow has not had its share of what the others wait for."""
+        lane = self.lane(ask.flow)
+        return self.flows.keys() <= {lane} or tokens <= self.rounds.left(lane)
 
 
 def _first_of_each_class(waiters: list[Waiter]) -> Iterator[Waiter]:
@@ -90,28 +149,32 @@ class Waiting:
         goes before it, and its owner has not had its share of what others wait for."""
         mine = self._owners.get(ask.owner)
         if mine is not None:
-            best_s = max(ask.ahead_s, *self._worths)
-            firsts = mine.firsts(lambda one: self._head(one, best_s, now)).values()
-            if any(head.rank <= (-ask.ahead_s, due) for head, _ in firsts):
+            if not mine.may_pass(ask, tokens):
                 return False
+            best_s, own = max(ask.ahead_s, *self._worths), mine.lane(ask.flow)
+            for lane, flow in mine.flows.items():
+                first = flow.first(now, ask.ahead_s if lane == own else -inf)
+                if self._head(*first, best_s, now).rank <= (-ask.ahead_s, due):
+                    return False
         alone = not self._size or (mine is not None and mine.size == self._size)
         return alone or tokens <= self._rounds.left(ask.owner)
 
-    def passed(self, ask: Ask, tokens: int, now: float) -> None:
+    def served(self, ask: Ask, tokens: int, now: float) -> None:
+        """Before it is removed, if it waited."""
         self._classes.served(ask.ahead_s, now)
         if self._size:
             self._rounds.served(ask.owner, tokens)
+        if (mine := self._owners.get(ask.owner)) is not None:
+            mine.served(ask, tokens, now)
 
-    def _head(self, waiter: Waiter, best_s: float, now: float) -> QueueHead:
-        ahead_s = waiter.ask.ahead_s
-        level = self._classes.level(ahead_s, waiter.due + ahead_s, best_s, now)
-        return QueueHead(waiter.tokens, waiter.due, level)
+    def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
+        """Among other flows, or owners."""
+        level = self._classes.level(waiter.ask.ahead_s, waiter.arrival, best_s, now)
+        return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 
     def add(self, waiter: Waiter) -> None:
         ask = waiter.ask
-        mine = self._owners.setdefault(ask.owner, OwnerQueue())
-        insort(mine.flows.setdefault(ask.flow, []), waiter, key=lambda one: one.place)
-        mine.size += 1
+        self._owners.setdefault(ask.owner, OwnerQueue()).add(waiter)
         self._size += 1
         self._worths[ask.ahead_s] += 1
         self._of_turn[ask.gateway, ask.turn] = waiter
@@ -122,16 +185,11 @@ class Waiting:
     def remove(self, waiter: Waiter) -> None:
         ask = waiter.ask
         mine = self._owners.get(ask.owner)
-        waiters = mine.flows.get(ask.flow, []) if mine is not None else []
-        if mine is not None and waiter in waiters:
-            waiters.remove(waiter)
-            mine.size -= 1
+        if mine is not None and mine.remove(waiter):
             self._size -= 1
             self._worths[ask.ahead_s] -= 1
             if not self._worths[ask.ahead_s]:
                 del self._worths[ask.ahead_s]
-            if not waiters:
-                del mine.flows[ask.flow]
             if not mine.size:
                 del self._owners[ask.owner]
         if self._of_turn.get((ask.gateway, ask.turn)) is waiter:
@@ -152,9 +210,7 @@ class Waiting:
                     continue
             else:
                 placed += 1
-                self._classes.served(first.ask.ahead_s, now)
-                self._rounds.served(first.ask.owner, first.tokens)
-                self._owners[first.ask.owner].rounds.served(first.ask.flow, first.tokens)
+                self.served(first.ask, first.tokens, now)
             self.remove(first)
             first.settle(outcome)
         for waiter in [waiter for waiter in self._of_turn.values() if waiter.deadline <= now]:
@@ -164,9 +220,12 @@ class Waiting:
 
     def _first(self, blocked: set[str], now: float) -> Waiter | None:
         best_s = max(self._worths, default=0.0)
-        firsts = {
-            owner: queue.first(lambda one: self._head(one, best_s, now))
-            for owner, queue in self._owners.items()
-        }
+        firsts = {owner: self._first_of(queue, best_s, now) for owner, queue in self._owners.items()}
         order = self._rounds.order({owner: head for owner, (head, _) in firsts.items()})
         return next((firsts[owner][1] for owner in order if owner not in blocked), None)
+
+    def _first_of(self, queue: OwnerQueue, best_s: float, now: float) -> tuple[QueueHead, Waiter]:
+        firsts = {lane: flow.first(now) for lane, flow in queue.flows.items()}
+        heads = {lane: self._head(*first, best_s, now) for lane, first in firsts.items()}
+        lane = queue.rounds.order(heads)[0]
+        return heads[lane], firsts[lane][0]

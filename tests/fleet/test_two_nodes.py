@@ -59,7 +59,7 @@ def fleet(nodes: Nodes, keys: dict[str, str]) -> Iterator[RunningFleet]:
         content["transfer"] |= {"backend": BACKEND, "lease": "10m"}
         content["engine"]["env"] |= LOOPBACK
         content["gateway"] |= {"keys_file": keys["file"], "processes": 2}
-        content["slos"] = {"default": {}, "impatient": {"last_turn_tbt": "1ms"}}
+        content["slos"] = {"default": {}, "impatient": {"ttfet": "20ms", "last_turn_tbt": "1ms"}}
         content["ray"] = {"address": nodes.address, "control_resources": {"control_node": 1}}
 
     with pytest.MonkeyPatch.context() as patched:

@@ -1,10 +1,12 @@
 """SLO classes: who is of which, what engines and metrics hear of it, and who waits for whom."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from router.classes import Classes, ahead_s
 from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
@@ -81,6 +83,31 @@ def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
     for of, least in ((SloClass("default", SloTargets()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
         said = engine_arguments(of, Hints(), headers, body)
         assert said["vllm_xargs"]["slo_tbt_ms"] == least
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [({}, {"vllm_xargs": {"slo_ttft_ms": 0.001}}), ({"x-slo-ttft-ms": "0.001"}, {})],
+    ids=["in the body", "as llm-d says it"],
+)
+def test_a_turn_asks_for_no_sooner_first_token_than_its_class_or_its_engines_promise(
+    headers: dict[str, str], body: dict[str, Any]
+) -> None:
+    """Offline work would be aborted for it."""
+    config = replace(CONFIG, ttft_s=2.0)
+    default = SloClass("default", SloTargets(ttfet_s=0.1))  # of answers to users: not the engines'
+    tight = SloClass("tight", SloTargets(ttfet_s=0.5))
+    for of, least in ((default, 2000), (PAID, 2000), (GOLD, 2000), (tight, 500)):
+        before = raised(of)
+        said = Classes(config).engine_arguments(of, Hints(), headers, body)
+        assert said["vllm_xargs"]["slo_ttft_ms"] == least
+        assert raised(of) == before + 1
+    later = Classes(config).engine_arguments(GOLD, Hints(), {"x-slo-ttft-ms": "2500"}, {})
+    assert later["vllm_xargs"]["slo_ttft_ms"] == 2500
+
+
+def raised(of: SloClass) -> float:
+    return REGISTRY.get_sample_value("conserve_slo_targets_raised_total", {"slo_class": of.name}) or 0.0
 
 
 @pytest.mark.parametrize("header", FLOW_HEADERS)

@@ -14,6 +14,7 @@ from router.errors import BadIdentity
 from router.identity import (
     ID_HEADERS,
     MAX_ID_BYTES,
+    MOST_TIPS,
     How,
     NodeTable,
     Resolved,
@@ -150,6 +151,36 @@ def test_two_conversations_with_one_first_request_each_go_on() -> None:
     assert first.conversation == "one"
     table.record(prompt("a", "p", "q").end, "one")
     assert decide(table, prompt("a", "r", "s")).conversation == "two"
+
+
+def test_as_many_as_there_are_with_one_first_request_each_go_on_and_a_look_at_them_is_bounded() -> None:
+    table, first = NodeTable(1000), prompt("a")
+    names = {f"c{number}" for number in range(3 * MOST_TIPS)}
+    for name in sorted(names):
+        table.record(first.end, name)
+    went_on = set()
+    for number in range(len(names)):
+        asked = prompt("a", str(number))
+        found = table.find(asked)
+        assert found is not None and len(found.holders) <= MOST_TIPS + 1
+        got = decide(table, asked)
+        assert got.how is How.CONTINUED and got.conversation is not None
+        table.record(asked.end, got.conversation)
+        went_on.add(got.conversation)
+    assert went_on == names
+    assert all(table.find_of(first, name) for name in names)
+    assert decide(table, prompt("a", "late")).how is How.FORKED
+
+
+def test_who_has_gone_on_hides_nobody_who_has_not() -> None:
+    table, first = NodeTable(1000), prompt("a")
+    table.record(first.end, "quick")
+    table.record(first.end, "slow")
+    table.record(prompt("a", "quick").end, "quick")
+    for number in range(2 * MOST_TIPS):
+        table.record(first.end, f"c{number}")
+        table.record(prompt("a", str(number)).end, f"c{number}")
+    assert decide(table, prompt("a", "b")).conversation == "slow"
 
 
 def test_plain_prompts_that_share_whole_blocks_are_not_confused() -> None:

@@ -1,7 +1,9 @@
 """Sizes of prompts from what was observed: never from a prediction."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +39,7 @@ def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
 def test_the_ratio_follows_what_engines_count(truth: float, size: int) -> None:
     ratio = TokenRatio(0.3)
     for _ in range(30):
-        ratio.learn(size, max(1, int(size * truth)))
+        ratio.learn(turn(size), max(1, int(size * truth)))
     assert abs(ratio.tokens(size) - size * truth) <= size * 0.02 + 2
 
 
@@ -66,7 +68,65 @@ def test_a_gateway_that_has_not_seen_the_conversation_goes_by_the_decoders_count
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(0, 0, 4_000), 0) == 1_000
 
 
-def test_token_ids_are_counted_exactly() -> None:
+def of_ids(count: int) -> Turn:
     asked = turn(0)
-    exact = replace(asked, prompt=replace(asked.prompt, exact_tokens=77))
-    assert TokenRatio(9.0).prompt_tokens(exact, 0) == 77
+    chain = chains.of_body(SEED, {"prompt": [7] * count})
+    return replace(asked, prompt=replace(asked.prompt, chain=chain, exact_tokens=count))
+
+
+def test_token_ids_are_counted_exactly_also_those_that_a_later_prompt_adds() -> None:
+    ratio, asked = TokenRatio(9.0), of_ids(100)
+    assert ratio.prompt_tokens(asked, 0) == 100
+    assert ratio.uncached_tokens(asked, known(1), of_ids(77).prompt.chain.total_bytes) == 23
+
+
+IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 100_000
+
+
+def with_items(*items: dict[str, Any]) -> Turn:
+    asked = turn(0)
+    return replace(asked, prompt=replace(asked.prompt, chain=chains.of_messages(SEED, items)))
+
+
+def with_parts(*parts: dict[str, Any], text: str = "What is this?") -> Turn:
+    return with_items({"role": "user", "content": [{"type": "text", "text": text}, *parts]})
+
+
+MEDIA = {
+    "OpenAI's": {"type": "image_url", "image_url": {"url": IMAGE}},
+    "by its URL": {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}},
+    "without a type": {"image_url": {"url": IMAGE}},
+    "the Responses API's": {"type": "input_image", "image_url": IMAGE},
+    "Anthropic's": {"type": "image", "source": {"type": "base64", "data": IMAGE}},
+    "a sound": {"type": "input_audio", "input_audio": {"data": IMAGE, "format": "wav"}},
+    "a document": {"type": "document", "source": {"type": "base64", "data": IMAGE}},
+    "what a tool returns": {"type": "tool_result", "content": [{"type": "image", "source": {"data": IMAGE}}]},
+}
+
+
+@pytest.mark.parametrize("part", MEDIA.values(), ids=MEDIA)
+def test_an_image_counts_as_so_much_text_and_teaches_nothing_of_texts(part: dict[str, Any]) -> None:
+    ratio, asked = TokenRatio(0.3), with_parts(part)
+    assert 1_200 <= ratio.prompt_tokens(asked, 0) <= 1_400
+    for _ in range(10):
+        ratio.learn(asked, 1_500)
+    assert ratio.prompt_tokens(turn(100_000), 0) == 30_000
+
+
+def test_texts_beside_an_image_count_by_their_bytes() -> None:
+    ratio, image = TokenRatio(0.3), MEDIA["OpenAI's"]
+    document = {"type": "document", "source": {"type": "text", "data": "x" * 100_000}}
+    marked = image | {"cache_control": {"type": "x" * 100_000}}  # no part of the prompt
+    for parts, text in (((image,), "x" * 100_000), ((document,), ""), ((marked,), "x" * 100_000)):
+        assert 30_000 <= ratio.prompt_tokens(with_parts(*parts, text=text), 0) <= 31_500
+
+
+def test_an_items_id_makes_no_prompt_shorter() -> None:
+    item = {"type": "image_generation_call", "id": "x" * 100_000, "result": IMAGE}
+    assert TokenRatio(0.3).prompt_tokens(with_items(item), 0) >= 1_200
+
+
+def test_token_ids_teach_nothing_of_texts() -> None:
+    ratio = TokenRatio(0.3)
+    ratio.learn(of_ids(10_000), 10_000)
+    assert ratio.prompt_tokens(turn(100_000), 0) == 30_000

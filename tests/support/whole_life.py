@@ -71,7 +71,7 @@ def whole_life(folder: Path) -> WholeLife:
             content["tiers"][0] |= {"resources": {"GPU": 1, "decode_tier": 1}, "power_cap_w": CAP_W}
             # The GPUs are the keeper's: vLLM looks for some before it settles for the CPU.
             content["engine"]["env"] |= {"LD_LIBRARY_PATH": ambient, "STAND_IN_GPUS": ""}
-            content["slos"] = {"default": {}, "impatient": {"last_turn_tbt": "1ms"}}
+            content["slos"] = {"default": {}, "impatient": {"ttfet": "20ms", "last_turn_tbt": "1ms"}}
             content["observe"] = {"tracing": {"endpoint": receiver.endpoint, "sample": 0.0}}
 
         with fleet_up("co-serving", edit) as fleet:

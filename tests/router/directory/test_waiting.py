@@ -1,0 +1,139 @@
+"""Who waits in the directory is served by owner, flow and class, and the look at the queue stays short."""
+
+from collections.abc import Callable
+
+import pytest
+
+from placement.classes import ClassOrder
+from placement.fleet.answers import Refusal, RefusalReason
+from placement.fleet.fairness import QUANTUM
+from router.directory.messages import Ask, Placed
+from router.directory.waiting import FLOWS, MAX_WAITING, Waiter, Waiting
+
+FULL = Refusal(RefusalReason.NO_CAPACITY, "full", 1.0)
+TURN = 1000  # tokens of one
+BETTER_S = 10.0
+
+
+class Queue:
+    """Turns that wait for a fleet which takes one whenever it is said to."""
+
+    def __init__(self) -> None:
+        self.waiting = Waiting()
+        self.served: list[str] = []
+        self._turns = 0
+
+    def ask(self, key: str, flow: str = "", ahead_s: float = 0.0) -> Ask:
+        self._turns += 1
+        more = {"turn": self._turns, "flow": flow, "ahead_s": ahead_s}
+        return Ask(key=key, gateway="g", prompt_tokens=TURN, wait_s=1000.0, **more)
+
+    def waits(self, key: str, now: float, flow: str = "", ahead_s: float = 0.0, tokens: int = TURN) -> None:
+        asked = self.ask(key, flow, ahead_s)
+        self.waiting.add(Waiter(asked, tokens, now - ahead_s, now + 1000.0, FULL, lambda outcome: None))
+
+    def serve(self, now: float, count: int = 1) -> None:
+        left = count
+
+        def attempt(asked: Ask) -> Placed | Refusal:
+            nonlocal left
+            if not left:
+                return FULL
+            left -= 1
+            self.served.append(asked.key)
+            return Placed(asked.key, "d0", 1, None, False, "first_turn", {}, 0)
+
+        self.waiting.serve(now, attempt)
+
+
+def served_at(key: str, until: int, comes: Callable[[Queue, int], None]) -> int:
+    """The second at which `key` is served, of one place a second."""
+    queue = Queue()
+    for now in range(until):
+        comes(queue, now)
+        queue.serve(now)
+        if key in queue.served:
+            return now
+    return until
+
+
+def test_an_owners_lesser_turn_has_its_place_whatever_lesser_ones_others_send() -> None:
+    def comes(queue: Queue, now: int) -> None:
+        if now == 0:
+            queue.waits("b:lesser", 0.0)
+        queue.waits(f"b:better{now}", now, ahead_s=BETTER_S)
+        queue.waits(f"a:{now}", now)
+
+    assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
+
+
+def test_a_flows_lesser_turn_has_its_place_whatever_lesser_ones_other_flows_send() -> None:
+    def comes(queue: Queue, now: int) -> None:
+        if now == 0:
+            queue.waits("b:lesser", 0.0, flow="x")
+        queue.waits(f"b:better{now}", now, flow="x", ahead_s=BETTER_S)
+        queue.waits(f"b:{now}", now, flow="y")
+
+    assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
+
+
+def test_a_lesser_turn_that_was_left_out_is_passed_by_no_better_one_of_its_flow() -> None:
+    """Another owner's lesser turn was served a moment ago."""
+    queue = Queue()
+    queue.waits("b:lesser", 0.0)
+    queue.waiting.served(queue.ask("a:lesser"), TURN, 11.0)
+    better = queue.ask("b:better", ahead_s=BETTER_S)
+    assert queue.waiting.may_pass(better, TURN, 5.0 - BETTER_S, 5.0)
+    assert not queue.waiting.may_pass(better, TURN, 12.0 - BETTER_S, 12.0)
+
+
+def test_better_turns_of_one_flow_pass_those_of_another_for_a_round() -> None:
+    queue, passed = Queue(), 0
+    queue.waits("a:large", 0.0, flow="x")
+    for _ in range(20):
+        asked = queue.ask("a:better", flow="y", ahead_s=BETTER_S)
+        if queue.waiting.may_pass(asked, TURN, 1.0 - BETTER_S, 1.0):
+            queue.waiting.served(asked, TURN, 1.0)
+            passed += 1
+    assert passed == QUANTUM // TURN
+
+
+def test_a_new_flow_for_every_turn_delays_a_flow_by_a_bounded_number_of_them() -> None:
+    queue = Queue()
+    for number in range(3):
+        queue.waits(f"a:steady{number}", 0.0, flow="steady", tokens=QUANTUM)
+    for number in range(1000):
+        queue.waits(f"a:{number}", 1.0, flow=f"new{number}", tokens=QUANTUM)
+    queue.serve(2.0, count=1003)
+    at = [queue.served.index(f"a:steady{number}") for number in range(3)]
+    assert len(queue.served) == 1003 and at[2] <= 2 * FLOWS
+
+
+def test_flows_up_to_the_bound_are_told_apart() -> None:
+    queue = Queue()
+    for flow in range(FLOWS):
+        for _ in range(5):
+            queue.waits(f"a:{flow}", float(flow), flow=str(flow), tokens=QUANTUM)
+    queue.serve(1000.0, count=5 * FLOWS)
+    assert queue.served == [f"a:{flow}" for flow in range(FLOWS)] * 5
+
+
+def test_a_look_at_the_queue_takes_no_more_work_with_a_flow_for_every_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, level = 0, ClassOrder.level
+
+    def counted(of: ClassOrder, *said: float) -> float:
+        nonlocal looked
+        looked += 1
+        return level(of, *said)
+
+    queue = Queue()
+    for number in range(MAX_WAITING // 2):
+        queue.waits(f"a:{number}", 0.0, flow=f"new{number}")
+    monkeypatch.setattr(ClassOrder, "level", counted)
+    queue.waiting.may_pass(queue.ask("a:more", flow="more", ahead_s=BETTER_S), TURN, -BETTER_S, 0.0)
+    assert 0 < looked <= 4 * FLOWS
+    looked = 0
+    queue.serve(1.0, count=1)
+    assert 0 < looked <= 8 * FLOWS  # one is placed, and the next does not fit
