@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 BETTER, OTHER = "better", "default"
 AHEAD_S, WAIT_S = 8.0, 20.0
 BETTER_TBT_MS, OTHER_TBT_MS = 10.0, 200.0  # less than a token takes alone; the default of a fleet
-BLOCKS = 6_144  # of 32 tokens
+BLOCKS = 16_384  # of 32 tokens: more than all that come in a phase hold
 TURNS, TOKENS, PROMPT, APPEND = 3, 16, 8_000, 200  # characters, which are tokens of the small model
 TOOL_S = 0.3
 AT_ONCE, WARM_S, CARRIED_S = 6, 10.0, 20.0
@@ -137,7 +137,7 @@ def prepared(file: Path, cores: int, better_tbt_s: float, other_tbt_s: float) ->
     fleet = load_fleet(file)
     talks = {"decoder_wait": WAIT_S, "ttl": 40.0, "park_after": 20.0}
     args = {**fleet.engine.args, "num-gpu-blocks-override": BLOCKS, "max-num-seqs": 128}
-    env = {**fleet.engine.env, "VLLM_CPU_KVCACHE_SPACE": "2"}
+    env = {**fleet.engine.env, "VLLM_CPU_KVCACHE_SPACE": "5"}
     tiers = [tier.model_copy(update={"replicas": 1}) for tier in fleet.tiers]
     changes = {
         "name": "classes",
