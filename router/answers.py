@@ -237,7 +237,7 @@ class Answers:
         self, readers: Readers, kept: History, reading: AnswerReading, response: bytes
     ) -> None:
         cut = (response[at : at + PIECE_BYTES] for at in range(0, len(response), PIECE_BYTES))
-        answer = await readers.read_beside(reading, tuple(cut))
+        answer = await readers.read_in_turn(reading, tuple(cut))
         await self._thread.submit(self._write, kept, reading, answer)
 
     def _kept(self, done: asyncio.Future[None], size: int) -> None:
