@@ -2,8 +2,8 @@
 
 An answer has two rows: what its request added to the prompt and what was answered (`contents`); the answer
 before it, its bytes and when it was named (`answers`), so that no text is read or written where only that is
-asked or changed. Of one that was deleted the latter stays: what goes on from it is told so. All is called in
-one thread (`disk.py`).
+asked or changed. Of one that was deleted the latter stays: what goes on from it is told so. A conversation's
+row outlives its answers, so that it does not begin again in silence. All is called in one thread (`disk.py`).
 """
 
 import sqlite3
@@ -21,7 +21,8 @@ from router.items import Pieces, ReadAnswer, inflated, without_brackets
 
 PRUNE_S = 30.0
 LOCKED_S = 5.0  # another process writes
-VERSION = 2
+VERSION = 3
+MOST_CONVERSATIONS = 500_000  # of all owners, whose newest answer is known: some 150 bytes each
 _DELETED_BYTES = 256  # that the row of a deleted answer counts for
 _FROM: Mapping[int, tuple[str, ...]] = {
     0: (  # a new file; some files of before there were versions have the first three
@@ -42,6 +43,7 @@ _FROM: Mapping[int, tuple[str, ...]] = {
         "INSERT INTO answers SELECT owner, id, previous, 0, bytes, NULL, used_at FROM contents",
         "CREATE INDEX answers_by_use ON answers (used_at, bytes)",
     ),
+    2: ("ALTER TABLE conversations ADD COLUMN deletions INTEGER NOT NULL DEFAULT 0",),
 }
 # Newest first, until it is clear that nothing goes on from here. Bytes that nobody counted are of version 1.
 _BYTES = """coalesce(a.prompt_bytes, (SELECT inflated_bytes(added) FROM contents c
@@ -72,6 +74,12 @@ class StoredChain:
 
     end: ChainEnd
     answers: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    newest: str | None = None  # its last answer that was stored; None: it begins
+    deletions: int = 0  # of it, so far
 
 
 class AnswerStore:
@@ -148,11 +156,10 @@ class AnswerStore:
             found.add(without_brackets(inflated(row[0])))
         return found.all
 
-    def newest(self, owner: str, conversation: str) -> str | None:
-        """The last answer of it that was stored; None: this is the first."""
-        asked = "SELECT newest FROM conversations WHERE owner = ? AND id = ?"
-        row = self.open().execute(asked, (owner, conversation)).fetchone()
-        return str(row[0]) if row is not None else None
+    def conversation(self, owner: str, name: str) -> StoredConversation:
+        asked = "SELECT newest, deletions FROM conversations WHERE owner = ? AND id = ?"
+        row = self.open().execute(asked, (owner, name)).fetchone()
+        return StoredConversation(*row) if row is not None else StoredConversation()
 
     def used(self, owner: str, conversation: str | None, names: Iterable[str]) -> None:
         """They were named: their time begins anew."""
@@ -171,7 +178,9 @@ class AnswerStore:
         conversation: str | None,
         asked: tuple[bytes, ...],
         answer: ReadAnswer,
+        deletions: int = 0,
     ) -> None:
+        """`deletions`: of the conversation when the turn began; one since then takes the turn out of it."""
         whole, now, database = Pieces(), self._clock(), self.open()
         whole.add(asked)
         whole.add((answer.items,) if answer.items else ())
@@ -186,8 +195,10 @@ class AnswerStore:
             put = "INSERT OR REPLACE INTO contents (owner, id, added, response) VALUES (?, ?, ?, ?)"
             database.execute(put, texts)
             if conversation is not None:
-                newest = owner, conversation, answer.id, now
-                database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)", newest)
+                newest = """INSERT INTO conversations VALUES (?, ?, ?, ?, ?) ON CONFLICT (owner, id) DO UPDATE
+                    SET newest = excluded.newest, used_at = excluded.used_at
+                    WHERE deletions = excluded.deletions"""
+                database.execute(newest, (owner, conversation, answer.id, now, deletions))
 
     def prune(self) -> int:
         """How many went: for their age, or beyond the bytes that may be stored."""
@@ -196,28 +207,21 @@ class AnswerStore:
             return 0
         self._pruned_at = now
         database, old = self.open(), now - self._config.keep_s
-        totals = dict(database.execute("SELECT owner, sum(bytes) FROM answers GROUP BY owner").fetchall())
-        level = fair_share(totals.values(), self._config.max_bytes)
-        over = """SELECT used_at FROM (SELECT used_at, sum(bytes) OVER (ORDER BY used_at DESC, bytes) AS total
-            FROM answers WHERE owner = ?) WHERE total > ? ORDER BY used_at DESC LIMIT 1"""
-        oldest = [
-            (owner, row[0])
-            for owner, total in totals.items()
-            if total > level and (row := database.execute(over, (owner, level)).fetchone()) is not None
-        ]  # None: another gateway process has pruned meanwhile
+        oldest = _beyond(database, "answers", "bytes", self._config.max_bytes)
+        forgotten = _beyond(database, "conversations", "1", MOST_CONVERSATIONS)
         with database:
             database.execute("BEGIN IMMEDIATE")
             gone = self._drop(database, "used_at <= ?", old)
             for owner, used_at in oldest:
                 gone += self._drop(database, "owner = ? AND used_at <= ?", owner, used_at)
+            database.executemany("DELETE FROM conversations WHERE owner = ? AND used_at <= ?", forgotten)
         return gone
 
     @staticmethod
     def _drop(database: sqlite3.Connection, which: str, *values: Any) -> int:
-        """Answers and conversations that `which` says; returns how many answers."""
+        """Answers that `which` says; returns how many."""
         those = f"SELECT owner, id FROM answers WHERE {which}"
         database.execute(f"DELETE FROM contents WHERE (owner, id) IN ({those})", values)
-        database.execute(f"DELETE FROM conversations WHERE {which}", values)
         return database.execute(f"DELETE FROM answers WHERE {which}", values).rowcount
 
     def find(self, owner: str, name: str) -> bytes | None:
@@ -237,9 +241,31 @@ class AnswerStore:
             database.execute(mark, (_DELETED_BYTES, self._clock(), owner, name))
         return was
 
-    def leave(self, owner: str, conversation: str) -> bool:
-        gone = "DELETE FROM conversations WHERE owner = ? AND id = ?"
-        return bool(self.open().execute(gone, (owner, conversation)).rowcount)
+    def leave(self, owner: str, conversation: str, live: bool) -> bool:
+        """Whether it had a history. `live`: the directory knew it: its first turn may be under way."""
+        database = self.open()
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            had = self.conversation(owner, conversation)
+            if live or had != StoredConversation():
+                mark = """INSERT INTO conversations VALUES (?, ?, NULL, ?, 1)
+                    ON CONFLICT (owner, id) DO UPDATE
+                    SET newest = NULL, used_at = excluded.used_at, deletions = deletions + 1"""
+                database.execute(mark, (owner, conversation, self._clock()))
+        return had.newest is not None
+
+
+def _beyond(database: sqlite3.Connection, table: str, size: str, most: int) -> list[tuple[str, float]]:
+    """Owners with more than their share of `most`, and when the newest of what is over was used."""
+    totals = dict(database.execute(f"SELECT owner, sum({size}) FROM {table} GROUP BY owner").fetchall())
+    level = fair_share(totals.values(), most)
+    over = f"""SELECT used_at FROM (SELECT used_at, sum({size}) OVER (ORDER BY used_at DESC, {size}) AS total
+        FROM {table} WHERE owner = ?) WHERE total > ? ORDER BY used_at DESC LIMIT 1"""
+    return [
+        (owner, row[0])
+        for owner, total in totals.items()
+        if total > level and (row := database.execute(over, (owner, level)).fetchone()) is not None
+    ]  # None: another gateway process has pruned meanwhile
 
 
 def fair_share(totals: Iterable[int], most: int) -> int:

@@ -58,6 +58,7 @@ class History:
     previous: str | None  # the answer before it
     conversation: str | None
     kept: bool  # with its answer, once that is there
+    deletions: int = 0  # of the conversation, before this turn
 
     @property
     def said(self) -> dict[str, Any]:
@@ -155,28 +156,25 @@ class Answers:
             raise BadRequest(text, param="conversation")
         found, before = read.items, list[bytes]()
         asked = cut_items(pieces, found) if isinstance(found, Span) else (found,) if found else ()
-        size = sum(map(len, asked))
-        if previous or conversation:
-            try:
-                async with asyncio.timeout(self._longest_s):
-                    previous, before = await self._history(owner, previous, conversation, size)
-            except TimeoutError as wrong:
-                raise _unavailable(wrong) from None
+        size, deletions = sum(map(len, asked)), 0
+        try:
+            async with asyncio.timeout(self._longest_s):
+                if conversation:
+                    known = await self._run(self._store.conversation, owner, conversation)
+                    previous, deletions = known.newest, known.deletions
+                if previous:
+                    before = await self._history(owner, previous, conversation, size)
+        except TimeoutError as wrong:
+            raise _unavailable(wrong) from None
         sent = with_fields(pieces, {"store": False})
         if previous:
             both = (*before, b",", *asked) if before and asked else (*before, *asked)
             sent = with_items(with_fields(sent, {"previous_response_id": None}), "input", both)
         kept = body.get("store") is not False and size <= MOST_BYTES
-        return sent, History(asked, previous, conversation, kept)
+        return sent, History(asked, previous, conversation, kept, deletions)
 
-    async def _history(
-        self, owner: str, previous: str | None, conversation: str | None, size: int
-    ) -> tuple[str | None, list[bytes]]:
-        """The answer before, and the items up to it, in pieces. `size`: of those that come behind them."""
-        if conversation:
-            previous = await self._run(self._store.newest, owner, conversation)
-        if previous is None:
-            return None, []
+    async def _history(self, owner: str, previous: str, conversation: str | None, size: int) -> list[bytes]:
+        """The items up to the answer before, in pieces. `size`: of those that come behind them."""
         chain = await self._chain(owner, previous, size)
         for _ in range(_TRIES if chain.end is ChainEnd.UNKNOWN and not conversation else 0):
             await asyncio.sleep(_LATE_S)
@@ -194,7 +192,7 @@ class Answers:
             if items is None:  # deleted meanwhile
                 raise no_such_history(ChainEnd.DELETED, conversation, *limits)
             before += (b",", *items) if before and items else items
-        return previous, before
+        return before
 
     async def _chain(self, owner: str, name: str, size: int) -> StoredChain:
         most_bytes = max(0, self._most_bytes - size)
@@ -237,7 +235,7 @@ class Answers:
         self, readers: Readers, kept: History, reading: AnswerReading, response: bytes
     ) -> None:
         cut = (response[at : at + PIECE_BYTES] for at in range(0, len(response), PIECE_BYTES))
-        answer = await readers.read_beside(reading, tuple(cut))
+        answer = await readers.read_in_turn(reading, tuple(cut))
         await self._thread.submit(self._write, kept, reading, answer)
 
     def _kept(self, done: asyncio.Future[None], size: int) -> None:
@@ -254,7 +252,8 @@ class Answers:
         """In the thread."""
         if isinstance(answer, bytes):
             answer = reading.read((answer,))
-        self._store.keep(reading.space, kept.previous, kept.conversation, kept.asked, answer)
+        where = kept.previous, kept.conversation
+        self._store.keep(reading.space, *where, kept.asked, answer, kept.deletions)
         try:
             metrics.ANSWERS.labels("pruned").inc(self._store.prune())
         except _DISK as wrong:
@@ -266,9 +265,9 @@ class Answers:
     async def forget(self, owner: str, name: str) -> bool:
         return await self._run(self._store.forget, owner, name)
 
-    async def leave(self, owner: str, conversation: str) -> bool:
-        """What it is called next has no history."""
-        return await self._run(self._store.leave, owner, conversation)
+    async def leave(self, owner: str, conversation: str, live: bool) -> bool:
+        """What is called so next has no history, not even what its turns under way come to."""
+        return await self._run(self._store.leave, owner, conversation, live)
 
     async def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         try:

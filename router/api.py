@@ -325,7 +325,7 @@ class ConversationRoutes:
     async def delete(self, key: Key, request: Request, responder: Responder) -> None:
         conversation = _conversation(key, request)
         known = await self._directory.end(conversation, "deleted")
-        had_history = await self._answers.leave(key.owner, conversation_id(conversation))
+        had_history = await self._answers.leave(key.owner, conversation_id(conversation), known)
         if not (known or had_history):
             raise _unknown()
         gone = {"id": conversation_id(conversation), "object": "conversation.deleted", "deleted": True}

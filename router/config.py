@@ -119,6 +119,7 @@ class GatewayConfig:
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
     returns: ReturnRules = field(default_factory=ReturnRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
+    longest_ttl_s: float = 24 * 3600.0  # of silence, that a client may ask for its conversation
     tokens_per_byte: float = 0.3  # of text, until the engines have said how it really is
     slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
     classes: tuple[SloClass, ...] = ()

@@ -5,13 +5,13 @@ precedence. None is needed, each is bounded here, and none says how long an answ
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router.errors import BadRequest
 
 HIGHEST_PRIORITY = 10
-_LONGEST_S = 7 * 24 * 3600.0
+LONGEST_S = 7 * 24 * 3600.0
 _MAX_ACTIONS = 16
 _MOST_SHARING = 100_000
 _TRUE = frozenset({"1", "true", "yes"})
@@ -27,7 +27,11 @@ class Hints:
     priority: int = 0  # among turns that wait; higher goes first
     placement: bool = False  # the answer is to say where it was computed, and why there
     resume: bool = True  # a stream whose engine ends goes on elsewhere
-    sharing: int = 0  # other conversations that will begin as this one does
+    sharing: bool = False  # other conversations will begin as this one does
+
+    def within(self, longest_ttl_s: float) -> "Hints":
+        """With no more than what the fleet allows."""
+        return self if self.ttl_s is None else replace(self, ttl_s=min(self.ttl_s, longest_ttl_s))
 
     @property
     def for_engine(self) -> dict[str, float]:
@@ -44,8 +48,8 @@ def _flag(source: str, value: Any) -> bool:
 
 def _seconds(source: str, value: Any) -> float:
     number = _number(value)
-    if number is None or not 0 < number <= _LONGEST_S:
-        raise BadRequest(f"{source} must be seconds, above 0 and at most {_LONGEST_S:g}", param=source)
+    if number is None or not 0 < number <= LONGEST_S:
+        raise BadRequest(f"{source} must be seconds, above 0 and at most {LONGEST_S:g}", param=source)
     return number
 
 
@@ -57,11 +61,12 @@ def _level(source: str, value: Any) -> int:
     return int(number)
 
 
-def _count(source: str, value: Any) -> int:
+def _any(source: str, value: Any) -> bool:
+    """Whether there are: how many there are decides nothing."""
     number = _number(value)
     if number is None or not number.is_integer() or not 0 <= number <= _MOST_SHARING:
         raise BadRequest(f"{source} must be a whole number from 0 to {_MOST_SHARING}", param=source)
-    return int(number)
+    return number > 0
 
 
 def _clamped(source: str, value: Any) -> int:
@@ -89,7 +94,7 @@ _KINDS: Mapping[str, tuple[str, Reader]] = {  # by the last word of a header or 
     "priority": ("priority", _level),
     "placement": ("placement", _flag),
     "resume": ("resume", _flag),
-    "sharing": ("sharing", _count),
+    "sharing": ("sharing", _any),
 }
 HEADERS = {f"x-conversation-{kind}": kind for kind in _KINDS} | {"x-dynamo-session-final": "final"}
 _ACTIONS = {f"conversation.{kind}": kind for kind in _KINDS}
@@ -134,8 +139,15 @@ def _of_envelope(body: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _of_nvext(body: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """A `strict_priority` is a tier before all priorities of lower tiers, 0 where there is none."""
     extension = body.get("nvext")
     hints = extension.get("agent_hints") if isinstance(extension, Mapping) else None
-    for name in ("priority", "strict_priority"):
-        if isinstance(hints, Mapping) and hints.get(name) is not None:
-            yield f"nvext.agent_hints.{name}", "priority", hints[name]
+    if not isinstance(hints, Mapping):
+        return
+    if hints.get("priority") is not None:
+        yield "nvext.agent_hints.priority", "priority", hints["priority"]
+    source, tier = "nvext.agent_hints.strict_priority", hints.get("strict_priority")
+    if tier is not None and (type(tier) is not int or tier < 0):
+        raise BadRequest(f"{source} must be a whole number that is not negative", param=source)
+    if tier:
+        yield source, "priority", HIGHEST_PRIORITY

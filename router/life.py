@@ -50,7 +50,7 @@ class Life:
         self._directory, self._tracer, self._clock = directory, tracer, clock
         self._ratio = TokenRatio(config.tokens_per_byte)
         self._metrics = TurnMetrics((SloClass(DEFAULT_CLASS, config.slo), *config.classes))
-        self._losses = Losses(clock)
+        self._losses, self._longest_ttl_s = Losses(clock), config.longest_ttl_s
         self._background: set[asyncio.Task[None]] = set()
         self.returns = Returns(config.returns, directory, pool, clock)
         self.binder = Binder(config, directory, self._ratio, self._metrics, clock)
@@ -68,6 +68,8 @@ class Life:
                 "gen_ai.request.model": turn.model,
             }
             turn = replace(turn, trace=self._tracer.begin(turn.headers, turn.arrived_at, about))
+        hints = turn.prompt.hints.within(self._longest_ttl_s)
+        turn = replace(turn, prompt=replace(turn.prompt, hints=hints))
         with turn.trace or nullcontext():
             await self._serve(turn, responder)
 
@@ -79,6 +81,8 @@ class Life:
         shown = conversation_id(who.key).encode()
         responder.add_header(b"x-conversation-id", shown)
         responder.add_header(b"x-session-token", shown)  # what clients of llm-d send back
+        if turn.prompt.hints.ttl_s is not None:
+            responder.add_header(b"x-conversation-ttl", b"%.10g" % turn.prompt.hints.ttl_s)
         with self._directory.cache.turn(who.key, who.chain.end), metrics.STREAMS.track_inprogress():
             stream = Continuation(turn, self._clock)
             try:

@@ -63,7 +63,7 @@ class Readers:
         return asked.read(pieces) if is_cheap(pieces) else await self.read_beside(asked, pieces)
 
     async def read_beside(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer:
-        """In another process in any case."""
+        """In another process in any case. Refused where too much of its owner's, or of all, waits."""
         owner, size = asked.space, sum(map(len, pieces))
         if size > MOST_WAITING_BYTES:
             raise PayloadTooLarge(f"the body has {size} bytes; {MOST_WAITING_BYTES} can be read; send less")
@@ -72,14 +72,18 @@ class Readers:
         self._waiting[owner] += 1
         self._bytes += size
         try:
-            async with contextlib.AsyncExitStack() as place:
-                await self._wait(owner, place)
-                answer = await self._read(asked, pieces)
+            return await self.read_in_turn(asked, pieces)
         finally:
             self._bytes -= size
             self._waiting[owner] -= 1
             if not self._waiting[owner]:
                 del self._waiting[owner]
+
+    async def read_in_turn(self, asked: Question[Answer], pieces: Sequence[bytes]) -> Answer:
+        """Likewise, however much waits: for what cannot be sent again, and who asks bounds its bytes."""
+        async with contextlib.AsyncExitStack() as place:
+            await self._wait(asked.space, place)
+            answer = await self._read(asked, pieces)
         if isinstance(answer, ApiError):
             raise answer
         return answer

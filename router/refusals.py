@@ -30,7 +30,10 @@ def no_such_history(end: ChainEnd, conversation: str | None, most_answers: int, 
         ChainEnd.DELETED: "an answer of that history was deleted, and nothing goes on from it",
         ChainEnd.GONE: "the beginning of that history is not stored any more",
     }
-    why = whys.get(end, "no such response is stored: it was long ago, or never")
+    unknown = "no such response is stored: it was long ago, or never"
+    if conversation:
+        unknown = "the newest answer of that conversation is not stored any more"
+    why = whys.get(end, unknown)
     return NotFound(f"{why}; {do}", param=param, code="previous_response_not_found")
 
 

@@ -314,6 +314,7 @@ def gateway_config(
         handover=Handover.IN_TURN if fleet.transfer.backend == "nixl" else Handover.TOGETHER,
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
+        longest_ttl_s=max(fleet.conversation.longest_ttl, fleet.conversation.ttl),
         returns=ReturnRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,

@@ -19,6 +19,7 @@ from placement.fleet.policies import Redisaggregation
 from placement.iteration.interface import ServingSettings
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
+from router.hints import LONGEST_S
 from router.http import ServerLimits, UpstreamLimits
 from router.keys import COMMON
 from workers.coserving.config import CoServingConfig
@@ -58,6 +59,7 @@ Duration = Annotated[
 
 
 Period = Annotated[Duration, Field(gt=0)]  # where none at all would mean nothing
+LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_S)]  # clients may not ask for more than that at all
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -269,6 +271,8 @@ class GatewaySpec(Spec):
 class ConversationSpec(Spec):
     ttl: Duration = 1800.0
     """A conversation idle for so long has ended: its KV and its binding go."""
+    longest_ttl: LongestTtl = default(GatewayConfig, "longest_ttl_s")
+    """Most that a client gets who asks for another time (`X-Conversation-TTL`); no less than `ttl`."""
     park_after: Period = default(ConnectorConfig, "park_after_s")
     """Idle time after which its KV is held on the host only."""
     redisaggregate_tokens: Tokens = default(Redisaggregation, "above_tokens")

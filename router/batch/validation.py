@@ -19,6 +19,7 @@ from router.batch.store import Store
 from router.config import ServedModel
 from router.errors import BadRequest, RouterError
 from router.fields import check_fields
+from router.hints import FIELDS as HINT_FIELDS
 from router.reading import check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
@@ -271,9 +272,14 @@ def _check_common(endpoint: str, body: dict[str, Any]) -> None:
         raise BadLine("invalid_request", "'body' is nested too deeply.", "body")
     if body.get("stream"):
         raise BadLine("invalid_request", "Streaming is not supported in a batch.", "body.stream")
-    if body.get("previous_response_id") is not None:
-        text = "A line belongs to no conversation: send the messages instead."
-        raise BadLine("invalid_request", text, "body.previous_response_id")
+    for name in ("previous_response_id", "conversation"):
+        if body.get(name) is not None:
+            text = "A line belongs to no conversation: send the messages instead."
+            raise BadLine("invalid_request", text, f"body.{name}")
+    for name in sorted(HINT_FIELDS):
+        if body.get(name) is not None:
+            text = f"Offline work takes no hints and has no class: leave '{name}' out."
+            raise BadLine("invalid_request", text, f"body.{name}")
     try:
         check_items(body)
         check_fields(endpoint, body)

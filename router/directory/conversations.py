@@ -103,6 +103,8 @@ class ConversationRecords:
     def add(self, conversation: ConversationRecord) -> None:
         self._live[conversation.key] = conversation
         self._ended.pop(conversation.key, None)
+        if conversation.ttl_s:  # it comes from a journal
+            self.let_live(conversation, conversation.ttl_s)
 
     def touch(self, conversation: ConversationRecord, now: float) -> None:
         conversation.used_at = now
@@ -191,7 +193,7 @@ class ConversationRecords:
         return had
 
     def let_live(self, conversation: ConversationRecord, ttl_s: float) -> None:
-        """So long without a turn, in place of the fleet's time; forgotten when the directory restarts."""
+        """So long without a turn, in place of the fleet's time."""
         conversation.ttl_s = ttl_s
         self._look_at(conversation.key, conversation.used_at + ttl_s)
 

@@ -309,7 +309,7 @@ def _sentence(path: Path, wrong: sqlite3.Error) -> str:
 _CONVERSATION, _ENGINE, _CLOCK = "c:", "e:", "clock"
 _WHOLE, _TURNS, _BINDING, _NODE = "whole", "turns", "binding", "n:"
 _BOUND = tuple[str, int, float]  # engine, epoch, since when
-_COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tokens")
+_COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tokens", "ttl_s")
 
 
 def placed(conversation: ConversationRecord, binding: Binding) -> Iterator[Row]:

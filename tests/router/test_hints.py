@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 NAMED = {"x-session-id": "s"}
 RESTORES = "conserve_restores_ahead_total"
+LIVES = ("long", "604800"), ("short", "0.5")
 
 
 def envelope(**actions: Any) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def test_the_same_said_in_each_way() -> None:
         "x-conversation-final": "1",
         "x-conversation-sharing": "20",
     }
-    want = Hints(True, 30.0, 5.5, 600.0, 3, sharing=20)
+    want = Hints(True, 30.0, 5.5, 600.0, 3, sharing=True)
     assert read_hints(headers, {}) == want
     assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True, sharing=20)) == want
     assert read_hints({"x-dynamo-session-final": "true"}, {}) == Hints(final=True)
@@ -66,6 +67,25 @@ def test_the_same_said_in_each_way() -> None:
     assert read_hints({"x-conversation-priority": "1"}, envelope(priority=2)).priority == 1
     assert read_hints({}, {"nvext": {"greed_sampling": True}}) == Hints()
     assert read_hints({"x-conversation-final": "0"}, {}) == Hints()
+
+
+@pytest.mark.parametrize(
+    ("said", "priority"),
+    [
+        ({"priority": 5, "strict_priority": 0}, 5),
+        ({"priority": 5, "strict_priority": 1}, 10),
+        ({"priority": -99, "strict_priority": 7}, 10),
+        ({"strict_priority": 0}, 0),
+    ],
+)
+def test_a_strict_priority_is_a_tier_before_priorities(said: dict[str, int], priority: int) -> None:
+    """Dynamo's: 0 is the lowest, of turns that say nothing."""
+    assert read_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
+
+
+def test_that_others_will_begin_alike_is_said_with_any_number() -> None:
+    assert read_hints({"x-conversation-sharing": "1"}, {}) == read_hints({}, envelope(sharing=500))
+    assert read_hints({"x-conversation-sharing": "0"}, {}) == Hints()
 
 
 def test_the_envelope_is_vllms() -> None:
@@ -93,6 +113,8 @@ def test_the_envelope_is_vllms() -> None:
         ({}, envelope(away=nested(2000))),
         ({}, envelope(away=True)),
         ({}, {"nvext": {"agent_hints": {"priority": "high"}}}),
+        ({}, {"nvext": {"agent_hints": {"strict_priority": -1}}}),
+        ({}, {"nvext": {"agent_hints": {"strict_priority": True}}}),
     ],
 )
 def test_what_makes_no_sense_is_refused(headers: dict[str, str], body: dict[str, Any]) -> None:
@@ -286,6 +308,17 @@ async def test_a_client_says_how_long_its_conversation_lives(tmp_path: Path) -> 
         await asyncio.sleep(0.8)
         assert ended() == {"short"}
         assert sorted(life for one in made.engines.values() for life in one.lives.values()) == [0.1, 600.0]
+
+
+async def test_a_client_gets_no_longer_life_than_the_fleet_allows_and_is_told(tmp_path: Path) -> None:
+    async with fleet(tmp_path, ttl_s=0.3, longest_ttl_s=0.6) as made:
+        long, short = ({"x-session-id": name, "x-conversation-ttl": ttl} for name, ttl in LIVES)
+        answers = [await ask(made.urls[0], [user("hi")], headers=one) for one in (long, short)]
+        assert [one.headers["x-conversation-ttl"] for one in answers] == ["0.6", "0.5"]
+        assert "x-conversation-ttl" not in (await ask(made.urls[0], [user("hi")])).headers
+        assert sorted(life for one in made.engines.values() for life in one.lives.values()) == [0.5, 0.6]
+        ended = lambda: {name.partition(":")[2] for one in made.engines.values() for name in one.released}  # noqa: E731
+        await until(lambda: {"long", "short"} <= ended())
 
 
 async def test_the_last_turn_ends_it_however_it_is_said(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from router.answer_store import AnswerStore
-from router.answers import AnswerObserver, Answers
+from router.answers import AnswerObserver, Answers, History
 from router.errors import PayloadTooLarge
 from router.http import ServerLimits
 from router.items import (
@@ -29,8 +29,8 @@ from router.items import (
     without_brackets,
     write_items,
 )
-from router.readers import Readers
-from router.reading import Api, Reading
+from router.readers import MOST_WAITING, Readers
+from router.reading import CHEAP_MARKS, Api, Reading
 from tests.router.test_large_bodies import BOUND_S, Stalls
 from tests.router.test_rates import limited
 from tests.router.test_stored_answers import ALICE, BOB, PATH, name_of, say, stored
@@ -269,6 +269,24 @@ async def test_a_costly_answer_is_read_beside_and_kept(tmp_path: Path) -> None:
         first = await say(made, "one", tools=tools)
         await until(lambda: REGISTRY.get_sample_value(*KEPT) == before + 1)
         assert (await say(made, "two", name_of(first))).status == 200
+
+
+async def test_costly_answers_that_end_together_are_all_kept(tmp_path: Path) -> None:
+    """Their clients have them: nobody can send one again."""
+    readers = Readers()
+    answers = Answers(stored(tmp_path), readers=readers)
+    await answers.start()
+    before = REGISTRY.get_sample_value(*FAILED) or 0
+    names = [f"resp_{number}" for number in range(3 * MOST_WAITING)]
+    for name in names:
+        response = {"id": name, "output": [], "tools": [{}] * (CHEAP_MARKS + 1)}
+        answers.keep("o", History((), None, None, True), orjson.dumps(response))
+    await answers.close()
+    readers.close()
+    later = Answers(stored(tmp_path))
+    found = [await later.find("o", name) is not None for name in names]
+    await later.close()
+    assert (found, REGISTRY.get_sample_value(*FAILED) or 0) == ([True] * len(names), before)
 
 
 BODIES = [

@@ -1,5 +1,6 @@
 """Answers of the Responses API that the fleet stores: histories outlive decoders, and gateways."""
 
+import asyncio
 import os
 import sqlite3
 import time
@@ -112,6 +113,40 @@ async def test_a_conversation_brings_its_history(tmp_path: Path, stream: bool, n
         seen = [prompt(one.body) for one in made.decoder_requests()]
         asked = sorted([content for role, content in one if role == "user"] for one in seen)
         assert asked == [["again"], ["bob"], ["one"], ["one", "two"]]
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_a_conversation_that_is_deleted_during_a_turn_does_not_come_back_with_it(
+    tmp_path: Path, turns: int
+) -> None:
+    async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
+        for number in range(turns - 1):
+            await say(made, f"turn {number}", conversation="c")
+        for one in made.engines.values():
+            one.prefill_s = 1.0
+        late = asyncio.create_task(say(made, "late", conversation="c"))
+        await until(lambda: len(made.decoder_requests()) == turns)
+        url = f"{made.urls[0]}/v1/conversations/c"
+        assert (await get(url, "DELETE", headers=ALICE))[0] == 200
+        for one in made.engines.values():
+            one.prefill_s = 0.0
+        assert (await say(made, "anew", conversation="c")).status == 200
+        assert (await late).status == 200
+        await say(made, "and on", conversation="c")
+        seen = prompt(made.decoder_requests()[-1].body)
+        assert [content for role, content in seen if role == "user"] == ["anew", "and on"]
+        assert (await say(made, "from the late one", name_of(await late))).status == 200
+
+
+def test_of_two_turns_of_a_conversation_at_once_the_last_to_end_is_its_history(tmp_path: Path) -> None:
+    store = AnswerStore(stored(tmp_path), MachineClocks().clock())
+    ends = [("first", None), ("quick", "first"), ("slow", "first")]
+    for name, previous in ends:
+        store.keep("o", previous, "c", ASKED, ReadAnswer(name, b"{}", b""))
+    assert store.conversation("o", "c").newest == "slow"
+    assert store.leave("o", "c", live=False)
+    store.keep("o", "first", "c", ASKED, ReadAnswer("later still", b"{}", b""))
+    assert store.conversation("o", "c").newest is None
 
 
 async def test_answers_say_what_they_go_on_from(tmp_path: Path) -> None:
@@ -232,9 +267,39 @@ def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> 
         keep("bob", f"many-{number}", os.urandom(1000).hex().encode())
     assert store.prune() > 5
     assert store.chain("alice", "first", 10, 10_000).end is ChainEnd.BEGINNING
-    assert store.newest("alice", "first") == "first" and store.newest("bob", "many-0") is None
     ends = {number: store.chain("bob", f"many-{number}", 10, 10_000).end for number in (0, 39)}
     assert ends == {0: ChainEnd.UNKNOWN, 39: ChainEnd.BEGINNING}
+
+
+async def test_a_conversation_whose_answers_went_with_their_age_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.answer_store.PRUNE_S", 0.0)
+    async with fleet(tmp_path, answers=stored(tmp_path, keep_s=0.0)) as made:
+        first = name_of(await say(made, "one", conversation="c"))
+        for more in ({"conversation": "c"}, {"previous": first}):
+            refused = await say(made, "two", **more)
+            assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
+        refused = await say(made, "two", conversation="c")
+        assert "not stored any more" in refused.error["message"]
+        assert "DELETE /v1/conversations/c " in refused.error["message"]
+        assert (await get(f"{made.urls[0]}/v1/conversations/c", "DELETE", headers=ALICE))[0] == 200
+        assert (await say(made, "anew", conversation="c")).status == 200
+
+
+def test_known_conversations_are_bounded_and_one_owner_does_not_push_out_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.answer_store.MOST_CONVERSATIONS", 10)
+    machine = MachineClocks()
+    store = AnswerStore(stored(tmp_path), machine.clock())
+    names = [("alice", "first"), *(("bob", f"many-{number}") for number in range(40))]
+    for owner, name in names:
+        machine.passes(1)
+        store.keep(owner, None, name, ASKED, ReadAnswer(name, b"{}", b""))
+    store.prune()
+    known = [name for owner, name in names if store.conversation(owner, name).newest]
+    assert known == ["first", *(f"many-{number}" for number in range(31, 40))]
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.integers(0, 400))

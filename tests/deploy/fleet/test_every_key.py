@@ -232,6 +232,7 @@ CASES = {
     "conversation.ttl": case(
         "5m", lambda got: (got.directory.ttl_s, got.engine.connector.ttl_s), (300, 360)
     ),
+    "conversation.longest_ttl": case("2h", lambda got: got.gateway.longest_ttl_s, 7200),
     "conversation.park_after": case(7, lambda got: got.engine.connector.park_after_s),
     "conversation.redisaggregate_tokens": case(
         11, lambda got: [one.redisaggregation.above_tokens for one in (got.gateway, got.placer)], [11, 11]

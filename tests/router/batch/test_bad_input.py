@@ -100,6 +100,11 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     ),
     "a request id": (body(request_id="other"), "invalid_request", "body.request_id"),
     "a parameter of nobody": (body(frobnicate=1), "unknown_parameter", "body.frobnicate"),
+    "a conversation": (body(conversation="c"), "invalid_request", "body.conversation"),
+    "a conversation as an object": (body(conversation={"id": "c"}), "invalid_request", "body.conversation"),
+    "a class": (body(slo_class="gold"), "invalid_request", "body.slo_class"),
+    "hints": (body(kv_hints={"actions": []}), "invalid_request", "body.kv_hints"),
+    "hints of Dynamo": (body(nvext={"agent_hints": {}}), "invalid_request", "body.nvext"),
     "an answer of another": (
         body(previous_response_id="r"),
         "invalid_request",

@@ -78,6 +78,15 @@ def test_a_time_of_its_own_counts_from_the_last_turn_and_may_change() -> None:
     assert silent(conversations, 1e6) == set()
 
 
+def test_a_time_of_its_own_holds_for_a_record_that_comes_from_a_journal() -> None:
+    conversations = ConversationRecords()
+    conversations.add(ConversationRecord("long", None, 0.0, 5.0, ttl_s=100.0))
+    conversations.add(ConversationRecord("short", None, 0.0, 5.0, ttl_s=3.0))
+    assert silent(conversations, 8.0) == {"short"}
+    assert silent(conversations, 104.0) == set()
+    assert silent(conversations, 105.0) == {"long"}
+
+
 def test_a_turn_that_runs_keeps_it_beyond_its_time() -> None:
     conversations = ConversationRecords()
     alive(conversations, "a")

@@ -84,6 +84,14 @@ def test_a_bound_conversation_finds_its_decoder_at_once() -> None:
     assert (again.engine, again.epoch, again.known) == (bound.engine, bound.epoch, True)
 
 
+def test_how_long_a_client_lets_its_conversation_live_is_known_again() -> None:
+    before = table()
+    place(before, ask("c"))
+    before.turn_ended("c", "g", 1.0, prompt_tokens=5, completion_tokens=5, ttl_s=30.0)
+    after = restarted(before)
+    assert (after.expire(30.9), after.expire(31.1)) == (0, 1)
+
+
 def test_nobody_waits_for_an_engine_that_went_or_does_not_answer() -> None:
     before = table(decoders=3)
     bound = place(before, ask("c"))
