@@ -67,4 +67,4 @@ lock:
 	@deploy/setup/lock.sh
 
 clean:
-	rm -rf $(VENV) .venv-fuzz build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-fuzz build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,6 +23,7 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from benchmarks import batch_validation
+from benchmarks.output import quantile
 from traces.errors import ReplayError
 from traces.replay.client import (
     Calibration,
@@ -77,17 +78,12 @@ class Phase:
         return {
             "turns": len(self.ttft_s),
             "refused": self.refused,
-            **{f"ttft_p{q}_s": quantile(self.ttft_s, q) for q in (50, 90, 99)},
-            **{f"tbt_p{q}_s": quantile(self.tbt_s, q) for q in (50, 90, 99)},
+            **{f"ttft_p{q}_s": quantile(self.ttft_s, q / 100) for q in (50, 90, 99)},
+            **{f"tbt_p{q}_s": quantile(self.tbt_s, q / 100) for q in (50, 90, 99)},
             "offline_done": self.offline_done,
             "offline_failed": self.offline_failed,
             "offline_tokens_per_s": self.harvest,
         }
-
-
-def quantile(values: list[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
 
 
 class ChatAgents:
@@ -233,8 +229,8 @@ def figures(phases: dict[str, Phase]) -> dict[str, Any]:
         return above / below if below else None
 
     return {
-        "ttft_p99_vs_no_batch": ratio(quantile(both.ttft_s, 99), quantile(alone.ttft_s, 99)),
-        "tbt_p99_vs_no_batch": ratio(quantile(both.tbt_s, 99), quantile(alone.tbt_s, 99)),
+        "ttft_p99_vs_no_batch": ratio(quantile(both.ttft_s, 0.99), quantile(alone.ttft_s, 0.99)),
+        "tbt_p99_vs_no_batch": ratio(quantile(both.tbt_s, 0.99), quantile(alone.tbt_s, 0.99)),
         "harvest_vs_batch_only": ratio(both.harvest, batch.harvest),
         "phases": {name: phase.to_json() for name, phase in phases.items()},
     }

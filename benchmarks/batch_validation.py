@@ -22,9 +22,11 @@ from typing import Any
 import httpx
 import uvloop
 
+from benchmarks.output import quantile
 from benchmarks.relay import subjects
-from benchmarks.relay.client import API_KEY, Asker, Load, Tally, percentile, requests_of
-from benchmarks.relay.subjects import Subject, free_port
+from benchmarks.relay.client import API_KEY, Asker, Load, Tally, requests_of
+from benchmarks.relay.subjects import Subject
+from workers.processes import free_port
 
 AGENTS = 12
 THINK_S = 0.1
@@ -38,7 +40,7 @@ def started(work: Path) -> dict[str, Subject]:
     engine = subjects.engine()
     directory = subjects.directory(engine.port, work)
     gateway = subjects.our_gateway(directory.port, work)
-    batch = Subject("batch", [], free_port(), ready_path="/metrics")
+    batch = Subject("batch", [], free_port(subjects.HOST), ready_path="/metrics")
     address = f"127.0.0.1:{directory.port}"
     of_gateway = json.loads((work / "gateway.json").read_text())
     of_gateway |= {"batch": {"http": f"127.0.0.1:{batch.port}", "key": subjects.SECRET}}
@@ -134,7 +136,7 @@ async def measure(lines: int, rounds: int, seconds: float, work: Path) -> dict[s
                         shown = (await http.get(f"/batches/{submitted['id']}")).json()
                         assert shown["status"] == "validating", f"{shown['status']}: more lines are needed"
                         await http.post(f"/batches/{submitted['id']}/cancel")
-                    p99 = percentile(tally.first_token_s, 0.99) or 0.0
+                    p99 = quantile(tally.first_token_s, 0.99)
                     print(f"round {number + 1} of {rounds}: {phase} p99 {p99 * 1e3:.1f} ms", flush=True)
     finally:
         for subject in everything.values():
@@ -143,18 +145,15 @@ async def measure(lines: int, rounds: int, seconds: float, work: Path) -> dict[s
 
 
 def figures(first: dict[str, list[list[float]]], validated: list[float], lines: int) -> dict[str, Any]:
-    def p99(values: list[float]) -> float:
-        return percentile(values, 0.99) or 0.0
-
     everything = {phase: [value for one in rounds for value in one] for phase, rounds in first.items()}
     pairs = zip(first["alone"], first["validating"], strict=True)
-    ratios = [p99(beside) / p99(alone) for alone, beside in pairs]
+    ratios = [quantile(beside, 0.99) / quantile(alone, 0.99) for alone, beside in pairs]
     return {
         "lines": lines,
         "turns": {phase: len(values) for phase, values in everything.items()},
-        "first_token_p50_s": {phase: percentile(values, 0.5) for phase, values in everything.items()},
-        "first_token_p99_s": {phase: p99(values) for phase, values in everything.items()},
-        "p99_ratio": p99(everything["validating"]) / p99(everything["alone"]),
+        "first_token_p50_s": {phase: quantile(values, 0.5) for phase, values in everything.items()},
+        "first_token_p99_s": {phase: quantile(values, 0.99) for phase, values in everything.items()},
+        "p99_ratio": quantile(everything["validating"], 0.99) / quantile(everything["alone"], 0.99),
         "p99_ratio_by_round": ratios,
         "p99_ratio_median_of_rounds": statistics.median(ratios),
         "processors_of_validation": statistics.mean(validated),

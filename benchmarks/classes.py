@@ -24,9 +24,8 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.batch import quantile
 from benchmarks.live_policies import brought_up
-from benchmarks.output import command, write_json
+from benchmarks.output import command, quantile, write_json
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import SloSpec
 from deploy.lifecycle.status import serving
@@ -183,7 +182,8 @@ def told(seen: ClassSeen) -> str:
         return f"{median(values or [0.0]):.3f}"
 
     return (
-        f"{len(seen.ttfet_s)} answers, TTFET p50 {p50(seen.ttfet_s)} p95 {quantile(seen.ttfet_s, 95):.3f} s; "
+        f"{len(seen.ttfet_s)} answers, "
+        f"TTFET p50 {p50(seen.ttfet_s)} p95 {quantile(seen.ttfet_s, 0.95):.3f} s; "
         f"p50 of first turns' TTFT {p50(seen.first_turn_ttft_s)}, later {p50(seen.later_turn_ttft_s)}, "
         f"TBT {p50(seen.tool_turn_tbt_s)}; refused {seen.refused}, failed {len(seen.failed)}"
     )
@@ -210,7 +210,7 @@ def main() -> None:
     for line in (*alone.failed, *beside.failed, *other.failed):
         print(f"  failed: {line[:300]}")
     figures = {
-        "ttfet_p95_vs_alone": quantile(beside.ttfet_s, 95) / quantile(alone.ttfet_s, 95),
+        "ttfet_p95_vs_alone": quantile(beside.ttfet_s, 0.95) / quantile(alone.ttfet_s, 0.95),
         "ttfet_p50_vs_alone": median(beside.ttfet_s) / median(alone.ttfet_s),
         "other_served": other.answered / max(1, other.asked),
         "other_refused": other.refused,

@@ -26,6 +26,7 @@ from benchmarks.relay import subjects
 from benchmarks.relay.client import Load
 from benchmarks.relay.subjects import Subject
 from router.config import TracingConfig
+from workers.processes import free_port
 
 OFF = "off"
 SCRAPE_S = 5.0  # deploy/prometheus/prometheus.yml
@@ -39,7 +40,7 @@ class Watching:
     sample: float | None  # share of the turns that are traced
 
     def gateway(self, directory: int, receiver: int, work: Path) -> Subject:
-        port, name = subjects.free_port(), self.name.replace(" ", "-")
+        port, name = free_port(subjects.HOST), self.name.replace(" ", "-")
         config = {
             "directory": f"127.0.0.1:{directory}",
             "directory_secret": subjects.SECRET,
@@ -103,7 +104,7 @@ def run(load: Load, turns: Load, repetitions: int) -> ObserverCost:
     found = ObserverCost({name: [] for name in names}, {name: [] for name in names})
     with tempfile.TemporaryDirectory(prefix="observe-bench-") as folder:
         work = Path(folder)
-        port = subjects.free_port()
+        port = free_port(subjects.HOST)
         command = [sys.executable, "-m", "benchmarks.observe_processes", "receiver", str(port)]
         receiver, engine = Subject("receiver", command, port), subjects.engine()
         directory = subjects.directory(engine.port, work)

@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: their arguments, and figures as JSON."""
+"""What the benchmarks' commands share: their arguments, quantiles, and figures as JSON."""
 
 import argparse
 import json
@@ -20,6 +20,15 @@ def command(doc: str | None, quick: str = "", json_file: bool = True) -> argpars
     if json_file:
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser
+
+
+def quantile(values: list[float], share: float) -> float:
+    """One of them, with so large a share of them before it; 0 where there is none. (What is simulated is put
+    between two: `traces.simulator.metrics.percentile`.)"""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def write_json(path: Path | None, figures: Any) -> None:

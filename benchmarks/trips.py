@@ -17,7 +17,6 @@ nothing of it, so that any checkout can be observed with `--tree`.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 import yaml
 
 from benchmarks.structure import PRODUCT
+from workers.processes import free_port
 
 IDLE_S, TRIPS = 30.0, 3
 WARM_UP = 3
@@ -92,7 +92,7 @@ def observe(root: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
         window.write_bytes(b"\0")
         log.touch()
         content = yaml.safe_load((root / "configs" / "laptop.yaml").read_text())
-        content["gateway"]["port"] = port = free_port()
+        content["gateway"]["port"] = port = free_port("127.0.0.1")
         file.write_text(yaml.safe_dump(content))
         environment = {
             **os.environ,
@@ -215,10 +215,3 @@ def counted(
 def is_product(file: str, root: Path) -> bool:
     package = os.path.relpath(file, root).split(os.sep)[0]
     return package in PRODUCT and not file.endswith(("_pb2.py", "_pb2_grpc.py"))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -20,8 +20,10 @@ from typing import Any, Protocol
 from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.relied_on import ReliedOn, differences
 
-_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-_MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_BASE = f"{_V1}.base:KVConnectorBase_V1"
+_MULTI = f"{_V1}.multi_connector:MultiConnector"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _SPIN = "vllm.distributed.device_communicators.shm_broadcast:SpinCondition"
 
@@ -29,6 +31,11 @@ CONNECTOR = ReliedOn(
     signatures={
         _BASE: {
             "__init__": ("self", "vllm_config", "role", "kv_cache_config"),
+            "requires_piecewise_for_cudagraph": ("extra_config",),
+            "get_required_kvcache_layout": ("vllm_config",),
+            "build_kv_connector_stats": ("data",),
+            "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+            "get_kv_connector_stats": ("self",),
             "bind_kv_cache_manager": ("self", "kv_cache_manager"),
             "on_new_request": ("self", "request"),
             "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
@@ -44,12 +51,24 @@ CONNECTOR = ReliedOn(
             "wait_for_layer_load": ("self", "layer_name"),
             "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
             "wait_for_save": ("self",),
+            "get_transfer_results": ("self", "finished_req_ids"),
             "get_finished": ("self", "finished_req_ids"),
             "get_block_ids_with_load_errors": ("self",),
             "build_connector_worker_meta": ("self",),
+            "shutdown": ("self",),
         },
-        _MULTI: {"request_finished": ("self", "request", "blocks")},
-        "vllm.v1.core.block_pool:BlockPool": {
+        f"{_V1}.base:SupportsHMA": {"request_finished_all_groups": ("self", "request", "block_ids")},
+        f"{_V1}.base:KVConnectorWorkerMetadata": {"aggregate": ("self", "other")},
+        _MULTI: {
+            "request_finished": ("self", "request", "blocks"),
+            "request_finished_all_groups": ("self", "request", "block_ids"),
+            "reset_cache": ("self",),
+        },
+        f"{_V1}.metrics:KVConnectorStats": {
+            "reset": ("self",), "aggregate": ("self", "other"), "reduce": ("self",), "is_empty": ("self",),
+        },
+        f"{_V1}.metrics:KVConnectorPromMetrics": {"observe": ("self", "transfer_stats_data", "engine_idx")},
+        _POOL: {
             "touch": ("self", "blocks"),
             "free_blocks": ("self", "ordered_blocks"),
             "evict_blocks": ("self", "block_ids"),
@@ -61,11 +80,10 @@ CONNECTOR = ReliedOn(
         _SPIN: {"wait": ("self", "timeout_ms")},
     },
     attributes={
+        _BASE: ("requires_kv_delivery",),
         _MULTI: ("sub_connectors",),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),
-        "vllm.v1.core.block_pool:BlockPool": (
-            "blocks", "free_block_queue", "hash_block_size", "num_gpu_blocks",
-        ),
+        _POOL: ("blocks", "free_block_queue", "hash_block_size", "num_gpu_blocks"),
         "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "ref_cnt", "is_null", "block_hash"),
         "vllm.v1.request:Request": (
             "request_id", "priority", "status", "session_id", "kv_transfer_params", "block_hashes",
@@ -89,27 +107,56 @@ CONNECTOR = ReliedOn(
     },
     uses={
         # Retention: a freed block with a hash joins the end of the queue that is taken last.
-        "vllm.v1.core.block_pool:BlockPool": {"free_blocks": ("prepend_n", "append_n")},
-        _SCHEDULER: {"add_request": ("on_new_request",), "schedule": ("build_connector_meta",)},
+        _POOL: {"free_blocks": ("prepend_n", "append_n")},
+        # Who calls the connector: what nobody calls any more would be left out without a word.
+        _SCHEDULER: {
+            "__init__": ("bind_kv_cache_manager", "requires_kv_delivery"),
+            "add_request": ("on_new_request",),
+            "schedule": (
+                "get_num_new_matched_tokens", "update_state_after_alloc", "get_external_cache_hit_sources",
+            ),
+            "_build_kv_connector_meta": ("build_connector_meta",),
+            "_update_from_kv_xfer_finished": ("update_connector_output",),
+            "update_from_output": ("get_kv_connector_stats",),
+            "_connector_finished": ("request_finished_all_groups",),
+            "reset_connector_cache": ("reset_cache",),
+            "shutdown": ("shutdown",),
+        },
+        _MULTI: {"request_finished_all_groups": ("request_finished",)},
+        _BASE: {"get_transfer_results": ("get_finished",)},  # LMCache's connector has the latter
+        "vllm.config.vllm:VllmConfig": {"__post_init__": ("requires_piecewise_for_cudagraph",)},
+        "vllm.distributed.kv_transfer.kv_connector.utils": {
+            "get_kv_connector_cache_layout": ("get_required_kvcache_layout",),
+        },
+        f"{_V1}.metrics:KVConnectorLogging": {"observe": ("build_kv_connector_stats",)},
+        f"{_V1}.metrics:KVConnectorProm": {"__init__": ("build_prom_metrics",)},
         _SPIN: {"wait": ("last_read", "busy_loop_s")},
     },
 )  # fmt: skip
 
 
 WORKER = ReliedOn(
-    signatures={},
-    attributes={},
-    # Orders are given out where vLLM tells of preemptions, once a step and before anything of it.
-    uses={"vllm.v1.worker.gpu_model_runner:GPUModelRunner": {"execute_model": ("handle_preemptions",)}},
-)
-
-
-LMCACHE = ReliedOn(
-    signatures={},
-    attributes={
-        "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPWorkerAdapter": ("_health_event",)
+    signatures={}, attributes={},
+    uses={
+        # Orders are given out where vLLM tells of preemptions, once a step and before anything of it.
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
+            "execute_model": ("handle_preemptions",), "initialize_kv_cache": ("register_kv_caches",),
+        },
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin": {
+            "_get_kv_connector_output": (
+                "start_load_kv", "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors",
+                "get_kv_connector_stats", "build_connector_worker_meta",
+            ),
+        },
+        "vllm.model_executor.layers.attention.kv_transfer_utils": {
+            "maybe_transfer_kv_layer": ("wait_for_layer_load", "save_kv_layer"),
+        },
     },
-)
+)  # fmt: skip
+
+
+_LMCACHE = "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPWorkerAdapter"
+LMCACHE = ReliedOn(signatures={}, attributes={_LMCACHE: ("_health_event",)})
 
 
 def verify_lmcache() -> None:
@@ -246,7 +293,6 @@ GENERATIONS = ReliedOn(
 )  # fmt: skip
 
 BEHIND = "conserve_behind"  # in `extra_args`: so many tokens at a prompt's end another engine generated
-
 
 AT_A_TIME = 32  # outputs that are put through in one go: an API server has other streams
 

@@ -49,7 +49,7 @@ class Route:
     decoder: EngineInfo
     prefiller: EngineInfo | None  # None: the decoder computes what it does not have
     turn: int
-    cause: str  # first_turn, rebound, redisaggregated, bound
+    cause: str  # first_turn, rebound, moved, redisaggregated, bound
     placed_at: float | None = None  # None: it needed no place
 
     @property
@@ -119,7 +119,7 @@ class Binder:
         return config.policy.later_turn_through_prefiller(config.redisaggregation, uncached, prompt)
 
     async def bind_again(self, turn: Turn, who: Identified, route: Route, responder: Responder) -> Route:
-        """The decoder did not answer, and nothing of an answer has reached the client."""
+        """The decoder was lost, before anything of its answer reached the client or in the middle of it."""
         metrics.FALLBACKS.labels("decoder_lost").inc()
         log.warning("decoder lost, placing again conversation=%s engine=%s", who.key, route.decoder.engine)
         return await self._place(turn, who, responder, lost=(route.decoder.engine, route.decoder.epoch))

@@ -53,6 +53,7 @@ AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
 
 MAX_ID_BYTES = 512
+MAX_NODES = 500_000  # ends of prompts remembered, by the directory and by each gateway
 _NAME_BYTES = 64  # of a hint, in the id of a conversation that is named after it
 _PLAIN = re.compile(r"[!-~]+")
 _GIVEN = re.compile(r"c-[0-9a-f]{32}|[!-~]{1,64}\.[0-9a-f]{12}")  # as `Explicit.new_id` makes them

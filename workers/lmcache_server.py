@@ -71,7 +71,7 @@ class LmcacheServer:
             ports = before.ports if before is not None and known else (free_port(HOST), free_port(HOST))
             process = LeasedProcess.start(
                 self.directory,
-                self._command(*ports),
+                self.command(*ports),
                 fingerprint=self._fingerprint,
                 epoch=0,
                 ports=ports,
@@ -88,7 +88,8 @@ class LmcacheServer:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _command(self, port: int, http_port: int) -> ProcessCommand:
+    def command(self, port: int, http_port: int) -> ProcessCommand:
+        """What is started: LMCache's server for engines at `port`, with its health page at `http_port`."""
         argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server"]
         argv += ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
         argv += ["--l1-size-gb", str(self.gib), "--eviction-policy", "LRU"]

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, quantile
+from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths
 from benchmarks.coserving.turns import BLOCK, LAYERS, LoadOutcome, bench
-from benchmarks.output import command, write_json
+from benchmarks.output import command, quantile, write_json
 from placement.iteration.latency import LatencyModel
 from workers.coserving.iterations import IterationRecord
 from workers.coserving.safepoint import Armed, Flag, SafepointWorker

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.coserving.engine import SimulatedCoServing, SimulatedRequest, SimulatedShape
-from benchmarks.coserving.load import quantile
 from benchmarks.coserving.simulated import H100
-from benchmarks.output import command, write_json
+from benchmarks.output import command, quantile, write_json
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.policies import make_policy
 

@@ -69,13 +69,6 @@ class Experienced:
         return min(first, later)
 
 
-def quantile(values: list[float], share: float) -> float:
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-
 def gamma_gaps(rate: float, cv: float, seed: int) -> "itertools.chain[float]":
     rng = random.Random(seed)
     shape = 1 / (cv * cv)

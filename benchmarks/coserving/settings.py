@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.coserving.engine import SimulatedCoServing, SimulatedRequest, SimulatedShape
-from benchmarks.coserving.load import PartLengths, gamma_gaps, quantile
-from benchmarks.output import command
+from benchmarks.coserving.load import PartLengths, gamma_gaps
+from benchmarks.output import command, quantile
 from placement.iteration.conserve import Conserve
 from placement.iteration.interface import ServingPolicy, ServingSettings, TurnTargets
 from placement.iteration.latency import BatchWork, LatencyModel

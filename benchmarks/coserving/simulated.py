@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.coserving.engine import Served, SimulatedCoServing, SimulatedRequest, SimulatedShape
-from benchmarks.coserving.load import gamma_gaps, quantile
-from benchmarks.output import command, write_json
+from benchmarks.coserving.load import gamma_gaps
+from benchmarks.output import command, quantile, write_json
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.latency import LatencyModel
 from placement.iteration.policies import make_policy

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coserving.load import PartLengths, gamma_gaps, quantile
+from benchmarks.coserving.load import PartLengths, gamma_gaps
 from benchmarks.coserving.simulated import CONTENDERS, MIXES, BrosMix
 from benchmarks.coserving.turns import BLOCK, LAYERS, TurnBench, bench, choose
-from benchmarks.output import command, write_json
+from benchmarks.output import command, quantile, write_json
 from deploy.small_model import ModelShape, make_model
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.latency import LatencyModel

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, PolicyTurn, quantile
+from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, PolicyTurn
+from benchmarks.output import quantile
 from deploy.small_model import ModelShape, make_model
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.latency import CONSERVATIVE, LatencyModel, SelfCorrecting

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import httptools
 import uvloop
 
+from benchmarks.output import quantile
+
 API_KEY = "sk-bench"  # LiteLLM's proxy does not start without one
 TOKEN = re.compile(rb'"content":\s*"t(\d+)"')
 
@@ -201,10 +203,6 @@ async def ask_all(load: Load) -> Tally:
     return tally
 
 
-def percentile(values: list[float], share: float) -> float | None:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
-
-
 def main() -> None:
     load = Load(**json.loads(sys.argv[1]))
     begin = time.monotonic()
@@ -219,9 +217,9 @@ def main() -> None:
                 "errors": len(tally.errors),
                 "first_error": tally.errors[0] if tally.errors else None,
                 "late_streams": tally.late_streams,
-                "first_token_p50_s": percentile(tally.first_token_s, 0.5),
-                "delay_p50_s": percentile(tally.delay_s, 0.5),
-                "delay_p99_s": percentile(tally.delay_s, 0.99),
+                "first_token_p50_s": quantile(tally.first_token_s, 0.5) if tally.first_token_s else None,
+                "delay_p50_s": quantile(tally.delay_s, 0.5) if tally.delay_s else None,
+                "delay_p99_s": quantile(tally.delay_s, 0.99) if tally.delay_s else None,
             }
         )
     )

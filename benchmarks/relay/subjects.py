@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -20,8 +19,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.relay.client import API_KEY
+from workers.processes import free_port
 
 PACKAGE = "benchmarks.relay"
+HOST = "127.0.0.1"
 OPENSSL = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
 OPENSSL += " -nodes -days 2 -subj /CN=localhost"
 HAPROXY = """
@@ -132,24 +133,18 @@ class Subject:
         self.process = None  # its number may be another's by now
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"{PACKAGE}.{module}", *arguments]
 
 
 def engine() -> Subject:
-    port = free_port()
+    port = free_port(HOST)
     return Subject("direct", python("engine", str(port)), port)
 
 
 def ours(url: str) -> Subject:
     """The relay alone."""
-    port = free_port()
+    port = free_port(HOST)
     return Subject("conserve", python("bare_gateway", str(port), url), port)
 
 
@@ -163,19 +158,19 @@ def certificate(work: Path) -> tuple[Path, Path]:
 
 
 def ours_sealed(url: str, cert: Path, key: Path) -> Subject:
-    port = free_port()
+    port = free_port(HOST)
     command = python("bare_gateway", str(port), url, str(cert), str(key))
     return Subject("conserve tls", command, port, tls=True)
 
 
 def directory(engine_port: int, work: Path) -> Subject:
-    port = free_port()
+    port = free_port(HOST)
     return Subject("directory", python("directory", str(port), str(engine_port), str(work), SECRET), port)
 
 
 def our_gateway(directory_port: int, work: Path) -> Subject:
     """The whole gateway: identity, binding, relay, metrics."""
-    port = free_port()
+    port = free_port(HOST)
     settings = work / "gateway.json"
     config = {
         "directory": f"127.0.0.1:{directory_port}",
@@ -190,7 +185,7 @@ def our_gateway(directory_port: int, work: Path) -> Subject:
 
 
 def httpx_proxy(url: str) -> Subject:
-    port = free_port()
+    port = free_port(HOST)
     return Subject("fastapi+httpx", python("httpx_proxy", str(port), url), port, share=1 / 8)
 
 
@@ -199,7 +194,7 @@ def haproxy(engine_port: int, work: Path, cert: Path | None = None) -> Subject |
     binary = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     if binary is None:
         return None
-    port = free_port()
+    port = free_port(HOST)
     name, sealed = ("haproxy tls", f" ssl crt {cert} alpn http/1.1") if cert else ("haproxy", "")
     settings = work / f"{name}.cfg"
     settings.write_text(HAPROXY.format(port=port, engine=engine_port, sealed=sealed))
@@ -212,20 +207,20 @@ def peers(folder: Path, engine_port: int, work: Path, *, slow_ones: bool) -> lis
     found: list[Subject] = []
     sglang = folder / "sglang-router/bin/python"
     if sglang.exists():
-        port = free_port()
+        port = free_port(HOST)
         command = [str(sglang), "-m", "sglang_router.launch_router", "--worker-urls", url]
         command += ["--policy", "manual", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port(HOST))]
         found.append(Subject("sglang-router", command, port))
     vllm = folder / "vllm-router/bin/vllm-router"
     if vllm.exists():
-        port = free_port()
+        port = free_port(HOST)
         command = [str(vllm), "--worker-urls", url, "--policy", "consistent_hash"]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port(HOST))]
         found.append(Subject("vllm-router", command, port))
     litellm = folder / "litellm/bin/litellm"
     if slow_ones and litellm.exists():
-        port = free_port()
+        port = free_port(HOST)
         settings = work / "litellm.yaml"
         settings.write_text(LITELLM.format(engine=engine_port))
         command = [str(litellm), "--config", str(settings), "--host", "127.0.0.1", "--port", str(port)]
@@ -235,7 +230,7 @@ def peers(folder: Path, engine_port: int, work: Path, *, slow_ones: bool) -> lis
         found.append(Subject("litellm", command, port, environment, 1 / 16, 60, ready))
     serve = folder / "ray/bin/python"
     if slow_ones and serve.exists():
-        port = free_port()
+        port = free_port(HOST)
         script = Path(__file__).with_name("ray_serve.py")
         command = [str(serve), str(script), str(port), url, str(work / "ray")]
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": ""}

@@ -22,9 +22,8 @@ from random import Random
 import aiohttp
 import orjson
 
-from benchmarks.batch import quantile
 from benchmarks.live_policies import brought_up
-from benchmarks.output import command, write_json
+from benchmarks.output import command, quantile, write_json
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import KeyLimitsSpec
@@ -111,7 +110,7 @@ async def play(
             answers += await asyncio.to_thread(results.get, timeout=whole_s + 60)
             attacking.join(10)
             await asyncio.sleep(GROWS_S)  # what it had begun ends
-            tails = (quantile(seen.ttft_s, 99) for seen in (alone, beside))
+            tails = (quantile(seen.ttft_s, 0.99) for seen in (alone, beside))
             print("round {}: P99 alone {:.3f} s, beside {:.3f} s".format(number, *tails), flush=True)
     return alone, beside, answers
 
@@ -127,12 +126,12 @@ def main() -> None:
         with brought_up(fleet) as home:
             url = serving(home).endpoint
             alone, beside, answers = asyncio.run(play(url, fleet.model.name, options.seed, rounds, phase_s))
-    p99 = {name: quantile(seen.ttft_s, 99) for name, seen in (("alone", alone), ("beside", beside))}
+    p99 = {name: quantile(seen.ttft_s, 0.99) for name, seen in (("alone", alone), ("beside", beside))}
     figures = {
         "victim_ttft_p99_vs_alone": p99["beside"] / p99["alone"] if p99["alone"] else 0.0,
         "victim_failed": len(beside.failed),
         "victim_failed_alone": len(alone.failed),
-        **{f"victim_ttft_p{q}_{name}_s": quantile(seen.ttft_s, q)
+        **{f"victim_ttft_p{q}_{name}_s": quantile(seen.ttft_s, q / 100)
            for q in (50, 90, 99) for name, seen in (("alone", alone), ("beside", beside))},
         "victim_turns_alone": len(alone.ttft_s),
         "victim_turns_beside": len(beside.ttft_s),

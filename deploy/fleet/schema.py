@@ -153,10 +153,11 @@ class AutoscaleSpec(Spec):
 
 
 class HardwareSpec(Spec):
-    """What a tier's nodes are, for `conserve check`."""
+    """What a tier's nodes are: for `conserve check`, and for placing."""
 
     accelerator: str | None = None
-    """A name of `placement/accelerators.py`, as in `H100`."""
+    """A name of `placement/accelerators.py`, as in `H100`. Tiers that name the same, with the same
+    arguments, environment and power cap, are taken to compute a prompt in the same time."""
     node_gpus: Annotated[int, Field(gt=0, le=256)] = 8
     """GPUs of one node: an engine is on one."""
     nodes: Annotated[int, Field(gt=0, le=4096)] | None = None
@@ -282,9 +283,11 @@ class ConversationSpec(Spec):
     headroom_tokens: Tokens = default(PlacerSettings, "headroom_tokens")
     """Reserved beside the prompt at binding, for what the conversation will grow by at first."""
     decoder_wait: Duration = default(GatewayConfig, "place_wait_s")
-    """How long a first turn waits for a decoder with capacity before 429."""
+    """How long a first turn waits for a place before 429: for a decoder with capacity, and for a prefiller
+    with a short enough queue."""
     prefiller_wait: Duration = default(PlacerSettings, "max_prefill_wait_s")
-    """How long a first turn may wait for a saturated prefiller before 429."""
+    """The longest queue with which a prefiller is given a first turn. Where all are longer, and no decoder
+    has time for the prompt, the turn waits, up to `decoder_wait`."""
 
 
 class PlacementSpec(Spec):

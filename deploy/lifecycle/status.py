@@ -85,7 +85,6 @@ class FleetStatus:
     fleet: str
     endpoint: str
     directory: str
-    supervised: bool  # whether Ray's supervisor on this machine runs
     reachable: bool  # whether the directory answered
     engines: tuple[EngineStatus, ...]
     metrics: str = ""  # host:port of the directory's page
@@ -122,7 +121,6 @@ def fleet_status(home: FleetHome) -> FleetStatus:
         fleet=fleet.name,
         endpoint=run.endpoint,
         directory=run.directory,
-        supervised=supervised,
         lost=bool(run.pid) and not supervised,
         starting=starting,
         seconds=time.time() - run.started if supervised else 0.0,

@@ -156,7 +156,7 @@ class Exports:
         with self._changed:
             released = []
             for export in list(self._exports.values()):
-                self._expire(export)
+                self.expire(export)
                 if export.ended is not None and export.deadline is not None:
                     self._end(export, export.ended)
                     released.append(export.transfer_id)
@@ -262,11 +262,12 @@ class Exports:
         return tokens // self._block_tokens
 
     def _check(self, export: Export) -> None:
-        self._expire(export)
+        self.expire(export)
         if export.ended is not None:
             raise TransferRefused(export.ended, export.transfer_id)
 
-    def _expire(self, export: Export) -> None:
+    def expire(self, export: Export) -> None:
+        """Ends it where its lease has run out: what its blocks hold since may be another's."""
         if export.ended is None and export.deadline is not None and self._clock() >= export.deadline:
             export.ended = Reason.EXPIRED
 

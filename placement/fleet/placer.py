@@ -94,7 +94,6 @@ class Sizes(NamedTuple):
 class Placement:
     prefiller: str | None  # None: the decoder computes the prompt itself
     decoder: str
-    reserved_tokens: int
     receipt: Receipt
 
 
@@ -434,7 +433,7 @@ class Placer:
         self._last_resort.reserve(holder.chosen.engine, turn.key, need)
         policy, overload = self.settings.policy, self._overload.state.declared
         receipt = Receipt(policy, now, turn.prompt_tokens, need, none, holder, overload=overload)
-        return Placement(None, holder.chosen.engine, need, receipt)
+        return Placement(None, holder.chosen.engine, receipt)
 
     def _commit(
         self,
@@ -457,7 +456,7 @@ class Placer:
         policy, overload = self.settings.policy, self._overload.state.declared
         receipt = Receipt(policy, now, sizes.prompt, sizes.need, prefiller, decoder, estimates, overload)
         name = prefiller.chosen.engine if prefiller.chosen else None
-        return Placement(name, engine, sizes.need, receipt)
+        return Placement(name, engine, receipt)
 
     def _no_decoder_for(self, need: int) -> Refusal:
         if not len(self._decoders):

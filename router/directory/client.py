@@ -23,7 +23,7 @@ from router.directory.messages import Activity, Ask, Placed
 from router.directory.push import process_name
 from router.directory.rpc import MAX_MESSAGE, BadReply, Method, Stub
 from router.errors import DirectoryUnreachable
-from router.identity import Found, Holder
+from router.identity import MAX_NODES, Found, Holder
 
 log = logging.getLogger("conserve.router.directory.client")
 
@@ -39,7 +39,6 @@ _CHANNEL = [
 _CALL_TIMEOUT_S = 2.0
 _PLACE_GRACE_S = 3.0  # beyond a placement's own waiting time: a directory restart fits into it
 _MAX_CONVERSATIONS = 200_000
-_MAX_NODES = 500_000
 _RETRY_S = 0.1
 _ENGINE_PUSH_S = 2.0
 _PLACES_A_CALL = 500
@@ -64,7 +63,7 @@ class DirectoryClient:
     ) -> None:
         self.gateway = process_name(gateway)  # its turns are not those of the process before it
         self.engines = EngineList()
-        self.cache = Cache(_MAX_CONVERSATIONS, _MAX_NODES)
+        self.cache = Cache(_MAX_CONVERSATIONS, MAX_NODES)
         self.connected = False
         self.on_spent: Callable[[Sequence[tuple[str, m.Spent]]], None] = lambda _: None
         self._clock = clock

@@ -19,14 +19,13 @@ from router.directory.conversations import ConversationRecord, ConversationRecor
 from router.directory.fleet import FleetView
 from router.directory.messages import Ask, Placed
 from router.directory.waiting import Waiter, Waiting
-from router.identity import NodeTable
+from router.identity import MAX_NODES, NodeTable
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
 ASKED_AGAIN_S = 1.0
-MAX_NODES = 500_000  # ends of prompts remembered for identity
 
 
 @dataclass(slots=True)

@@ -25,7 +25,6 @@ class Frame:
     page: int
     pages: int  # of the database, in the last frame of a transaction
     salts: Sums
-    sums: Sums
     data: bytes
     good: bool
 
@@ -103,7 +102,7 @@ def _frames(data: bytes, size: int, order: str, salts: Sums, sums: Sums) -> Iter
     for page, pages, its, said, at in _raw(data, size):
         content = data[at + _FRAME.size : at + _FRAME.size + size]
         found = _sum(order, content, _sum(order, data[at : at + 8], sums)) if its == salts else None
-        yield Frame(page, pages, its, said, content, found == said)
+        yield Frame(page, pages, its, content, found == said)
         sums = said
 
 

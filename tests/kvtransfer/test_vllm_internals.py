@@ -14,10 +14,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from kvtransfer.connector import ConServeConnector
 from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
-from kvtransfer.vllm_internals import CONNECTOR, CONTINUING, GENERATIONS, GRAMMARS, WORKER
+from kvtransfer.vllm_internals import CONNECTOR, LMCACHE, WORKER
 from workers.exact_tokens import ExactTokensMiddleware
+
+
+def module_at(path: str) -> ModuleType:
+    return import_module(path.removesuffix(".py").replace("/", "."))
+
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
@@ -31,9 +37,11 @@ HANDED = (  # vLLM's objects
     "workers/token_lines",
 )  # fmt: skip
 TABLES = {
-    "connector": CONNECTOR, "worker": WORKER, "generations": GENERATIONS, "continuing": CONTINUING,
-    "grammars": GRAMMARS,
-}  # fmt: skip
+    f"{path}: {name}": table
+    for path in sorted(CONTACTS)
+    for name, table in vars(module_at(path)).items()
+    if isinstance(table, ReliedOn)
+}
 # Not private by name, and still no interface.
 INTERNAL = {
     "discard_request_mask", "execute_model_state", "free_block_queue", "is_prefill_chunk",
@@ -44,9 +52,10 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BY_NAME = ("getattr", "setattr")
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_the_installed_release_is_the_one_written_for(table: ReliedOn) -> None:
-    verify(table)
+@pytest.mark.parametrize("name", TABLES)
+def test_the_installed_release_is_the_one_written_for(name: str) -> None:
+    if TABLES[name] is not LMCACHE:  # an optional package
+        verify(TABLES[name])
 
 
 @pytest.mark.parametrize("release", ["0.31.4", "0.33.0", "1.0.0", "0.320.0"])
@@ -60,6 +69,23 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(BlockPool, "touch", lambda self, block_ids: None)
     with pytest.raises(UnsupportedVllmError, match=r"touch\(self, blocks\) is relied on.*block_ids"):
+        verify(CONNECTOR)
+
+
+def test_a_hook_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
+    with pytest.raises(UnsupportedVllmError, match=r"get_transfer_results\(.*does not exist"):
+        verify(CONNECTOR)
+
+
+def test_a_scheduler_that_calls_another_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "reset_connector_cache", lambda self: self.connector.forget_all())
+    relied_on = r"reset_connector_cache is relied on to use reset_cache, but does not"
+    with pytest.raises(UnsupportedVllmError, match=relied_on):
         verify(CONNECTOR)
 
 
@@ -264,10 +290,60 @@ def test_no_class_elsewhere_overrides_what_is_private_in_vllm() -> None:
     for path in near_vllm():
         if path.name == "lmcache.py":  # an optional package; the syntax tree has shown that it is clean
             continue
-        module = import_module(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."))
-        for name, cls in inspect.getmembers(module, inspect.isclass):
-            if cls.__module__ == module.__name__:
-                above = [one for one in cls.__mro__[1:] if one.__module__.split(".")[0] == "vllm"]
-                taken = {private for one in above for private in private_names(one)}
-                wrong += [f"{path.name}: {name}.{private}" for private in private_names(cls) & taken]
+        for cls in classes_in(path.relative_to(ROOT).as_posix()):
+            above = [one for one in cls.__mro__[1:] if is_vllms(one)]
+            taken = {private for one in above for private in private_names(one)}
+            wrong += [f"{path.name}: {cls.__name__}.{private}" for private in private_names(cls) & taken]
     assert wrong == []
+
+
+def is_vllms(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "vllm"
+
+
+def classes_in(path: str) -> Iterator[type]:
+    module = module_at(path)
+    for _, cls in inspect.getmembers(module, inspect.isclass):
+        if cls.__module__ == module.__name__:
+            yield cls
+
+
+def overridden(cls: type) -> Iterator[tuple[type, str]]:
+    """What vLLM calls and reaches this class, mixins included: the class of vLLM's that it is in front of."""
+    for place, ours in enumerate(cls.__mro__):
+        for name in vars(ours) if ours.__module__.split(".")[0] in PACKAGES else ():
+            behind = (one for one in cls.__mro__[place:] if is_vllms(one) and name in vars(one))
+            theirs = next(behind, None)
+            if theirs is not None and name != "_abc_impl" and not name.startswith("__"):
+                yield theirs, name
+
+
+def test_every_method_that_overrides_one_of_vllms_is_in_a_table() -> None:
+    """If vLLM renamed it, an engine would start and never call ours."""
+    known = {
+        (path, name)
+        for table in TABLES.values()
+        for names in (table.signatures, table.attributes)
+        for path, methods in names.items()
+        for name in methods
+    }
+    near = {path.relative_to(ROOT).as_posix() for path in near_vllm() if path.name != "lmcache.py"}
+    found = {
+        (f"{theirs.__module__}:{theirs.__name__}", name)
+        for path in near | CONTACTS
+        for cls in classes_in(path)
+        for theirs, name in overridden(cls)
+    }
+    assert len(found) > 40
+    assert sorted(found - known) == []
+
+
+def test_of_every_hook_of_the_connector_it_is_known_where_vllm_calls_it() -> None:
+    used = {
+        name
+        for table in (CONNECTOR, WORKER)
+        for methods in table.uses.values()
+        for names in methods.values()
+        for name in names
+    }
+    assert {name for _, name in overridden(ConServeConnector)} - used == set()

@@ -2,9 +2,12 @@
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from benchmarks.structure import Module
-from tests.structure.trees import TEST_MODULES
+from tests.structure.trees import MODULES, TEST_MODULES
 
 # The first argument of these is an object and the second a name, or they are one dotted name.
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "delitem", "attrgetter", "object", "patch"}
@@ -33,6 +36,53 @@ def private_uses(module: Module) -> Iterator[str]:
                 yield from (part for text in texts for part in text.split(".") if is_private(part))
 
 
+def inherited_private_uses(module: Module, others: dict[str, Module]) -> Iterator[str]:
+    """In classes made of the product's: private names of theirs that are used, or defined again."""
+    for cls in module.classes:
+        theirs = {name for base in bases(cls, module, others) for name in private_names(base)}
+        named = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute)}
+        yield from (f"{cls.name}.{name}" for name in theirs & (named | private_names(cls)))
+
+
+def bases(cls: ast.ClassDef, module: Module, others: dict[str, Module]) -> Iterator[ast.ClassDef]:
+    """The product's classes above this one, also those above a class of another test."""
+    for base in cls.bases:
+        where, name = origin(base, module)
+        for found in others[where].classes if where in others else ():
+            if found.name == name and found is not cls:
+                if others[where].package != "tests":
+                    yield found
+                yield from bases(found, others[where], others)
+
+
+def origin(base: ast.expr, module: Module) -> tuple[str, str]:
+    """Module and name of a class that is named in this module."""
+    taken = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in module.nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    first, _, rest = ast.unparse(base).partition("[")[0].partition(".")
+    whole = taken.get(first, f"{module.name}.{first}") + (f".{rest}" if rest else "")
+    where, _, name = whole.rpartition(".")
+    return where, name
+
+
+def private_names(cls: ast.ClassDef) -> set[str]:
+    """Of its methods, its fields and what it sets on itself."""
+    found = set()
+    for node in ast.walk(cls):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return {name for name in found if is_private(name)}
+
+
 def is_private(name: str) -> bool:
     """`_` alone is a name nobody needs; `_replace` is what a named tuple offers."""
     return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")
@@ -41,3 +91,46 @@ def is_private(name: str) -> bool:
 def test_no_test_uses_private_members() -> None:
     found = {f"{module.name}: {name}" for module in TEST_MODULES.values() for name in private_uses(module)}
     assert sorted(found - OTHERS) == []
+
+
+def test_no_class_of_a_test_uses_or_redefines_private_members_of_the_product_that_it_is_made_of() -> None:
+    others = {**MODULES, **TEST_MODULES}
+    found = [
+        f"{module.name}: {name}"
+        for module in TEST_MODULES.values()
+        for name in inherited_private_uses(module, others)
+    ]
+    assert sorted(found) == []
+
+
+PRODUCT_CLASS = """
+class Engine:
+    _limit: int = 1
+    def __init__(self):
+        self._held = 0
+    def _end(self): ...
+    def end(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("def _end(self): ...", ["Mine._end"]),
+        ("def end(self): super()._end()", ["Mine._end"]),
+        ("def end(self): return self._held", ["Mine._held"]),
+        ("_limit = 2", ["Mine._limit"]),
+        ("def end(self): self._own = 1", []),
+        ("def end(self): super().end()", []),
+    ],
+)
+def test_what_is_found_of_a_class_made_of_the_products(body: str, found: list[str]) -> None:
+    above = Module("workers.engine", Path("workers/engine.py"), PRODUCT_CLASS)
+    between = Module(
+        "tests.between", Path("tests/between.py"), "from workers import engine\nclass Two(engine.Engine): ..."
+    )
+    mine = Module(
+        "tests.mine", Path("tests/mine.py"), f"from tests.between import Two\nclass Mine(Two):\n    {body}"
+    )
+    known = {one.name: one for one in (above, between, mine)}
+    assert sorted(inherited_private_uses(mine, known)) == found

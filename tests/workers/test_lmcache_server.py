@@ -19,7 +19,7 @@ from workers.lmcache_server import LmcacheServer
 class AnyServer(LmcacheServer):
     """Something that answers over HTTP: what is tested is its keeping."""
 
-    def _command(self, port: int, http_port: int) -> ProcessCommand:
+    def command(self, port: int, http_port: int) -> ProcessCommand:
         argv = (sys.executable, "-m", "http.server", str(http_port), "--bind", "127.0.0.1")
         return ProcessCommand(argv, dict(os.environ))
 

@@ -40,6 +40,7 @@ SCHEDULING = ReliedOn(
             "update_from_output": ("self", "scheduler_output", "model_runner_output"),
             "finish_requests": ("self", "request_ids", "finished_status"),
             "add_request": ("self", "request"),
+            "shutdown": ("self",),
             "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
             "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
             "_update_after_schedule": ("self", "scheduler_output"),

@@ -54,26 +54,26 @@ class LayerWeights:
                     f"parameters of layer {index} share memory with others: they cannot be dropped"
                 )
         moved = [self._moved(parameters) for parameters in of_layers]
-        self._ranges = [pages for pages, _ in moved]
+        self.ranges = [pages for pages, _ in moved]  # where the parameters of each layer are
         self._copies = [copy for _, copy in moved]
 
     def __len__(self) -> int:
-        return len(self._ranges)
+        return len(self.ranges)
 
     def layer_bytes(self, index: int) -> int:
         """What dropping it gives: whole pages."""
-        return self._ranges[index].pages * self._memory.page_bytes
+        return self.ranges[index].pages * self._memory.page_bytes
 
     def drop(self, layers: Iterable[int]) -> None:
         for index in layers:
             self._made.drop(index)
-            self._ranges[index].resize(0)
+            self.ranges[index].resize(0)
 
     def restore(self, layers: Iterable[int]) -> None:
         """Those that are dropped. Pages must be free for them: KV that grew has given them back."""
-        missing = [index for index in layers if not self._ranges[index].mapped_bytes]
+        missing = [index for index in layers if not self.ranges[index].mapped_bytes]
         for index in missing:
-            pages = self._ranges[index]
+            pages = self.ranges[index]
             pages.resize(pages.tensor.nbytes)
             pages.tensor.copy_(self._copies[index], non_blocking=True)
         self._memory.driver.wait()
@@ -82,7 +82,7 @@ class LayerWeights:
 
     def bring_back(self, index: int) -> bool:
         """The same for one of them while others compute; False where too few pages are free for it."""
-        pages = self._ranges[index]
+        pages = self.ranges[index]
         if pages.mapped_bytes:
             return True
         if pages.pages > self._memory.free_pages:
@@ -97,7 +97,7 @@ class LayerWeights:
         return True
 
     def held_bytes(self) -> int:
-        return sum(pages.mapped_bytes for pages in self._ranges)
+        return sum(pages.mapped_bytes for pages in self.ranges)
 
     def _moved(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[MappedRange, torch.Tensor]:
         """A layer's parameters, one behind the other, and their copy on the host."""

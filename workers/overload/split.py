@@ -64,7 +64,7 @@ class SplitModel:
         line: PeerLine,
     ) -> None:
         """`blocks`: of the engine with its whole model."""
-        self._runner, self.kv, self.weights, self._whole_blocks = runner, kv, weights, blocks
+        self._runner, self.kv, self.weights, self.whole_blocks = runner, kv, weights, blocks
         self._device, self._line, self.limits = device, line, SplitLimits()
         sizes = [weights.layer_bytes(layer) for layer in range(len(weights))]
         self._memory = EngineMemory(blocks, kv.row_bytes, sizes, kv.memory.page_bytes)
@@ -179,9 +179,9 @@ class SplitModel:
 
     def close_up(self, member: Membership) -> None:
         """Regions of members become as small as their pools are."""
-        blocks, member.blocks = member.blocks, self._whole_blocks
+        blocks, member.blocks = member.blocks, self.whole_blocks
         self.kv.narrow(member.kept, len(member.parts), blocks, member.blocks)
-        self._bind(member.rows)
+        self.bind_rows(member.rows)
 
     def _come_back(self, member: Membership, began: float) -> None:
         """In the thread that has brought the parameters: when all members have theirs, it is told, and which
@@ -262,8 +262,8 @@ class SplitModel:
                 raise PeerError(f"{member.members[part]} has another model, other blocks, or another part")
             offers.append(int(theirs["blocks"]))
         member.blocks = min(offers)
-        if member.blocks <= self._whole_blocks:
-            raise PeerError(f"no gain: {member.blocks} blocks, and {self._whole_blocks} with the whole model")
+        if member.blocks <= self.whole_blocks:
+            raise PeerError(f"no gain: {member.blocks} blocks, and {self.whole_blocks} with the whole model")
 
     def _most_blocks(self, member: Membership) -> int:
         """Of a pool: layers that are kept hold one of each member."""
@@ -320,13 +320,13 @@ class SplitModel:
         self.weights.drop(member.gone)
         self.kv.set_aside(member.gone, used)
         self.kv.resize(member.kept, member.rows)
-        self._bind(member.rows)
+        self.bind_rows(member.rows)
 
     def settle(self) -> None:
         """Before another thread has the device: what was launched is done. (Each has a stream of its own.)"""
         self.kv.memory.driver.settle()
 
-    def _bind(self, rows: int) -> None:
+    def bind_rows(self, rows: int) -> None:
         for name, view in self.kv.views(rows):
             internals.bind_kv(self._runner, name, view)
         self._runner.kv_caches[:] = [view for _, view in self.kv.views(rows)]
@@ -345,10 +345,10 @@ class SplitModel:
             self._returning.stop()
             self._returning = None
         self.passes.forget()
-        self.kv.resize(member.kept, self._whole_blocks)
+        self.kv.resize(member.kept, self.whole_blocks)
         self.weights.restore(member.gone)
-        self.kv.put_back(self._whole_blocks)
-        self._bind(self._whole_blocks)
+        self.kv.put_back(self.whole_blocks)
+        self.bind_rows(self.whole_blocks)
         member.close()
 
     def _lost(self, member: Membership, error: PeerError) -> None:
@@ -359,7 +359,7 @@ class SplitModel:
         self._tell(SplitEvent.LOST, member.epoch, began, str(error))
 
     def _tell(self, event: SplitEvent, epoch: int, began: float, why: str = "") -> None:
-        blocks = self.member.blocks if self.member is not None else self._whole_blocks
+        blocks = self.member.blocks if self.member is not None else self.whole_blocks
         seconds = time.monotonic() - began
         self._report = SplitReport(event, epoch, blocks, seconds, why, None, *self._exchange.moved())
         logger.info("%s epoch=%d blocks=%d seconds=%.3f why=%r", event, epoch, blocks, seconds, why)

@@ -1,5 +1,4 @@
-"""Dropping's contact with vLLM's internals, written for one release and checked at start, as co-serving's is
-(workers/coserving/vllm_internals.py)."""
+"""Dropping's contact with vLLM's internals, checked at start as co-serving's (workers/coserving) is."""
 
 import functools
 import inspect
@@ -39,6 +38,7 @@ WORKING = ReliedOn(
                 "self", "kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context",
             ),
         },
+        "vllm.v1.worker.gpu_worker:Worker": {"initialize_from_config": ("self", "kv_cache_config")},
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
             "bind_kv_cache": ("self", "kv_cache"),
         },
@@ -102,8 +102,7 @@ SCHEDULING = ReliedOn(
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """While a model is loaded on the CPU build: vLLM's linear layers compute with copies that it packs for
-    oneDNN, and keep what those are made from."""
+    """While a model is loaded on the CPU build: what vLLM makes packed copies of is kept beside them."""
     packing = layer_utils.dispatch_cpu_unquantized_gemm
 
     def keeping(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -117,7 +116,7 @@ def weights_kept() -> Iterator[None]:
 
 
 class PackedWeights(MadeOfWeights):
-    """Those copies, of a model on the CPU build; elsewhere its layers have none."""
+    """Those copies that linear layers compute with, on the CPU build; elsewhere its layers have none."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         self._linear = [[one for one in layer.modules() if hasattr(one, "cpu_linear")] for layer in layers]
@@ -151,9 +150,7 @@ def decoder_of(runner: Any) -> DecoderModel:
     embed, norm = getattr(inner, "embed_input_ids", None), getattr(inner, "norm", None)
     wanted = ["positions", "hidden_states", "residual"]
     if not layers or embed is None or norm is None:
-        raise OverloadConfigError(
-            "this model is not made of an embedding, layers and a norm: it is not split"
-        )
+        raise OverloadConfigError("this model is not an embedding, layers and a norm: it is not split")
     if any(list(inspect.signature(one.forward).parameters) != wanted for one in layers):
         raise OverloadConfigError(
             f"layers of this model take other than {', '.join(wanted)}: it is not split"
@@ -294,8 +291,7 @@ def blocks_in_batch(block_tokens: int) -> tuple[list[int], list[int]]:
 
 @contextmanager
 def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
-    """A pass through these attention layers reads and writes this batch's KV. The batch is on the host, and
-    goes to where the positions are."""
+    """A pass through these attention layers uses this batch's KV; the batch goes to the positions' device."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
     device = positions.device
     slots = batch.slots.to(device)

@@ -43,6 +43,7 @@ class DroppingWorkerMixin:
 
     def load_model(self, **kwargs: Any) -> None:
         verify(internals.WORKING)
+        verify(passes.WORKING)
         self._refuse_unsupported()
         with internals.weights_kept():
             super().load_model(**kwargs)  # type: ignore[misc]

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from deploy.fleet import FleetSpec
 from deploy.fleet.checks import check
 from deploy.fleet.components import (
+    alike,
     batch_config,
     directory_settings,
     engine_spec,
@@ -88,7 +89,7 @@ class Everything:
         self.keeper = keeper_settings(fleet)
         self.power = power_settings(fleet, decode, home, ("0",))
         self.shared_tier = shared_tier(fleet, decode, home)
-        self.placer = placer_settings(fleet)
+        self.placer, self.alike = placer_settings(fleet), alike(fleet)
         self.directory = directory_settings(fleet)
         keys = FleetKeys("a token of a cluster", "base")
         self.gateway = gateway_config(fleet, "gateway-0", "10.0.0.1:9", keys, "10.0.0.1:8")
@@ -178,6 +179,7 @@ CASES = {
     "tiers.autoscale.min": case(2, lambda got: got.scale and got.scale.least),
     "tiers.autoscale.max": case(9, lambda got: got.scale and got.scale.most),
     "tiers.resources": case({"GPU": 1, "rack": 1}, lambda got: got.resources["resources"], {"rack": 1}),
+    "tiers.hardware.accelerator": case("H100", lambda got: sorted(got.alike), ["decode"]),
     "tiers.power_cap_w": case(200, lambda got: got.power.cap_w),
     "tiers.args": case({"max-num-seqs": 8}, lambda got: "--max-num-seqs 8" in got.argv, True),
     "tiers.env": case({"A_NAME": "c"}, lambda got: got.env.get("A_NAME"), "c"),
@@ -322,7 +324,6 @@ ALSO = {"overload.policy": "preempt"}
 
 # Keys that an actor reads from the fleet itself.
 DIRECT = {
-    "tiers.hardware.accelerator": ["deploy/fleet/engine_checks.py"],
     "tiers.hardware.node_gpus": ["deploy/fleet/engine_checks.py"],
     "tiers.hardware.nodes": ["deploy/fleet/engine_checks.py"],
     "gateway.processes": ["deploy/ray/gateway_actor.py"],

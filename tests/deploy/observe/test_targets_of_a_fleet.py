@@ -19,7 +19,7 @@ BATCH = ("127.0.0.1:6003",)
 
 def status(*engines: EngineStatus, metrics: str = "") -> FleetStatus:
     address = "127.0.0.1:1"
-    return FleetStatus("laptop", "http://g:8000", address, True, True, engines, metrics, PAGES, BATCH)
+    return FleetStatus("laptop", "http://g:8000", address, True, engines, metrics, PAGES, BATCH)
 
 
 def engine(name: str, http: str, metrics: str = "") -> EngineStatus:

@@ -148,7 +148,7 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
     """What the test above protects from: the same producer, careless."""
 
     class CarelessExports(Exports):
-        def _expire(self, export: Export) -> None:
+        def expire(self, export: Export) -> None:
             return
 
     now = [0.0]

@@ -107,7 +107,7 @@ def test_a_large_later_turn_goes_through_the_prefiller_to_its_own_decoder(fleet:
     large = placer.place_later(LaterTurn("c", "d2", 30_000, 20_000), 0.0)
     assert (large.prefiller, large.decoder) == ("p0", "d2"), "the fullest decoder, because it is bound there"
     small = placer.place_later(LaterTurn("c", "d2", 30_000, 500), 0.0)
-    assert (small.prefiller, small.decoder, small.reserved_tokens) == (None, "d2", 0)
+    assert (small.prefiller, small.decoder, small.receipt.reserved_tokens) == (None, "d2", 0)
     for i in range(200):
         placer.place(FirstTurn(f"f{i}", 3_000), 0.0)
     busy = placer.place_later(LaterTurn("c", "d2", 3_000_000, 2_900_000), 0.0)

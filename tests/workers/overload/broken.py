@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workers.overload.channel import Message
+from workers.overload.channel import Message, PeerAsk
 from workers.overload.membership import Membership, SplitPhase
 from workers.overload.memory import LayerWeights
 from workers.overload.split import SplitModel
@@ -53,22 +53,19 @@ class SlowToAnswer(SplitModel):
 
     slow_s = 4.0
 
-    def _put(self, message: Message) -> Message:
-        time.sleep(self.slow_s)
-        return super()._put(message)
-
-    def _get(self, message: Message) -> Message:
-        time.sleep(self.slow_s)
-        return super()._get(message)
+    def answer(self, message: Message) -> Message:
+        if message.kind in (PeerAsk.PUT, PeerAsk.GET):
+            time.sleep(self.slow_s)
+        return super().answer(message)
 
 
 class WithoutClosingUp(SplitModel):
     """Pools are smaller, and what is in members' regions stays where it was."""
 
     def close_up(self, member: Membership) -> None:
-        member.blocks = self._whole_blocks
+        member.blocks = self.whole_blocks
         self.kv.resize(member.kept, member.rows)
-        self._bind(member.rows)
+        self.bind_rows(member.rows)
 
 
 MODELS = {
@@ -89,7 +86,7 @@ class SkipsALayer(LayerWeights):
     def bring_back(self, index: int) -> bool:
         if index % 2:
             return super().bring_back(index)
-        pages = self._ranges[index]  # there is memory, and something else in it
+        pages = self.ranges[index]  # there is memory, and something else in it
         pages.resize(pages.tensor.nbytes)
         pages.tensor.view(torch.float32).normal_()
         return True

@@ -7,10 +7,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.worker.gpu_worker import Worker
 
+from kvtransfer.relied_on import UnsupportedVllmError
 from workers.overload import vllm_internals as internals
 from workers.overload.config import SPLIT_MODELS
 from workers.overload.errors import OverloadConfigError
+from workers.overload.worker import DroppingWorkerMixin
 
 
 def modules_of(architecture: str) -> list[ModuleType]:
@@ -55,3 +58,12 @@ def test_an_engine_of_another_model_does_not_start() -> None:
     runner = SimpleNamespace(get_model=MixtralForCausalLM)
     with pytest.raises(OverloadConfigError, match="and this one is MixtralForCausalLM"):
         internals.decoder_of(runner)
+
+
+@pytest.mark.parametrize("method", ["load_model", "execute_model", "sample_tokens", "initialize_from_config"])
+def test_a_worker_of_vllm_whose_steps_are_others_is_refused(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, method, lambda self, something_else: None)
+    with pytest.raises(UnsupportedVllmError, match=rf"Worker\.{method}.* is relied on, .*something_else"):
+        DroppingWorkerMixin().load_model()
