@@ -8,6 +8,8 @@ for as long: what the better class leaves is theirs anyway, and costs it nothing
 
 from math import inf
 
+LATELY_S = 60.0
+
 
 class ClassOrder:
     """Of one queue: it remembers when turns of each class were last served."""
@@ -15,6 +17,7 @@ class ClassOrder:
     def __init__(self) -> None:
         self._served: dict[float, float] = {}  # by what the class is worth
         self._shared_at = -inf
+        self._best, self._best_at = -inf, -inf
 
     def served(self, ahead_s: float, now: float) -> None:
         self._served[ahead_s] = now
@@ -26,6 +29,12 @@ class ClassOrder:
     def left_out_s(self, now: float) -> float:
         """Since then."""
         return now - self._shared_at
+
+    def best_of_late(self, best_s: float, now: float) -> float:
+        """The most that turns here were worth within a minute; `best_s`: of those that are here."""
+        if best_s >= self._best or now - self._best_at > LATELY_S:
+            self._best, self._best_at = best_s, now
+        return self._best
 
     def level(self, ahead_s: float, arrival: float, best_s: float, now: float) -> float:
         """What a turn is worth now, beside others of which the best is worth `best_s`: the most goes first,

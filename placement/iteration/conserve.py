@@ -55,7 +55,7 @@ class Conserve(ServingPolicy):
         online_left = view.max_tokens - share
         decoding = of_best_class([request for request in online if request.decoding])
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
-        sharing = PromptSharing(due_in, fills=True)
+        sharing = PromptSharing(due_in, fills=True, arriving_s=self._settings.slo.tbt_s)
         first = share_out(online, view.now, online_left, model, sharing, self._classes)
         tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share

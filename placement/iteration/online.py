@@ -116,6 +116,8 @@ def share_out(
     alone = work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(alone)
     seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
+    here_s = max((request.worth_s for request in requests), default=-math.inf)
+    best_of_late_s = classes.best_of_late(here_s, now)
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
     caps = {request.key: 0 for request in left_out}
@@ -124,6 +126,8 @@ def share_out(
         if decoding:
             until_s = max(sharing.tbt_s, lesser.until_s) if lesser.has(request) else None
             tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, until_s)
+        elif request.worth_s < best_of_late_s:
+            tokens = model.max_tokens(work, request.computed, tokens, sharing.arriving_s)
         if index == 0 and (lesser.until_s or not lesser.has(request)):
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending

@@ -49,7 +49,8 @@ class PromptsInOrder(ServingPolicy):
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         decoding = tuple(request for request in view.running if request.decoding)
         target = min((request.slo.tbt_s for request in decoding), default=math.inf)
-        sharing = PromptSharing(target * (1 - self._margin.share))
+        arriving_s = self._settings.slo.tbt_s
+        sharing = PromptSharing(target * (1 - self._margin.share), arriving_s=arriving_s)
         prompts = (request for request in memory.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
         first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)

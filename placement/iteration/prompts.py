@@ -24,6 +24,9 @@ class PromptSharing:
     tbt_s: float  # SLO target of requests that decode
     stretch: float = 8.0
     fills: bool = False  # an iteration in which a prompt ends has a part of the next one, too
+    arriving_s: float = (
+        math.inf
+    )  # an iteration of prompts at most, of which a better class's that comes waits for the end
 
     def due(self, model: LatencyModel, arrival: float, pending: int, computed: int) -> float:
         """Sorting key of prompts: the least goes first."""

@@ -182,3 +182,19 @@ def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_o
             now += MODEL.seconds(BatchWork.of([(1, 20_000), (tokens, 0)] if tokens else [(1, 20_000)]))
         assert 0.9 * share < 1 - 100 * decoding_s / (now - 10.0) <= share + 0.02
         assert 0.5 * joined < sum(map(bool, iterations)) / 100 <= joined, "the rest it sits out"
+
+
+@BOTH
+def test_while_a_better_class_is_about_it_waits_no_longer_than_a_token_for_lesser_prompts(name: str) -> None:
+    policy = make_policy(ServingSettings(name, TurnTargets(0.5, 0.05)))
+    prompt = arrived("prompt", 2000, 10.0)
+    free = fill(policy, view(waiting=(prompt,)))["prompt"]
+    assert MODEL.seconds(BatchWork.of([(free, 0)])) > 0.1
+    gold = replace(online("gold"), ahead_s=5.0)
+    fill(policy, view(gold))
+    beside = fill(policy, view(waiting=(prompt,), now=40.0))["prompt"]
+    assert 0.04 < MODEL.seconds(BatchWork.of([(beside, 0)])) <= 0.05
+    assert fill(policy, view(waiting=(replace(prompt, ahead_s=5.0),), now=41.0))["prompt"] == free
+    priority = replace(prompt, key="urgent", ahead_s=9.0, priority_s=9.0)
+    assert fill(policy, view(waiting=(priority,), now=42.0))["urgent"] < free, "a priority is no class"
+    assert fill(policy, view(waiting=(prompt,), now=105.0))["prompt"] == free
