@@ -23,6 +23,7 @@ PRUNE_S = 30.0
 LOCKED_S = 5.0  # another process writes
 VERSION = 3
 MOST_CONVERSATIONS = 500_000  # of all owners, whose newest answer is known: some 150 bytes each
+_TURNS_LAST_S = 24 * 3600.0  # at most: how long a deletion is known, for the turns that it found under way
 _DELETED_BYTES = 256  # that the row of a deleted answer counts for
 _FROM: Mapping[int, tuple[str, ...]] = {
     0: (  # a new file; some files of before there were versions have the first three
@@ -43,7 +44,10 @@ _FROM: Mapping[int, tuple[str, ...]] = {
         "INSERT INTO answers SELECT owner, id, previous, 0, bytes, NULL, used_at FROM contents",
         "CREATE INDEX answers_by_use ON answers (used_at, bytes)",
     ),
-    2: ("ALTER TABLE conversations ADD COLUMN deletions INTEGER NOT NULL DEFAULT 0",),
+    2: (  # a table of its own: a gateway of before may still write to the others
+        """CREATE TABLE deletions (owner TEXT NOT NULL, id TEXT NOT NULL, count INTEGER NOT NULL,
+        at REAL NOT NULL, PRIMARY KEY (owner, id)) WITHOUT ROWID""",
+    ),
 }
 # Newest first, until it is clear that nothing goes on from here. Bytes that nobody counted are of version 1.
 _BYTES = """coalesce(a.prompt_bytes, (SELECT inflated_bytes(added) FROM contents c
@@ -157,9 +161,9 @@ class AnswerStore:
         return found.all
 
     def conversation(self, owner: str, name: str) -> StoredConversation:
-        asked = "SELECT newest, deletions FROM conversations WHERE owner = ? AND id = ?"
-        row = self.open().execute(asked, (owner, name)).fetchone()
-        return StoredConversation(*row) if row is not None else StoredConversation()
+        asked = """SELECT (SELECT newest FROM conversations WHERE owner = :owner AND id = :id),
+            coalesce((SELECT count FROM deletions WHERE owner = :owner AND id = :id), 0)"""
+        return StoredConversation(*self.open().execute(asked, {"owner": owner, "id": name}).fetchone())
 
     def used(self, owner: str, conversation: str | None, names: Iterable[str]) -> None:
         """They were named: their time begins anew."""
@@ -194,11 +198,9 @@ class AnswerStore:
             database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             put = "INSERT OR REPLACE INTO contents (owner, id, added, response) VALUES (?, ?, ?, ?)"
             database.execute(put, texts)
-            if conversation is not None:
-                newest = """INSERT INTO conversations VALUES (?, ?, ?, ?, ?) ON CONFLICT (owner, id) DO UPDATE
-                    SET newest = excluded.newest, used_at = excluded.used_at
-                    WHERE deletions = excluded.deletions"""
-                database.execute(newest, (owner, conversation, answer.id, now, deletions))
+            if conversation is not None and self.conversation(owner, conversation).deletions == deletions:
+                newest = owner, conversation, answer.id, now
+                database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)", newest)
 
     def prune(self) -> int:
         """How many went: for their age, or beyond the bytes that may be stored."""
@@ -215,6 +217,7 @@ class AnswerStore:
             for owner, used_at in oldest:
                 gone += self._drop(database, "owner = ? AND used_at <= ?", owner, used_at)
             database.executemany("DELETE FROM conversations WHERE owner = ? AND used_at <= ?", forgotten)
+            database.execute("DELETE FROM deletions WHERE at <= ?", (now - _TURNS_LAST_S,))
         return gone
 
     @staticmethod
@@ -247,11 +250,11 @@ class AnswerStore:
         with database:
             database.execute("BEGIN IMMEDIATE")
             had = self.conversation(owner, conversation)
-            if live or had != StoredConversation():
-                mark = """INSERT INTO conversations VALUES (?, ?, NULL, ?, 1)
-                    ON CONFLICT (owner, id) DO UPDATE
-                    SET newest = NULL, used_at = excluded.used_at, deletions = deletions + 1"""
-                database.execute(mark, (owner, conversation, self._clock()))
+            if live or had.newest is not None:
+                gone = "DELETE FROM conversations WHERE owner = ? AND id = ?"
+                database.execute(gone, (owner, conversation))
+                mark = "INSERT OR REPLACE INTO deletions VALUES (?, ?, ?, ?)"
+                database.execute(mark, (owner, conversation, had.deletions + 1, self._clock()))
         return had.newest is not None
 
 

@@ -82,7 +82,7 @@ class Binder:
             matched = self._directory.cache.nodes.find_of(chain, key)
             who = Identified(key, How.EXPLICIT, parent, chain, matched, number)
         else:
-            found, running = await self._directory.find(chain)
+            found, running = await self._directory.find(chain, said.name)
             got = resolve_prefix(found, chain.end.digest, running, said.name)
             key = got.conversation or conversation_key(turn.space, said.new_id())
             matched = got.known_bytes if got.conversation else 0

@@ -129,7 +129,11 @@ def _is_media(part: Mapping[str, Any]) -> bool:
     if kind == "document":
         source = part.get("source")
         return not (isinstance(source, Mapping) and source.get("type") in ("text", "content"))
-    return kind in _MEDIA if isinstance(kind, str) else not _MEDIA.isdisjoint(part)
+    if isinstance(kind, str):
+        return kind in _MEDIA
+    return "role" not in part and not _MEDIA.isdisjoint(
+        part
+    )  # a message is none for a field that says nothing
 
 
 def _characters(value: object) -> int:

@@ -55,6 +55,7 @@ PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
 MAX_ID_BYTES = 512
 MAX_NODES = 500_000  # ends of prompts remembered, by the directory and by each gateway
 _NAME_BYTES = 64  # of a hint, in the id of a conversation that is named after it
+_UNNAMED = "c-"
 _PLAIN = re.compile(r"[!-~]+")
 _GIVEN = re.compile(r"c-[0-9a-f]{32}|[!-~]{1,64}\.[0-9a-f]{12}")  # as `Explicit.new_id` makes them
 
@@ -72,7 +73,7 @@ class Explicit:
     @property
     def name(self) -> str:
         """How ids begin of conversations that this request's hint has named."""
-        return f"{self.hint[:_NAME_BYTES]}." if self.hint else "c-"
+        return f"{self.hint[:_NAME_BYTES]}." if self.hint else _UNNAMED
 
     def new_id(self) -> str:
         unique = uuid4().hex
@@ -120,6 +121,13 @@ def conversation_key(space: str, conversation_id: str) -> str:
 
 def conversation_id(key: str) -> str:
     return key.partition(":")[2]
+
+
+def name_of(key: str) -> str:
+    """How its id begins (`Explicit.name`)."""
+    given = conversation_id(key)
+    hint, dot, _ = given.rpartition(".")
+    return hint + dot if dot else given[: len(_UNNAMED)] if given.startswith(_UNNAMED) else ""
 
 
 def owner_of(key: str) -> str:
@@ -221,9 +229,22 @@ class _Node:
     end: End
     conversations: dict[str, None] = field(default_factory=dict)  # in the order they came
     tips: dict[str, None] = field(default_factory=dict)  # of them those whose newest request ended here
+    named: dict[str, dict[str, None]] = field(default_factory=dict)  # the same, by their names
+
+    def came(self, conversation: str) -> None:
+        self.tips[conversation] = None
+        self.named.setdefault(name_of(conversation), {})[conversation] = None
+
+    def left(self, conversation: str) -> None:
+        if conversation in self.tips:
+            del self.tips[conversation]
+            alike = self.named[name := name_of(conversation)]
+            del alike[conversation]
+            if not alike:
+                del self.named[name]
 
 
-MOST_TIPS = 128  # conversations at one node among which a prompt's own is looked for
+MOST_TIPS = 128  # conversations at one node among which a prompt's own is looked for, and as many of its name
 
 
 class NodeTable:
@@ -259,9 +280,9 @@ class NodeTable:
             if len(mine) > self._per_conversation:
                 self._leave(mine.popleft(), conversation)
         if (before := self._nodes.get(self._tips.get(conversation, b""))) is not None:
-            before.tips.pop(conversation, None)
+            before.left(conversation)
         self._tips[conversation] = digest
-        node.tips[conversation] = None
+        node.came(conversation)
         while len(self._nodes) > self._capacity:
             self._evict(next(iter(self._nodes)))
 
@@ -270,24 +291,27 @@ class NodeTable:
         for digest in self._of.pop(conversation, ()):
             self._leave(digest, conversation)
 
-    def holders(self, digest: bytes) -> tuple[Holder, ...]:
-        """Who was there first, whose a fork becomes, and the newest of those that are there now: as many as a
-        loop may look at, since whoever repeats a prompt under new ids may bring any number."""
+    def holders(self, digest: bytes, name: str = "") -> tuple[Holder, ...]:
+        """Who was there first, whose a fork becomes, and the newest of those that are there now, of this name
+        and of all: as many as a loop may look at, since whoever repeats a prompt under new ids may bring any
+        number."""
         node = self._nodes.get(digest)
         if node is None:
             return ()
         self._nodes.move_to_end(digest)
         first = next(iter(node.conversations))
-        newest = reversed(tuple(islice(reversed(node.tips), MOST_TIPS)))
-        return Holder(first, first in node.tips), *(Holder(one, True) for one in newest if one != first)
+        of_name = islice(reversed(node.named.get(name, {})), MOST_TIPS)
+        newest = dict.fromkeys((*of_name, *islice(reversed(node.tips), MOST_TIPS)))
+        others = (Holder(one, True) for one in reversed(newest) if one != first)
+        return Holder(first, first in node.tips), *others
 
     def tails(self, link: bytes) -> Sequence[int]:
         """Lengths of the tails known after a link, longest first."""
         return sorted(self._tails.get(link, ()), reverse=True)
 
-    def find(self, chain: Chain) -> Found | None:
+    def find(self, chain: Chain, name: str = "") -> Found | None:
         for digest, size in self._known(chain):
-            if holders := self.holders(digest):
+            if holders := self.holders(digest, name):
                 return Found(digest, size, holders)
         return None
 
@@ -327,7 +351,7 @@ class NodeTable:
         if node is None:
             return
         node.conversations.pop(conversation, None)
-        node.tips.pop(conversation, None)
+        node.left(conversation)
         if node.conversations:
             return
         del self._nodes[digest]

@@ -1,7 +1,7 @@
 """Tokens of online requests in an iteration: those that decode, and prompts before their first token."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from placement.classes import ClassOrder
@@ -59,7 +59,8 @@ class LesserShare:
     """
 
     best_s: float  # what the best class is worth
-    until_s: float  # how long the iteration may take with lesser ones; 0: they sit it out
+    share_s: float  # of the iteration; 0: they sit it out
+    until_s: float  # how long it may take with those that decode
     classes: ClassOrder
     now: float
 
@@ -78,15 +79,24 @@ class LesserShare:
         alone_s = model.seconds(memory.online_work(best, max_tokens))
         targets = [request.slo.tbt_s for request in requests if request.worth_s < best_s]
         every_s = min(alone_s / LESSER_SHARE, *targets, math.inf)
-        due = classes.left_out_s(now) >= every_s
-        return cls(best_s, alone_s + LESSER_SHARE * every_s if due else 0.0, classes, now)
+        share_s = LESSER_SHARE * every_s if classes.left_out_s(now) >= every_s else 0.0
+        return cls(best_s, share_s, alone_s + share_s if share_s else 0.0, classes, now)
 
     def has(self, request: RequestView) -> bool:
         """Whether it is of a lesser class than what decodes."""
         return request.worth_s < self.best_s
 
+    def behind(self, prompt: RequestView) -> bool:
+        """Whether it goes behind those of a better class, however long it has waited: as long as it sits out,
+        and where only a priority puts it in front, which anybody may send."""
+        return self.has(prompt) and (not self.share_s or prompt.priority_s > 0)
+
+    def prompt_until_s(self, decoding_s: float) -> float:
+        """The iteration with a prompt, whose share comes on top of that of those that decode."""
+        return decoding_s + self.share_s if self.share_s else 0.0
+
     def served(self) -> None:
-        if self.until_s:
+        if self.share_s:
             self.classes.shared(self.now)
 
 
@@ -110,8 +120,9 @@ def share_out(
 ) -> OnlineShare:
     """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
     requests = tuple(requests)
-    prompts = in_turn([r for r in requests if not r.decoding], now, model, sharing, classes)
     lesser = LesserShare.of(requests, now, max_tokens, model, classes)
+    waiting = [r for r in requests if not r.decoding]
+    prompts = in_turn(waiting, now, model, sharing, classes, lesser.behind)
     decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model, lesser)
     alone = work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(alone)
@@ -124,11 +135,12 @@ def share_out(
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
-            until_s = max(sharing.tbt_s, lesser.until_s) if lesser.has(request) else None
+            lesser_s = max(sharing.tbt_s, lesser.prompt_until_s(decoding_s))
+            until_s = lesser_s if lesser.has(request) else None
             tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, until_s)
         elif request.worth_s < best_of_late_s:
             tokens = model.max_tokens(work, request.computed, tokens, sharing.arriving_s)
-        if index == 0 and (lesser.until_s or not lesser.has(request)):
+        if index == 0 and (lesser.share_s or not lesser.has(request)):
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
         waits = part and index > 0 and not sharing.fills and due(request, model, sharing) > now
@@ -173,7 +185,7 @@ def with_a_token(
         shortest_s = min(request.slo.tbt_s for request in decoding)
         until_s, least = min(target_s, model.seconds(work) + LESSER_SHARE * shortest_s), 1
     else:
-        until_s, least = max(target_s, share.until_s), int(share.until_s > 0)
+        until_s, least = max(target_s, share.until_s), int(share.share_s > 0)
     lesser = sorted(
         (request for request in decoding if request.worth_s < best_s),
         key=lambda r: (r.arrival if r.last_token is None else r.last_token, r.key),
@@ -199,9 +211,10 @@ def in_turn(
     model: LatencyModel,
     sharing: PromptSharing,
     classes: ClassOrder,
+    sits_out: Callable[[RequestView], bool] = lambda prompt: False,
 ) -> tuple[RequestView, ...]:
     """Better classes first, then the policy's order; but what the engine had no place for makes nobody wait
-    who has one.
+    who has one, and neither does what sits this iteration out.
 
     Once that is overdue, nobody of its class starts before it either who was due later: the place is to
     become its own.
@@ -210,10 +223,16 @@ def in_turn(
     overdue = min((dues[r.key] for r in prompts if r.refused and dues[r.key] <= now), default=math.inf)
     best_s = max((request.ahead_s for request in prompts), default=0.0)
 
-    def turn(request: RequestView) -> tuple[bool, float, float, str]:
+    def turn(request: RequestView) -> tuple[bool, bool, float, float, str]:
         at = dues[request.key]
         behind = request.refused or (not request.running and at > overdue)
-        return behind, -classes.level(request.ahead_s, request.arrival, best_s, now), at, request.key
+        return (
+            behind,
+            sits_out(request),
+            -classes.level(request.ahead_s, request.arrival, best_s, now),
+            at,
+            request.key,
+        )
 
     return tuple(sorted(prompts, key=turn))
 

@@ -117,19 +117,20 @@ class DirectoryClient:
             known.context_tokens = known.completion_tokens = 0
         return outcome, known
 
-    async def find(self, chain: Chain) -> tuple[Found | None, Callable[[str], bool]]:
-        """The longest known prefix of a prompt, and which of its conversations have a turn in flight."""
-        found = self.cache.nodes.find(chain)
+    async def find(self, chain: Chain, name: str = "") -> tuple[Found | None, Callable[[str], bool]]:
+        """The longest known prefix of a prompt, and which of its conversations have a turn in flight. `name`:
+        how the id of its own begins, if it is there."""
+        found = self.cache.nodes.find(chain, name)
         if found is not None:
             return found, self.cache.running
         remote: Found | None = None
         running: Callable[[str], bool] = self.cache.running
         try:
-            remote, running = await self._find_remotely(chain)
+            remote, running = await self._find_remotely(chain, name)
         except (grpc.aio.AioRpcError, BadReply) as wrong:
             metrics.FALLBACKS.labels("identify_failed").inc()
             log.warning("not looked up, counts as a new conversation reason=%s", _reason(wrong))
-        found = self.cache.nodes.find(chain)  # its twin may have come meanwhile
+        found = self.cache.nodes.find(chain, name)  # its twin may have come meanwhile
         if found is not None and (remote is None or found.size >= remote.size):
             return found, self.cache.running
         return remote, running
@@ -244,10 +245,10 @@ class DirectoryClient:
                 ask = replace(ask, again=True)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _find_remotely(self, chain: Chain) -> tuple[Found | None, Callable[[str], bool]]:
+    async def _find_remotely(self, chain: Chain, name: str) -> tuple[Found | None, Callable[[str], bool]]:
         timeout_s = _CALL_TIMEOUT_S
         last = len(chain.links) - 1
-        request = m.IdentifyRequest(links=tuple(chain.links[::-1]))
+        request = m.IdentifyRequest(links=tuple(chain.links[::-1]), name=name)
         reply = await self._stub.ask(m.IDENTIFY, request, timeout_s)
         prefixes = [
             (digest, chain.sizes[last - index] + length)
@@ -256,7 +257,7 @@ class DirectoryClient:
             if (digest := chain.digest_at(last - index, length)) is not None
         ]
         if prefixes:
-            request = m.IdentifyRequest(digests=tuple(digest for digest, _ in prefixes))
+            request = m.IdentifyRequest(digests=tuple(digest for digest, _ in prefixes), name=name)
             with_tail = await self._stub.ask(m.IDENTIFY, request, timeout_s)
             if with_tail.index >= 0:
                 digest, size = prefixes[with_tail.index]

@@ -67,6 +67,7 @@ class IdentifyRequest:
 
     links: tuple[bytes, ...] = ()
     digests: tuple[bytes, ...] = ()
+    name: str = ""  # how the id of the conversation begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class DirectoryServer(Directory):
         for index, digest in enumerate(request.digests or request.links):
             if request.links and (lengths := nodes.tails(digest)):
                 tails.append((index, tuple(lengths)))
-            if holders := nodes.holders(digest):
+            if holders := nodes.holders(digest, request.name):
                 found = tuple(
                     m.FoundHolder(one.conversation, one.tip, self.running(one.conversation))
                     for one in holders

@@ -172,6 +172,21 @@ def test_as_many_as_there_are_with_one_first_request_each_go_on_and_a_look_at_th
     assert decide(table, prompt("a", "late")).how is How.FORKED
 
 
+def test_as_many_as_there_are_with_one_first_request_and_names_of_their_own_find_their_own() -> None:
+    """One task, run many times in parallel, by a client that says a correlation id."""
+    table, first, count = NodeTable(1000), prompt("a"), 3 * MOST_TIPS
+    keys = [f"space:session-{number}.{number:012x}" for number in range(count)]
+    for key in keys:
+        table.record(first.end, key)
+    for number, key in enumerate(keys):
+        asked = prompt("a", str(number))
+        found = table.find(asked, f"session-{number}.")
+        assert found is not None and len(found.holders) <= 2 * MOST_TIPS + 1
+        got = resolve_prefix(found, asked.end.digest, lambda _: False, f"session-{number}.")
+        assert got.conversation == key
+        table.record(asked.end, key)
+
+
 def test_who_has_gone_on_hides_nobody_who_has_not() -> None:
     table, first = NodeTable(1000), prompt("a")
     table.record(first.end, "quick")

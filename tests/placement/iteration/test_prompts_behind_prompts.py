@@ -10,7 +10,7 @@ from placement.iteration.latency import BatchWork
 from placement.iteration.online import in_turn
 from placement.iteration.policies import make_policy
 from placement.iteration.prompts import PromptSharing
-from tests.placement.iteration.views import MODEL, arrived, fill, offline, online, view
+from tests.placement.iteration.views import MODEL, SLO, arrived, fill, offline, online, view
 
 BOTH = pytest.mark.parametrize("name", ["conserve", "prompts_in_order"])
 
@@ -198,3 +198,35 @@ def test_while_a_better_class_is_about_it_waits_no_longer_than_a_token_for_lesse
     priority = replace(prompt, key="urgent", ahead_s=9.0, priority_s=9.0)
     assert fill(policy, view(waiting=(priority,), now=42.0))["urgent"] < free, "a priority is no class"
     assert fill(policy, view(waiting=(prompt,), now=105.0))["prompt"] == free
+
+
+@BOTH
+def test_lesser_prompts_have_their_tenth_however_many_lesser_requests_decode(name: str) -> None:
+    target = TurnTargets(0.5, 0.012)
+    policy = make_policy(ServingSettings(name, target))
+    gold = replace(online("gold", slo=target), ahead_s=5.0)
+    others = [online(f"o{n}", 16_001, 16_000, slo=SLO) for n in range(40)]
+    now, left, seconds = 10.0, 500, 0.0
+    while left and seconds < 5.0:
+        prompt = replace(started("prompt", left), slo=SLO)
+        mine = [replace(one, last_token=now) for one in (gold, *others)]
+        given_now = fill(policy, view(*mine, prompt, now=now))
+        left -= given_now["prompt"]
+        work = BatchWork.of((tokens, 16_000) for tokens in given_now.values() if tokens)
+        now, seconds = now + MODEL.seconds(work), seconds + MODEL.seconds(work)
+    assert not left and seconds < 2.0
+
+
+@BOTH
+def test_a_lesser_prompt_with_a_priority_keeps_no_better_prompt_from_its_turn(name: str) -> None:
+    target = TurnTargets(0.5, 0.012)
+    policy = make_policy(ServingSettings(name, target))
+    gold = replace(online("gold", slo=target), ahead_s=5.0)
+    urgent = replace(arrived("urgent", 16_000), ahead_s=10.0, priority_s=10.0)
+    ended = 0
+    for number in range(20):
+        now = 10.0 + number / 50
+        first = replace(arrived(f"first-{number}", 40, now), ahead_s=5.0)
+        state = view(replace(gold, last_token=now), waiting=(urgent, first), now=now)
+        ended += fill(policy, state)[first.key] == 40
+    assert ended >= 18
