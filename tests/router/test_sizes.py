@@ -130,3 +130,12 @@ def test_token_ids_teach_nothing_of_texts() -> None:
     ratio = TokenRatio(0.3)
     ratio.learn(of_ids(10_000), 10_000)
     assert ratio.prompt_tokens(turn(100_000), 0) == 30_000
+
+
+@pytest.mark.parametrize("field", ["image", "file", "document", "image_url"])
+def test_a_field_that_a_message_does_not_have_makes_no_image_of_its_text(field: str) -> None:
+    parts = [{"type": "text", "text": "x" * 100_000}]
+    plain = chains.of_messages(SEED, [{"role": "user", "content": parts}])
+    odd = chains.of_messages(SEED, [{"role": "user", "content": parts, field: 1}])
+    assert odd.media == plain.media == 0
+    assert odd.total_bytes >= plain.total_bytes > 100_000
