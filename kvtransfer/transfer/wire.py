@@ -208,7 +208,7 @@ class Channel:
             tags = b"".join(seal.tag(block, number) for number, block in enumerate(blocks, 1))
         head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, len(blocks), generation) + tags
         with all_within(self._peer, limit_s) as until:
-            _send_all(self._peer, [memoryview(head + seal.tag(head)), *blocks], until)
+            send_all(self._peer, [memoryview(head + seal.tag(head)), *blocks], until)
 
     def receive(self) -> tuple[FrameHeader, bytes]:
         """The next frame with its payload: of BLOCKS the tags, each of a block that follows."""
@@ -293,7 +293,8 @@ def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], Non
         peer.settimeout(usual)
 
 
-def _send_all(peer: socket.socket, views: list[memoryview], before_each: Callable[[], None]) -> None:
+def send_all(peer: socket.socket, views: list[memoryview], before_each: Callable[[], None]) -> None:
+    """In as few calls as may be: each lets other threads have the interpreter."""
     at = 0
     while at < len(views):
         before_each()

@@ -89,17 +89,14 @@ class SealedLine:
         text = msgspec.msgpack.encode(header)
         head = _LENGTH.pack(len(text)) + text
         self._out.begin()
+        views = [memoryview(head), memoryview(self._out.tag(head))]
+        for number, content in enumerate(map(_bytes_of, tensors), 1):
+            if self._encrypt:
+                views.append(memoryview(self._out.encrypt(content, number)))
+            else:
+                views += [content, memoryview(self._out.tag(content, number))]
         with wire.all_within(self._peer, limit_s) as until:
-            until()
-            self._peer.sendall(head + self._out.tag(head))
-            for number, tensor in enumerate(tensors, 1):
-                content = _bytes_of(tensor)
-                until()
-                if self._encrypt:
-                    self._peer.sendall(self._out.encrypt(content, number))
-                else:
-                    self._peer.sendall(content)
-                    self._peer.sendall(self._out.tag(content, number))
+            wire.send_all(self._peer, views, until)
 
     def receive(self, limit_s: float) -> Message:
         with wire.all_within(self._peer, limit_s) as until:
@@ -128,18 +125,21 @@ class SealedLine:
         if sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds) > MAX_TENSORS_BYTES:
             raise PeerError("more bytes than a message of ours has")
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
-        for number, tensor in enumerate(tensors, 1):
-            self._receive_into(_bytes_of(tensor), number, until)
+        self._receive_into([_bytes_of(tensor) for tensor in tensors], until)
         return Message(header.kind, header.epoch, header.values, tensors)
 
-    def _receive_into(self, place: memoryview, number: int, until: Callable[[], None]) -> None:
+    def _receive_into(self, places: Sequence[memoryview], until: Callable[[], None]) -> None:
         if self._encrypt:
-            sealed = bytearray(place.nbytes + wire.TAG_BYTES)
-            wire.receive_all(self._peer, [memoryview(sealed)], until)
-            self._back.decrypt(sealed, number, place)
-        else:
-            wire.receive_all(self._peer, [place], until)
-            self._back.check(place, wire.receive_exactly(self._peer, wire.TAG_BYTES, until), number)
+            sealed = [bytearray(place.nbytes + wire.TAG_BYTES) for place in places]
+            wire.receive_all(self._peer, [memoryview(one) for one in sealed], until)
+            for number, (one, place) in enumerate(zip(sealed, places, strict=True), 1):
+                self._back.decrypt(one, number, place)
+            return
+        tags = [bytearray(wire.TAG_BYTES) for _ in places]
+        into = [view for place, tag in zip(places, tags, strict=True) for view in (place, memoryview(tag))]
+        wire.receive_all(self._peer, into, until)
+        for number, (place, tag) in enumerate(zip(places, tags, strict=True), 1):
+            self._back.check(place, bytes(tag), number)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -394,8 +394,8 @@ class SplitModel:
     def answer(self, message: Message) -> Message:
         handler: Callable[[Message], Message] = {
             PeerAsk.MEET: self._met,
-            PeerAsk.PUT: self._put,
-            PeerAsk.GET: self._get,
+            PeerAsk.PUT: self.put,
+            PeerAsk.GET: self.get,
             PeerAsk.MOVE: self._moved,
             PeerAsk.RUN: self._run,
         }[message.kind]
@@ -434,7 +434,7 @@ class SplitModel:
         known = {"layout": self._layout(), "part": member.part, "blocks": self._most_blocks(member)}
         return Message(PeerAsk.DONE, message.epoch, known)
 
-    def _put(self, message: Message) -> Message:
+    def put(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.OPEN), self._kept_layer(message)
         rows = self._places(member, message)
         with self._device_in(member):
@@ -442,7 +442,7 @@ class SplitModel:
             self.settle()
         return Message(PeerAsk.DONE, message.epoch)
 
-    def _get(self, message: Message) -> Message:
+    def get(self, message: Message) -> Message:
         member, layer = self.wait_for(message, SplitPhase.NARROW), self._kept_layer(message)
         rows = self._places(member, message)
         with self._device_in(member):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workers.overload.channel import Message, PeerAsk
+from workers.overload.channel import Message
 from workers.overload.membership import Membership, SplitPhase
 from workers.overload.memory import LayerWeights
 from workers.overload.split import SplitModel
@@ -53,10 +53,13 @@ class SlowToAnswer(SplitModel):
 
     slow_s = 4.0
 
-    def answer(self, message: Message) -> Message:
-        if message.kind in (PeerAsk.PUT, PeerAsk.GET):
-            time.sleep(self.slow_s)
-        return super().answer(message)
+    def put(self, message: Message) -> Message:
+        time.sleep(self.slow_s)
+        return super().put(message)
+
+    def get(self, message: Message) -> Message:
+        time.sleep(self.slow_s)
+        return super().get(message)
 
 
 class WithoutClosingUp(SplitModel):
