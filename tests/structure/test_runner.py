@@ -57,6 +57,21 @@ def test_failing_once_is_named_and_passes_when_listed(
     assert "  test_made.py::test_first_time_fails\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("at_most, ended", [(0, run.FAILED), (1, run.PASSED)])
+def test_as_many_others_may_as_the_list_says(
+    suite: tuple[list[str], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    at_most: int,
+    ended: int,
+) -> None:
+    file = tmp_path / "flaky.toml"
+    file.write_text(f'[[others]]\nat_most = {at_most}\nsince = {TODAY}\nreason = "made so"\n')
+    assert run.run([[suite]], file, TODAY) == ended
+    assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in capsys.readouterr().out
+    assert run.run([], file, TODAY + timedelta(days=31)) == run.FAILED
+
+
 def test_failing_twice_fails(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
     (tmp_path / "test_made.py").write_text(BROKEN)
     assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
@@ -93,6 +108,6 @@ def test_an_entry_that_is_old_or_without_reason_fails(tmp_path: Path, since: dat
 
 
 def test_our_list_is_in_order() -> None:
-    ids, wrong = run.listed(run.FLAKY, date.today())
-    assert not wrong
-    assert [test for test in ids if not (run.ROOT / test.partition("::")[0]).exists()] == []
+    ours = run.listed(run.FLAKY, date.today())
+    assert not ours.wrong
+    assert [test for test in ours.ids if not (run.ROOT / test.partition("::")[0]).exists()] == []
