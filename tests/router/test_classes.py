@@ -90,7 +90,7 @@ def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
     [({}, {"vllm_xargs": {"slo_ttft_ms": 0.001}}), ({"x-slo-ttft-ms": "0.001"}, {})],
     ids=["in the body", "as llm-d says it"],
 )
-def test_a_turn_asks_for_no_sooner_first_token_than_its_class_or_its_engines_promise(
+def test_a_turn_asks_for_no_sooner_first_token_than_its_class_or_its_engines_have(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """Offline work would be aborted for it."""
