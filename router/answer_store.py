@@ -45,8 +45,8 @@ _FROM: Mapping[int, tuple[str, ...]] = {
         "CREATE INDEX answers_by_use ON answers (used_at, bytes)",
     ),
     2: (  # a table of its own: a gateway of before may still write to the others
-        """CREATE TABLE deletions (owner TEXT NOT NULL, id TEXT NOT NULL, count INTEGER NOT NULL,
-        at REAL NOT NULL, PRIMARY KEY (owner, id)) WITHOUT ROWID""",
+        """CREATE TABLE deletions (
+            owner TEXT, id TEXT, at REAL, PRIMARY KEY (owner, id)) WITHOUT ROWID""",
     ),
 }
 # Newest first, until it is clear that nothing goes on from here. Bytes that nobody counted are of version 1.
@@ -83,7 +83,7 @@ class StoredChain:
 @dataclass(frozen=True, slots=True)
 class StoredConversation:
     newest: str | None = None  # its last answer that was stored; None: it begins
-    deletions: int = 0  # of it, so far
+    deleted_at: float = 0.0  # as far as a turn may be under way that began before
 
 
 class AnswerStore:
@@ -162,7 +162,7 @@ class AnswerStore:
 
     def conversation(self, owner: str, name: str) -> StoredConversation:
         asked = """SELECT (SELECT newest FROM conversations WHERE owner = :owner AND id = :id),
-            coalesce((SELECT count FROM deletions WHERE owner = :owner AND id = :id), 0)"""
+            coalesce((SELECT at FROM deletions WHERE owner = :owner AND id = :id), 0.0)"""
         return StoredConversation(*self.open().execute(asked, {"owner": owner, "id": name}).fetchone())
 
     def used(self, owner: str, conversation: str | None, names: Iterable[str]) -> None:
@@ -182,9 +182,9 @@ class AnswerStore:
         conversation: str | None,
         asked: tuple[bytes, ...],
         answer: ReadAnswer,
-        deletions: int = 0,
+        deleted_at: float = 0.0,
     ) -> None:
-        """`deletions`: of the conversation when the turn began; one since then takes the turn out of it."""
+        """`deleted_at`: of the conversation when the turn began; one since then takes the turn out of it."""
         whole, now, database = Pieces(), self._clock(), self.open()
         whole.add(asked)
         whole.add((answer.items,) if answer.items else ())
@@ -198,9 +198,10 @@ class AnswerStore:
             database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             put = "INSERT OR REPLACE INTO contents (owner, id, added, response) VALUES (?, ?, ?, ?)"
             database.execute(put, texts)
-            if conversation is not None and self.conversation(owner, conversation).deletions == deletions:
+            if conversation is not None:
                 newest = owner, conversation, answer.id, now
-                database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)", newest)
+                if self.conversation(owner, conversation).deleted_at in (0.0, deleted_at):
+                    database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)", newest)
 
     def prune(self) -> int:
         """How many went: for their age, or beyond the bytes that may be stored."""
@@ -253,8 +254,10 @@ class AnswerStore:
             if live or had.newest is not None:
                 gone = "DELETE FROM conversations WHERE owner = ? AND id = ?"
                 database.execute(gone, (owner, conversation))
-                mark = "INSERT OR REPLACE INTO deletions VALUES (?, ?, ?, ?)"
-                database.execute(mark, (owner, conversation, had.deletions + 1, self._clock()))
+                at = max(self._clock(), had.deleted_at + 1e-3)  # no two are alike
+                database.execute(
+                    "INSERT OR REPLACE INTO deletions VALUES (?, ?, ?)", (owner, conversation, at)
+                )
         return had.newest is not None
 
 

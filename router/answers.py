@@ -58,7 +58,7 @@ class History:
     previous: str | None  # the answer before it
     conversation: str | None
     kept: bool  # with its answer, once that is there
-    deletions: int = 0  # of the conversation, before this turn
+    deleted_at: float = 0.0  # the conversation, before this turn
 
     @property
     def said(self) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class Answers:
             raise BadRequest(text, param="conversation")
         found, before = read.items, list[bytes]()
         asked = cut_items(pieces, found) if isinstance(found, Span) else (found,) if found else ()
-        size, deletions = sum(map(len, asked)), 0
+        size, deleted_at = sum(map(len, asked)), 0.0
         try:
             async with asyncio.timeout(self._longest_s):
                 if conversation:
                     known = await self._run(self._store.conversation, owner, conversation)
-                    previous, deletions = known.newest, known.deletions
+                    previous, deleted_at = known.newest, known.deleted_at
                 if previous:
                     before = await self._history(owner, previous, conversation, size)
         except TimeoutError as wrong:
@@ -171,7 +171,7 @@ class Answers:
             both = (*before, b",", *asked) if before and asked else (*before, *asked)
             sent = with_items(with_fields(sent, {"previous_response_id": None}), "input", both)
         kept = body.get("store") is not False and size <= MOST_BYTES
-        return sent, History(asked, previous, conversation, kept, deletions)
+        return sent, History(asked, previous, conversation, kept, deleted_at)
 
     async def _history(self, owner: str, previous: str, conversation: str | None, size: int) -> list[bytes]:
         """The items up to the answer before, in pieces. `size`: of those that come behind them."""
@@ -253,7 +253,7 @@ class Answers:
         if isinstance(answer, bytes):
             answer = reading.read((answer,))
         where = kept.previous, kept.conversation
-        self._store.keep(reading.space, *where, kept.asked, answer, kept.deletions)
+        self._store.keep(reading.space, *where, kept.asked, answer, kept.deleted_at)
         try:
             metrics.ANSWERS.labels("pruned").inc(self._store.prune())
         except _DISK as wrong:

@@ -58,7 +58,7 @@ class RequestView:
     def worth_s(self) -> float:
         """Of its class, beside others that run: offline work is worth less than any, and a priority nothing,
         or each client could take others' tokens."""
-        return -math.inf if self.offline else self.ahead_s - self.priority_s
+        return -math.inf if self.offline else round(self.ahead_s - self.priority_s, 6)
 
     def deadline(self) -> float:
         """When its next token is due."""

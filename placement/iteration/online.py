@@ -1,7 +1,7 @@
 """Tokens of online requests in an iteration: those that decode, and prompts before their first token."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from placement.classes import ClassOrder
@@ -86,10 +86,13 @@ class LesserShare:
         """Whether it is of a lesser class than what decodes."""
         return request.worth_s < self.best_s
 
-    def behind(self, prompt: RequestView) -> bool:
-        """Whether it goes behind those of a better class, however long it has waited: as long as it sits out,
-        and where only a priority puts it in front, which anybody may send."""
-        return self.has(prompt) and (not self.share_s or prompt.priority_s > 0)
+    def sits_out(self, prompt: RequestView) -> bool:
+        return self.has(prompt) and not self.share_s
+
+    def ahead_s(self, request: RequestView) -> float:
+        """What it is worth where it waits: of a lesser class no more than that, for anybody may send a
+        priority."""
+        return min(request.ahead_s, request.worth_s) if self.has(request) else request.ahead_s
 
     def prompt_until_s(self, decoding_s: float) -> float:
         """The iteration with a prompt, whose share comes on top of that of those that decode."""
@@ -122,7 +125,7 @@ def share_out(
     requests = tuple(requests)
     lesser = LesserShare.of(requests, now, max_tokens, model, classes)
     waiting = [r for r in requests if not r.decoding]
-    prompts = in_turn(waiting, now, model, sharing, classes, lesser.behind)
+    prompts = in_turn(waiting, now, model, sharing, classes, lesser)
     decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model, lesser)
     alone = work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(alone)
@@ -139,7 +142,9 @@ def share_out(
             until_s = lesser_s if lesser.has(request) else None
             tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, until_s)
         elif request.worth_s < best_of_late_s:
-            tokens = model.max_tokens(work, request.computed, tokens, sharing.arriving_s)
+            least_s = 2 * model.seconds(work.plus(1, request.computed))  # half is the prompt's own
+            until_s = max(sharing.arriving_s, least_s)
+            tokens = model.max_tokens(work, request.computed, tokens, until_s)
         if index == 0 and (lesser.share_s or not lesser.has(request)):
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
@@ -152,7 +157,7 @@ def share_out(
             work = work.plus(tokens, request.computed)
             budget -= tokens
             if not request.refused:
-                classes.served(request.ahead_s, now)
+                classes.served(lesser.ahead_s(request), now)
                 if lesser.has(request):
                     lesser.served()
         if part:
@@ -211,7 +216,7 @@ def in_turn(
     model: LatencyModel,
     sharing: PromptSharing,
     classes: ClassOrder,
-    sits_out: Callable[[RequestView], bool] = lambda prompt: False,
+    lesser: LesserShare | None = None,
 ) -> tuple[RequestView, ...]:
     """Better classes first, then the policy's order; but what the engine had no place for makes nobody wait
     who has one, and neither does what sits this iteration out.
@@ -221,18 +226,15 @@ def in_turn(
     """
     dues = {request.key: due(request, model, sharing) for request in prompts}
     overdue = min((dues[r.key] for r in prompts if r.refused and dues[r.key] <= now), default=math.inf)
-    best_s = max((request.ahead_s for request in prompts), default=0.0)
+    ahead_s = {r.key: lesser.ahead_s(r) if lesser else r.ahead_s for r in prompts}
+    best_s = max(ahead_s.values(), default=0.0)
 
     def turn(request: RequestView) -> tuple[bool, bool, float, float, str]:
         at = dues[request.key]
         behind = request.refused or (not request.running and at > overdue)
-        return (
-            behind,
-            sits_out(request),
-            -classes.level(request.ahead_s, request.arrival, best_s, now),
-            at,
-            request.key,
-        )
+        sits_out = lesser is not None and lesser.sits_out(request)
+        level = classes.level(ahead_s[request.key], request.arrival, best_s, now)
+        return behind, sits_out, -level, at, request.key
 
     return tuple(sorted(prompts, key=turn))
 

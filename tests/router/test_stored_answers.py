@@ -138,6 +138,22 @@ async def test_a_conversation_that_is_deleted_during_a_turn_does_not_come_back_w
         assert (await say(made, "from the late one", name_of(await late))).status == 200
 
 
+def test_a_deletion_that_is_forgotten_takes_no_turn_out_of_its_conversation(tmp_path: Path) -> None:
+    now = [1_000.0]
+    store = AnswerStore(stored(tmp_path), lambda: now[0])
+    assert not store.leave("o", "c", live=True)
+    began = store.conversation("o", "c")
+    assert began.newest is None and began.deleted_at
+    now[0] += 25 * 3600.0
+    store.prune()
+    assert store.conversation("o", "c").deleted_at == 0.0
+    store.keep("o", None, "c", ASKED, ReadAnswer("late", b"{}", b""), began.deleted_at)
+    assert store.conversation("o", "c").newest == "late"
+    assert store.leave("o", "c", live=False)
+    store.keep("o", "late", "c", ASKED, ReadAnswer("later", b"{}", b""), began.deleted_at)
+    assert store.conversation("o", "c").newest is None
+
+
 def test_of_two_turns_of_a_conversation_at_once_the_last_to_end_is_its_history(tmp_path: Path) -> None:
     store = AnswerStore(stored(tmp_path), MachineClocks().clock())
     ends = [("first", None), ("quick", "first"), ("slow", "first")]

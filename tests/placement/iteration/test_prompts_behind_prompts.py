@@ -230,3 +230,40 @@ def test_a_lesser_prompt_with_a_priority_keeps_no_better_prompt_from_its_turn(na
         state = view(replace(gold, last_token=now), waiting=(urgent, first), now=now)
         ended += fill(policy, state)[first.key] == 40
     assert ended >= 18
+
+
+@BOTH
+def test_a_priority_makes_no_lesser_prompt_wait_for_lesser_ones_that_come_later(name: str) -> None:
+    target = TurnTargets(0.5, 0.02)
+    policy = make_policy(ServingSettings(name, target))
+    gold = replace(online("gold", slo=target), ahead_s=5.0)
+    now, left = 10.0, 2000
+    for number in range(200):
+        urgent = replace(started("urgent", left), ahead_s=1.0, priority_s=1.0, arrival=10.0)
+        later = arrived(f"later-{number}", 500, now)
+        state = view(replace(gold, last_token=now), urgent, waiting=(later,), now=now)
+        given_now = fill(policy, state)
+        left -= given_now["urgent"]
+        now += MODEL.seconds(BatchWork.of((n, 1000) for n in given_now.values() if n))
+        if not left:
+            break
+    assert not left
+
+
+@BOTH
+@pytest.mark.parametrize("priority", range(1, 11))
+def test_a_priority_makes_nobody_of_another_class(name: str, priority: int) -> None:
+    policy = make_policy(ServingSettings(name))
+    gold = replace(online("gold"), ahead_s=2.7)
+    urgent = replace(arrived("urgent", 300), ahead_s=2.7 + priority, priority_s=float(priority))
+    first = fill(policy, view(gold, waiting=(replace(urgent, key="first", ahead_s=2.7, priority_s=0.0),)))
+    assert fill(make_policy(ServingSettings(name)), view(gold, waiting=(urgent,)))["urgent"] == first["first"]
+    assert urgent.worth_s == gold.worth_s
+
+
+@BOTH
+def test_a_target_below_what_an_iteration_takes_leaves_lesser_prompts_half_of_it(name: str) -> None:
+    policy = make_policy(ServingSettings(name, TurnTargets(0.5, 0.004)))  # an iteration's constant is 5 ms
+    fill(policy, view(replace(online("gold"), ahead_s=5.0)))
+    tokens = fill(policy, view(waiting=(arrived("prompt", 2000),), now=20.0))["prompt"]
+    assert MODEL.seconds(BatchWork.of([(tokens, 0)])) > 1.9 * MODEL.seconds(BatchWork.of([(1, 0)]))
