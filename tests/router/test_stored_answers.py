@@ -139,12 +139,12 @@ async def test_a_conversation_that_is_deleted_during_a_turn_does_not_come_back_w
 
 
 def test_a_deletion_that_is_forgotten_takes_no_turn_out_of_its_conversation(tmp_path: Path) -> None:
-    now = [1_000.0]
-    store = AnswerStore(stored(tmp_path), lambda: now[0])
+    machine = MachineClocks()
+    store = AnswerStore(stored(tmp_path), machine.clock())
     assert not store.leave("o", "c", live=True)
     began = store.conversation("o", "c")
     assert began.newest is None and began.deleted_at
-    now[0] += 25 * 3600.0
+    machine.passes(25 * 3600.0)
     store.prune()
     assert store.conversation("o", "c").deleted_at == 0.0
     store.keep("o", None, "c", ASKED, ReadAnswer("late", b"{}", b""), began.deleted_at)

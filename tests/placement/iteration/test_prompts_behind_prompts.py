@@ -234,11 +234,11 @@ def test_a_lesser_prompt_with_a_priority_keeps_no_better_prompt_from_its_turn(na
 
 @BOTH
 def test_a_priority_makes_no_lesser_prompt_wait_for_lesser_ones_that_come_later(name: str) -> None:
-    target = TurnTargets(0.5, 0.02)
+    target = TurnTargets(0.5, 0.005)  # less than what decoding takes
     policy = make_policy(ServingSettings(name, target))
     gold = replace(online("gold", slo=target), ahead_s=5.0)
-    now, left = 10.0, 2000
-    for number in range(200):
+    now, left = 10.0, 200
+    for number in range(150):
         urgent = replace(started("urgent", left), ahead_s=1.0, priority_s=1.0, arrival=10.0)
         later = arrived(f"later-{number}", 500, now)
         state = view(replace(gold, last_token=now), urgent, waiting=(later,), now=now)
