@@ -25,8 +25,19 @@ from deploy.home import FleetHome
 from deploy.lifecycle.cluster import connect, start_own_cluster
 from deploy.lifecycle.down import marked
 
-AGAIN = '''
-import time
+COUNTER = '''
+import os
+class Counter:
+    def __init__(self): self.count = 0
+    def add(self): self.count += 1; return self.count
+    def pid(self): return os.getpid()
+
+def make(name):
+    return ray.remote(Counter).options(
+        name=name, lifetime="detached", max_restarts=-1, num_cpus=0, resources={"decode_tier": 1}).remote()
+'''
+AGAIN = COUNTER + '''
+import json, time
 from pathlib import Path
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
@@ -37,11 +48,12 @@ ray = connect(fleet, home, home.read_run())
 deadline = time.monotonic() + 60
 while True:
     try:
-        print(ray.get(ray.get_actor("first").add.remote(), timeout=20))
+        first = ray.get(ray.get_actor("first").add.remote(), timeout=20)
         break
     except ray.exceptions.RayError:
         assert time.monotonic() < deadline
         time.sleep(0.5)
+print(json.dumps([first, ray.get(make("second").add.remote(), timeout=60)]))
 '''
 
 fleet = load_fleet(Path("configs/laptop.yaml"))
@@ -49,15 +61,7 @@ home = FleetHome.of(fleet.name)
 home.create()
 home.fleet_file.write_text(Path("configs/laptop.yaml").read_text())  # as `conserve up` does
 ray = connect(fleet, home, start_own_cluster(fleet, home, end_with_us=True))
-
-class Counter:
-    def __init__(self): self.count = 0
-    def add(self): self.count += 1; return self.count
-    def pid(self): return os.getpid()
-
-def make(name):
-    return ray.remote(Counter).options(
-        name=name, lifetime="detached", max_restarts=-1, num_cpus=0, resources={"decode_tier": 1}).remote()
+exec(COUNTER)
 
 def heads():
     found = []
@@ -83,12 +87,12 @@ while time.monotonic() < deadline and (not heads() or heads() == before):
 said["restarted"] = bool(heads()) and heads() != before
 said["after"] = ask(ray.get_actor("first").add.remote())
 said["same_process"] = ask(first.pid.remote()) == pid
-said["new_actor"] = ask(make("second").add.remote())
 os.kill(pid, 9)
-# This driver sat on the head's own node, which is gone: a new one asks for the restarted actor.
+# This driver sat on the head's own node, which is gone, and its job ends with that: a new one asks for the
+# restarted actor, and makes another.
 again = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=120)
 assert again.returncode == 0, again.stderr
-said["restarted_actor"] = json.loads(again.stdout.splitlines()[-1])
+said["restarted_actor"], said["new_actor"] = json.loads(again.stdout.splitlines()[-1])
 print(json.dumps(said))
 """
 
