@@ -21,7 +21,7 @@ from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.latency import LatencyModel
 from workers.coserving import safepoint as page
 from workers.coserving.config import CoServingConfig
-from workers.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine
+from workers.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda
 from workers.coserving.safepoint import Flag
 
 # Roughly the small model on two cores, so that policies decide on times that are real.
@@ -241,9 +241,16 @@ async def storm(
 
 def storm_shape(model: Path, **more: Any) -> StandaloneShape:
     """Little memory and small iterations: prompts take several chunks, and online work has to preempt."""
-    return StandaloneShape(
-        model, **{"blocks": 65, "max_tokens": 192, "max_running": 12, "max_context": 1024, **more}
-    )
+    # Of a GPU vLLM wants so much to be free; these blocks take little.
+    arguments = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if on_cuda() else {}
+    small: dict[str, Any] = {
+        "blocks": 65,
+        "max_tokens": 192,
+        "max_running": 12,
+        "max_context": 1024,
+        "arguments": arguments,
+    }
+    return StandaloneShape(model, **small | more)
 
 
 def storm_config() -> CoServingConfig:

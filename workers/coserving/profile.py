@@ -73,6 +73,7 @@ class StandaloneEngine(LoggedEngine):
 
 
 def on_cuda() -> bool:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as vLLM: else looking forbids to fork
     import torch
 
     return bool(torch.cuda.is_available())

@@ -26,8 +26,8 @@ from deploy.small_model import make_model
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import EngineFeed
 from placement.engines import EngineState
+from tests.support import engine_device
 from workers.coserving.config import (
-    CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
@@ -39,6 +39,7 @@ from workers.processes import tree
 SECRET = "a secret only for these tests"
 START_S = 400.0
 ASK_S = 240.0
+DONE_AT_ONCE = ["--no-async-scheduling"]  # as workers/launch.py has it for a GPU; CPUs have no other way
 _asking = ThreadPoolExecutor(32)
 
 
@@ -101,12 +102,14 @@ class EngineProcess:
         command += ["--num-gpu-blocks-override", str(self.blocks), "--block-size", str(self.block_tokens)]
         command += ["--max-num-batched-tokens", str(self.batched_tokens), "--max-num-seqs", "16"]
         command += ["--enforce-eager", "--disable-uvicorn-access-log", *self.arguments]
+        for name, value in engine_device.options().items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(self.connector.to_kv_transfer_config())]
             settings = CoServingConfig(iteration_log=str(self.iteration_log)).to_additional_config()
             coserves = SAFEPOINT_PLUGIN in self.connector.plugins
             command += ["--scheduler-cls", SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER]
-            command += ["--worker-cls", CPU_WORKER_CLASS] if coserves else []
+            command += ["--worker-cls", engine_device.coserving_worker(), *DONE_AT_ONCE] if coserves else []
             command += ["--additional-config", json.dumps(settings)]
             if "--scheduling-policy" not in command:
                 command += ["--scheduling-policy", "priority"]
@@ -114,11 +117,7 @@ class EngineProcess:
             **os.environ,
             **(self.connector.environment() if self.connector is not None else {}),
             SECRET_VARIABLE: self.secret,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
+            **engine_device.environment(),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         with self.log.open("wb") as log:

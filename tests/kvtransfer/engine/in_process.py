@@ -14,8 +14,8 @@ from unittest import mock
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
+from tests.support import engine_device
 from workers.coserving.config import (
-    CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
@@ -23,11 +23,6 @@ from workers.coserving.config import (
 )
 
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     SECRET_VARIABLE: "a secret only for these tests",
@@ -51,7 +46,8 @@ class EngineHere:
         if connector is not None:
             arguments["kv_transfer_config"] = connector.to_kv_transfer_config()
             if SAFEPOINT_PLUGIN in connector.plugins:
-                arguments["scheduler_cls"], arguments["worker_cls"] = SCHEDULER_CLASS, CPU_WORKER_CLASS
+                arguments["scheduler_cls"] = SCHEDULER_CLASS
+                arguments["worker_cls"] = engine_device.coserving_worker()
                 arguments["additional_config"] = CoServingConfig().to_additional_config()
             else:
                 arguments.setdefault("scheduler_cls", PROMPT_SCHEDULER)
@@ -66,7 +62,8 @@ class EngineHere:
                         "model": str(model), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True,
                         "max_num_batched_tokens": 256, "max_num_seqs": 8, "num_gpu_blocks_override": blocks,
                         "block_size": 32, "async_scheduling": False, "scheduling_policy": "priority",
-                        "enable_prefix_caching": True, "disable_log_stats": True, **arguments,
+                        "enable_prefix_caching": True, "disable_log_stats": True,
+                        **engine_device.options(), **arguments,
                     }
                 )
             )  # fmt: skip
@@ -86,7 +83,7 @@ class EngineHere:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        with mock.patch.dict(os.environ, ENVIRONMENT):
+        with mock.patch.dict(os.environ, engine_device.environment() | ENVIRONMENT):
             from vllm.distributed.kv_transfer import kv_transfer_state
 
             kv_transfer_state._KV_CONNECTOR_AGENT = self._agent

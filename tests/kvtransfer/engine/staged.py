@@ -1,4 +1,4 @@
-"""A plugin that makes a CPU engine's transfers pass through a staging window, as a GPU's do."""
+"""A plugin that makes an engine's transfers pass through a small staging window, a CPU's too."""
 
 from typing import Any
 
@@ -12,7 +12,13 @@ SAID = "KV is staged through"
 
 
 def staged(kv_caches: Any, blocks: int, groups: Any) -> StagedBlockMemory:
-    memory = StagedBlockMemory(kv_caches, blocks, WINDOW_BYTES, groups=groups)
+    return staged_on_gpu(kv_caches, blocks, WINDOW_BYTES, None, groups)
+
+
+def staged_on_gpu(
+    kv_caches: Any, blocks: int, window: int, cuda: Any | None, groups: Any
+) -> StagedBlockMemory:
+    memory = StagedBlockMemory(kv_caches, blocks, WINDOW_BYTES, cuda, groups)
     print(f"{SAID} {memory.slots} slots", flush=True)
     return memory
 
@@ -23,4 +29,5 @@ class StagedPlugin(Plugin):
     def worker_side(self, context: EngineContext, rank: int) -> WorkerSide:
         """Before the KV is registered."""
         worker.HostBlockMemory = staged  # type: ignore[assignment,misc]
+        worker.StagedBlockMemory = staged_on_gpu  # type: ignore[assignment,misc]
         return super().worker_side(context, rank)

@@ -7,8 +7,9 @@ import pytest
 from deploy.small_model import make_model
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.in_process import EngineHere
+from tests.support.engine_device import dropping_worker
 from tests.workers.overload.together import requests
-from workers.overload.config import DROPPING_CPU_WORKER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
+from workers.overload.config import DROPPING_SCHEDULER, OVERLOAD_PLUGIN
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHere]:
         connector,
         blocks=BLOCKS,
         scheduler_cls=DROPPING_SCHEDULER,
-        worker_cls=DROPPING_CPU_WORKER,
+        worker_cls=dropping_worker(),
         max_num_seqs=1,
     )
     yield made

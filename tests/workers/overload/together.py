@@ -17,7 +17,8 @@ from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import FeedCommand, Reply
 from placement.iteration.latency import LatencyModel
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
-from workers.overload.config import DROPPING_CPU_WORKER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
+from tests.support.engine_device import dropping_worker
+from workers.overload.config import DROPPING_SCHEDULER, OVERLOAD_PLUGIN
 from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
 from workers.overload.plugin import NAME
@@ -57,7 +58,7 @@ class SplitChild:
             connector,
             blocks=blocks,
             scheduler_cls=DROPPING_SCHEDULER,
-            worker_cls=DROPPING_CPU_WORKER,
+            worker_cls=dropping_worker(),
             max_model_len=1024,
             max_num_batched_tokens=batched_tokens,
             max_num_seqs=16,

@@ -1,31 +1,18 @@
-"""What only a GPU can show: `python -m benchmarks.gpu [--mechanisms] [--page FILE] [--json FILE]`.
+"""Mechanisms that need torch and no vLLM, each by itself: equal bytes, or the page says that they are not."""
 
---mechanisms needs torch and no vLLM: eight prompts through staging windows, blocks to the host and back,
-kernels beside copies, a load behind kernels that an abort left, the fence between graph pieces and the time
-from signal to abort, parameters whose pages become KV and come back, energy as the driver counts it.
-Bandwidths stand beside plain copies of the same run; bytes are compared. Without it the benchmarks of engines
-follow, on this GPU: KV, co-serving, and the peers' traces. Without CUDA the doubles run on the CPU,
-which the page says.
-"""
-
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kv.copies import MadeShape, host_copies, transfer_s, transfers
-from benchmarks.output import command, write_json
 from kvtransfer.checkpoint.host_memory import CudaMover
 from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.staging import StagedBlockMemory
@@ -36,14 +23,7 @@ from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.pages import PhysicalMemory
 from workers.power.nvml import Gpus, PowerError
 
-PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "gpu.md"
 LAYERS, ROUNDS = 32, 20
-ENGINES = {"kv": [], "coserving": ["--quick"], "peers": ["--quick"]}
-ENGINE_LIMIT_S = 3600
-WITHOUT = (
-    "a machine without CUDA: the mechanisms' doubles ran on its CPU,\nwhere a copy is done when it has been "
-    "called. Times and bandwidths would say nothing of a GPU, and are left out"
-)
 
 Figures = dict[str, Any]
 
@@ -63,7 +43,11 @@ def mechanisms(device: str) -> Figures:
     found: Figures = {}
     for name, part in parts.items():
         before = joules()
-        found[name] = part()
+        try:
+            found[name] = part()
+        except Exception as error:  # noqa: BLE001  the other parts are worth having; the exit status says so
+            traceback.print_exc()
+            found[name] = {"failed": f"{type(error).__name__}: {error}"}
         if (after := joules()) is not None and before is not None:
             found[name]["joules"] = after - before
     return found
@@ -274,58 +258,3 @@ class LayerPasses:
         self._graph.replay()
         torch.cuda.synchronize()
         return self._given
-
-
-def engines() -> Figures:
-    """The benchmarks that start vLLM, each with its own command and limit; one that fails says why."""
-    found: Figures = {}
-    for name, options in ENGINES.items():
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            said = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", file.name]
-            try:
-                subprocess.run(said, check=True, timeout=ENGINE_LIMIT_S)
-                found[name] = json.loads(Path(file.name).read_text())
-            except (subprocess.SubprocessError, ValueError) as error:
-                found[name] = {"failed": str(error)}
-    return found
-
-
-def page(machine: str, found: Figures) -> str:
-    lines = [
-        "# What a GPU shows",
-        "",
-        f"`python -m benchmarks.gpu`, on {machine}.",
-        "Bandwidths are GB/s, the best of the run's rounds.",
-        "",
-        "| | | |",
-        "|---|---|---|",
-    ]
-    for part, figures in found.items():
-        lines.append(f"| **{part}** | {figures.get('failed', 'ran')} | |")
-        for name, value in figures.items():
-            if isinstance(value, bool | int) or (machine != WITHOUT and isinstance(value, float)):
-                shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-                lines.append(f"| {part} | {name} | {shown} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("--mechanisms", action="store_true", help="what needs torch and no vLLM")
-    parser.add_argument("--page", type=Path, metavar="FILE", default=PAGE, help="the page to write")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if device == "cuda" else WITHOUT
-    found = mechanisms(device)
-    if not arguments.mechanisms and device == "cuda":
-        found |= engines()
-    text = page(machine, found)
-    arguments.page.write_text(text)
-    write_json(arguments.json, {"machine": machine, **found})
-    print(text)
-    wrong = [name for name, figures in found.items() if "failed" in figures or figures.get("equal") is False]
-    sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,33 @@
+"""The device of tests' engines: the GPU, on a machine where torch sees one, else its CPUs."""
+
+from workers.coserving.config import CPU_WORKER_CLASS, WORKER_CLASS
+from workers.coserving.profile import on_cuda
+from workers.overload.config import DROPPING_CPU_WORKER, DROPPING_WORKER
+
+# Of several engines on one GPU: vLLM wants its share to be free when one starts, and measures what is left
+# unless it is told, which goes wrong while others start or end.
+BESIDE_OTHERS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
+
+
+def coserving_worker() -> str:
+    return WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS
+
+
+def dropping_worker() -> str:
+    return DROPPING_WORKER if on_cuda() else DROPPING_CPU_WORKER
+
+
+def options() -> dict[str, object]:
+    """Of vLLM, for an engine."""
+    return dict(BESIDE_OTHERS) if on_cuda() else {}
+
+
+def environment() -> dict[str, str]:
+    """Of an engine's processes."""
+    cpu = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    both = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    return both if on_cuda() else cpu | both
