@@ -19,7 +19,6 @@ import torch
 from benchmarks.gpu.mechanisms import mechanisms
 from benchmarks.output import command, write_json
 
-PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "gpu.md"
 WITHOUT = (
     "a machine without CUDA: the mechanisms' doubles ran on its CPU,\nwhere a copy is done when it has been "
     "called. Times and bandwidths would say nothing of a GPU, and are left out"
@@ -50,7 +49,7 @@ def main() -> None:
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--mechanisms", action="store_true", help="what needs torch and no vLLM")
     parts.add_argument("--engines", action="store_true", help="what needs vLLM")
-    parser.add_argument("--page", type=Path, metavar="FILE", default=PAGE, help="the page to write")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="a page to write")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if device == "cuda" else WITHOUT
@@ -60,7 +59,8 @@ def main() -> None:
 
         found |= measure_engines(device)
     text = page(machine, found)
-    arguments.page.write_text(text)
+    if arguments.page:
+        arguments.page.write_text(text)
     write_json(arguments.json, {"machine": machine, **found})
     print(text)
     wrong = [name for name, figures in found.items() if "failed" in figures or figures.get("equal") is False]

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.gpu --mechanisms` runs without vLLM and without CUDA, and says what it is."""
+"""`python -m benchmarks.gpu` runs without CUDA, and its mechanisms without vLLM; the page says what ran."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,15 @@ def test_the_mechanisms_doubles_run_and_their_bytes_are_equal(tmp_path: Path) ->
     assert found["pages"]["equal"]
     assert found["host"]["host_copy_vs_memcpy"] > 0 and found["transfer"]["staged_transfer_vs_direct"] > 0
     assert 0 < found["safepoints"]["signal_to_idle_layers"] < 16, "it left in the middle"
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_its_engines_run_and_stand_beside_plain_vllm(tmp_path: Path) -> None:
+    options = ["--engines", "--json", str(tmp_path / "gpu.json")]
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    run = [sys.executable, "-m", "benchmarks.gpu", *options]
+    subprocess.run(run, check=True, timeout=290, env=environment, cwd=Path(__file__).parents[2])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["kept"]["restored_blocks_of_512"] > 10 and found["kept"]["tbt_of_4_vs_plain"] > 0
+    assert found["coserving"]["iterations"] > 10 and found["coserving"]["offline_tokens_per_s"] > 0

