@@ -17,7 +17,7 @@ from placement.iteration.interface import (
 )
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.online import of_best_class, share_out, tightest_target, until_a_token_is_due
-from placement.iteration.prompts import PromptSharing
+from placement.iteration.prompts import ARRIVING_SHARE, PromptSharing
 
 
 class Conserve(ServingPolicy):
@@ -55,7 +55,8 @@ class Conserve(ServingPolicy):
         online_left = view.max_tokens - share
         decoding = of_best_class([request for request in online if request.decoding])
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
-        sharing = PromptSharing(due_in, fills=True, arriving_s=self._settings.slo.tbt_s)
+        arriving_s = ARRIVING_SHARE * self._settings.slo.tbt_s
+        sharing = PromptSharing(due_in, fills=True, arriving_s=arriving_s)
         first = share_out(online, view.now, online_left, model, sharing, self._classes)
         tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share
