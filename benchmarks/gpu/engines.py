@@ -1,7 +1,7 @@
 """vLLM on this GPU with a model of real size and random weights: what ours costs beside plain vLLM, what the
-host tier brings back, how soon offline work makes room.
+host tier brings back, what a prefiller hands over, how soon offline work makes room.
 
-Three engines of the same model start at once, each in processes of its own, and are measured in turns. On a
+Four engines of the same model start at once, each in processes of its own, and are measured in turns. On a
 machine without CUDA they are small, and show that the benchmark runs.
 """
 
@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import secrets
 import statistics
 import tempfile
 import time
@@ -23,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kv.engine import KvEngine
+from benchmarks.kv.engine import KvEngine, counter
 from benchmarks.kv.restore import leave_accelerator, restored_blocks
 from benchmarks.output import quantile
 from deploy.small_model import ModelShape, write_tokenizer
-from kvtransfer.config import ConnectorConfig
+from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.iteration.interface import ServingSettings
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
@@ -39,9 +40,11 @@ from workers.coserving.config import (
 )
 from workers.coserving.iterations import read_iterations
 from workers.coserving.profile import on_cuda
+from workers.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OFFLINE = 10  # a priority
+LIMIT_S = 600.0
 WARM = 16  # of an answer's tokens: the others' prompts may still be computed
 SPARE = 320  # tokens below that are special somewhere
 
@@ -87,13 +90,15 @@ class EngineKind:
 
     name: str
     plain: bool = False
-    keeps: bool = False  # KV on the host
+    keeps: bool = False  # KV on the host, and takes that of prompts from the one that prefills
+    prefills: bool = False
     coserves: bool = False
 
 
 KINDS = (
     EngineKind("plain", plain=True),
     EngineKind("kept", keeps=True),
+    EngineKind("prefiller", prefills=True),
     EngineKind("coserving", coserves=True),
 )
 
@@ -107,15 +112,29 @@ def without_weights(directory: Path, sizes: EngineSizes) -> Path:
     return directory
 
 
+@dataclass(frozen=True)
+class EngineRun:
+    """What the engines' processes share."""
+
+    sizes: EngineSizes
+    folder: Path
+    turn: Any  # a lock: whose turn it is to be measured
+    prompts: Any  # a queue, of what the prefiller is asked for: prompt and transfer, or None
+    port: int  # of the prefiller's transfers
+    secret: str
+
+
 @asynccontextmanager
-async def started(kind: EngineKind, sizes: EngineSizes, folder: Path) -> AsyncIterator[tuple[KvEngine, Path]]:
+async def started(kind: EngineKind, run: EngineRun) -> AsyncIterator[tuple[KvEngine, Path]]:
     """The engine, and the log of its iterations."""
+    sizes, folder = run.sizes, run.folder
     os.environ.update(
         {
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            SECRET_VARIABLE: run.secret,
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         }
@@ -131,9 +150,10 @@ async def started(kind: EngineKind, sizes: EngineSizes, folder: Path) -> AsyncIt
     if not kind.plain:
         settings = CoServingConfig(ServingSettings(), iteration_log=str(log))
         connector = ConnectorConfig(
-            transfer=False, feed=str(folder / f"{kind.name}.sock"),
+            engine=kind.name, epoch=1, feed=str(folder / f"{kind.name}.sock"),
+            transfer=kind.prefills or kind.keeps, port=run.port if kind.prefills else 0,
             host_kv_gib=sizes.host_kv_gib if kind.keeps else 0.0,
-            layer_hooks=kind.coserves, plugins=(SAFEPOINT_PLUGIN,) if kind.coserves else (),
+            layer_hooks=kind.coserves or kind.prefills, plugins=(SAFEPOINT_PLUGIN,) if kind.coserves else (),
             safepoint=f"conserve-gpu-{uuid.uuid4().hex[:8]}" if kind.coserves else "",
         )  # fmt: skip
         arguments |= {
@@ -193,6 +213,30 @@ async def back_from_the_host(engine: KvEngine, sizes: EngineSizes) -> dict[str, 
     return found
 
 
+async def handed_over(engine: KvEngine, run: EngineRun) -> dict[str, float]:
+    """Seconds to the first token of a prompt that the prefiller computes: it is told, and the KV comes."""
+    found: dict[str, float] = {}
+    for length in run.sizes.prompts:
+        taken = []
+        for number in range(3):
+            prompt, transfer = said(11 * length + number, length, run.sizes), uuid.uuid4().hex
+            source = {
+                "do_remote_prefill": True, "transfer_id": transfer, "remote_host": "127.0.0.1",
+                "remote_port": run.port, "remote_epoch": 1,
+            }  # fmt: skip
+            run.prompts.put((prompt, transfer))
+            taken.append((await engine.ask(prompt, 1, transfer=source)).first_token_s)
+        found[f"handed_over_{length}_s"] = statistics.median(taken)
+    refused = counter("conserve_kv_transfers_refused_total")
+    return found | {"transfers_refused": refused}
+
+
+async def prefill(engine: KvEngine, run: EngineRun) -> None:
+    while (asked := await asyncio.to_thread(run.prompts.get, True, LIMIT_S)) is not None:
+        prompt, transfer = asked
+        await engine.ask(prompt, 1, transfer={"do_remote_decode": True, "transfer_id": transfer})
+
+
 async def beside_offline_work(engine: KvEngine, sizes: EngineSizes, log: Path) -> dict[str, float]:
     """Short turns, alone and while offline prompts and answers take whatever is left."""
 
@@ -235,23 +279,30 @@ async def beside_offline_work(engine: KvEngine, sizes: EngineSizes, log: Path) -
     return found
 
 
-async def measured(kind: EngineKind, sizes: EngineSizes, folder: Path, turn: Any) -> dict[str, float]:
-    began = time.monotonic()
-    async with started(kind, sizes, folder) as (engine, log):
+async def measured(kind: EngineKind, run: EngineRun) -> dict[str, float]:
+    began, sizes = time.monotonic(), run.sizes
+    async with started(kind, run) as (engine, log):
         await engine.ask(said(1, sizes.prompt, sizes), 20)
         found = {"start_s": time.monotonic() - began}
-        with turn:
+        if kind.prefills:
+            await prefill(engine, run)
+            return found
+        with run.turn:
             found |= await tokens_and_prompts(engine, sizes)
             if kind.keeps:
                 found |= await back_from_the_host(engine, sizes)
+                try:
+                    found |= await handed_over(engine, run)
+                finally:
+                    run.prompts.put(None)
             if kind.coserves:
                 found |= await beside_offline_work(engine, sizes, log)
         return found
 
 
-def _measured(kind: EngineKind, sizes: EngineSizes, folder: Path, turn: Any) -> dict[str, Any]:
+def _measured(kind: EngineKind, run: EngineRun) -> dict[str, Any]:
     try:
-        return asyncio.run(measured(kind, sizes, folder, turn))
+        return asyncio.run(measured(kind, run))
     except Exception as error:  # noqa: BLE001  the others' figures are worth having
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"[:500]}
@@ -264,12 +315,17 @@ def measure_engines(device: str) -> dict[str, dict[str, Any]]:
         folder = Path(name)
         without_weights(folder / "model", sizes)
         with ProcessPoolExecutor(len(KINDS), spawn) as processes, spawn.Manager() as manager:
-            turn = manager.Lock()
-            running = {kind.name: processes.submit(_measured, kind, sizes, folder, turn) for kind in KINDS}
+            port, secret = free_port("127.0.0.1"), secrets.token_hex(16)
+            run = EngineRun(sizes, folder, manager.Lock(), manager.Queue(), port, secret)
+            running = {kind.name: processes.submit(_measured, kind, run) for kind in KINDS}
             found = {name: one.result() for name, one in running.items()}
     plain = found["plain"]
     for name in ("kept", "coserving"):
         for figure, value in plain.items():
             if figure.startswith(("tbt", "ttft")) and figure in found[name]:
                 found[name][f"{figure.removesuffix('_s')}_vs_plain"] = found[name][figure] / value
+    for figure, value in list(found["kept"].items()):
+        if figure.startswith("handed_over"):
+            alone = plain[f"ttft_of_{figure.removeprefix('handed_over_')}"]
+            found["kept"][f"{figure.removesuffix('_s')}_vs_plain"] = value / alone
     return found

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,15 +43,21 @@ class KvEngine:
     index: int = 0
 
     async def ask(
-        self, prompt: list[int], output: int, session: str | None = None, priority: int = 0
+        self,
+        prompt: list[int],
+        output: int,
+        session: str | None = None,
+        priority: int = 0,
+        transfer: Mapping[str, Any] | None = None,
     ) -> EngineAnswer:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         self.index += 1
         sampling = SamplingParams(
-            max_tokens=output, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
+            max_tokens=output, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": dict(transfer)} if transfer else None,
+        )  # fmt: skip
         start = time.monotonic()
         tokens: list[int] = []
         arrivals: list[float] = []
