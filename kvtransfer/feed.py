@@ -97,6 +97,7 @@ class FeedServer:
         self._commands = commands
         self._loop: asyncio.AbstractEventLoop
         self._changed = asyncio.Event()
+        self._told = False  # of a change that no report has yet
         self._stopping = asyncio.Event()
         self._keepers: set[asyncio.StreamWriter] = set()
         self._opened = threading.Event()
@@ -106,8 +107,11 @@ class FeedServer:
             raise OSError(f"the feed cannot listen on {path}")
 
     def notify(self) -> None:
-        """Something changed. From any thread."""
-        self._set(self._changed)
+        """Something changed. From any thread: each step says so, and to wake the feed's takes the lock of the
+        interpreter away from it. Once is enough until the next report."""
+        if not self._told:
+            self._told = True
+            self._set(self._changed)
 
     def close(self) -> None:
         self._set(self._stopping)
@@ -136,6 +140,7 @@ class FeedServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LONGEST_S)
             self._changed.clear()
+            self._told = False  # before the state is read: what changes meanwhile is told again
             if self._keepers:
                 line = _line(self._snapshot())
                 for keeper in self._keepers:

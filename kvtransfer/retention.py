@@ -29,6 +29,8 @@ from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
 from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, note_what_client_said, owner_key
 from kvtransfer.vllm_internals import free_queue
 
+LOOK_AHEAD = 3  # steps that take as much as they can
+
 
 def in_danger(
     queue: Iterable[Any],
@@ -38,6 +40,22 @@ def in_danger(
 ) -> bool:
     """Whether one of the next `window` blocks to be taken is somebody's, of a rank above this."""
     return any(rank_of(block) > above for block in islice(queue, window))
+
+
+def leading_nobodys(queue: Iterable[Any], rank_of: Callable[[Any], EvictionRank], most: int) -> int:
+    """How many of the next `most` blocks to be taken come before the first that is somebody's."""
+    nobodys = 0
+    for block in islice(queue, most):
+        if block.block_hash is not None and rank_of(block) > EvictionRank.NOTHING:
+            return nobodys
+        nobodys += 1
+    return nobodys
+
+
+def taken_by_running(scheduler_output: Any) -> int:
+    """Blocks that a step took for requests that were running before it."""
+    taken = filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
+    return sum(len(group) for groups in taken for group in groups)
 
 
 def eviction_order(
@@ -81,6 +99,7 @@ class RetentionScheduler(SchedulerSide):
         self._pool: Any = None
         # `changed` of the conversations, and of what they share, when free blocks were last put in order.
         self._ordered_at = self._shared_at = -1
+        self._nobodys = 0  # so many of the blocks that are taken next were looked at, and are nobody's
 
     def bind(self, manager: Any) -> None:
         self._pool = manager.block_pool
@@ -102,6 +121,7 @@ class RetentionScheduler(SchedulerSide):
             self._residence.requests[request.request_id] = request, conversation
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
+        self._nobodys = 0  # what a prompt finds in the cache leaves the queue from anywhere
         self._residence.loading.add(request.request_id)
         owned = self._residence.requests.get(request.request_id)
         if owned is not None and not owned[1].offline:
@@ -115,7 +135,9 @@ class RetentionScheduler(SchedulerSide):
                 owned = self._residence.requests.get(request_id)
                 if owned and request_id not in admitted:
                     self._advance(*owned)
+            self._nobodys -= taken_by_running(scheduler_output)
             if scheduler_output.preempted_req_ids:
+                self._nobodys = 0  # what it took in this step has joined the other end
                 self._residence.conversations.freed_strangers()
             self._residence.let_time_pass()
             if self._residence.host.capacity:
@@ -141,7 +163,7 @@ class RetentionScheduler(SchedulerSide):
         conversations = self._residence.conversations
         free = self._pool.get_num_free_blocks()
         kept = len(conversations.owned(EvictionRank.RETAINED)) + len(conversations.shared)
-        if free - kept >= self.window:
+        if free - kept >= self.window or self._nobodys >= self.window:
             return
         if not in_danger(free_queue(self._pool), self._rank_of, self.window, above=EvictionRank.PARKED):
             return  # most steps on a full accelerator: the count below is a pass over all that is retained
@@ -158,8 +180,13 @@ class RetentionScheduler(SchedulerSide):
         changed, shared = conversations.changed, conversations.shared.changed
         if (changed, shared) == (self._ordered_at, self._shared_at):
             return
-        if not in_danger(free_queue(self._pool), self._rank_of, self.window):
+        if self._nobodys >= self.window:
             return
+        # Looked at further than a step may take: as long as nothing is admitted the next ones need not look.
+        self._nobodys = leading_nobodys(free_queue(self._pool), self._rank_of, LOOK_AHEAD * self.window)
+        if self._nobodys >= min(self.window, self._pool.get_num_free_blocks()):
+            return
+        self._nobodys = 0
         whole = changed != self._ordered_at
         order = (eviction_order if whole else shared_order)(conversations, self._block_of)
         self._pool.touch(order)

@@ -16,7 +16,7 @@ from placement.iteration.interface import (
     ServingSettings,
 )
 from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.online import of_best_class, share_out, tightest_target, until_a_token_is_due
+from placement.iteration.online import best_class, share_out, tightest_target, until_a_token_is_due
 from placement.iteration.prompts import ARRIVING_SHARE, PromptSharing
 
 
@@ -53,7 +53,7 @@ class Conserve(ServingPolicy):
         offline_least = int(self._settings.offline_share * view.max_tokens)
         share = max(offline_least, starving + head_starves)
         online_left = view.max_tokens - share
-        decoding = of_best_class([request for request in online if request.decoding])
+        _, decoding = best_class([request for request in online if request.decoding])
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
         arriving_s = ARRIVING_SHARE * self._settings.slo.tbt_s
         sharing = PromptSharing(due_in, fills=True, arriving_s=arriving_s)

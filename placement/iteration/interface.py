@@ -46,19 +46,23 @@ class RequestView:
     @property
     def pending(self) -> int:
         """Tokens to compute before the next output token."""
-        return max(self.tokens - self.computed, 1)
+        left = self.tokens - self.computed
+        return left if left > 1 else 1
 
     @property
     def decoding(self) -> bool:
         """Whether it has had its first token, or has it under way, and lacks only the next."""
-        first = self.last_token is not None or self.computed >= self.tokens
-        return self.running and first and self.pending == 1
+        if not self.running or self.tokens - self.computed > 1:
+            return False
+        return self.last_token is not None or self.computed >= self.tokens
 
     @property
     def worth_s(self) -> float:
         """Of its class, beside others that run: offline work is worth less than any, and a priority nothing,
         or each client could take others' tokens."""
-        return -math.inf if self.offline else round(self.ahead_s - self.priority_s, 6)
+        if self.offline:
+            return -math.inf
+        return 0.0 if self.ahead_s == self.priority_s else round(self.ahead_s - self.priority_s, 6)
 
     def deadline(self) -> float:
         """When its next token is due."""

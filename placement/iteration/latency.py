@@ -15,7 +15,7 @@ the terms slowly, the speed at once.
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,10 +59,15 @@ class BatchWork:
     @staticmethod
     def of(requests: Iterable[tuple[int, int]]) -> "BatchWork":
         """The work of requests given as (new tokens, context)."""
-        work = BatchWork()
+        tokens = attended = contexts = before = count = 0
         for new_tokens, context in requests:
-            work = work.plus(new_tokens, context)
-        return work
+            end = new_tokens + context
+            tokens += new_tokens
+            attended += new_tokens * end
+            contexts += end
+            before += new_tokens * context
+            count += 1
+        return BatchWork(tokens, attended, contexts, before, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class LatencyModel:
     per_request: float = 0.0
 
     def __post_init__(self) -> None:
-        if any(not math.isfinite(value) or value < 0 for value in astuple(self)):
+        if not all(math.isfinite(value) and value >= 0 for value in self.terms()):
             raise LatencyModelError(f"coefficients of a latency model are finite and not negative: {self}")
 
     def seconds(self, work: BatchWork) -> float:
@@ -108,8 +113,15 @@ class LatencyModel:
             tokens -= 1
         return tokens
 
+    def terms(self) -> tuple[float, float, float, float, float, float]:
+        """In the order of the fields; `astuple` copies deeply, which takes longer than a step may."""
+        return (
+            self.per_token, self.per_attended, self.per_context, self.constant, self.per_before,
+            self.per_request,
+        )  # fmt: skip
+
     def scaled(self, factor: float) -> "LatencyModel":
-        return LatencyModel(*(value * factor for value in astuple(self)))
+        return LatencyModel(*(value * factor for value in self.terms()))
 
 
 # Slower than any accelerator this is meant for, and about right for a small model on two CPU cores: an engine
@@ -147,7 +159,7 @@ def fit(
     rows = np.array(sums, dtype=np.float64) / seconds[:, None] / math.sqrt(len(usable))
     wanted = np.full(len(usable), 1 / math.sqrt(len(usable)))
     if prior is not None:
-        known = np.array(astuple(prior))
+        known = np.array(prior.terms())
         rows[:, known == 0] = 0
         pull = np.divide(math.sqrt(prior_weight), known, out=np.zeros_like(known), where=known > 0)
         rows = np.vstack([rows, np.diag(pull)])
@@ -272,7 +284,7 @@ class SelfCorrecting:
         self.fitted = LatencyModel(
             *(
                 min(max(new, old / self.bound), old * self.bound)
-                for new, old in zip(astuple(fitted), astuple(self.base), strict=True)
+                for new, old in zip(fitted.terms(), self.base.terms(), strict=True)
             )
         )
 

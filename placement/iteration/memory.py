@@ -13,12 +13,14 @@ def online_demand(view: EngineView) -> int:
     between chunks. Waiting requests that get no tokens yet ask for nothing yet. Blocks that a request will
     find in the prefix cache are not known here, so the demand is an upper bound.
     """
-    need, tokens_left = 0, view.max_tokens
+    need, tokens_left, block_tokens = 0, view.max_tokens, view.block_tokens
     for request in online_requests(view):
         if tokens_left <= 0:
             break
         tokens_left -= request.pending
-        need += max(-(-(request.tokens + 1) // view.block_tokens) - request.blocks, 0)
+        lacking = -(-(request.tokens + 1) // block_tokens) - request.blocks
+        if lacking > 0:
+            need += lacking
     return need
 
 
@@ -30,10 +32,13 @@ def victims(
     A request's blocks go to the free queue tail first and keep their hashes, so only those that online work
     really takes are lost to it; the rest it finds again when it resumes.
     """
+    offline = [request for request in view.running if request.offline]
+    if not offline:
+        return ()
     lacking = online_demand(view) - view.free_blocks
     slots = len(view.running) + len(view.online_waiting) - view.max_running
     chosen: list[RequestView] = []
-    for request in sorted((r for r in view.running if r.offline), key=cheapest_first):
+    for request in sorted(offline, key=cheapest_first):
         if lacking <= 0 and slots <= 0:
             break
         if slots <= 0 and request.blocks == 0:
@@ -46,13 +51,14 @@ def victims(
 
 def online_work(requests: Iterable[RequestView], max_tokens: int) -> BatchWork:
     """What the online requests will compute in an iteration of at most `max_tokens`, in the order given."""
-    work = BatchWork()
+    taken, left = [], max_tokens
     for request in requests:
-        tokens = min(request.pending, max_tokens - work.new_tokens)
+        tokens = min(request.pending, left)
         if tokens <= 0:
             break
-        work = work.plus(tokens, request.computed)
-    return work
+        left -= tokens
+        taken.append((tokens, request.computed))
+    return BatchWork.of(taken)
 
 
 def online_requests(view: EngineView) -> tuple[RequestView, ...]:
@@ -61,4 +67,6 @@ def online_requests(view: EngineView) -> tuple[RequestView, ...]:
 
 def without(requests: Sequence[RequestView], gone: Iterable[RequestView]) -> tuple[RequestView, ...]:
     keys = {request.key for request in gone}
+    if not keys:
+        return tuple(requests)
     return tuple(request for request in requests if request.key not in keys)

@@ -67,17 +67,17 @@ class LesserShare:
     @classmethod
     def of(
         cls,
-        requests: Sequence[RequestView],
+        decoding: Sequence[RequestView],
+        waiting: Sequence[RequestView],
         now: float,
         max_tokens: int,
         model: LatencyModel,
         classes: ClassOrder,
     ) -> "LesserShare":
-        decoding = [request for request in requests if request.decoding]
-        best_s = max((request.worth_s for request in decoding), default=-math.inf)
-        best = [request for request in decoding if request.worth_s == best_s]
+        best_s, best = best_class(decoding)
         alone_s = model.seconds(memory.online_work(best, max_tokens))
-        targets = [request.slo.tbt_s for request in requests if request.worth_s < best_s]
+        others = waiting if len(best) == len(decoding) else (*decoding, *waiting)
+        targets = [request.slo.tbt_s for request in others if request.worth_s < best_s]
         every_s = min(alone_s / LESSER_SHARE, *targets, math.inf)
         share_s = LESSER_SHARE * every_s if classes.left_out_s(now) >= every_s else 0.0
         return cls(best_s, share_s, alone_s + share_s if share_s else 0.0, classes, now)
@@ -122,15 +122,18 @@ def share_out(
     classes: ClassOrder,
 ) -> OnlineShare:
     """Those that decode have their token, and prompts, in the policy's order, what time that leaves."""
-    requests = tuple(requests)
-    lesser = LesserShare.of(requests, now, max_tokens, model, classes)
-    waiting = [r for r in requests if not r.decoding]
+    decode: list[RequestView] = []
+    waiting: list[RequestView] = []
+    for request in requests:
+        (decode if request.decoding else waiting).append(request)
+    lesser = LesserShare.of(decode, waiting, now, max_tokens, model, classes)
     prompts = in_turn(waiting, now, model, sharing, classes, lesser)
-    decoding, left_out = with_a_token([r for r in requests if r.decoding], prompts, max_tokens, model, lesser)
+    decoding, left_out = with_a_token(decode, prompts, max_tokens, model, lesser)
     alone = work = memory.online_work(decoding, max_tokens)
     decoding_s = model.seconds(alone)
     seconds = sharing.iteration_s(decoding_s) if decoding else math.inf
-    here_s = max((request.worth_s for request in requests), default=-math.inf)
+    here_s = max((request.worth_s for request in waiting), default=-math.inf)
+    here_s = max(here_s, lesser.best_s)
     best_of_late_s = classes.best_of_late(here_s, now)
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
@@ -180,8 +183,10 @@ def with_a_token(
     iteration may take, and one token at least.
     """
     of_prompts = max((request.worth_s for request in prompts if not request.refused), default=-math.inf)
-    best_s = max(of_prompts, *(request.worth_s for request in decoding), -math.inf)
-    first = [request for request in decoding if request.worth_s == best_s]
+    of_decoding, first = best_class(decoding)
+    best_s = max(of_prompts, of_decoding)
+    if best_s > of_decoding:
+        first = []
     if len(first) == len(decoding):
         return decoding, ()
     work, joined = memory.online_work(first, max_tokens), 0
@@ -205,9 +210,11 @@ def with_a_token(
     return (*first, *lesser[:joined]), lesser[joined:]
 
 
-def of_best_class(requests: Sequence[RequestView]) -> Sequence[RequestView]:
-    best_s = max((request.worth_s for request in requests), default=0.0)
-    return [request for request in requests if request.worth_s == best_s]
+def best_class(requests: Sequence[RequestView]) -> tuple[float, list[RequestView]]:
+    """What the best class among them is worth, and who is of it."""
+    worths = [request.worth_s for request in requests]
+    best_s = max(worths, default=-math.inf)
+    return best_s, [request for request, worth_s in zip(requests, worths, strict=True) if worth_s == best_s]
 
 
 def in_turn(
@@ -259,12 +266,15 @@ def tightest_target(
     """
     if not online:
         return None
-    targets = [
-        token_due(request, margin) - now if request.decoding
-        else min(request.slo.tbt_s, request.arrival + ttft_share * request.slo.ttft_s - now) * (1 - margin)
-        for request in online
-    ]  # fmt: skip
-    decoding = [request for request in online if request.decoding]
+    decoding: list[RequestView] = []
+    targets: list[float] = []
+    for request in online:
+        if request.decoding:
+            decoding.append(request)
+            targets.append(token_due(request, margin) - now)
+        else:
+            of_its_ttft_s = request.arrival + ttft_share * request.slo.ttft_s - now
+            targets.append(min(request.slo.tbt_s, of_its_ttft_s) * (1 - margin))
     if decoding:
         targets.append(worth_stretching(decoding, model, decoding_per_constant))
     return max(min(targets), 0.0)

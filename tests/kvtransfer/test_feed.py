@@ -1,10 +1,12 @@
 """The engine's line to its keeper, over a real socket."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,3 +172,32 @@ async def test_a_command_that_fails_is_told_and_ends_nothing(tmp_path: Path) -> 
         assert await feed.release("good")
     finally:
         server.close()
+
+
+async def test_a_change_wakes_the_feed_once_until_it_is_reported(
+    engine: FedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step says that something changed, hundreds of times a second."""
+    feed = EngineFeed(tmp_path / "engine.sock")
+    async with aclosing(feed.states()) as states:
+        await anext(states)
+        woken: list[str] = []
+        waking = asyncio.BaseEventLoop.call_soon_threadsafe
+
+        def noted(loop: asyncio.BaseEventLoop, *args: Any, **options: Any) -> Any:
+            if threading.current_thread().name == "engine":
+                woken.append("feed")
+            return waking(loop, *args, **options)
+
+        def steps() -> None:
+            for _ in range(1000):
+                engine.server.notify()
+
+        monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", noted)
+        thread = threading.Thread(target=steps, name="engine")
+        thread.start()
+        thread.join()
+        assert 1 <= len(woken) <= 5
+        told = await asyncio.wait_for(anext(states), 0.5)  # not only with the next second
+        engine.server.notify()
+        assert (await asyncio.wait_for(anext(states), 0.5)).seq > told.seq

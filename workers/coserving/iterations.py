@@ -5,9 +5,11 @@ vLLM's front end serves the counts at `/metrics` (kvtransfer/vllm_metrics.py).
 
 import json
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
+
+import msgspec
 
 from kvtransfer.metrics import CounterSpec, HistogramSpec
 from placement.iteration.interface import RequestView, RunningBatch
@@ -116,11 +118,15 @@ class IterationRecord:
 
 class IterationLog:
     def __init__(self, path: str) -> None:
-        self._file: TextIO | None = Path(path).open("a", buffering=1) if path else None  # noqa: SIM115
+        self._file: BinaryIO | None = Path(path).open("ab", buffering=0) if path else None  # noqa: SIM115
+
+    @property
+    def kept(self) -> bool:
+        return self._file is not None
 
     def write(self, record: IterationRecord) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(asdict(record)) + "\n")
+            self._file.write(msgspec.json.encode(record) + b"\n")
 
     def close(self) -> None:
         if self._file is not None:

@@ -4,6 +4,7 @@ Decisions are in placement/iteration/. Nothing here decides.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
@@ -19,6 +20,7 @@ from placement.iteration.interface import (
     EngineView,
     IterationDone,
     IterationPlan,
+    RequestView,
     RunningBatch,
     ServingSettings,
 )
@@ -68,6 +70,7 @@ class PlannedScheduling(internals.OpenScheduling):
         )
         self._log = IterationLog(config.iteration_log)
         self._builder: BatchBuilder | None = None
+        self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
         self._unplanned = 0
         self._budget = 0  # offline tokens that fit into the iteration planned last
         self._ended = 0.0  # the iteration before
@@ -103,6 +106,7 @@ class PlannedScheduling(internals.OpenScheduling):
         running_before = {request.request_id for request in self.running}
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         self._builder = None
+        self._views = {}
         if plan is not None:
             self.guarded(self._note_refused, plan)
         if not output.total_num_scheduled_tokens:
@@ -117,7 +121,9 @@ class PlannedScheduling(internals.OpenScheduling):
         tracked = self.tracked.by_id.get(request.request_id)
         if tokens <= 0 or self._builder is None or tracked is None:
             return tokens
-        view = self.tracked.view(tracked, internals.is_running(request), computed)
+        view = self._views.get(request.request_id)
+        if view is None or view.computed != computed or not internals.is_running(request):
+            view = self.tracked.view(tracked, internals.is_running(request), computed)
         taken = self.guarded(self._builder.take, view, tokens)
         if taken == 0 and not view.running and view.blocks:
             # Its KV was loaded. vLLM looks at such requests before all others that wait, and ends its round
@@ -152,11 +158,14 @@ class PlannedScheduling(internals.OpenScheduling):
     def _plan(self, now: float) -> IterationPlan | None:
         if not self.needs_plan():
             return None
-        plan = self.policy.plan(self.engine_view(now), self.latency.model)
+        view = self.engine_view(now)
+        plan = self.policy.plan(view, self.latency.model)
         self._budget = plan.builder.offline_budget()
         by_key = {request.request_id: request for request in self.running}
+        self._views = {request.key: request for request in view.running}
         for key in plan.preempt:
             self.preempt(by_key.pop(key), now)
+            del self._views[key]
         self.running = [by_key[key] for key in plan.order]
         if plan.waiting is not None:
             self.waiting.name_online(self.requests[key] for key in plan.waiting)
@@ -228,26 +237,27 @@ class PlannedScheduling(internals.OpenScheduling):
 
     def _noted(self, output: Any, started: float, running_before: set[str]) -> PendingIteration:
         epoch = self.epoch_of(output)
-        work, online_work, decoding = BatchWork(), BatchWork(), BatchWork()
-        online_requests = offline_requests = offline_tokens = prompt_tokens = again = 0
-        slack = tightest = float("inf")
+        # New tokens and context of each request.
+        online: list[tuple[int, int]] = []
+        offline: list[tuple[int, int]] = []  # it has what prompts leave
+        decoding: list[tuple[int, int]] = []
+        prompt_tokens = again = 0
+        slack = tightest = math.inf
         scheduled: list[ScheduledRequest] = []
+        by_id = self.tracked.by_id
         for request, tokens in self.scheduled_requests(output):
-            tracked = self.tracked.by_id[request.request_id]
+            tracked = by_id[request.request_id]
             context = request.num_computed_tokens - tokens
-            work = work.plus(tokens, context)
-            if not tracked.offline and context >= request.num_prompt_tokens:
-                decoding = decoding.plus(tokens, context)
-                tightest = min(tightest, tracked.slo.tbt_s)
-            elif not tracked.offline:
-                prompt_tokens += tokens
-            if tracked.offline:  # it has what prompts leave
-                offline_requests += 1
-                offline_tokens += tokens
+            if tracked.offline:
+                offline.append((tokens, context))
             else:
-                online_requests += 1
-                online_work = online_work.plus(tokens, context)
+                online.append((tokens, context))
                 slack = min(slack, tracked.deadline - started)
+                if context >= request.num_prompt_tokens:
+                    decoding.append((tokens, context))
+                    tightest = min(tightest, tracked.slo.tbt_s)
+                else:
+                    prompt_tokens += tokens
             admitted = request.request_id not in running_before
             if admitted:
                 tracked.adopted = self.full_blocks(context)
@@ -256,13 +266,14 @@ class PlannedScheduling(internals.OpenScheduling):
             if epoch:
                 scheduled.append(self.noted(request, tokens, tracked.adopted, admitted))
         model = self.latency.model
+        online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
+        work = online_work + offline_work
         batch = RunningBatch(
-            work, online_work, offline_requests, online_requests, model.seconds(work), 0.0,
-            slack if online_requests else None,
+            work, online_work, len(offline), len(online), model.seconds(work), 0.0, slack if online else None
         )  # fmt: skip
-        share = PromptSharing(tightest).share(model.seconds(decoding)) if decoding.requests else 1.0
+        share = PromptSharing(tightest).share(model.seconds(BatchWork.of(decoding))) if decoding else 1.0
         return PendingIteration(
-            started, batch, epoch, tuple(scheduled), offline_tokens, again_tokens=again,
+            started, batch, epoch, tuple(scheduled), offline_work.new_tokens, again_tokens=again,
             prompt_tokens=prompt_tokens, prompt_share=share,
         )  # fmt: skip
 
@@ -295,7 +306,8 @@ class PlannedScheduling(internals.OpenScheduling):
         if due and self._drawn is not self.latency.fitted:
             self._report_curve(now)
         self.count(iteration, seconds, late)
-        self._log.write(self.entry(iteration, now, seconds, late))
+        if self._log.kept:
+            self._log.write(self.entry(iteration, now, seconds, late))
 
     def _report_curve(self, now: float) -> None:
         """What a prompt takes here alone, as far as is known: placers go by it."""
@@ -306,10 +318,9 @@ class PlannedScheduling(internals.OpenScheduling):
         chunk = PromptSharing.chunk(model, self.max_num_scheduled_tokens)
         self._report.prefill_curve = astuple(curve_of(model, chunk))
 
-    def drop_finished(self, requests: Iterable[Any]) -> None:
-        for request in requests:
-            if request.is_finished():
-                self.tracked.drop(request.request_id)
+    def drop_finished(self) -> None:
+        for request_id in self.finished_req_ids:
+            self.tracked.drop(request_id)
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
         """Into metrics."""
@@ -351,7 +362,7 @@ class PromptScheduling(PlannedScheduling):
         iteration = self._under_way.pop(id(scheduler_output), None)
         if iteration is not None:
             self.guarded(self.ended, iteration, requests)
-        self.drop_finished(requests)
+        self.drop_finished()
         return outputs
 
 

@@ -111,7 +111,7 @@ class TrackedRequests:
         self._offline.pop(request_id, None)
 
     def online(self) -> Iterator[TrackedRequest]:
-        yield from self._online.values()
+        return iter(self._online.values())
 
     def offline_waiting(self, at_most: int, is_waiting: Callable[[Any], bool]) -> Iterator[TrackedRequest]:
         """Offline requests that wait, the oldest first: those among the `at_most` oldest and one."""
@@ -164,9 +164,10 @@ class TrackedRequests:
         if tracked is None:
             return False
         tracked.last_served = now
-        if request.num_output_tokens <= tracked.outputs:
+        outputs = request.num_output_tokens
+        if outputs <= tracked.outputs:
             return False
-        tracked.outputs = request.num_output_tokens
+        tracked.outputs = outputs
         late = not tracked.offline and now > tracked.deadline
         tracked.last_token = now
         return late

@@ -50,7 +50,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if iteration is not None:
             self.guarded(self.ended, iteration, requests)
-        self.drop_finished(requests)
+        self.drop_finished()
         self.iteration = None
         return outputs
 
@@ -101,6 +101,9 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
     def _publish(self, iteration: PendingIteration) -> None:
         if self._watch is None:
             return
+        if not iteration.epoch:  # it cannot be aborted: nobody asks what waits behind it
+            self._watch.in_flight = None
+            return
         queued = BatchWork()
         for tracked in self.tracked.online():
             request = tracked.request
@@ -108,7 +111,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
                 queued = queued.plus(left, request.num_computed_tokens)
         iteration.queued = queued
-        self._watch.in_flight = iteration if iteration.epoch else None
+        self._watch.in_flight = iteration
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
         side = self._safepoint

@@ -9,7 +9,7 @@ import logging
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,7 @@ SCHEDULING = ReliedOn(
             "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
             "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
             "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config", "failed_recving_kv_req_ids",
+            "finished_req_ids",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
@@ -167,6 +168,7 @@ class OpenScheduling:
     pause_state: Any
     kv_holding_waiting: Any
     failed_recving_kv_req_ids: set[str]
+    finished_req_ids: set[str]  # since the last step was scheduled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -216,8 +218,12 @@ class OpenScheduling:
 
     def blocks_held(self, request: Request) -> int:
         """What a window has left is null in its list, from the first block on."""
-        held = (manager.req_to_blocks.get(request.request_id, ()) for manager in self.managers)
-        return sum(len(one) - bisect(one, False, key=lambda block: not block.is_null) for one in held)
+        held = 0
+        for manager in self.managers:
+            blocks = manager.req_to_blocks.get(request.request_id)
+            if blocks:
+                held += len(blocks) - (_nulls(blocks) if blocks[0].is_null else 0)
+        return held
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that has not started which the prefix cache holds now.
@@ -353,6 +359,11 @@ class OpenScheduler(SyncScheduler):
             self._inflight_prefills.add(request)
         else:
             self._inflight_prefills.discard(request)
+
+
+def _nulls(blocks: Sequence[Any]) -> int:
+    """Of blocks that begin with one."""
+    return bisect(blocks, False, key=lambda block: not block.is_null)
 
 
 def is_running(request: Request) -> bool:

@@ -49,3 +49,52 @@ def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks
         assert looked_at == []
     finally:
         engine.close()
+
+
+def test_steps_that_admit_nothing_do_not_look_at_the_free_blocks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were looked at when the last prompt came, further than the steps since have taken."""
+    connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
+    engine = SteppedEngine(connector, blocks=200)
+    try:
+        engine.add("ended", [7] * 10, 2)  # nobody's blocks join those of conversations
+        engine.run()
+        looked_at: list[Any] = []
+        queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
+        following = queue.iter_blocks_after
+
+        def noted(cursor: Any) -> Any:
+            for block in following(cursor):
+                looked_at.append(block)
+                yield block
+
+        monkeypatch.setattr(queue, "iter_blocks_after", noted)
+        engine.add("turn", [n % 250 for n in range(2 * BLOCK_TOKENS)], 4 * BLOCK_TOKENS, session="s")
+        engine.step()
+        assert len(looked_at) >= engine.side("retention").window
+        looked_at.clear()
+        for _ in range(3 * BLOCK_TOKENS):
+            engine.step()
+        assert looked_at == []
+    finally:
+        engine.close()
+
+
+def test_blocks_of_an_idle_conversation_are_seen_when_others_have_taken_those_before_them() -> None:
+    """A request that decodes takes them one by one, and the conversation's is not among them."""
+    connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
+    engine = SteppedEngine(connector, blocks=100)
+    try:
+        engine.add("idle", [n % 250 for n in range(20 * BLOCK_TOKENS)], 2, session="idle")
+        engine.run()
+        engine.add("stranger", [(n * 3) % 250 for n in range(30 * BLOCK_TOKENS)], 2)
+        engine.run()  # its blocks are behind the conversation's
+        engine.add("long", [(n * 7) % 250 for n in range(BLOCK_TOKENS)], 70 * BLOCK_TOKENS, session="long")
+        engine.run()
+        conversation = engine.residence.conversations.get("idle")
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        kept = [pool.get_cached_block(block, [0]) is not None for block in conversation.chain]
+        assert all(kept)
+    finally:
+        engine.close()
