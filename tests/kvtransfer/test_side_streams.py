@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.checkpoint.host_memory import CudaMover, HostSlots, block_bytes
+from kvtransfer.checkpoint.cuda_mover import CudaMover
+from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.transfer.exports import Exports

@@ -7,15 +7,16 @@ import pytest
 import torch
 import xxhash
 
+from kvtransfer.checkpoint.cuda_mover import CudaMover
 from kvtransfer.checkpoint.host_memory import (
     THREADS,
-    CudaMover,
     HostMover,
     HostSlots,
     Mover,
     block_bytes,
 )
 from kvtransfer.checkpoint.scheduler import BlockCopy
+from tests.support.device import LateCuda
 
 BLOCKS = 6
 
@@ -32,9 +33,9 @@ def device() -> list[Any]:
     ]
 
 
-@pytest.fixture(params=[HostMover, lambda device: CudaMover(device, None)], ids=["host", "cuda"])
+@pytest.fixture(params=[HostMover, lambda device: CudaMover(device, LateCuda())], ids=["host", "cuda"])
 def mover(request: pytest.FixtureRequest, device: list[Any]) -> Mover:
-    """CUDA's without streams and without pinned memory: what it computes, not when."""
+    """CUDA's with streams on which all is done as late as it may be."""
     make: Callable[[list[Any]], Mover] = request.param
     return make(device)
 
