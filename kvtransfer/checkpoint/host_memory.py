@@ -73,7 +73,7 @@ class HostSlots:
         return self._registered.take_refused() if self._registered is not None else 0
 
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """Nothing is copied any more, and nothing launched by this thread."""
         if self._registered is not None:
             self._registered.close()
 

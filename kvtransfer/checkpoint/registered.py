@@ -29,7 +29,8 @@ class Registry(Protocol):
     def register(self, address: int, nbytes: int) -> str:
         """Empty, or why not."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """By a thread that launches nothing any more."""
 
 
 class CudaRegistry(Registry):
@@ -52,10 +53,6 @@ class CudaRegistry(Registry):
         return f"cudaHostRegister returns {code}" if code else ""
 
     def unregister(self, address: int) -> None:
-        with ThreadPoolExecutor(1, "kv-register") as thread:
-            thread.submit(self._unregister, address).result()
-
-    def _unregister(self, address: int) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -115,7 +112,7 @@ class RegisteredRows:
             return self._refused - told
 
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """Nothing is copied any more, and nothing launched by this thread."""
         with self._lock:
             while self._registered:
                 self._registry.unregister(self._registered.popitem()[1])

@@ -60,6 +60,9 @@ class LateEvent:
         return self._stream.done >= self._at
 
 
+_at_work = threading.local()  # a thread does what was launched, and may itself be launching
+
+
 class _Launching(TorchFunctionMode):
     """Of one thread: what it calls of torch goes to a stream."""
 
@@ -69,12 +72,15 @@ class _Launching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in LAUNCHES:
+        if func not in LAUNCHES or getattr(_at_work, "now", False):
             return func(*args, **kwargs)
 
         def later() -> None:
-            with torch._C.DisableTorchFunction():  # whoever waits may be launching
+            _at_work.now = True
+            try:
                 func(*args, **kwargs)
+            finally:
+                _at_work.now = False
 
         self._stream.launch(later)
         return kwargs.get("out", args[0])

@@ -2,7 +2,10 @@
 
 import logging
 import mmap
+import time
+from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ import torch
 from kvtransfer.checkpoint.cuda_mover import CudaMover
 from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
 from kvtransfer.checkpoint.registered import Registry
-from kvtransfer.checkpoint.scheduler import BlockCopy
+from kvtransfer.checkpoint.scheduler import BlockCopy, CheckpointOrder
+from kvtransfer.checkpoint.worker import CheckpointWorker, Copier
 from tests.support.device import LateCuda
 
 SLOTS = 40
@@ -100,3 +104,26 @@ def test_what_is_refused_is_said_once_counted_and_copied_all_the_same(
     back = [BlockCopy(6, 17, 1), BlockCopy(7, 9, 1)]
     assert mover.load(memory, back) == back
     assert all(torch.equal(layer[[6, 7]], was[[3, 2]]) for layer, was in zip(device, before, strict=True))
+
+
+def test_a_closed_copier_gives_memory_back_and_a_worker_counts_what_was_refused() -> None:
+    device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
+    registry = RegistryLog(refuses=1)
+    context = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(num_blocks=12),
+        residence=SimpleNamespace(host=SimpleNamespace(capacity=SLOTS)),
+    )
+    worker = CheckpointWorker(context, 0)  # type: ignore[arg-type]
+    worker.copier = Copier(HostSlots(SLOTS, ROW, registry), CudaMover(device, LateCuda()))
+    worker.before_step(CheckpointOrder(stores=copies(0, 9)))
+    until(lambda: bool(worker.report()))
+    assert worker.take_counts() == {"unregistered_chunks": 1} and not worker.take_counts()
+    worker.shutdown()
+    until(lambda: not registry.held)
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
