@@ -50,6 +50,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "conserve_kv_failed_copies",
         "Blocks whose copy to or from host memory raised; the engine's log has it. 0 is right.",
     ),
+    "unregistered_chunks": CounterSpec(
+        "conserve_kv_unregistered_host_chunks",
+        "Chunks of host memory that the GPU's driver did not register: copies to and from them are slower; "
+        "the engine's log has why. 0 is right.",
+    ),
     "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
     "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
     "parked": CounterSpec(

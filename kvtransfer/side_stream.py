@@ -6,6 +6,18 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class Launched:
+    """What was launched within one `launched_here`; on the CPU it is done."""
+
+    def __init__(self) -> None:
+        self.event: Any = None
+
+    def wait(self) -> None:
+        """The thread sleeps until it is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
 class SideStream:
     """In the order in which they are launched, whichever threads launch them.
 
@@ -34,16 +46,28 @@ class SideStream:
     @contextmanager
     def launching(self, after_mark: bool = False) -> Iterator[None]:
         """What is launched within is done on return: the thread sleeps, and others may launch meanwhile."""
+        with self.launched_here(after_mark) as launched:
+            yield
+        launched.wait()
+
+    @contextmanager
+    def launched_here(self, after_mark: bool = False) -> Iterator[Launched]:
+        """What is launched within can be waited for from the end on. When it raises, what it had launched is
+        done: nobody waits for that, and its memory may be another's next."""
+        launched = Launched()
         if self._cuda is None:
             with self._lock:
-                yield
+                yield launched
             return
         with self._lock, self._cuda.stream(self._stream):
             if after_mark and self._marked is not None:
                 self._stream.wait_event(self._marked)
-            yield
-            done = self._recorded(self._stream)
-        done.synchronize()
+            try:
+                yield launched
+            except BaseException:
+                self._stream.synchronize()
+                raise
+            launched.event = self._recorded(self._stream)
 
     def _recorded(self, stream: Any) -> Any:
         assert self._cuda is not None

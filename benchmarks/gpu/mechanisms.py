@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.kv.copies import MadeShape, host_copies, transfer_s, transfers
-from kvtransfer.checkpoint.host_memory import CudaMover
+from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
+from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.staging import StagedBlockMemory
 from workers.coserving.safepoint import RUN_AHEAD, Armed, Flag, SafepointAbort, SafepointWorker
@@ -79,22 +80,27 @@ def load_after_abort(device: str) -> Figures:
     """A kernel that an aborted iteration left still writes to a block that is loaded meanwhile."""
     layers = [torch.randn(16, 8, 16, 256, device=device) for _ in range(4)]
     wanted = [layer[1].clone() for layer in layers]
-    mover = CudaMover(layers, cuda_of(layers[0]))
-    mover.from_device([1])
+    mover, memory = CudaMover(layers, cuda_of(layers[0])), memory_for(layers, 1)
+    mover.store(memory, [BlockCopy(1, slot=0, generation=1)])
     kernels = Kernels(device, graphs=False)
     for layer in layers:
         kernels.run(50)
         layer[5].fill_(7.0)
     mover.mark()
-    mover.to_device([5])
+    back = [BlockCopy(5, slot=0, generation=1)]
+    known = mover.load(memory, back) == back
     kernels.finish()
-    return {"equal": all(torch.equal(layer[5], one) for layer, one in zip(layers, wanted, strict=True))}
+    equal = known and all(torch.equal(layer[5], one) for layer, one in zip(layers, wanted, strict=True))
+    memory.close()
+    return {"equal": equal}
 
 
 def kernels_beside_copies(shape: MadeShape) -> Figures:
     """How much longer kernels take while blocks go to the host."""
     layers = list(shape.made(True).values())
-    mover = CudaMover(layers, cuda_of(layers[0]))
+    mover, memory = CudaMover(layers, cuda_of(layers[0])), memory_for(layers, shape.blocks)
+    copies = [BlockCopy(block, slot=block, generation=1) for block in range(min(mover.at_once, shape.blocks))]
+    mover.store(memory, copies)  # what is registered at its first use
     kernels, over = Kernels(shape.device, graphs=False), threading.Event()
 
     def taken() -> float:
@@ -105,7 +111,7 @@ def kernels_beside_copies(shape: MadeShape) -> Figures:
 
     def copy() -> None:
         while not over.is_set():
-            mover.from_device(list(range(mover.at_once))[: shape.blocks])
+            mover.store(memory, copies)
 
     alone = statistics.median(taken() for _ in range(ROUNDS))
     with ThreadPoolExecutor(1) as copier:
@@ -113,6 +119,7 @@ def kernels_beside_copies(shape: MadeShape) -> Figures:
         beside = statistics.median(taken() for _ in range(ROUNDS))
         over.set()
         copying.result()
+    memory.close()
     return {"beside_copies_vs_alone": beside / alone}
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes, mover_for
+from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
+from kvtransfer.checkpoint.host_memory import block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier, come_after_the_model
 from kvtransfer.side_stream import cuda_of
@@ -63,7 +64,7 @@ def host_copies(shape: MadeShape) -> dict[str, float]:
     kv = shape.made(True)
     device = list(kv.values())
     wanted = [layer.clone() for layer in device]
-    copier = Copier(HostSlots(shape.blocks, block_bytes(device)), mover_for(device))
+    copier = Copier(memory_for(device, shape.blocks), mover_for(device))
     order = torch.randperm(shape.blocks).tolist()
     copies = [BlockCopy(block, slot, 1) for slot, block in enumerate(order)]
     plain = _plain_copies(device, order)

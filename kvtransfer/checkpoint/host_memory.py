@@ -1,35 +1,37 @@
-"""Host memory for blocks, and how their bytes leave the accelerator and return to it.
+"""Host memory for blocks, and what moves blocks there and back.
 
-A *piece* is some blocks in host memory: a row a block, in it its bytes of each layer, one after the other.
-The copier's thread shares Python's lock with the model's: what copies bytes lets go of it meanwhile. NumPy's
-calls do, and they start no threads, as torch's do.
+A row is a block: its bytes of each layer, one after the other. The copier's threads share Python's lock
+with the model's: what copies or hashes bytes lets go of it meanwhile. NumPy's and xxhash's calls do, and they
+start no threads, as torch's do.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
+from kvtransfer.checkpoint.registered import RegisteredRows, Registry
 from kvtransfer.checkpoint.scheduler import BlockCopy
-from kvtransfer.side_stream import SideStream, cuda_of
-from kvtransfer.transfer.memory import byte_rows
 
-Piece = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.uint8]
 
 
 class HostSlots:
-    """One row a slot, with what must be in it. Rows are plain memory, used page by page as slots fill.
+    """One row a slot, with what must be in it. Rows are used page by page as slots fill: plain memory, or
+    with a registry memory that a GPU copies to and from (`registered.py`).
 
-    The digest is of the bytes as they came, before they are in the rows, and what is checked is the copy that
-    goes back: whenever a row changes in between, it is found.
+    What a digest is of, and what is compared with it, its mover says.
     """
 
-    def __init__(self, slots: int, block_bytes: int) -> None:
-        self.rows: Piece = np.empty((slots, block_bytes), dtype=np.uint8)
+    def __init__(self, slots: int, block_bytes: int, registry: Registry | None = None) -> None:
+        registered = RegisteredRows(slots, block_bytes, registry) if registry is not None else None
+        self._registered = registered
+        self.rows: Rows = registered.rows if registered else np.empty((slots, block_bytes), dtype=np.uint8)
+        self.tensor = torch.from_numpy(self.rows)  # the same memory
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
 
     def known(self, copies: list[BlockCopy]) -> list[BlockCopy]:
@@ -40,38 +42,43 @@ class HostSlots:
         """What came back is what was stored."""
         return self.contents[copy.slot][1] == digest
 
-    def put(self, copies: list[BlockCopy], piece: Piece) -> None:
-        digests = _digests(piece)
-        whole(self.rows)[[copy.slot for copy in copies]] = whole(piece)
-        for copy, digest in zip(copies, digests, strict=True):
-            self.contents[copy.slot] = copy.generation, digest
+    def use(self, copies: list[BlockCopy]) -> None:
+        """Before their slots are copied to."""
+        if self._registered is not None:
+            self._registered.use(copy.slot for copy in copies)
 
-    def take(self, copies: list[BlockCopy], bounce: Piece) -> list[BlockCopy]:
-        """Those whose slots hold what they should; the first rows of `bounce` get their bytes."""
-        known = self.known(copies)
-        if not known:
-            return []
-        piece = bounce[: len(known)]
-        np.take(whole(self.rows), [copy.slot for copy in known], out=whole(piece), mode="clip")
-        digests = _digests(piece)
-        good = [n for n, copy in enumerate(known) if self.holds(copy, digests[n])]
-        if len(good) < len(known):
-            piece[: len(good)] = piece[good]
-        return [known[n] for n in good]
+    def runs(self, copies: list[BlockCopy]) -> Iterator[tuple[int, int]]:
+        """First slot and number of slots that follow one another, of copies in the order of their slots: what
+        one copy moves. It ends where a registration ends."""
+        chunk = self._registered.chunk_rows if self._registered is not None else len(self.rows)
+        first, count = copies[0].slot, 0
+        for copy in copies:
+            if copy.slot != first + count or (count and copy.slot % chunk == 0):
+                yield first, count
+                first, count = copy.slot, 0
+            count += 1
+        yield first, count
 
+    def seal(self, copies: list[BlockCopy]) -> None:
+        """Their rows are written."""
+        for copy in copies:
+            self.contents[copy.slot] = copy.generation, self.digest(copy)
 
-def whole(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Each row as one thing: numpy copies it in one go, and not byte by byte."""
-    return rows.view(f"V{rows.shape[1]}")[:, 0]
+    def digest(self, copy: BlockCopy) -> int:
+        """Of what its row holds now. One call a row: after each the thread must get Python's lock back."""
+        return xxhash.xxh3_64_intdigest(self.rows[copy.slot])
 
+    def take_refused(self) -> int:
+        """Chunks that could not be registered, since the last call."""
+        return self._registered.take_refused() if self._registered is not None else 0
 
-def _digests(piece: Piece) -> list[int]:
-    """One for each block."""
-    return [xxhash.xxh3_64_intdigest(block.data) for block in piece]
+    def close(self) -> None:
+        """Nothing is copied any more, and nothing launched by this thread."""
+        if self._registered is not None:
+            self._registered.close()
 
 
 HOST_PART_BYTES = 2 << 20  # a rest beside steps comes after so many
-CUDA_PART_BYTES = 8 << 20  # a few tenths of a millisecond on the bus: starting one is little beside it
 THREADS = 4  # digests keep up with the bus
 
 
@@ -99,7 +106,11 @@ class Mover(ABC):
 
 class HostMover(Mover):
     """KV in host memory already (CPU build): one pass, bytes are copied and hashed while they are in a core's
-    cache."""
+    cache.
+
+    The digest is of the bytes as they came, before they are in the row, and what is compared is the copy that
+    went back: whenever a row changes in between, it is found.
+    """
 
     takes_cores = True
 
@@ -134,66 +145,6 @@ class HostMover(Mover):
         return good
 
 
-class CudaMover(Mover):
-    """Side streams gather blocks on the device and copy them to pinned memory in one piece, and back.
-
-    What only a GPU can show: that the copies overlap the model's kernels, and the time a gather takes. Order:
-    the blocks of a store were confirmed by a step whose results are back, and those of a load belong to a
-    request that does not run yet.
-    """
-
-    takes_cores = False
-
-    def __init__(self, device: list[torch.Tensor], cuda: Any | None) -> None:
-        rows = [byte_rows(layer, len(layer)) for layer in device]
-        unit = torch.int64 if all(layer.dtype == torch.int64 for layer in rows) else torch.uint8
-        self._device = [layer.view(unit) for layer in rows]
-        self._from, self._to = SideStream(cuda), SideStream(cuda)
-        self.at_once = at_once(device, CUDA_PART_BYTES)
-        shape = self.at_once, block_bytes(device)
-        self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=device[0].is_cuda)
-        self._together = torch.empty(shape, dtype=torch.uint8, device=device[0].device)
-        self._indices = torch.empty(shape[0], dtype=torch.int64, pin_memory=device[0].is_cuda)
-        widths = [layer.shape[1] for layer in self._device]
-        self._layers = self._together.view(unit).split(widths, dim=1)  # of each row
-        self._bounce: Piece = self._pinned.numpy()
-
-    def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        memory.put(copies, self.from_device([copy.block for copy in copies], at))
-
-    def from_device(self, blocks: list[int], at: int = 0) -> Piece:
-        """The rows: good until the next call for them."""
-        rows = slice(at, at + len(blocks))
-        with self._from.launching():
-            source = self._index(blocks, rows)
-            for layer, together in zip(self._device, self._layers, strict=True):
-                together[rows].copy_(layer.index_select(0, source))
-            self._pinned[rows].copy_(self._together[rows], non_blocking=True)
-        return self._bounce[rows]
-
-    def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
-        good = memory.take(copies, self._bounce[at:])
-        if good:
-            self.to_device([copy.block for copy in good], at)
-        return good
-
-    def mark(self) -> None:
-        self._to.mark()
-
-    def to_device(self, blocks: list[int], at: int = 0) -> None:
-        rows = slice(at, at + len(blocks))
-        with self._to.launching(after_mark=True):
-            self._together[rows].copy_(self._pinned[rows], non_blocking=True)
-            target = self._index(blocks, rows)
-            for layer, together in zip(self._device, self._layers, strict=True):
-                layer.index_copy_(0, target, together[rows])
-
-    def _index(self, blocks: list[int], rows: slice) -> torch.Tensor:
-        """On the device; from memory of the rows' own, so that nobody waits for its copy."""
-        self._indices[rows].numpy()[:] = blocks
-        return self._indices[rows].to(self._together.device, non_blocking=True)
-
-
 def at_once(device: list[torch.Tensor], nbytes: int) -> int:
     """As many blocks as parts of so many bytes have, one for each thread."""
     return THREADS * max(1, nbytes // block_bytes(device))
@@ -201,8 +152,3 @@ def at_once(device: list[torch.Tensor], nbytes: int) -> int:
 
 def block_bytes(device: list[torch.Tensor]) -> int:
     return sum(layer[0].nbytes for layer in device)
-
-
-def mover_for(device: list[torch.Tensor]) -> Mover:
-    cuda = cuda_of(device[0])
-    return CudaMover(device, cuda) if cuda is not None else HostMover(device)

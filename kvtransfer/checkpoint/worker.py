@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from kvtransfer.checkpoint.host_memory import THREADS, HostSlots, Mover, block_bytes, mover_for
+from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
+from kvtransfer.checkpoint.host_memory import THREADS, HostSlots, Mover
 from kvtransfer.checkpoint.scheduler import (
     BlockCopy,
     BlockLoad,
@@ -80,6 +81,7 @@ class Copier:
         self._report = CheckpointReport()
         self._ended = LoadsEnded()
         self._threads = min(THREADS, os.cpu_count() or 1)
+        self._part = max(1, mover.at_once // THREADS)
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._takes_its_place)
         threading.Thread(target=self._run, name="kv-copier", daemon=True).start()
 
@@ -90,7 +92,7 @@ class Copier:
         with self._work:
             self._loads.extend((now, load) for load in order.loads)
             self._stores.extend((now, copies) for copies in self._pieces(order.stores))
-            self._beside_steps = order.beside_step and self._mover.takes_cores
+            self._beside_steps = order.beside_step
             self._work.notify()
 
     def step_began(self) -> None:
@@ -127,14 +129,28 @@ class Copier:
             self._rest()
             with self._work:
                 if self._closed:
-                    return
-                asked_for, work = (self._loads or self._stores).popleft()
+                    break
+                asked_for, work = self._next()
             if isinstance(work, BlockLoad):
                 self._load(work, asked_for)
             else:
                 self._store(work, asked_for)
+        self.memory.close()  # here nothing is under way
+
+    def _next(self) -> tuple[float, BlockLoad | list[BlockCopy]]:
+        """Of a store by one thread, no more than that thread's part of a piece: a load may come meanwhile."""
+        if self._loads:
+            return self._loads.popleft()
+        asked_for, copies = self._stores.popleft()
+        if not self._mover.takes_cores and self._store_threads() == 1:
+            copies, later = copies[: self._part], copies[self._part :]
+            if later:
+                self._stores.appendleft((asked_for, later))
+        return asked_for, copies
 
     def _rest(self) -> None:
+        if not self._mover.takes_cores:
+            return
         with self._work:
             while self._steps_go_on() and not self._closed and (left := self._throttle.left_s()) > 0:
                 self._work.wait(min(left, BETWEEN_STEPS_S))
@@ -148,10 +164,12 @@ class Copier:
             come_after_the_model()
 
     def _in_parts(
-        self, work: Callable[[HostSlots, list[BlockCopy], int], Any], copies: list[BlockCopy]
+        self,
+        work: Callable[[HostSlots, list[BlockCopy], int], Any],
+        copies: list[BlockCopy],
+        threads: int,
     ) -> list[Any]:
-        """By several threads; beside steps that need the cores, by this one alone."""
-        size = -(-len(copies) // (1 if self._beside_steps else self._threads))
+        size = -(-len(copies) // threads)
         parts = [(self.memory, copies[at : at + size], at) for at in range(0, len(copies), size)]
         others = [self._helpers.submit(work, *part) for part in parts[1:]]
         try:
@@ -159,6 +177,14 @@ class Copier:
         finally:
             wait(others)  # whatever happened: the rows are the next piece's
         return [mine, *(other.result() for other in others)]
+
+    def _store_threads(self) -> int:
+        """One beside steps, whatever moves the bytes: nobody waits for a store, and each thread of ours takes
+        turns with the model's for Python's lock."""
+        return 1 if self._steps_go_on() else self._threads
+
+    def _load_threads(self) -> int:
+        return 1 if self._mover.takes_cores and self._steps_go_on() else self._threads
 
     def _waited_s(self, asked_for: float) -> float:
         """The oldest work that is not done: the one at hand, or a store that loads went before."""
@@ -170,7 +196,7 @@ class Copier:
         failed: list[BlockCopy] = []
         self._throttle.begin()
         try:
-            self._in_parts(self._mover.store, copies)
+            self._in_parts(self._mover.store, copies, self._store_threads())
         except Exception:
             logger.exception("%d blocks could not be copied to the host", len(copies))
             failed = copies
@@ -186,7 +212,8 @@ class Copier:
             self._rest()
             self._throttle.begin()
             try:
-                good = [copy for part in self._in_parts(self._mover.load, copies) for copy in part]
+                parts = self._in_parts(self._mover.load, copies, self._load_threads())
+                good = [copy for part in parts for copy in part]
             except Exception:
                 logger.exception(
                     "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)
@@ -230,7 +257,7 @@ class CheckpointWorker(WorkerSide):
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         device = pages([by_block_first(tensor, self._blocks) for tensor in kv_caches.values()])
-        self.copier = Copier(HostSlots(self._slots, block_bytes(device)), mover_for(device))
+        self.copier = Copier(memory_for(device, self._slots), mover_for(device))
 
     def before_step(self, order: CheckpointOrder | None) -> None:
         self.copier.step_began()
@@ -245,6 +272,10 @@ class CheckpointWorker(WorkerSide):
 
     def report(self) -> CheckpointReport | None:
         return self.copier.take_report() or None
+
+    def take_counts(self) -> Mapping[str, float]:
+        refused = self.copier.memory.take_refused()
+        return {"unregistered_chunks": refused} if refused else {}
 
     def shutdown(self) -> None:
         self.copier.close()

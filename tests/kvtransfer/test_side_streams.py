@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.checkpoint.host_memory import CudaMover, HostSlots, block_bytes
+from kvtransfer.checkpoint.cuda_mover import CudaMover
+from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier
+from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.staging import StagedBlockMemory
 from tests.support.device import LateCuda
@@ -116,6 +118,15 @@ def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
             sent.append(layer)
     assert sorted(sent) == [0, 1, 2]
     memory.close()
+
+
+def test_what_raises_while_it_launches_leaves_nothing_under_way(cuda: LateCuda) -> None:
+    """Nobody waits for it, and its memory may be another's next."""
+    stream, wrote = SideStream(cuda), torch.zeros(4)
+    with pytest.raises(MemoryError), stream.launching():
+        wrote.copy_(torch.ones(4))
+        raise MemoryError
+    assert wrote.sum() == 4
 
 
 def until(true: Callable[[], bool]) -> None:

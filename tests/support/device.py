@@ -1,32 +1,41 @@
 """An accelerator that does what it is told as late as it may: streams and events, without one.
 
-What is launched on a stream waits there until something waits for it. What a side stream's thread calls is
-done at once. So whatever is not ordered by an event happens in the wrong order.
+What is launched on a stream waits there until something waits for it, also torch's copies within
+`LateCuda.stream`. So whatever is not ordered by an event happens in the wrong order, and memory that is used
+again too early has the wrong bytes.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+LAUNCHES = {torch.Tensor.copy_, torch.Tensor.index_copy_, torch.index_select}  # in place, or with `out`
 
 
 class LateStream:
     def __init__(self) -> None:
         self.launched: list[Callable[[], None]] = []
         self.done = 0
+        self._lock = threading.RLock()  # who waits does what is waited for, and others wait for that
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], Any]) -> None:
         self.launched.append(work)
 
     def finish(self, end: int | None = None) -> None:
         end = len(self.launched) if end is None else end
         assert end <= len(self.launched), "waits for what nobody has launched"
-        while self.done < end:
-            work = self.launched[self.done]
-            self.done += 1
-            work()
+        with self._lock:
+            while self.done < end:
+                work = self.launched[self.done]
+                self.done += 1
+                work()
 
     def wait_event(self, event: "LateEvent") -> None:
-        event.synchronize()
+        self.launch(event.synchronize)
 
     def synchronize(self) -> None:
         self.finish()
@@ -51,6 +60,32 @@ class LateEvent:
         return self._stream.done >= self._at
 
 
+_at_work = threading.local()  # a thread does what was launched, and may itself be launching
+
+
+class _Launching(TorchFunctionMode):
+    """Of one thread: what it calls of torch goes to a stream."""
+
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in LAUNCHES or getattr(_at_work, "now", False):
+            return func(*args, **kwargs)
+
+        def later() -> None:
+            _at_work.now = True
+            try:
+                func(*args, **kwargs)
+            finally:
+                _at_work.now = False
+
+        self._stream.launch(later)
+        return kwargs.get("out", args[0])
+
+
 class LateCuda:
     """What is used of `torch.cuda`."""
 
@@ -65,5 +100,6 @@ class LateCuda:
         return self.compute
 
     @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        yield
+    def stream(self, stream: LateStream) -> Iterator[None]:
+        with _Launching(stream):
+            yield

@@ -1,5 +1,6 @@
 """Blocks come back from the host as they went, or not at all."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.checkpoint.host_memory import HostMover, HostSlots, block_bytes
+from kvtransfer.checkpoint.host_memory import THREADS, HostMover, HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.plugins import LoadsEnded
@@ -221,3 +222,71 @@ def test_a_mover_that_takes_no_cores_does_not_rest(host: CopyingHost, hours_of_r
     in_two_pieces(host, takes_cores=False)
     load_beside_a_step(host)
     assert ends(host, 5)
+
+
+class PartsOnTheBus(HostMover):
+    """Takes no cores of the model's; notes the parts that threads get."""
+
+    takes_cores = False
+
+    def __init__(self, device: list[Any]) -> None:
+        super().__init__(device)
+        self.at_once = 2 * THREADS
+        self.parts: list[int] = []
+        self.threads: set[str] = set()
+
+    def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
+        self._note(copies)
+        super().store(memory, copies, at)
+
+    def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
+        self._note(copies)
+        return super().load(memory, copies, at)
+
+    def _note(self, copies: list[BlockCopy]) -> None:
+        self.parts.append(len(copies))
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.fixture
+def bus(host: CopyingHost, monkeypatch: pytest.MonkeyPatch) -> PartsOnTheBus:
+    monkeypatch.setattr("os.cpu_count", lambda: THREADS)
+    host.copier.close()
+    mover = PartsOnTheBus(host.device)
+    host.copier = Copier(host.memory, mover)
+    return mover
+
+
+def store_eight(host: CopyingHost, beside_step: bool) -> None:
+    copies = [BlockCopy(n, slot=n, generation=1) for n in range(8)]
+    host.copier.submit(CheckpointOrder(copies, beside_step=beside_step))
+    stored = 0
+    limit = time.monotonic() + 5
+    while stored < 8 and time.monotonic() < limit:
+        stored += sum(host.copier.take_report().stored.values())
+        time.sleep(0.001)
+    assert stored == 8
+
+
+def test_stores_over_a_bus_are_one_threads_beside_steps_and_a_part_at_a_time(
+    host: CopyingHost, bus: PartsOnTheBus
+) -> None:
+    """A load that comes meanwhile waits for one part."""
+    host.copier.step_began()
+    store_eight(host, beside_step=True)
+    assert bus.parts == [2, 2, 2, 2] and len(bus.threads) == 1
+
+
+def test_when_no_step_goes_on_all_threads_store(host: CopyingHost, bus: PartsOnTheBus) -> None:
+    store_eight(host, beside_step=False)
+    assert bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1
+
+
+def test_a_turn_that_waits_gets_all_threads_beside_steps(host: CopyingHost, bus: PartsOnTheBus) -> None:
+    store_eight(host, beside_step=False)
+    bus.parts.clear()
+    bus.threads.clear()
+    host.copier.step_began()
+    load = BlockLoad("r", [BlockCopy(4 + n, slot=n, generation=1) for n in range(8)])
+    host.copier.submit(CheckpointOrder(loads=[load], beside_step=True))
+    assert ends(host, 5) and bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1

@@ -1,21 +1,22 @@
 """A piece holds each block's bytes, layer after layer, whichever mover made it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import xxhash
 
+from kvtransfer.checkpoint.cuda_mover import CudaMover
 from kvtransfer.checkpoint.host_memory import (
     THREADS,
-    CudaMover,
     HostMover,
     HostSlots,
     Mover,
     block_bytes,
 )
 from kvtransfer.checkpoint.scheduler import BlockCopy
+from tests.support.device import LateCuda, LateStream
 
 BLOCKS = 6
 
@@ -32,9 +33,9 @@ def device() -> list[Any]:
     ]
 
 
-@pytest.fixture(params=[HostMover, lambda device: CudaMover(device, None)], ids=["host", "cuda"])
+@pytest.fixture(params=[HostMover, lambda device: CudaMover(device, LateCuda())], ids=["host", "cuda"])
 def mover(request: pytest.FixtureRequest, device: list[Any]) -> Mover:
-    """CUDA's without streams and without pinned memory: what it computes, not when."""
+    """CUDA's with streams on which all is done as late as it may be."""
     make: Callable[[list[Any]], Mover] = request.param
     return make(device)
 
@@ -94,3 +95,52 @@ def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
     assert HostMover(device).at_once == THREADS
     monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 10_000)
     assert HostMover(device).at_once == THREADS * (10_000 // len(bytes_of(device, 0)))
+
+
+@pytest.mark.parametrize("unit_blocks", [1, 2, 5])
+def test_units_that_use_the_same_memory_do_not_mix(
+    unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More units than there are lanes, some of them of fewer blocks, whatever order the slots have."""
+    unit = unit_blocks * block_bytes(device)
+    monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", unit)
+    mover = CudaMover(device, LateCuda())
+    before = [bytes_of(device, block) for block in range(BLOCKS)]
+    slots = [3, 0, 1, 5, 4, 2]
+    mover.store(memory, [BlockCopy(block, slot, 1) for block, slot in enumerate(slots)])
+    assert [memory.rows[slot].tobytes() for slot in slots] == before
+    back = [BlockCopy(block, slot, 1) for block, slot in enumerate(reversed(slots))]
+    assert mover.load(memory, back) == back
+    assert [bytes_of(device, block) for block in range(BLOCKS)] == before[::-1]
+
+
+def test_a_unit_is_launched_with_few_calls(memory: HostSlots, device: list[Any]) -> None:
+    """One a layer, one for the indices, one for each run of slots."""
+    streams: list[LateStream] = []
+    cuda = LateCuda()
+    cuda.Stream = lambda: streams.append(LateStream()) or streams[-1]  # type: ignore[assignment, func-returns-value]
+    mover = CudaMover(device, cuda)
+    copies = [BlockCopy(block, slot, 1) for block, slot in ((4, 2), (3, 1), (0, 0), (1, 5))]
+    mover.store(memory, copies)
+    assert sum(len(stream.launched) for stream in streams) == len(device) + 1 + 2
+    mover.load(memory, copies)
+    assert sum(len(stream.launched) for stream in streams) == 2 * (len(device) + 1 + 2)
+
+
+def test_a_store_that_raises_leaves_nothing_under_way(
+    device: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are another block's next."""
+    monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", 1)
+
+    class NoRoom(HostSlots):
+        def runs(self, copies: list[BlockCopy]) -> Iterator[tuple[int, int]]:
+            if copies[0].slot == 2:
+                raise MemoryError
+            return super().runs(copies)
+
+    memory, mover = NoRoom(BLOCKS, block_bytes(device)), CudaMover(device, LateCuda())
+    wanted = bytes_of(device, 1)
+    with pytest.raises(MemoryError):
+        mover.store(memory, [BlockCopy(1, slot=1, generation=1), BlockCopy(2, slot=2, generation=1)])
+    assert memory.rows[1].tobytes() == wanted and not memory.known([BlockCopy(1, 1, 1)])

@@ -1,0 +1,129 @@
+"""Rows that a GPU copies to and from: registered in chunks, once, when they are first used."""
+
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtransfer.checkpoint.cuda_mover import CudaMover
+from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
+from kvtransfer.checkpoint.registered import Registry
+from kvtransfer.checkpoint.scheduler import BlockCopy, CheckpointOrder
+from kvtransfer.checkpoint.worker import CheckpointWorker, Copier
+from tests.support.device import LateCuda
+
+SLOTS = 40
+ROW = 2560  # eight are five pages
+
+
+class RegistryLog(Registry):
+    def __init__(self, refuses: int = 0) -> None:
+        self.held: dict[int, int] = {}
+        self.asked = 0
+        self._refuses = refuses
+
+    def register(self, address: int, nbytes: int) -> str:
+        self.asked += 1
+        if self.asked <= self._refuses:
+            return "no"
+        assert address not in self.held
+        self.held[address] = nbytes
+        return ""
+
+    def unregister(self, address: int) -> None:
+        del self.held[address]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.checkpoint.registered.CHUNK_BYTES", 8 * ROW)
+
+
+def copies(*slots: int) -> list[BlockCopy]:
+    return [BlockCopy(block, slot, 1) for block, slot in enumerate(slots)]
+
+
+def test_nothing_is_registered_before_it_is_used_and_nothing_twice() -> None:
+    registry = RegistryLog()
+    memory = HostSlots(SLOTS, ROW, registry)
+    assert not registry.held
+    memory.use(copies(0, 7))
+    memory.use(copies(3))
+    assert registry.held == {memory.rows[0].ctypes.data: 8 * ROW}
+    memory.use(copies(5, 39, 8))
+    assert registry.asked == 3
+
+
+@pytest.mark.parametrize("row", [ROW, 4096, 4104, 40960])
+def test_a_row_is_in_one_chunk_and_so_is_a_page(row: int) -> None:
+    registry = RegistryLog()
+    memory = HostSlots(1030, row, registry)
+    memory.use(copies(*range(1030)))
+    chunks = sorted(registry.held.items())
+    assert len(chunks) > 1 and all(not (at % mmap.PAGESIZE or size % mmap.PAGESIZE) for at, size in chunks)
+    assert all(at + size == then for (at, size), (then, _) in pairwise(chunks))
+    starts = [memory.rows[slot].ctypes.data for slot in range(1030)]
+    assert all(sum(at <= start and start + row <= at + size for at, size in chunks) == 1 for start in starts)
+
+
+def test_a_run_of_slots_ends_where_a_registration_ends() -> None:
+    memory = HostSlots(SLOTS, ROW, RegistryLog())
+    assert list(memory.runs(copies(2, 3, 5, 6, 7, 8, 9, 9, 16))) == [(2, 2), (5, 3), (8, 2), (9, 1), (16, 1)]
+    plain = HostSlots(SLOTS, ROW)
+    assert list(plain.runs(copies(0, 7, 8, 9))) == [(0, 1), (7, 3)]
+
+
+def test_close_gives_everything_back() -> None:
+    registry = RegistryLog()
+    memory = HostSlots(SLOTS, ROW, registry)
+    memory.use(copies(0, 20, 39))
+    memory.close()
+    assert not registry.held
+
+
+def test_what_is_refused_is_said_once_counted_and_copied_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
+    before = [layer.clone() for layer in device]
+    registry = RegistryLog(refuses=2)
+    memory, mover = HostSlots(SLOTS, block_bytes(device), registry), CudaMover(device, LateCuda())
+    assert block_bytes(device) == ROW
+    with caplog.at_level(logging.ERROR):
+        mover.store(memory, copies(0, 1, 9, 17))
+        mover.store(memory, copies(2, 10))
+    assert len(caplog.records) == 1 and "(no)" in caplog.text
+    assert memory.take_refused() == 2 and memory.take_refused() == 0
+    assert registry.asked == 3 and len(registry.held) == 1
+    back = [BlockCopy(6, 17, 1), BlockCopy(7, 9, 1)]
+    assert mover.load(memory, back) == back
+    assert all(torch.equal(layer[[6, 7]], was[[3, 2]]) for layer, was in zip(device, before, strict=True))
+
+
+def test_a_closed_copier_gives_memory_back_and_a_worker_counts_what_was_refused() -> None:
+    device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
+    registry = RegistryLog(refuses=1)
+    context = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(num_blocks=12),
+        residence=SimpleNamespace(host=SimpleNamespace(capacity=SLOTS)),
+    )
+    worker = CheckpointWorker(context, 0)  # type: ignore[arg-type]
+    worker.copier = Copier(HostSlots(SLOTS, ROW, registry), CudaMover(device, LateCuda()))
+    worker.before_step(CheckpointOrder(stores=copies(0, 9)))
+    until(lambda: bool(worker.report()))
+    assert worker.take_counts() == {"unregistered_chunks": 1} and not worker.take_counts()
+    worker.shutdown()
+    until(lambda: not registry.held)
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
