@@ -17,7 +17,7 @@ from placement.iteration.interface import (
 )
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.online import best_class, share_out, tightest_target, until_a_token_is_due
-from placement.iteration.prompts import ARRIVING_SHARE, PromptSharing
+from placement.iteration.prompts import PromptSharing
 
 
 class Conserve(ServingPolicy):
@@ -55,8 +55,7 @@ class Conserve(ServingPolicy):
         online_left = view.max_tokens - share
         _, decoding = best_class([request for request in online if request.decoding])
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
-        arriving_s = ARRIVING_SHARE * self._settings.slo.tbt_s
-        sharing = PromptSharing(due_in, fills=True, arriving_s=arriving_s)
+        sharing = PromptSharing(due_in, fills=True, arriving_s=self._settings.slo.tbt_s)
         first = share_out(online, view.now, online_left, model, sharing, self._classes)
         tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share

@@ -17,7 +17,7 @@ from placement.iteration.interface import (
 )
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.online import share_out
-from placement.iteration.prompts import ARRIVING_SHARE, PromptSharing
+from placement.iteration.prompts import PromptSharing
 
 
 class UnknownPolicyError(PlacementError, ValueError):
@@ -49,7 +49,7 @@ class PromptsInOrder(ServingPolicy):
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         decoding = tuple(request for request in view.running if request.decoding)
         target = min((request.slo.tbt_s for request in decoding), default=math.inf)
-        arriving_s = ARRIVING_SHARE * self._settings.slo.tbt_s
+        arriving_s = self._settings.slo.tbt_s
         sharing = PromptSharing(target * (1 - self._margin.share), arriving_s=arriving_s)
         prompts = (request for request in memory.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)

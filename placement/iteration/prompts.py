@@ -14,9 +14,6 @@ from placement.iteration.latency import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
 LESSER_SHARE = 0.1  # of the time, what lesser classes have at least beside a better one
-# Of the TBT target, an iteration of lesser prompts while a better class comes and goes: each of its turns
-# waits for the rest of one, and most are short.
-ARRIVING_SHARE = 0.5
 LATELY_S = 5.0  # over which the rate of prompts is averaged
 
 

@@ -185,7 +185,7 @@ def test_a_lesser_prompt_has_a_tenth_beside_a_better_class_and_half_beside_its_o
 
 
 @BOTH
-def test_while_a_better_class_is_about_it_waits_half_as_long_as_a_token_for_lesser_prompts(name: str) -> None:
+def test_while_a_better_class_is_about_it_waits_no_longer_than_a_token_for_lesser_prompts(name: str) -> None:
     policy = make_policy(ServingSettings(name, TurnTargets(0.5, 0.05)))
     prompt = arrived("prompt", 2000, 10.0)
     free = fill(policy, view(waiting=(prompt,)))["prompt"]
@@ -193,7 +193,7 @@ def test_while_a_better_class_is_about_it_waits_half_as_long_as_a_token_for_less
     gold = replace(online("gold"), ahead_s=5.0)
     fill(policy, view(gold))
     beside = fill(policy, view(waiting=(prompt,), now=40.0))["prompt"]
-    assert 0.02 < MODEL.seconds(BatchWork.of([(beside, 0)])) <= 0.025
+    assert 0.04 < MODEL.seconds(BatchWork.of([(beside, 0)])) <= 0.05
     assert fill(policy, view(waiting=(replace(prompt, ahead_s=5.0),), now=41.0))["prompt"] == free
     priority = replace(prompt, key="urgent", ahead_s=9.0, priority_s=9.0)
     assert fill(policy, view(waiting=(priority,), now=42.0))["urgent"] < free, "a priority is no class"
