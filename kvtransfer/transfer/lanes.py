@@ -1,8 +1,8 @@
 """The lanes of a fetch: connections over which one prompt's layers come at the same time.
 
 Over one connection a piece is gathered, then tagged, then sent, each while the others wait, and no connection
-is faster than the one thread in the system that copies its bytes. Lanes share nothing but the export: each has
-a handshake, keys, an order of frames and an END of its own.
+is faster than the one thread in the system that copies its bytes. Lanes share nothing but the export: each
+has a handshake, keys, an order of frames and an END of its own.
 """
 
 from collections.abc import Sequence
