@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.kv.copies import MadeShape, host_copies, transfer_s, transfers
+from benchmarks.kv.processes import between_processes
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
+from kvtransfer.checkpoint.host_memory import CudaMover
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.staging import StagedBlockMemory
@@ -35,6 +37,7 @@ def mechanisms(device: str) -> Figures:
     parts: dict[str, Callable[[], Figures]] = {
         "host": lambda: host_copies(shape),
         "transfer": lambda: transfers(shape),
+        "transfer_between_processes": lambda: between_processes(shape),
         "window": lambda: prompts_through_the_window(shape),
         "kernels": lambda: kernels_beside_copies(shape),
         "load_after_abort": lambda: load_after_abort(device),

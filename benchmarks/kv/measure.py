@@ -24,6 +24,7 @@ from benchmarks.kv.engine import (
     living_tokens,
     play,
 )
+from benchmarks.kv.processes import between_processes
 from benchmarks.kv.restore import RestorePlan, restore_against_recompute
 from deploy.small_model import make_model
 from kvtransfer.config import ConnectorConfig
@@ -162,7 +163,7 @@ def measure(plan: KvPlan, tell: Callable[[dict[str, Any]], None]) -> dict[str, A
     """`tell` gets what is known so far after each part."""
     model = Path(tempfile.gettempdir()) / "conserve-benchmark-model"
     make_model(model)
-    copies = measure_copies(MadeShape())
+    copies = {**measure_copies(MadeShape()), **between_processes(MadeShape())}
     ours: Played = in_a_process(play_load, model, plan.load, True, False)
     plain: Played = in_a_process(play_load, model, plan.load, False, False)
     found = {**against(plain, ours), **copies}

@@ -30,6 +30,7 @@ class Export:
     written: list[int]  # tokens by layer whose KV is in the blocks
     deadline: float | None = None  # the lease's end; None while the prefill runs
     ended: Reason | None = None
+    delivered: int = 0  # lanes whose layers the consumer has
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,12 @@ class Written:
 
 @dataclass(slots=True)
 class Reader:
-    """One consumer's progress through one export."""
+    """Progress of one consumer's connection, a lane, through one export."""
 
     export: Export
     skip: Sequence[int]  # by KV cache group
+    layers: Sequence[int]  # that are its
+    lanes: int  # of this consumer
     generation: int = -1
     sent: list[int] = field(default_factory=list)  # blocks by layer
 
@@ -166,8 +169,23 @@ class Exports:
 
     # The server's threads
 
-    def attach(self, transfer_id: str, prompt: str, skip: Sequence[int], wait_s: float) -> Reader:
-        """Waits for the prefill to begin: both legs are started together, and the decoder may be first."""
+    def attach(
+        self,
+        transfer_id: str,
+        prompt: str,
+        skip: Sequence[int],
+        wait_s: float,
+        layers: Sequence[int] | None = None,
+        lanes: int = 1,
+    ) -> Reader:
+        """Waits for the prefill to begin: both legs are started together, and the decoder may be first.
+
+        Without `layers` it is for all of them.
+        """
+        every = range(len(self.memory.layers))
+        layers = every if layers is None else layers
+        if not set(layers) <= set(every) or len(set(layers)) < len(layers):
+            raise TransferRefused(Reason.PROTOCOL, f"no such layers, or some twice: {layers}")
         with self._changed:
             self._changed.wait_for(
                 lambda: transfer_id in self._exports or transfer_id in self._tombstones, timeout=wait_s
@@ -180,7 +198,7 @@ class Exports:
                 raise TransferRefused(Reason.LAYOUT, "the engines have different KV cache groups")
             if export.prompt != prompt:
                 raise TransferRefused(Reason.PROMPT, "the legs of this transfer have different prompts")
-            return Reader(export, skip)
+            return Reader(export, skip, layers, lanes)
 
     def wait_ready(self, reader: Reader, wait_s: float) -> Ready:
         """The next blocks to send."""
@@ -213,11 +231,19 @@ class Exports:
                 reader.export.deadline = self._clock() + self._lease_s
                 self._renewed()
 
+    def delivered(self, reader: Reader) -> None:
+        """The consumer has this lane's layers. With those of all its lanes, it has everything."""
+        with self._changed:
+            reader.export.delivered += 1
+            if reader.export.delivered >= reader.lanes and reader.export.ended is None:
+                reader.export.ended = Reason.TAKEN
+
     def leave(self, reader: Reader) -> None:
-        """The consumer has everything, or is gone; it does not come back."""
+        """The consumer is gone before it had this lane's layers; it does not come back, on any lane."""
         with self._changed:
             if reader.export.ended is None:
                 reader.export.ended = Reason.TAKEN
+                self._changed.notify_all()
 
     def dismiss(self, transfer_id: str) -> None:
         """The consumer needs nothing of it."""
@@ -247,13 +273,14 @@ class Exports:
             reader.generation = export.generation
             reader.sent = [reader.skip[group] for group in self.memory.groups]
         runs = []
-        for layer, tokens in enumerate(export.written):
-            end = self._blocks_of(export, tokens)
+        for layer in reader.layers:
+            end = self._blocks_of(export, export.written[layer])
             if end > reader.sent[layer]:
                 blocks = export.blocks[self.memory.groups[layer]]
                 runs.append((layer, reader.sent[layer], blocks[reader.sent[layer] : end]))
                 reader.sent[layer] = end
-        return Ready(export.generation, runs, all(n == export.total_tokens for n in export.written))
+        complete = all(export.written[layer] == export.total_tokens for layer in reader.layers)
+        return Ready(export.generation, runs, complete)
 
     def _blocks_of(self, export: Export, tokens: int) -> int:
         """Blocks that will not change any more: the last, partial one counts when the prompt is complete."""

@@ -5,11 +5,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-BLOCKS_A_FRAME = 256
+PIECE_BYTES = 4 << 20  # stays in a processor's cache between its tag and its way to or from the socket
 ONE: Mapping[str, int] = {}  # all layers are in the first KV cache group
 
 
@@ -24,14 +25,19 @@ class BlockMemory:
         """The bytes of a block that is used in place."""
         raise NotImplementedError
 
-    def frame_blocks(self, layer: int) -> int:
-        """Blocks of a layer that `outgoing` and `incoming` take at once."""
-        return BLOCKS_A_FRAME
+    piece_bytes = PIECE_BYTES  # that `outgoing` and `incoming` take at once, if that is a block or more
+
+    def block_bytes(self, layer: int) -> int:
+        return self.view(layer, 0).nbytes
+
+    def piece_blocks(self, layer: int, piece_bytes: int) -> int:
+        return max(1, piece_bytes // self.block_bytes(layer))
 
     def outgoing(
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
-        """The bytes of blocks that are sent within; `wait_s` is the longest wait for memory to send from."""
+        """The bytes of blocks, in their order, that are sent within; `wait_s` is the longest wait for
+        memory to send from."""
         return nullcontext([self.view(layer, block) for block in blocks])
 
     def incoming(
@@ -60,12 +66,37 @@ class HostBlockMemory(BlockMemory):
         self.layers = tuple(kv_caches)
         self.groups = tuple(groups.get(layer, 0) for layer in kv_caches)
         self._places = [block_ranges(tensor, blocks) for tensor in kv_caches.values()]
+        self._bytes = [
+            memoryview((ctypes.c_char * ((blocks - 1) * stride + size)).from_address(base)).cast("B")
+            for base, stride, size in self._places
+        ]
         self._owners = list(kv_caches.values())  # the views below do not keep the tensors alive
         self.layout = layout_fingerprint(list(kv_caches.values()), blocks)
 
     def view(self, layer: int, block: int) -> memoryview:
-        base, stride, size = self._places[layer]
-        return memoryview((ctypes.c_char * size).from_address(base + block * stride)).cast("B")
+        _, stride, size = self._places[layer]
+        return self._bytes[layer][block * stride : block * stride + size]
+
+    def outgoing(
+        self, layer: int, blocks: Sequence[int], wait_s: float
+    ) -> AbstractContextManager[list[memoryview]]:
+        return nullcontext(self._views(layer, blocks))
+
+    def incoming(
+        self, layer: int, blocks: Sequence[int], wait_s: float
+    ) -> AbstractContextManager[list[memoryview]]:
+        return nullcontext(self._views(layer, blocks))
+
+    def _views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
+        """One of neighbours that touch: each view costs the tag and the socket a call or a vector."""
+        _, stride, size = self._places[layer]
+        if stride != size:
+            return [self.view(layer, block) for block in blocks]
+        ends = [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1] + 1]
+        return [
+            self._bytes[layer][blocks[first] * size : (blocks[last - 1] + 1) * size]
+            for first, last in pairwise([0, *ends, len(blocks)])
+        ]
 
 
 def block_ranges(tensor: Any, blocks: int) -> tuple[int, int, int]:

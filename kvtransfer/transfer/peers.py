@@ -1,14 +1,15 @@
 """Both ends of a transfer connection: the producer's server, and the consumer's fetch.
 
 A producer listens on one socket a rank and serves each connection in a thread of its own. A consumer fetches
-one prompt's KV into blocks already allocated for it.
+one prompt's KV into blocks already allocated for it, over one connection or several (`lanes.py`).
 """
 
 import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -17,12 +18,13 @@ from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.acceptor import Acceptor
 from kvtransfer.transfer.exports import Exports, Reader
+from kvtransfer.transfer.lanes import LANES, shared_out
 from kvtransfer.transfer.memory import BlockMemory
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
 HANDSHAKE_S = 10.0
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256 * LANES
 GRACE_S = 5.0  # the producer gives up first, and says why
 
 
@@ -67,13 +69,14 @@ class TransferServer:
                 self._exports.dismiss(wanted.transfer_id)
                 peer.send_control(wire.Kind.END)
                 return
-            reader = self._exports.attach(
-                wanted.transfer_id, wanted.prompt, wanted.skip, self._producer.timeout_s
-            )
+            which = wanted.transfer_id, wanted.prompt, wanted.skip, self._producer.timeout_s
+            reader = self._exports.attach(*which, wanted.layers, wanted.lanes)
             try:
-                self._stream(peer, reader)
-            finally:
+                self._stream(peer, reader, min(wanted.piece_bytes, self._exports.memory.piece_bytes))
+            except BaseException:
                 self._exports.leave(reader)
+                raise
+            self._exports.delivered(reader)
         except TransferRefused as refused:
             peer.send_refusal(refused)
             raise
@@ -106,14 +109,15 @@ class TransferServer:
                 Reason.LAYOUT, "the engines differ in model, KV data type or block size; start them alike"
             )
 
-    def _stream(self, peer: wire.Channel, reader: Reader) -> None:
+    def _stream(self, peer: wire.Channel, reader: Reader, piece_bytes: int) -> None:
         memory, wait_s = self._exports.memory, self._producer.timeout_s
         while True:
             ready = self._exports.wait_ready(reader, wait_s)
             for layer, first, blocks in ready.runs:
-                for at, piece in pieces(blocks, memory.frame_blocks(layer)):
+                for at, piece in pieces(blocks, memory.piece_blocks(layer, piece_bytes)):
                     with memory.outgoing(layer, piece, wait_s) as views:
-                        peer.send_blocks(layer, first + at, views, ready.generation, wait_s / 2)
+                        where = layer, first + at, len(piece)
+                        peer.send_blocks(*where, views, ready.generation, wait_s / 2)
                     self._exports.renew(reader)
             if ready.complete and self._exports.confirm(reader, ready.generation):
                 peer.send_control(wire.Kind.END, generation=ready.generation)
@@ -133,27 +137,25 @@ class TransferSource:
 
 
 class Cancellation:
-    """Ends a fetch from another thread."""
+    """Ends a fetch from another thread, on all its lanes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._peer: socket.socket | None = None
+        self._peers: list[socket.socket] = []
         self.cancelled = False
 
     def watch(self, peer: socket.socket) -> None:
         with self._lock:
-            self._peer = peer
+            self._peers.append(peer)
             if self.cancelled:
                 raise TransferRefused(Reason.CANCELLED)
 
     def cancel(self) -> None:
         with self._lock:
             self.cancelled = True
-            if self._peer is not None:
-                try:
-                    self._peer.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    return  # already closed: the fetch is over
+            for peer in self._peers:
+                with suppress(OSError):  # already closed: this lane is over
+                    peer.shutdown(socket.SHUT_RDWR)
 
 
 def fetch(
@@ -164,16 +166,44 @@ def fetch(
     consumer: TransferEnd,
     cancellation: Cancellation,
 ) -> int:
-    """Fills `blocks` with the prompt's from `skip` on, both by group; returns the bytes received."""
-    with _connected(source, skip, memory.layout, consumer, cancellation) as peer:
-        received = _receive(peer, skip, blocks, memory, consumer.timeout_s)
-        peer.send_control(wire.Kind.RECEIVED)
-        return received
+    """Fills `blocks` with the prompt's from `skip` on, both by group; returns the bytes received.
+
+    The first lane that fails ends the others; what it says is raised.
+    """
+    due = [
+        len(blocks[group]) * memory.block_bytes(layer) if blocks[group] else 0
+        for layer, group in enumerate(memory.groups)
+    ]
+    shares = shared_out(due)
+    failures: list[BaseException] = []
+    generations: set[int] = set()
+
+    def lane(layers: list[int]) -> int:
+        try:
+            with _connected(source, skip, memory, consumer, cancellation, layers, len(shares)) as peer:
+                received, generation = _receive(peer, skip, blocks, memory, layers, consumer.timeout_s)
+                generations.add(generation)
+                if len(generations) > 1:
+                    raise TransferRefused(Reason.SHORT, "the prefill began again when a lane had ended")
+                peer.send_control(wire.Kind.RECEIVED)
+                return received
+        except BaseException as failure:
+            failures.append(failure)
+            cancellation.cancel()
+            raise
+
+    if len(shares) == 1:
+        return lane(shares[0])
+    with ThreadPoolExecutor(len(shares), thread_name_prefix="kv-lane") as threads:
+        lanes = [threads.submit(lane, layers) for layers in shares]
+    if failures:
+        raise failures[0]
+    return sum(ended.result() for ended in lanes)
 
 
 def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) -> None:
     """Tells the producer that nothing of this transfer is needed."""
-    with _connected(source, [], memory.layout, consumer, Cancellation(), dismiss=True) as peer:
+    with _connected(source, [], memory, consumer, Cancellation(), [], 1, dismiss=True) as peer:
         peer.receive_control(wire.Kind.END)
 
 
@@ -181,16 +211,18 @@ def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) 
 def _connected(
     source: TransferSource,
     skip: list[int],
-    layout: str,
+    memory: BlockMemory,
     me: TransferEnd,
     cancellation: Cancellation,
+    layers: list[int],
+    lanes: int,
     *,
     dismiss: bool = False,
 ) -> Iterator[wire.Channel]:
     """A connection to a producer that knows who asks, and for what."""
     address = source.host, source.port + me.rank
-    which = source.transfer_id, source.epoch, me.rank, me.ranks, layout, source.prompt
-    wanted = wire.Wanted(*which, skip, me.encrypt, dismiss)
+    which = source.transfer_id, source.epoch, me.rank, me.ranks, memory.layout, source.prompt
+    wanted = wire.Wanted(*which, skip, layers, lanes, memory.piece_bytes, me.encrypt, dismiss)
     try:
         with socket.create_connection(address, timeout=me.timeout_s + GRACE_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -218,32 +250,42 @@ def pieces(blocks: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _receive(
-    peer: wire.Channel, skip: list[int], by_group: Sequence[list[int]], memory: BlockMemory, wait_s: float
-) -> int:
+    peer: wire.Channel,
+    skip: list[int],
+    by_group: Sequence[list[int]],
+    memory: BlockMemory,
+    layers: list[int],
+    wait_s: float,
+) -> tuple[int, int]:
+    """Bytes that came, and the generation that they are of."""
     received = 0
-    wanted = [by_group[group] for group in memory.groups]  # by layer
+    wanted = {layer: by_group[memory.groups[layer]] for layer in layers}
     generation = -1
-    arrived = [0] * len(memory.layers)
+    arrived = dict.fromkeys(layers, 0)
     while True:
         header, payload = peer.receive()
         if header.kind is wire.Kind.BLOCKS:
+            layer = header.layer
             if header.generation != generation:  # the prefill began again: what came before is void
                 generation = header.generation
-                arrived = [0] * len(memory.layers)
-            if header.layer >= len(arrived):
-                raise TransferRefused(Reason.PROTOCOL, f"no such layer: {header}")
-            at, blocks = header.first - skip[memory.groups[header.layer]], wanted[header.layer]
-            if at != arrived[header.layer] or at + header.count > len(blocks):
+                arrived = dict.fromkeys(layers, 0)
+            if layer not in arrived:
+                raise TransferRefused(Reason.PROTOCOL, f"not a layer of this lane: {header}")
+            at, blocks = header.first - skip[memory.groups[layer]], wanted[layer]
+            if at != arrived[layer] or at + header.count > len(blocks):
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
-            for first, piece in pieces(blocks[at : at + header.count], memory.frame_blocks(header.layer)):
-                with memory.incoming(header.layer, piece, wait_s / 2) as views:
-                    peer.receive_blocks(views, payload, first, wait_s / 2)
-                    received += sum(view.nbytes for view in views)
-            arrived[header.layer] += header.count
+            if header.count > memory.piece_blocks(layer, memory.piece_bytes):
+                raise TransferRefused(Reason.PROTOCOL, f"more blocks than asked for at once: {header}")
+            piece = blocks[at : at + header.count]
+            with memory.incoming(layer, piece, wait_s / 2) as views:
+                peer.receive_blocks(views, payload, wait_s / 2)
+                received += sum(view.nbytes for view in views)
+            arrived[layer] += header.count
         elif header.kind is wire.Kind.END:
-            if header.generation != generation or arrived != (due := list(map(len, wanted))):
+            due = {layer: len(blocks) for layer, blocks in wanted.items()}
+            if arrived != due or header.generation != generation:
                 raise TransferRefused(Reason.SHORT, f"layers have {arrived} of {due} blocks")
-            return received
+            return received, generation
         elif header.kind is wire.Kind.REFUSE:
             raise wire.decode_refusal(payload)
         else:

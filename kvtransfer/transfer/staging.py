@@ -15,9 +15,9 @@ import torch
 
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.side_stream import SideStream
-from kvtransfer.transfer.memory import BLOCKS_A_FRAME, ONE, BlockMemory, byte_rows, layout_fingerprint
+from kvtransfer.transfer.memory import ONE, PIECE_BYTES, BlockMemory, byte_rows, layout_fingerprint
 
-SLOT_BYTES = 4 << 20  # a few tenths of a millisecond on the bus: starting a copy is little beside it
+SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus: starting a copy is little beside it
 SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once
 ALIGNED = 4096
 
@@ -96,15 +96,15 @@ class StagedBlockMemory(BlockMemory):
         self._device = [byte_rows(tensor, blocks) for tensor in tensors]
         self._sizes = [rows.shape[1] * rows.element_size() for rows in self._device]
         pinned = bool(tensors[0].is_cuda)
-        self._slot_bytes = slot_bytes(window_bytes, max(self._sizes))
-        self.slots = window_bytes // self._slot_bytes
+        self.piece_bytes = slot_bytes(window_bytes, max(self._sizes))
+        self.slots = window_bytes // self.piece_bytes
         if self.slots < 2:
             raise ConnectorConfigError(
                 f"{window_bytes} bytes of staging hold less than two of this model's blocks of "
                 f"{max(self._sizes)} bytes a layer and rank: raise staging_gib"
             )
-        most = self._slot_bytes // min(self._sizes)
-        self._memory = torch.empty((self.slots, self._slot_bytes), dtype=torch.uint8, pin_memory=pinned)
+        most = self.piece_bytes // min(self._sizes)
+        self._memory = torch.empty((self.slots, self.piece_bytes), dtype=torch.uint8, pin_memory=pinned)
         self._views = [memoryview(slot.numpy()) for slot in self._memory]
         self._indices = torch.empty((self.slots, most), dtype=torch.int64, pin_memory=pinned)
         self._window = SlotWindow(self.slots)
@@ -113,13 +113,13 @@ class StagedBlockMemory(BlockMemory):
         # Where the blocks of a piece lie one after the other, so that the bus is crossed in one copy. Streams
         # keep their order: the next piece finds it free.
         self._leaving, self._arriving = (
-            torch.empty(self._slot_bytes, dtype=torch.uint8, device=tensors[0].device) for _ in range(2)
+            torch.empty(self.piece_bytes, dtype=torch.uint8, device=tensors[0].device) for _ in range(2)
         )
         self._computed: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._announce, name="kv-staging", daemon=True).start()
 
-    def frame_blocks(self, layer: int) -> int:
-        return min(BLOCKS_A_FRAME, self._slot_bytes // int(self._sizes[layer]))
+    def block_bytes(self, layer: int) -> int:
+        return int(self._sizes[layer])
 
     def publish(self, done: Callable[[], None]) -> None:
         self._computed.put((self._to_slots.launched(), done))
@@ -135,12 +135,12 @@ class StagedBlockMemory(BlockMemory):
                 index = self._index(slot, blocks)
                 torch.index_select(self._device[layer], 0, index, out=together)
                 rows.copy_(together, non_blocking=True)
-            yield self._block_views(layer, len(blocks), slot)
+            yield self._filled(layer, len(blocks), slot)
 
     @contextmanager
     def incoming(self, layer: int, blocks: Sequence[int], wait_s: float) -> Iterator[list[memoryview]]:
         with self._slot(False, wait_s) as slot:
-            yield self._block_views(layer, len(blocks), slot)
+            yield self._filled(layer, len(blocks), slot)
             rows, together = self._piece(layer, len(blocks), slot, self._arriving)
             with self._to_device.launching(after_mark=True):
                 together.copy_(rows, non_blocking=True)
@@ -177,9 +177,8 @@ class StagedBlockMemory(BlockMemory):
         )
         return rows, piece
 
-    def _block_views(self, layer: int, count: int, slot: int) -> list[memoryview]:
-        size, slot_view = self._sizes[layer], self._views[slot]
-        return [slot_view[at : at + size] for at in range(0, count * size, size)]
+    def _filled(self, layer: int, count: int, slot: int) -> list[memoryview]:
+        return [self._views[slot][: count * self._sizes[layer]]]
 
     def _index(self, slot: int, blocks: Sequence[int]) -> torch.Tensor:
         """On the accelerator; from memory of the slot's own, so that nobody waits for its copy."""

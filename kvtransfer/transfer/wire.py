@@ -4,15 +4,15 @@ producer                                  consumer
 CHALLENGE nonce                    ->
                                    <-     OPEN nonce, proof, what is wanted
 ACCEPT proof | REFUSE reason       ->
-BLOCKS tags, bytes  (many)         ->
+BLOCKS tag, bytes  (many)          ->
 END | REFUSE                       ->
                                    <-     RECEIVED
 
 Both sides show that they know the key of transfers, without sending it. The nonces are fresh, so that a
 recorded answer is worth nothing; lengths are part of what is signed, so that bytes cannot move from one field
 to another. What follows is under keys of this one connection, one for each direction (AES-GCM, whose count of
-messages is the nonce): each frame has a tag, and so has each block, so that nothing on the way can be
-changed, left out, repeated or moved. Blocks are encrypted too where both ends are told to.
+messages is the nonce): each frame has a tag, and so have its blocks together, so that nothing on the way can
+be changed, left out, repeated or moved. Blocks are encrypted too where both ends are told to.
 """
 
 import hmac
@@ -28,6 +28,7 @@ from typing import Annotated
 
 import msgspec
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvtransfer.errors import Reason, TransferRefused
@@ -56,13 +57,14 @@ def proves(given: bytes, secret: bytes, side: Signer, *said: bytes) -> bool:
     return hmac.compare_digest(given, proof(secret, side, *said))
 
 
-VERSION = 2
+VERSION = 3
 KEY_BYTES = 16
 TAG_BYTES = 16
-MAX_PAYLOAD_BYTES = 4096  # the tags of 256 blocks
+MAX_PAYLOAD_BYTES = 4096
 MAX_VECTORS = 512  # below IOV_MAX of every system
 _HEADER = struct.Struct("<BBHIIQ")
 _NONCE = struct.Struct(">QI")
+_TIMEVAL = struct.Struct("ll")
 
 
 class Kind(IntEnum):
@@ -97,6 +99,9 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str  # fingerprint of the KV's shape and data type
     prompt: str  # digest of the prompt whose KV is wanted
     skip: list[Size]  # leading blocks the consumer has already or does not need, by KV cache group
+    layers: list[Size]  # that come over this connection
+    lanes: Size = 1  # connections over which all layers come
+    piece_bytes: Size = 0  # most of blocks that the consumer takes in a frame, if that is a block or more
     encrypt: bool = False  # the blocks; both ends are told alike
     dismiss: bool = False  # nothing is wanted: the producer may release at once
 
@@ -120,7 +125,8 @@ class Seal:
     0, and those of its blocks follow."""
 
     def __init__(self, secret: bytes, side: Signer, *nonces: bytes) -> None:
-        self._cipher = AESGCM(proof(secret, side, b"seal", *nonces)[:KEY_BYTES])
+        key = proof(secret, side, b"seal", *nonces)[:KEY_BYTES]
+        self._cipher, self._aes = AESGCM(key), algorithms.AES(key)
         self._frames = 0
 
     def begin(self) -> None:
@@ -145,8 +151,47 @@ class Seal:
         except InvalidTag:
             raise _changed() from None
 
+    # Of many bytes: without Python's lock, which `AESGCM` keeps while it reads what is only signed.
+
+    def tag_all(self, views: Sequence[memoryview], number: int) -> bytes:
+        """One, of all these one after the other."""
+        cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
+        for view in views:
+            cipher.authenticate_additional_data(view)
+        cipher.finalize()
+        return cipher.tag
+
+    def check_all(self, views: Sequence[memoryview], tag: bytes, number: int) -> None:
+        cipher = Cipher(self._aes, modes.GCM(self._nonce(number), tag)).decryptor()
+        for view in views:
+            cipher.authenticate_additional_data(view)
+        _finish(cipher)
+
+    def encrypt_all(self, views: Sequence[memoryview], into: memoryview, number: int) -> bytes:
+        """Their tag."""
+        cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
+        at = 0
+        for view in views:
+            at += cipher.update_into(view, into[at : at + view.nbytes])
+        cipher.finalize()
+        return cipher.tag
+
+    def decrypt_all(self, views: Sequence[memoryview], tag: bytes, number: int) -> None:
+        """In place."""
+        cipher = Cipher(self._aes, modes.GCM(self._nonce(number), tag)).decryptor()
+        for view in views:
+            cipher.update_into(view, view)
+        _finish(cipher)
+
     def _nonce(self, number: int) -> bytes:
         return _NONCE.pack(self._frames, number)
+
+
+def _finish(cipher: AEADDecryptionContext) -> None:
+    try:
+        cipher.finalize()
+    except InvalidTag:
+        raise _changed() from None
 
 
 def _changed() -> TransferRefused:
@@ -160,6 +205,7 @@ class Channel:
         self._peer = peer
         self._seals: tuple[Seal, Seal] | None = None  # ours, and theirs
         self._encrypt = False
+        self._sealed = bytearray()  # a piece as it leaves, where it is encrypted
         self._until: Callable[[], None] = lambda: None
 
     def seal(self, secret: bytes, we: Signer, nonces: tuple[bytes, bytes], *, encrypt: bool) -> None:
@@ -190,10 +236,10 @@ class Channel:
         self.send_control(Kind.REFUSE, msgspec.json.encode(said))
 
     def send_blocks(
-        self, layer: int, first: int, blocks: Sequence[memoryview], generation: int, limit_s: float
+        self, layer: int, first: int, count: int, views: Sequence[memoryview], generation: int, limit_s: float
     ) -> None:
-        """Tags are of the bytes as they are now; unless they are encrypted, the bytes leave where they are
-        without a copy of ours.
+        """So many blocks. Their tag is of the bytes as they are now; unless they are encrypted, they leave
+        where they are without a copy of ours.
 
         All of it within `limit_s`: others wait for the memory.
         """
@@ -201,17 +247,19 @@ class Channel:
         seal = self._seals[0]
         seal.begin()
         if self._encrypt:
-            sealed = [seal.encrypt(block, number) for number, block in enumerate(blocks, 1)]
-            tags = b"".join(one[-TAG_BYTES:] for one in sealed)
-            blocks = [one[:-TAG_BYTES] for one in sealed]
+            size = sum(view.nbytes for view in views)
+            if len(self._sealed) < size:
+                self._sealed = bytearray(size)
+            sealed = memoryview(self._sealed)[:size]
+            tag, views = seal.encrypt_all(views, sealed, 1), [sealed]
         else:
-            tags = b"".join(seal.tag(block, number) for number, block in enumerate(blocks, 1))
-        head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, len(blocks), generation) + tags
+            tag = seal.tag_all(views, 1)
+        head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, count, generation) + tag
         with all_within(self._peer, limit_s) as until:
-            send_all(self._peer, [memoryview(head + seal.tag(head)), *blocks], until)
+            send_all(self._peer, [memoryview(head + seal.tag(head)), *views], until)
 
     def receive(self) -> tuple[FrameHeader, bytes]:
-        """The next frame with its payload: of BLOCKS the tags, each of a block that follows."""
+        """The next frame with its payload: of BLOCKS the tag of those that follow."""
         start = receive_exactly(self._peer, _HEADER.size, self._until)
         kind, version, layer, first, count, generation = _HEADER.unpack(start)
         if version != VERSION:
@@ -220,7 +268,7 @@ class Channel:
             header = FrameHeader(Kind(kind), layer, first, count, generation)
         except ValueError as error:
             raise TransferRefused(Reason.PROTOCOL, f"frame of unknown kind {kind}") from error
-        size = count * TAG_BYTES if header.kind is Kind.BLOCKS else count
+        size = TAG_BYTES if header.kind is Kind.BLOCKS else count
         if size > MAX_PAYLOAD_BYTES:
             raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} with {size} bytes")
         payload = receive_exactly(self._peer, size, self._until)
@@ -238,22 +286,16 @@ class Channel:
             raise TransferRefused(Reason.PROTOCOL, f"{header.kind.name} where {expected.name} was due")
         return payload
 
-    def receive_blocks(self, blocks: Sequence[memoryview], tags: bytes, number: int, limit_s: float) -> None:
-        """Into place, within `limit_s`: those of a frame from this number on. What is not as it was sent
-        raises."""
+    def receive_blocks(self, views: Sequence[memoryview], tag: bytes, limit_s: float) -> None:
+        """All of a frame into place, within `limit_s`. What is not as it was sent raises."""
         assert self._seals is not None
         seal = self._seals[1]
-        each = [tags[at * TAG_BYTES : (at + 1) * TAG_BYTES] for at in range(number, number + len(blocks))]
-        sealed = [bytearray(block.nbytes + TAG_BYTES) for block in blocks] if self._encrypt else []
-        into = [memoryview(one)[:-TAG_BYTES] for one in sealed] or list(blocks)
         with all_within(self._peer, limit_s) as until:
-            receive_all(self._peer, into, until)
-        for index, one in enumerate(sealed):
-            one[-TAG_BYTES:] = each[index]
-            seal.decrypt(one, number + index + 1, blocks[index])
-        if not sealed:
-            for index, (block, tag) in enumerate(zip(blocks, each, strict=True), number + 1):
-                seal.check(block, tag, index)
+            receive_all(self._peer, list(views), until)
+        if self._encrypt:
+            seal.decrypt_all(views, tag, 1)
+        else:
+            seal.check_all(views, tag, 1)
 
 
 def decode_refusal(payload: bytes) -> TransferRefused:
@@ -278,19 +320,33 @@ def receive_exactly(peer: socket.socket, size: int, before_each: Callable[[], No
 
 @contextmanager
 def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
-    """A socket's own limit is of each call: one that moves a byte a call would go on for ever."""
+    """A socket's own limit is of each call: one that moves a byte a call would go on for ever.
+
+    The system keeps the limit, not Python: a call then moves all it was given, not what a buffer holds.
+    """
     end, usual = time.monotonic() + limit_s, peer.gettimeout()
 
     def until() -> None:
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"it took more than {limit_s:g} s")
-        peer.settimeout(left)
+        _limit_calls(peer, max(left, 0.001))  # 0 would be none
 
     try:
+        until()
+        peer.settimeout(None)
         yield until
+    except BlockingIOError as error:
+        raise TimeoutError(f"it took more than {limit_s:g} s") from error
     finally:
-        peer.settimeout(usual)
+        if peer.fileno() >= 0:
+            peer.settimeout(usual)
+
+
+def _limit_calls(peer: socket.socket, seconds: float) -> None:
+    limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, way, limit)
 
 
 def send_all(peer: socket.socket, views: list[memoryview], before_each: Callable[[], None]) -> None:
@@ -310,7 +366,7 @@ def receive_all(
             at += 1
             continue
         before_each()
-        got = peer.recvmsg_into(views[at : at + MAX_VECTORS])[0]
+        got = peer.recvmsg_into(views[at : at + MAX_VECTORS], 0, socket.MSG_WAITALL)[0]
         if not got:
             raise ConnectionError("the peer closed the connection")
         at = _advance(views, at, got)

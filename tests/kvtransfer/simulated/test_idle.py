@@ -98,7 +98,7 @@ def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPa
         return at_once(*asked)
 
     monkeypatch.setattr(HostBlockMemory, "outgoing", slowly)
-    monkeypatch.setattr(HostBlockMemory, "frame_blocks", lambda memory, layer: 1)
+    monkeypatch.setattr(HostBlockMemory, "piece_blocks", lambda memory, layer, piece_bytes: 1)
     lease_s, port = 0.4, free_port()
     prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s, feed=feed_path())

@@ -207,12 +207,12 @@ def test_a_prefill_that_begins_again_is_sent_again(pair: TransferPair) -> None:
 
 
 HANDSHAKE_BYTES = 20 + 32 + 20 + 32  # of the producer: CHALLENGE and ACCEPT
-OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16 * 30, 20 + 16 * 31 + 100, 20 + 16 * 31 + 29 * 4096 + 7]
+OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16, 20 + 32 + 100, 20 + 32 + 29 * 4096 + 7]
 
 
 @pytest.mark.parametrize("at", [*(HANDSHAKE_BYTES + at for at in OF_A_FRAME), 100_000])
 def test_a_flipped_bit_on_the_way_is_refused(pair: TransferPair, at: int) -> None:
-    """Of a frame's kind, layer, place, number, generation, of its tags and of its blocks."""
+    """Of a frame's kind, layer, place, number, generation, of its two tags and of its blocks."""
     pair.compute()
     before = dataclasses.replace(pair.consumer, timeout_s=2.0)
     with FlippingProxy(pair.source.port, at) as port:
@@ -414,7 +414,7 @@ class FrameSwappingProxy(FlippingProxy):
         consumer, _ = self._listener.accept()
         producer = socket.create_connection(("127.0.0.1", self._port))
         threading.Thread(target=self._pump, args=(consumer, producer), daemon=True).start()
-        size = 20 + 16 * len(PROMPT) + 16 + BLOCK_BYTES * len(PROMPT)
+        size = 20 + 16 + 16 + BLOCK_BYTES * len(PROMPT)
         try:
             for _ in range(2):  # CHALLENGE, and when that is answered ACCEPT
                 consumer.sendall(wire.receive_exactly(producer, HANDSHAKE_BYTES // 2))

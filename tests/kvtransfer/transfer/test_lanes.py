@@ -1,0 +1,121 @@
+"""A prompt over several connections: it arrives whole, once, and ends as one."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import pytest
+
+from kvtransfer.errors import Reason, TransferRefused
+from kvtransfer.transfer import lanes
+from kvtransfer.transfer.exports import Exports, Reader, Written
+from kvtransfer.transfer.lanes import shared_out
+from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch
+from tests.kvtransfer.transfer.test_delivery import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    CONSUMER,
+    LAYERS,
+    PROMPT,
+    TOKENS,
+    Memory,
+    eventually,
+    serving,
+)
+
+MIB = 1 << 20
+INTO = list(range(len(PROMPT)))
+
+
+@pytest.fixture
+def a_lane_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "LANE_BYTES", 1)
+
+
+def test_layers_are_shared_out_evenly_and_small_prompts_have_one_lane() -> None:
+    assert shared_out([MIB] * 8) == [list(range(8))]
+    assert shared_out([32 * MIB] * 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    unlike = [256 * MIB if layer % 6 == 5 else 16 * MIB for layer in range(48)]
+    shares = shared_out(unlike)
+    assert sorted(layer for share in shares for layer in share) == list(range(48))
+    loads = [sum(unlike[layer] for layer in share) for share in shares]
+    assert max(loads) - min(loads) <= 256 * MIB
+    assert shared_out([0] * 4) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.usefixtures("a_lane_a_layer")
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_prompt_arrives_over_its_lanes_and_is_held_until_the_last_has_ended(encrypt: bool) -> None:
+    theirs, mine = Memory(fill=True), Memory(fill=False)
+    mine.piece_bytes = 3 * BLOCK_BYTES - 1  # it takes less at once than the producer has
+    exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
+    server, port = serving(exports, encrypt=encrypt)
+    generation = exports.open("t", [PROMPT], TOKENS, "p")
+    for layer in range(LAYERS):
+        exports.wrote(layer, [Written("t", generation, TOKENS)])
+    exports.finish("t")
+    consumer = dataclasses.replace(CONSUMER, encrypt=encrypt)
+    received = fetch(
+        TransferSource("127.0.0.1", port, "t", 4, "p"), [0], [INTO], mine, consumer, Cancellation()
+    )
+    assert received == LAYERS * len(PROMPT) * BLOCK_BYTES
+    assert mine.blocks(INTO) == theirs.blocks(PROMPT)
+    assert eventually(lambda: exports.take_released() == ["t"])
+    server.close()
+
+
+def two_lanes() -> tuple[Exports, list[list[int]]]:
+    exports = Exports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
+    exports.open("t", [PROMPT], TOKENS, "p")
+    exports.finish("t")
+    return exports, [[0, 2], [1]]
+
+
+def test_one_lane_that_has_ended_does_not_release_what_another_reads() -> None:
+    exports, shares = two_lanes()
+    first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
+    exports.delivered(first)
+    assert exports.take_released() == []
+    exports.delivered(second)
+    assert exports.take_released() == ["t"]
+
+
+def test_a_consumer_that_is_gone_on_one_lane_is_gone_on_all() -> None:
+    exports, shares = two_lanes()
+    first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
+    exports.leave(first)
+    with pytest.raises(TransferRefused, match="taken"):
+        exports.wait_ready(second, 1)
+
+
+@pytest.mark.parametrize("layers", [[0, LAYERS], [1, 1]])
+def test_layers_that_are_not_there_or_twice_are_refused(layers: list[int]) -> None:
+    exports, _ = two_lanes()
+    with pytest.raises(TransferRefused) as refused:
+        exports.attach("t", "p", [0], 0, layers, 2)
+    assert refused.value.reason is Reason.PROTOCOL
+
+
+@pytest.mark.usefixtures("a_lane_a_layer")
+def test_a_lane_that_fails_ends_the_others_and_says_why() -> None:
+    class Failing(Memory):
+        def incoming(
+            self, layer: int, blocks: Sequence[int], wait_s: float
+        ) -> AbstractContextManager[list[memoryview]]:
+            raise TransferRefused(Reason.CORRUPT)
+
+    class CarelessExports(Exports):
+        def leave(self, reader: Reader) -> None:
+            """It does not tell the other lanes: the consumer ends them itself."""
+
+    exports = CarelessExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
+    server, port = serving(exports)
+    generation = exports.open("t", [PROMPT], TOKENS, "p")
+    exports.wrote(1, [Written("t", generation, TOKENS)])  # lanes 0 and 2 wait for theirs
+    began = time.monotonic()
+    with pytest.raises(TransferRefused) as refused:
+        source = TransferSource("127.0.0.1", port, "t", 4, "p")
+        fetch(source, [0], [INTO], Failing(fill=False), CONSUMER, Cancellation())
+    assert refused.value.reason is Reason.CORRUPT and time.monotonic() - began < 5
+    server.close()
