@@ -15,7 +15,6 @@ import torch
 from benchmarks.kv.copies import MadeShape, host_copies, transfer_s, transfers
 from benchmarks.kv.processes import between_processes
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.host_memory import CudaMover
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.staging import StagedBlockMemory

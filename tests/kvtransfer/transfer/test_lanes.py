@@ -99,23 +99,23 @@ def test_layers_that_are_not_there_or_twice_are_refused(layers: list[int]) -> No
 
 @pytest.mark.usefixtures("a_lane_a_layer")
 def test_a_lane_that_fails_ends_the_others_and_says_why() -> None:
-    class Failing(Memory):
+    class FailingMemory(Memory):
         def incoming(
             self, layer: int, blocks: Sequence[int], wait_s: float
         ) -> AbstractContextManager[list[memoryview]]:
             raise TransferRefused(Reason.CORRUPT)
 
-    class CarelessExports(Exports):
+    class SilentExports(Exports):
         def leave(self, reader: Reader) -> None:
             """It does not tell the other lanes: the consumer ends them itself."""
 
-    exports = CarelessExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
+    exports = SilentExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports)
     generation = exports.open("t", [PROMPT], TOKENS, "p")
     exports.wrote(1, [Written("t", generation, TOKENS)])  # lanes 0 and 2 wait for theirs
     began = time.monotonic()
     with pytest.raises(TransferRefused) as refused:
         source = TransferSource("127.0.0.1", port, "t", 4, "p")
-        fetch(source, [0], [INTO], Failing(fill=False), CONSUMER, Cancellation())
+        fetch(source, [0], [INTO], FailingMemory(fill=False), CONSUMER, Cancellation())
     assert refused.value.reason is Reason.CORRUPT and time.monotonic() - began < 5
     server.close()
