@@ -12,12 +12,16 @@ LANE_BYTES = 32 << 20  # at least: a handshake and a thread take as long as a fe
 
 
 def shared_out(layer_bytes: Sequence[int]) -> list[list[int]]:
-    """Layers by lane. In their order, in which they are computed, each goes to the lane that has least."""
-    lanes = max(1, min(LANES, len(layer_bytes), sum(layer_bytes) // LANE_BYTES))
+    """Layers by lane, each to the one that has least. Those of which most is wanted first: only they go on
+    with every chunk of the prompt. A lane of others (windows, states) would be silent until the end."""
+    most = max(layer_bytes, default=0)
+    full = [layer for layer, size in enumerate(layer_bytes) if size == most]
+    others = [layer for layer, size in enumerate(layer_bytes) if size < most]
+    lanes = max(1, min(LANES, len(full), sum(layer_bytes) // LANE_BYTES))
     shares: list[list[int]] = [[] for _ in range(lanes)]
     loads = [0] * lanes
-    for layer, size in enumerate(layer_bytes):
+    for layer in (*full, *others):
         least = loads.index(min(loads))
         shares[least].append(layer)
-        loads[least] += size
-    return shares
+        loads[least] += layer_bytes[layer]
+    return [sorted(share) for share in shares]

@@ -272,7 +272,7 @@ def _receive(
             if layer not in arrived:
                 raise TransferRefused(Reason.PROTOCOL, f"not a layer of this lane: {header}")
             at, blocks = header.first - skip[memory.groups[layer]], wanted[layer]
-            if at != arrived[layer] or at + header.count > len(blocks):
+            if at != arrived[layer] or not 0 < header.count <= len(blocks) - at:
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")
             if header.count > memory.piece_blocks(layer, memory.piece_bytes):
                 raise TransferRefused(Reason.PROTOCOL, f"more blocks than asked for at once: {header}")

@@ -330,7 +330,7 @@ def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], Non
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"it took more than {limit_s:g} s")
-        _limit_calls(peer, max(left, 0.001))  # 0 would be none
+        _limit_calls(peer, max(left, 0.001))
 
     try:
         until()
@@ -340,6 +340,7 @@ def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], Non
         raise TimeoutError(f"it took more than {limit_s:g} s") from error
     finally:
         if peer.fileno() >= 0:
+            _limit_calls(peer, 0.0)  # none: what waits for ever afterwards would have the last one
             peer.settimeout(usual)
 
 

@@ -44,6 +44,14 @@ def test_layers_are_shared_out_evenly_and_small_prompts_have_one_lane() -> None:
     assert shared_out([0] * 4) == [[0, 1, 2, 3]]
 
 
+def test_each_lane_has_a_layer_that_goes_on_with_the_prompt() -> None:
+    """Of layers with windows or states nothing is sent until the prompt's end: a lane of such is silent."""
+    hybrid = [0, 0, 0, 256 * MIB] * 3
+    assert [[layer for layer in share if layer % 4 == 3] for share in shared_out(hybrid)] == [[3], [7], [11]]
+    assert shared_out([0, 0, 0, 128 * MIB]) == [[0, 1, 2, 3]]
+    assert shared_out([100 * MIB, 90 * MIB, 90 * MIB, 100 * MIB]) == [[0, 1], [2, 3]]
+
+
 @pytest.mark.usefixtures("a_lane_a_layer")
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_prompt_arrives_over_its_lanes_and_is_held_until_the_last_has_ended(encrypt: bool) -> None:

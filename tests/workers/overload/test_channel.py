@@ -298,3 +298,15 @@ def test_a_process_without_a_file_descriptor_left_accepts_later() -> None:
         line.send(Message(PeerAsk.GET, 1), 5.0)
         assert line.receive(5.0).kind is PeerAsk.DONE
     server.close()
+
+
+def test_a_peer_may_be_idle_for_longer_than_a_message_may_take(
+    server: PeerServer, encrypt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(channel_module, "MESSAGE_S", 0.4)
+    peer = PeerConnection(server.address, SECRET, 5.0, encrypt=encrypt)
+    for _ in range(2):
+        time.sleep(1.0)
+        assert peer.ask(Message(PeerAsk.PUT, 1, {"a": 1})).kind is PeerAsk.DONE
+    peer.close()
