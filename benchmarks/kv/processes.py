@@ -31,6 +31,7 @@ def between_processes(shape: MadeShape) -> dict[str, float]:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(theirs, shape, secret))
     producer.start()
+    theirs.close()  # with the producer's end ours has one, too
     try:
         ports = ours.recv()
         taken: dict[str, list[float]] = {"clear": [], "encrypted": [], "plain": []}
@@ -62,7 +63,10 @@ def _plain_s(port: int, size: int) -> float:
     with socket.create_connection(("127.0.0.1", port)) as peer:
         began, left = time.perf_counter(), size
         while left:
-            left -= peer.recv_into(into[: min(left, PLAIN_BYTES)], 0, socket.MSG_WAITALL)
+            got = peer.recv_into(into[: min(left, PLAIN_BYTES)], 0, socket.MSG_WAITALL)
+            if not got:
+                raise ConnectionError("the producer ended")
+            left -= got
         return time.perf_counter() - began
 
 
