@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
@@ -171,8 +171,9 @@ class Copier:
     ) -> list[Any]:
         size = -(-len(copies) // threads)
         parts = [(self.memory, copies[at : at + size], at) for at in range(0, len(copies), size)]
-        others = [self._helpers.submit(work, *part) for part in parts[1:]]
+        others: list[Future[Any]] = []
         try:
+            others.extend(self._helpers.submit(work, *part) for part in parts[1:])
             mine = work(*parts[0])
         finally:
             wait(others)  # whatever happened: the rows are the next piece's
