@@ -106,7 +106,7 @@ class RegisteredRows:
         self._known.add(chunk)
 
     def take_refused(self) -> int:
-        """Chunks since the last call. Without the lock, which a registration has: the model asks in each step."""
+        """Chunks since the last call. Without the lock, which a registration has: each step asks."""
         refused = self._refused
         told, self._told = self._told, refused
         return refused - told
