@@ -100,6 +100,7 @@ class RetentionScheduler(SchedulerSide):
         # `changed` of the conversations, and of what they share, when free blocks were last put in order.
         self._ordered_at = self._shared_at = -1
         self._nobodys = 0  # so many of the blocks that are taken next were looked at, and are nobody's
+        self._blocks = 0  # of the pool then
 
     def bind(self, manager: Any) -> None:
         self._pool = manager.block_pool
@@ -136,6 +137,11 @@ class RetentionScheduler(SchedulerSide):
                 if owned and request_id not in admitted:
                     self._advance(*owned)
             self._nobodys -= taken_by_running(scheduler_output)
+            if self._pool.num_gpu_blocks != self._blocks:
+                self._nobodys, self._blocks = (
+                    0,
+                    self._pool.num_gpu_blocks,
+                )  # it shrank, or grew: not as it was
             if scheduler_output.preempted_req_ids:
                 self._nobodys = 0  # what it took in this step has joined the other end
                 self._residence.conversations.freed_strangers()

@@ -64,10 +64,10 @@ class SideStream:
                 self._stream.wait_event(self._marked)
             try:
                 yield launched
+                launched.event = self._recorded(self._stream)
             except BaseException:
                 self._stream.synchronize()
                 raise
-            launched.event = self._recorded(self._stream)
 
     def _recorded(self, stream: Any) -> Any:
         assert self._cuda is not None

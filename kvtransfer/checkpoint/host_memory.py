@@ -21,8 +21,8 @@ Rows = npt.NDArray[np.uint8]
 
 
 class HostSlots:
-    """One row a slot, with what must be in it. Rows are used page by page as slots fill: plain memory, or
-    with a registry memory that a GPU copies to and from (`registered.py`).
+    """One row a slot, with what must be in it. Rows are plain memory, used page by page as slots fill; with a
+    registry they are memory that a GPU copies to and from, used chunk by chunk (`registered.py`).
 
     What a digest is of, and what is compared with it, its mover says.
     """

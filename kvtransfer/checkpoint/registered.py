@@ -10,6 +10,7 @@ import logging
 import math
 import mmap
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -21,6 +22,7 @@ import torch
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
 CHUNK_BYTES = 256 << 20  # some tens of milliseconds, mostly for its pages
+CLOSE_S = 1.0
 
 
 class Registry(Protocol):
@@ -91,7 +93,10 @@ class RegisteredRows:
         size = self.chunk_rows * self.rows.shape[1]
         memory = self._bytes[chunk * size : (chunk + 1) * size]
         memory[:] = 0  # pages come here, without Python's lock, and not while the driver holds its own
-        error = self._registry.register(memory.ctypes.data, memory.nbytes)
+        try:
+            error = self._registry.register(memory.ctypes.data, memory.nbytes)
+        except RuntimeError as raised:  # torch's, or no thread can be started
+            error = repr(raised)
         if not error:
             self._registered[chunk] = memory.ctypes.data
         else:
@@ -112,7 +117,9 @@ class RegisteredRows:
         return refused - told
 
     def close(self) -> None:
-        """Nothing is copied any more, and nothing launched by this thread."""
+        """Nothing is copied any more, and nothing launched by this thread. What it has no time for the driver
+        takes back with the process."""
+        end = time.monotonic() + CLOSE_S
         with self._lock:
-            while self._registered:
+            while self._registered and time.monotonic() < end:
                 self._registry.unregister(self._registered.popitem()[1])

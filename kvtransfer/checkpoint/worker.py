@@ -35,6 +35,7 @@ logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
 SHARE_BESIDE_STEPS = 0.05  # of a core, when nothing has waited long
 PATIENCE_S = 0.25
+CLOSE_S = 3.0
 BETWEEN_STEPS_S = 0.05  # without a step for longer, the engine is idle
 NICE = 10
 
@@ -83,7 +84,8 @@ class Copier:
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._part = max(1, mover.at_once // THREADS)
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._takes_its_place)
-        threading.Thread(target=self._run, name="kv-copier", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
+        self._thread.start()
 
     def submit(self, order: CheckpointOrder) -> None:
         now = time.monotonic()
@@ -120,6 +122,9 @@ class Copier:
             self._closed = True
             self._work.notify()
         self._helpers.shutdown(wait=False)
+        self._thread.join(
+            CLOSE_S
+        )  # a thread that is in torch when the interpreter ends would abort the process
 
     def _run(self) -> None:
         self._takes_its_place()

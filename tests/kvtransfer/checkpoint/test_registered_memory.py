@@ -2,8 +2,10 @@
 
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -120,6 +122,55 @@ def test_a_closed_copier_gives_memory_back_and_a_worker_counts_what_was_refused(
     assert worker.take_counts() == {"unregistered_chunks": 1} and not worker.take_counts()
     worker.shutdown()
     until(lambda: not registry.held)
+
+
+class SlowRegistry(RegistryLog):
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def register(self, address: int, nbytes: int) -> str:
+        self.began.set()
+        assert self.goes_on.wait(5)
+        return super().register(address, nbytes)
+
+
+def test_the_model_asks_for_counts_while_memory_is_registered() -> None:
+    registry = SlowRegistry()
+    memory = HostSlots(SLOTS, ROW, registry)
+    using = threading.Thread(target=memory.use, args=(copies(0),))
+    using.start()
+    assert registry.began.wait(5)
+    with ThreadPoolExecutor(1) as model:
+        try:
+            assert model.submit(memory.take_refused).result(2) == 0
+        finally:
+            registry.goes_on.set()
+    using.join(5)
+
+
+class RaisingRegistry(RegistryLog):
+    def register(self, address: int, nbytes: int) -> str:
+        self.asked += 1
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_registration_that_raises_is_a_refusal() -> None:
+    registry = RaisingRegistry()
+    memory = HostSlots(SLOTS, ROW, registry)
+    memory.use(copies(0, 1))
+    memory.use(copies(2))
+    assert registry.asked == 1 and memory.take_refused() == 1
+
+
+def test_closing_waits_for_memory_to_be_given_back() -> None:
+    device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
+    registry = RegistryLog()
+    copier = Copier(HostSlots(SLOTS, ROW, registry), CudaMover(device, LateCuda()))
+    copier.submit(CheckpointOrder(stores=copies(0, 9)))
+    until(lambda: bool(copier.take_report().stored))
+    copier.close()
+    assert not registry.held
 
 
 def until(true: Callable[[], bool]) -> None:
