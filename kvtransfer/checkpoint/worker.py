@@ -122,9 +122,7 @@ class Copier:
             self._closed = True
             self._work.notify()
         self._helpers.shutdown(wait=False)
-        self._thread.join(
-            CLOSE_S
-        )  # a thread that is in torch when the interpreter ends would abort the process
+        self._thread.join(CLOSE_S)  # one that is in torch when the interpreter ends aborts the process
 
     def _run(self) -> None:
         self._takes_its_place()
