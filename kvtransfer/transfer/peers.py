@@ -1,13 +1,19 @@
 """Both ends of a transfer connection: the producer's server, and the consumer's fetch.
 
 A producer listens on one socket a rank and serves each connection in a thread of its own. A consumer fetches
-one prompt's KV into blocks already allocated for it, over one connection or several (`lanes.py`).
+one prompt's KV into blocks already allocated for it, over one connection or several: its *lanes*, over which
+the prompt's layers come at the same time.
+
+Over one connection a piece is gathered, then tagged, then sent, each while the others wait, and no connection
+is faster than the one thread in the system that copies its bytes. Lanes share nothing but the export: each
+has a handshake, keys, an order of frames and an END of its own.
 """
 
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,16 +22,82 @@ import msgspec
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
-from kvtransfer.transfer.acceptor import Acceptor
 from kvtransfer.transfer.exports import Exports, Reader
-from kvtransfer.transfer.lanes import LANES, shared_out
 from kvtransfer.transfer.memory import BlockMemory
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
-HANDSHAKE_S = 10.0
+LANES = 4  # of a prompt, at most
+LANE_BYTES = 32 << 20  # of one, at least: a handshake and a thread take as long as a few MiB
 MAX_CONNECTIONS = 256 * LANES
+ACCEPT_AGAIN_S = 0.1
+HANDSHAKE_S = 10.0
 GRACE_S = 5.0  # the producer gives up first, and says why
+
+
+class Acceptor:
+    """A listener's connections, each served by a thread of its own, no more than so many at once. It accepts
+    until it is closed, whatever a single connection or the system does."""
+
+    def __init__(
+        self, listener: socket.socket, serve: Callable[[socket.socket, object], None], most: int, name: str
+    ) -> None:
+        """`serve` has a connection and its address; it closes the connection."""
+        self._listener, self._serve, self._name = listener, serve, name
+        self._slots = threading.BoundedSemaphore(most)
+        self._closed = False
+        threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody who waits in `accept`
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._slots.acquire()
+            try:
+                peer, address = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                self._not_accepted(error)  # no file descriptor left, say
+                continue
+            try:
+                threading.Thread(
+                    target=self._served, args=(peer, address), name=self._name, daemon=True
+                ).start()
+            except RuntimeError as error:  # no thread left
+                peer.close()
+                self._not_accepted(error)
+
+    def _not_accepted(self, error: Exception) -> None:
+        self._slots.release()
+        logger.warning("%s: a connection could not be accepted: %s", self._name, error)
+        time.sleep(ACCEPT_AGAIN_S)
+
+    def _served(self, peer: socket.socket, address: object) -> None:
+        try:
+            self._serve(peer, address)
+        finally:
+            self._slots.release()
+
+
+def shared_out(layer_bytes: Sequence[int]) -> list[list[int]]:
+    """Layers by lane, each to the one that has least. Those of which most is wanted first: only they go on
+    with every chunk of the prompt. A lane of others (windows, states) would be silent until the end."""
+    most = max(layer_bytes, default=0)
+    full = [layer for layer, size in enumerate(layer_bytes) if size == most]
+    others = [layer for layer, size in enumerate(layer_bytes) if size < most]
+    lanes = max(1, min(LANES, len(full), sum(layer_bytes) // LANE_BYTES))
+    shares: list[list[int]] = [[] for _ in range(lanes)]
+    loads = [0] * lanes
+    for layer in (*full, *others):
+        least = loads.index(min(loads))
+        shares[least].append(layer)
+        loads[least] += layer_bytes[layer]
+    return [sorted(share) for share in shares]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 
 from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
-from kvtransfer.transfer.acceptor import Acceptor
+from kvtransfer.transfer.peers import Acceptor
 from workers.overload.errors import OverloadConfigError, PeerError, PeerRefused, SplitOver
 
 logger = logging.getLogger("conserve.workers.overload")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvtransfer.transfer.acceptor import Acceptor
+from kvtransfer.transfer.peers import Acceptor
 
 
 def echo(peer: socket.socket, address: object) -> None:

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 import pytest
 
 from kvtransfer.errors import Reason, TransferRefused
-from kvtransfer.transfer import lanes
+from kvtransfer.transfer import peers
 from kvtransfer.transfer.exports import Exports, Reader, Written
-from kvtransfer.transfer.lanes import shared_out
-from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch
+from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch, shared_out
 from tests.kvtransfer.transfer.test_delivery import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -30,7 +29,7 @@ INTO = list(range(len(PROMPT)))
 
 @pytest.fixture
 def a_lane_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "LANE_BYTES", 1)
+    monkeypatch.setattr(peers, "LANE_BYTES", 1)
 
 
 def test_layers_are_shared_out_evenly_and_small_prompts_have_one_lane() -> None:
