@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.checkpoint.host_memory import THREADS, HostMover, HostSlots, Mover, block_bytes
-from kvtransfer.checkpoint.registered import CudaRegistry
+from kvtransfer.checkpoint.host_memory import THREADS, CudaRegistry, HostMover, HostSlots, Mover, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import Launched, SideStream, cuda_of
 from kvtransfer.transfer.memory import byte_rows

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from kvtransfer.checkpoint.cuda_mover import CudaMover
-from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
-from kvtransfer.checkpoint.registered import Registry
+from kvtransfer.checkpoint.host_memory import HostSlots, Registry, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, CheckpointOrder
 from kvtransfer.checkpoint.worker import CheckpointWorker, Copier
 from tests.support.device import LateCuda
@@ -43,7 +42,7 @@ class RegistryLog(Registry):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.checkpoint.registered.CHUNK_BYTES", 8 * ROW)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.CHUNK_BYTES", 8 * ROW)
 
 
 def copies(*slots: int) -> list[BlockCopy]:
