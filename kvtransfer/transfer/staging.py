@@ -14,8 +14,14 @@ from typing import Any
 import torch
 
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
-from kvtransfer.side_stream import SideStream
-from kvtransfer.transfer.memory import ONE, PIECE_BYTES, BlockMemory, byte_rows, layout_fingerprint
+from kvtransfer.transfer.memory import (
+    ONE,
+    PIECE_BYTES,
+    BlockMemory,
+    SideStream,
+    byte_rows,
+    layout_fingerprint,
+)
 
 SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus: starting a copy is little beside it
 SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once

@@ -13,9 +13,8 @@ from typing import Any
 from kvtransfer.config import GIB, transfer_secret
 from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
-from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, cuda_of
 from kvtransfer.transfer.peers import (
     Cancellation,
     TransferEnd,
