@@ -34,8 +34,8 @@ from kvtransfer.config import (
     ConnectorConfig,
     host_slots,
 )
+from kvtransfer.conversations import STATE_WINDOW, CacheGroup, block_bytes
 from kvtransfer.errors import ConnectorConfigError
-from kvtransfer.groups import STATE_WINDOW, CacheGroup, block_bytes
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
     LATER,

@@ -17,9 +17,9 @@ from importlib import import_module
 from typing import Any, Protocol, Self
 
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.conversations import CacheGroup
 from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.feed import Handler
-from kvtransfer.groups import CacheGroup
 from kvtransfer.metrics import CounterSpec, HistogramSpec
 from kvtransfer.residence import Residence
 

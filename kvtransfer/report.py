@@ -8,9 +8,8 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.conversations import RetentionPhase, block_key
+from kvtransfer.conversations import RetentionPhase, beside_tokens, block_key, transferred_tokens
 from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
-from kvtransfer.groups import beside_tokens, transferred_tokens
 from kvtransfer.host_index import block_faults, host_faults
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
 from placement.engines import EngineState

@@ -16,8 +16,8 @@ from typing import Any
 import xxhash
 from vllm.v1.request import RequestStatus
 
+from kvtransfer.conversations import transferred_tokens
 from kvtransfer.errors import Reason
-from kvtransfer.groups import transferred_tokens
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.transfer.peers import TransferSource
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtransfer.checkpoint.scheduler import CheckpointReport, CheckpointScheduler
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.groups import CacheGroup
+from kvtransfer.conversations import CacheGroup
 from kvtransfer.plugins import EngineContext, Match, StepOutcome
 from kvtransfer.residence import Residence
 

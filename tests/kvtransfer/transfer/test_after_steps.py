@@ -9,8 +9,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
+from kvtransfer.conversations import CacheGroup
 from kvtransfer.errors import TransferRefused
-from kvtransfer.groups import CacheGroup
 from kvtransfer.plugins import EngineContext
 from kvtransfer.residence import Residence
 from kvtransfer.transfer.memory import HostBlockMemory

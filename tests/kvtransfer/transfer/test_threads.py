@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.groups import CacheGroup
+from kvtransfer.conversations import CacheGroup
 from kvtransfer.plugins import EngineContext
 from kvtransfer.residence import Residence
 from kvtransfer.transfer.peers import TransferSource
