@@ -10,8 +10,8 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.conversations import RetentionPhase, beside_tokens, block_key, transferred_tokens
 from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
-from kvtransfer.host_index import block_faults, host_faults
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
+from kvtransfer.residence import block_faults, host_faults
 from placement.engines import EngineState
 from placement.iteration.prompts import PromptRate
 

@@ -8,6 +8,9 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
 from typing import Any
 
 from kvtransfer.config import ConnectorConfig
@@ -17,11 +20,139 @@ from kvtransfer.conversations import (
     RetainedConversations,
     RetentionPhase,
     all_kept,
+    block_key,
 )
-from kvtransfer.host_index import HostIndex, Slot
 from placement.engines import SplitState
 
 logger = logging.getLogger("conserve.kvtransfer.residence")
+
+
+class SlotState(StrEnum):
+    STORING = "storing"
+    STORED = "stored"
+
+
+@dataclass(slots=True)
+class Slot:
+    number: int
+    generation: int  # of the slot's contents: a copy ordered for other contents is refused
+    block: bytes
+    state: SlotState = SlotState.STORING
+    loads: int = 0  # copies back to the accelerator under way
+    dropped: bool = False  # nobody finds it any more; free once no copy touches it
+
+    @property
+    def done(self) -> bool:
+        return self.dropped and not self.loads and self.state is SlotState.STORED
+
+
+class HostIndex:
+    def __init__(self, slots: int) -> None:
+        self.capacity = slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._slots: dict[int, Slot] = {}
+        self._by_block: dict[bytes, Slot] = {}
+        self._generations = count(1)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Slots whose block can be found, or will be when its copy ends."""
+        return len(self._by_block)
+
+    def __contains__(self, block: bytes) -> bool:
+        return block in self._by_block
+
+    def stored(self, block: bytes) -> bool:
+        slot = self._by_block.get(block)
+        return slot is not None and slot.state is SlotState.STORED
+
+    def stored_prefix(self, chain: list[bytes], start: int, end: int, group: int = 0) -> int:
+        """How many blocks from `start` on are stored without a gap."""
+        at = start
+        while at < end and self.stored(block_key(chain[at], group)):
+            at += 1
+        return at - start
+
+    def begin_store(self, block: bytes) -> Slot | None:
+        """A slot to copy the block to; None when there is none."""
+        if not self._free:
+            return None
+        slot = Slot(self._free.pop(), next(self._generations), block)
+        self._slots[slot.number] = self._by_block[block] = slot
+        return slot
+
+    def end_store(self, number: int) -> None:
+        slot = self._slots[number]
+        slot.state = SlotState.STORED
+        self._free_if_done(slot)
+
+    def begin_load(self, block: bytes) -> Slot | None:
+        """None when the block has left meanwhile."""
+        slot = self._by_block.get(block)
+        if slot is not None:
+            slot.loads += 1
+        return slot
+
+    def end_load(self, number: int) -> None:
+        slot = self._slots[number]
+        slot.loads -= 1
+        self._free_if_done(slot)
+
+    def drop(self, block: bytes) -> None:
+        """Not wanted any more, or found to be corrupt."""
+        slot = self._by_block.pop(block, None)
+        if slot is not None:
+            slot.dropped = True
+            self._free_if_done(slot)
+
+    def drop_slot(self, number: int) -> None:
+        slot = self._slots.get(number)
+        if slot is not None and not slot.dropped:
+            self.drop(slot.block)
+
+    def faults(self) -> list[str]:
+        """What should not be: nothing, unless slots leak."""
+        found = [f"slot {s.number} is dropped, idle, and not free" for s in self._slots.values() if s.done]
+        if len(self._free) + len(self._slots) != self.capacity:
+            found.append(f"{self.capacity} slots, but {len(self._free)} free and {len(self._slots)} used")
+        states = Counter(slot.block for slot in self._slots.values() if not slot.dropped)
+        found += [f"a block is in {slots} slots" for slots in states.values() if slots > 1]
+        return found
+
+    def blocks(self) -> list[bytes]:
+        return list(self._by_block)
+
+    def _free_if_done(self, slot: Slot) -> None:
+        if slot.done:
+            del self._slots[slot.number]
+            self._free.append(slot.number)
+
+
+def block_faults(
+    blocks: Sequence[Any], free_blocks: int, references: Mapping[str, Iterable[int]]
+) -> list[str]:
+    """References no holder accounts for, and the other way round. `references`: block ids by holder."""
+    held: Counter[int] = Counter()
+    for ids in references.values():
+        held.update(ids)
+    found = [
+        f"block {block.block_id} has {block.ref_cnt} references, {held[block.block_id]} of them accounted for"
+        for block in blocks
+        if not block.is_null and block.ref_cnt != held[block.block_id]
+    ]
+    free = sum(1 for block in blocks if not block.is_null and block.ref_cnt == 0)
+    if free != free_blocks:
+        found.append(f"{free} blocks have no reference, but {free_blocks} are in the free queue")
+    return found
+
+
+def host_faults(host: HostIndex, conversations: RetainedConversations) -> list[str]:
+    orphans = [block for block in host.blocks() if not conversations.wanted_on_host(block)]
+    return host.faults() + ([f"{len(orphans)} host slots belong to nobody"] if orphans else [])
 
 
 class Residence:

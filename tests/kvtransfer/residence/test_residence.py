@@ -6,8 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.conversations import RetainedConversation, RetentionPhase
-from kvtransfer.host_index import Slot, block_faults, host_faults
-from kvtransfer.residence import Residence
+from kvtransfer.residence import Residence, Slot, block_faults, host_faults
 
 SLOTS = 6
 KEYS = st.sampled_from("abcd")
