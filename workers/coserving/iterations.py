@@ -1,6 +1,6 @@
 """The iterations of an engine: between scheduling and result, in the log, and what is counted.
 
-vLLM's front end serves the counts at `/metrics` (kvtransfer/vllm_metrics.py).
+vLLM's front end serves the counts at `/metrics` (kvtransfer/connector.py).
 """
 
 import json
