@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvtransfer.errors import ConnectorConfigError
 from placement.fleet.returns import PARK_AFTER_S
 
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
@@ -15,6 +14,14 @@ SEVERAL = "SeveralConnectors"
 SEVERAL_MODULE = "kvtransfer.connector"
 LMCACHE = "GuardedLMCache"
 LMCACHE_MODULE = "kvtransfer.lmcache"
+
+
+class KVTransferError(Exception):
+    """Base of the exceptions of this package."""
+
+
+class ConnectorConfigError(KVTransferError, ValueError):
+    """The connector's settings cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The one vLLM connector of an engine: calls the plugins in order and merges what they return."""
+"""The one vLLM connector of an engine: calls the plugins in order and merges what they return.
+
+Its counts go through vLLM, too: worker and scheduler to front end, and into its Prometheus registry.
+"""
 
 import contextlib
 import time
@@ -34,10 +37,10 @@ from kvtransfer.config import (
     LMCACHE,
     LMCACHE_MODULE,
     ConnectorConfig,
+    ConnectorConfigError,
     host_slots,
 )
 from kvtransfer.conversations import STATE_WINDOW, CacheGroup, block_bytes
-from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.metrics import COUNTERS, HistogramSpec
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
@@ -123,6 +126,78 @@ def _window(spec: Any) -> int:
         "not moved or kept between turns: use a model with attention in all layers, or serve it without the "
         "connector"
     )
+
+
+class ConnectorStats(KVConnectorStats):
+    """`data`: counts since the last report, and lists of values for histograms, by short name."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
+        for name, count in other.data.items():
+            self.data[name] = self.data[name] + count if name in self.data else count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's own log line: of values, how many there were."""
+        return {name: len(got) if isinstance(got, list) else got for name, got in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        specs = dict(COUNTERS)
+        histograms: dict[str, HistogramSpec] = {}
+        for plugin in selected_plugins(ConnectorConfig.from_extra_config(extra)):
+            specs |= plugin.counters
+            histograms |= plugin.histograms
+        self._counters = {
+            key: metric_types[Counter](
+                name=spec.name,
+                documentation=spec.help,
+                labelnames=[*labelnames, spec.label] if spec.label else labelnames,
+            )
+            for key, spec in specs.items()
+        }
+        self._histograms = {
+            key: metric_types[Histogram](
+                name=spec.name, documentation=spec.help, buckets=spec.buckets, labelnames=labelnames
+            )
+            for key, spec in histograms.items()
+        }
+        # Shown before the first of its kind: otherwise Prometheus does not see that one as an increase.
+        for labels in per_engine_labelvalues.values():
+            for key, spec in specs.items():
+                for value in spec.values:
+                    self._counters[key].labels(*labels, value)
+                if not spec.label:
+                    self._counters[key].labels(*labels)
+            for histogram in self._histograms.values():
+                histogram.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            if isinstance(count, list):
+                histogram = self._histograms[name].labels(*labels)
+                for value in count:
+                    histogram.observe(value)
+                continue
+            key, _, value = name.partition(".")
+            self._counters[key].labels(*labels, *([value] if value else [])).inc(count)
 
 
 class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -378,75 +453,3 @@ class SeveralConnectors(MultiConnector):
     def reset_cache(self) -> bool:
         """Only this engine's KV is void; what a shared tier has is not forgotten for it."""
         return self.ours.reset_cache()
-
-
-class ConnectorStats(KVConnectorStats):
-    """`data`: counts since the last report, and lists of values for histograms, by short name."""
-
-    data: dict[str, Any]
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
-        for name, count in other.data.items():
-            self.data[name] = self.data[name] + count if name in self.data else count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """For vLLM's own log line: of values, how many there were."""
-        return {name: len(got) if isinstance(got, list) else got for name, got in self.data.items()}
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class ConnectorMetrics(KVConnectorPromMetrics):
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        specs = dict(COUNTERS)
-        histograms: dict[str, HistogramSpec] = {}
-        for plugin in selected_plugins(ConnectorConfig.from_extra_config(extra)):
-            specs |= plugin.counters
-            histograms |= plugin.histograms
-        self._counters = {
-            key: metric_types[Counter](
-                name=spec.name,
-                documentation=spec.help,
-                labelnames=[*labelnames, spec.label] if spec.label else labelnames,
-            )
-            for key, spec in specs.items()
-        }
-        self._histograms = {
-            key: metric_types[Histogram](
-                name=spec.name, documentation=spec.help, buckets=spec.buckets, labelnames=labelnames
-            )
-            for key, spec in histograms.items()
-        }
-        # Shown before the first of its kind: otherwise Prometheus does not see that one as an increase.
-        for labels in per_engine_labelvalues.values():
-            for key, spec in specs.items():
-                for value in spec.values:
-                    self._counters[key].labels(*labels, value)
-                if not spec.label:
-                    self._counters[key].labels(*labels)
-            for histogram in self._histograms.values():
-                histogram.labels(*labels)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, count in transfer_stats_data.items():
-            if isinstance(count, list):
-                histogram = self._histograms[name].labels(*labels)
-                for value in count:
-                    histogram.observe(value)
-                continue
-            key, _, value = name.partition(".")
-            self._counters[key].labels(*labels, *([value] if value else [])).inc(count)

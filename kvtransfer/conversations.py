@@ -1,9 +1,15 @@
-"""Which conversations live here, and which blocks they own.
+"""Which conversations live here, and which blocks they own, of each KV cache group of the model.
 
 A block is known by its hash (vLLM's, which covers everything before it) and its KV cache group. A
 conversation's *chain* is the hashes of its full blocks whose KV is computed, first to last. It owns of each
 group what the next token attends to: all of the chain, or a window's blocks at its end. A block may be owned
 by several conversations.
+
+vLLM puts layers of one kind into groups. All groups take their blocks from one pool, and a block is one
+group's at a time. Layers with full attention keep every block of a prompt; layers that attend to a window
+keep the blocks of it, and what the window has left is given back. Layers with a state (linear attention,
+state spaces) have one block that counts: it holds what the prompt has come to at the block's end. Without
+vLLM's hybrid manager, and for models whose layers are all alike, there is one group.
 """
 
 from collections import Counter
@@ -19,6 +25,8 @@ FirstKept = Callable[[int], int]  # of a chain of so many blocks, the first that
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
+    """Layers that share a list of blocks, and what each keeps of a long prompt."""
+
     layers: tuple[str, ...]
     block_tokens: int
     block_bytes: int  # of one block, over the layers, on one rank

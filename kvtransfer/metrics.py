@@ -1,13 +1,13 @@
 """What the connector counts. vLLM's front end serves these at the engine's `/metrics`.
 
-The plugins count in the scheduler's and the workers' processes under short names; `vllm_metrics.py` brings
+The plugins count in the scheduler's and the workers' processes under short names; `connector.py` brings
 them to the front end and adds vLLM's own labels (model, engine).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtransfer.errors import Reason
+from kvtransfer.transfer.wire import Reason
 
 
 @dataclass(frozen=True, slots=True)

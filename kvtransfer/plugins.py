@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, Self
 
-from kvtransfer.config import ConnectorConfig
+from kvtransfer.config import ConnectorConfig, ConnectorConfigError
 from kvtransfer.conversations import CacheGroup
-from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.feed import Handler
 from kvtransfer.metrics import CounterSpec, HistogramSpec
 from kvtransfer.residence import Residence

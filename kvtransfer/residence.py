@@ -2,6 +2,11 @@
 
 The lock is for the feed's thread, which releases and lets time pass while the engine is idle and its
 scheduler sleeps. Everything here is bookkeeping; what it means for blocks happens in the next step.
+
+The index of host memory says which block is in which slot. A slot is free, storing (a copy to it is under
+way), or stored, and then perhaps being copied back by one or more loads. A block that leaves while a copy
+touches its slot gives the slot back when the copy ends. `block_faults` and `host_faults` are what an idle
+engine checks.
 """
 
 import logging

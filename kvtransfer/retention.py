@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
+from kvtransfer.config import ConnectorConfigError
 from kvtransfer.conversations import (
     EvictionRank,
     RetainedConversation,
@@ -24,7 +25,6 @@ from kvtransfer.conversations import (
     RetentionPhase,
     block_key,
 )
-from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
 from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, note_what_client_said, owner_key
 from kvtransfer.vllm_internals import free_queue

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.config import ConnectorConfigError
 from kvtransfer.relied_on import ReliedOn, differences
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"

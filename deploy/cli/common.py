@@ -13,7 +13,7 @@ from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.up import is_up
-from kvtransfer.errors import KVTransferError
+from kvtransfer.config import KVTransferError
 from placement.errors import PlacementError
 from router.errors import RouterError
 from traces import importers

@@ -16,7 +16,7 @@ from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome
 from deploy.keys import FleetKeys
-from kvtransfer.errors import KVTransferError
+from kvtransfer.config import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError
 from router.classes import PRIORITY_S

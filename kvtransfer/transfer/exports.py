@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer.memory import BlockMemory
+from kvtransfer.transfer.wire import Reason, TransferRefused
 
 MAX_TOMBSTONES = 8192
 

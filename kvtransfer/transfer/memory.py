@@ -1,4 +1,4 @@
-"""The bytes of KV blocks, as the transfer sees them."""
+"""The bytes of KV blocks, as the transfer sees them; and side streams, on which a GPU copies them."""
 
 import ctypes
 import hashlib

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
+from kvtransfer.config import ConnectorConfigError
 from kvtransfer.transfer.memory import (
     ONE,
     PIECE_BYTES,
@@ -22,6 +22,7 @@ from kvtransfer.transfer.memory import (
     byte_rows,
     layout_fingerprint,
 )
+from kvtransfer.transfer.wire import Reason, TransferRefused
 
 SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus: starting a copy is little beside it
 SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from kvtransfer.config import GIB, transfer_secret
-from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
+from kvtransfer.config import GIB, ConnectorConfigError, transfer_secret
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, cuda_of
@@ -31,6 +30,7 @@ from kvtransfer.transfer.scheduler import (
     note_renewal,
 )
 from kvtransfer.transfer.staging import StagedBlockMemory
+from kvtransfer.transfer.wire import Reason, TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 

@@ -1,7 +1,6 @@
 import pytest
 
-from kvtransfer.config import ConnectorConfig, transfer_secret
-from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.config import ConnectorConfig, ConnectorConfigError, transfer_secret
 from kvtransfer.plugins import plugin_paths
 
 

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from kvtransfer.config import ConnectorConfigError
 from kvtransfer.connector import ConServeConnector
-from kvtransfer.errors import ConnectorConfigError
 from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
 from kvtransfer.vllm_internals import CONNECTOR, LMCACHE, WORKER
 from workers.exact_tokens import ExactTokensMiddleware

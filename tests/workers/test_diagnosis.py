@@ -39,10 +39,10 @@ def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> No
             "out of memory",
         ),
         (
-            "kvtransfer.errors.ConnectorConfigError: CONSERVE_TRANSFER_SECRET must hold the fleet's secret",
+            "kvtransfer.config.ConnectorConfigError: CONSERVE_TRANSFER_SECRET must hold the fleet's secret",
             "wrong transfer settings",
         ),
-        ("kvtransfer.errors.ConnectorConfigError: lease_s must be above 0, not 0", "wrong transfer settings"),
+        ("kvtransfer.config.ConnectorConfigError: lease_s must be above 0, not 0", "wrong transfer settings"),
         ("RuntimeError: operator torchvision::nms does not exist", "broken installation"),
     ],
 )

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import torch
 
-from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.peers import Acceptor
+from kvtransfer.transfer.wire import Reason, TransferRefused
 from workers.overload.errors import OverloadConfigError, PeerError, PeerRefused, SplitOver
 
 logger = logging.getLogger("conserve.workers.overload")

@@ -23,7 +23,7 @@ from deploy.errors import DeployError
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.status import fleet_status
 from deploy.ray.control import ControlError
-from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.config import ConnectorConfigError
 from router.errors import GatewayConfigError
 from tests.support.fleet import ROOT, conserve
 from workers.status import KeeperPhase, KeeperReport, KeeperStatus

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy.fleet import FleetFileError, load_fleet, parse_fleet
-from kvtransfer.errors import ConnectorConfigError
+from kvtransfer.config import ConnectorConfigError
 
 GOOD = """\
 name: test

@@ -10,12 +10,12 @@ import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.conversations import CacheGroup
-from kvtransfer.errors import TransferRefused
 from kvtransfer.plugins import EngineContext
 from kvtransfer.residence import Residence
 from kvtransfer.transfer.memory import HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferSource, fetch
 from kvtransfer.transfer.scheduler import Opened, TransferOrder
+from kvtransfer.transfer.wire import TransferRefused
 from kvtransfer.transfer.worker import TransferWorker
 from tests.kvtransfer.engine.engines import SECRET, free_port
 

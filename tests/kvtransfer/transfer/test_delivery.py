@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.exports import Export, Exports, Written
 from kvtransfer.transfer.memory import BlockMemory
@@ -24,6 +23,7 @@ from kvtransfer.transfer.peers import (
     dismiss,
     fetch,
 )
+from kvtransfer.transfer.wire import Reason, TransferRefused
 
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 3, 16, 4096, 64
 SECRET = b"a secret for these tests"

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from kvtransfer.errors import Reason, TransferRefused
 from kvtransfer.transfer import peers
 from kvtransfer.transfer.exports import Exports, Reader, Written
 from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch, shared_out
+from kvtransfer.transfer.wire import Reason, TransferRefused
 from tests.kvtransfer.transfer.test_delivery import (
     BLOCK_BYTES,
     BLOCK_TOKENS,

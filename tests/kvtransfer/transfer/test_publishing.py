@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvtransfer.errors import TransferRefused
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, layout_fingerprint
 from kvtransfer.transfer.staging import StagedBlockMemory
+from kvtransfer.transfer.wire import TransferRefused
 
 BLOCKS, BLOCK_TOKENS = 10, 4
 

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.errors import ConnectorConfigError, Reason, TransferRefused
+from kvtransfer.config import ConnectorConfigError
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
 from kvtransfer.transfer.staging import SlotWindow, StagedBlockMemory
+from kvtransfer.transfer.wire import Reason, TransferRefused
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtransfer.errors import TransferRefused
 from kvtransfer.transfer import wire
+from kvtransfer.transfer.wire import TransferRefused
 from workers.overload import channel as channel_module
 from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer, SealedLine, called
 from workers.overload.errors import PeerError, PeerRefused
