@@ -14,7 +14,7 @@ from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.up import is_up
 from kvtransfer.config import KVTransferError
-from placement.errors import PlacementError
+from placement import PlacementError
 from router.errors import RouterError
 from traces import importers
 from traces.errors import NotATrace, TraceError

@@ -17,8 +17,8 @@ from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome
 from deploy.keys import FleetKeys
 from kvtransfer.config import KVTransferError
+from placement import PlacementError
 from placement.engines import Role
-from placement.errors import PlacementError
 from router.classes import PRIORITY_S
 from router.hints import HIGHEST_PRIORITY
 from router.http import Certificate, TlsError

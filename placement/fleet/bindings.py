@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from placement.errors import PlacementError
+from placement import PlacementError
 
 
 class StaleEpoch(PlacementError, ValueError):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from placement import PlacementError
 from placement.engines import EngineInfo, EngineState
-from placement.errors import PlacementError
 from placement.fleet.answers import (
     DecoderChoice,
     Estimates,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placement.errors import PlacementError
+from placement import PlacementError
 from placement.fleet.answers import PrefillerChoice, PrefillerOption, Why
 from placement.fleet.table import OPTIONS, EngineTable
 from placement.iteration.latency import BatchWork, LatencyModel

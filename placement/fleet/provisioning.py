@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import floor
 
-from placement.errors import PlacementError
+from placement import PlacementError
 
 
 class ProvisioningError(PlacementError, ValueError):

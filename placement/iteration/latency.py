@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from placement.errors import PlacementError
+from placement import PlacementError
 
 
 class LatencyModelError(PlacementError, ValueError):

@@ -2,8 +2,8 @@
 
 import math
 
+from placement import PlacementError
 from placement.classes import ClassOrder
-from placement.errors import PlacementError
 from placement.iteration import memory
 from placement.iteration.conserve import Conserve, Margin, cost_of_losing, online_then_offline
 from placement.iteration.interface import (

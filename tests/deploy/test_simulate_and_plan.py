@@ -9,8 +9,8 @@ import pytest
 from deploy.cli.commands.simulate import plan, simulate, simulated_fleet, simulation_settings
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
+from placement import PlacementError
 from placement.engines import Role
-from placement.errors import PlacementError
 from placement.iteration.interface import DEFAULT_TARGETS
 from traces.errors import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, write
