@@ -37,7 +37,7 @@ from benchmarks.prefixes import words
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from deploy.small_model import ModelShape, make_model
-from placement.fleet.returns import ReturnRules
+from placement.fleet.policies import ReturnRules
 
 ROOT = Path(__file__).parents[1]
 AGENTS, TURNS, QUICK_TURNS = 5, 6, 4

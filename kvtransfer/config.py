@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from placement.fleet.returns import PARK_AFTER_S
+from placement.fleet.policies import PARK_AFTER_S
 
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
 CONNECTOR = "ConServeConnector"

@@ -1,4 +1,4 @@
-"""Decisions on plain data: where turns go, which engines there should be, and what an iteration serves."""
+"""Decisions on plain data, without I/O: about a fleet, and inside an engine."""
 
 
 class PlacementError(Exception):

@@ -3,7 +3,7 @@
 A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective, if
 one is called so; by the caller, where the fleet file says so; else it is `default`. A class, or a hint's
 priority, is worth so many seconds: turns that wait are served the better first, and lesser ones at least once
-in as long (`placement/classes.py`). Among turns that run only classes count, for anybody may send a priority.
+in as long (`placement/order.py`). Among turns that run only classes count, for anybody may send a priority.
 A class's targets are the tightest that its turns may ask for.
 """
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from placement.engines import Role
 from placement.fleet.placer import PlacerSettings
+from placement.fleet.policies import PARK_AFTER_S
 from placement.fleet.provisioning import Capacity, Means, Provision, prefillers_for, provision
-from placement.fleet.returns import PARK_AFTER_S
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.latency import LatencyModel
 from traces import generators

@@ -14,9 +14,8 @@ from placement.engines import Role
 from placement.fleet.capacity import ScaleLimits, Thresholds
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from placement.fleet.policies import PlacingPolicy, Redisaggregation, ReturnRules
 from placement.fleet.prefillers import PrefillCurve
-from placement.fleet.returns import ReturnRules
 from placement.iteration.interface import ServingSettings
 from placement.iteration.interface import TurnTargets as ServingSlo
 from placement.overload.dropping import DropLimits

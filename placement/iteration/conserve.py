@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import (
     BatchBuilder,
@@ -18,6 +17,7 @@ from placement.iteration.interface import (
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.online import best_class, share_out, tightest_target, until_a_token_is_due
 from placement.iteration.prompts import PromptSharing
+from placement.order import ClassOrder
 
 
 class Conserve(ServingPolicy):

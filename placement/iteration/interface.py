@@ -40,7 +40,7 @@ class RequestView:
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
     refused: bool = False  # the engine had no place for it when it was last to start
-    ahead_s: float = 0.0  # what its class and priority are worth where it waits (`placement/classes.py`)
+    ahead_s: float = 0.0  # what its class and priority are worth where it waits (`placement/order.py`)
     priority_s: float = 0.0  # of that, its priority, which whoever asks may choose
 
     @property

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.interface import RequestView
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.prompts import LESSER_SHARE, PromptSharing
+from placement.order import ClassOrder
 from placement.overload.lookahead import Forecast, PipelineView, cut_to, own_level
 
 LEAST_STRETCH = 0.25

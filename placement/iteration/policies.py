@@ -3,7 +3,6 @@
 import math
 
 from placement import PlacementError
-from placement.classes import ClassOrder
 from placement.iteration import memory
 from placement.iteration.conserve import Conserve, Margin, cost_of_losing, online_then_offline
 from placement.iteration.interface import (
@@ -18,6 +17,7 @@ from placement.iteration.interface import (
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.online import share_out
 from placement.iteration.prompts import PromptSharing
+from placement.order import ClassOrder
 
 
 class UnknownPolicyError(PlacementError, ValueError):

@@ -1,9 +1,9 @@
 """Turns that wait in the directory for a place, each for a bounded time.
 
-Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise
-(`placement/fleet/fairness.py`). Within a flow turns of a better class or priority come first, but no class is
-left out for longer than the other is worth (`placement/classes.py`), whatever others' turns are served
-meanwhile; those of one class in order of arrival.
+Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise. Within
+a flow turns of a better class or priority come first, but no class is left out for longer than the other is
+worth, whatever others' turns are served meanwhile (`placement/order.py`); those of one class in order of
+arrival.
 """
 
 from bisect import bisect_right, insort
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from placement.classes import ClassOrder
 from placement.fleet.answers import Refusal, RefusalReason
-from placement.fleet.fairness import QueueHead, Rounds
+from placement.order import ClassOrder, QueueHead, Rounds
 from router.directory.messages import Ask, Placed
 
 MAX_WAITING = 4096

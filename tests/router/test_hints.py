@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from placement.fleet.returns import ReturnRules
+from placement.fleet.policies import ReturnRules
 from router.errors import BadRequest
 from router.hints import Hints, read_hints
 from tests.support.fake_engine import FakeEngine

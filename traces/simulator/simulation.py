@@ -10,8 +10,8 @@ from placement.fleet.answers import Refusal, RefusalReason
 from placement.fleet.bindings import Bindings
 from placement.fleet.elastic import FirstTurns
 from placement.fleet.placer import Placer, PlacerSettings
+from placement.fleet.policies import PARK_AFTER_S
 from placement.fleet.prefillers import curve_of
-from placement.fleet.returns import PARK_AFTER_S
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.prompts import PromptSharing
 from traces.format import TraceConversation

@@ -19,6 +19,7 @@ from deploy.fleet import load_fleet
 from deploy.fleet.components import placer_settings
 from deploy.fleet.overload_checks import in_the_way, model_in_the_way
 from deploy.fleet.schema import FleetSpec
+from placement.fleet.policies import PARK_AFTER_S
 from placement.fleet.provisioning import (
     Capacity,
     Means,
@@ -26,7 +27,6 @@ from placement.fleet.provisioning import (
     prefillers_for,
     provision,
 )
-from placement.fleet.returns import PARK_AFTER_S
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.overload.dropping import DropLimits
 from traces.describe import LARGE_APPEND_TOKENS

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from placement.engines import EngineState, SplitState
-from placement.fleet.returns import ReturnRules, may_restore
+from placement.fleet.policies import ReturnRules, may_restore
 from placement.overload.dropping import EngineShape
 
 RULES = ReturnRules(park_after_s=60.0, lead_s=2.0)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from placement.classes import ClassOrder
 from placement.iteration.interface import RequestView, ServingSettings, TurnTargets
 from placement.iteration.latency import BatchWork
 from placement.iteration.online import in_turn
 from placement.iteration.policies import make_policy
 from placement.iteration.prompts import PromptSharing
+from placement.order import ClassOrder
 from tests.placement.iteration.views import MODEL, SLO, arrived, fill, offline, online, view
 
 BOTH = pytest.mark.parametrize("name", ["conserve", "prompts_in_order"])

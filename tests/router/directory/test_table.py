@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from placement.engines import Role
 from placement.fleet.answers import Refusal, RefusalReason
 from placement.fleet.elastic import FirstTurns
-from placement.fleet.fairness import QUANTUM
 from placement.fleet.prefixes import Head
+from placement.order import QUANTUM
 from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed

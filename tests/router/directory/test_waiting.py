@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from placement.classes import ClassOrder
 from placement.fleet.answers import Refusal, RefusalReason
-from placement.fleet.fairness import QUANTUM
+from placement.order import QUANTUM, ClassOrder
 from router.directory.messages import Ask, Placed
 from router.directory.waiting import FLOWS, MAX_WAITING, Waiter, Waiting
 

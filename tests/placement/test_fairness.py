@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.fleet.fairness import QueueHead, Rounds
+from placement.order import QueueHead, Rounds
 
 QUANTUM, LARGEST = 100, 350
 TURNS = st.lists(st.tuples(st.integers(1, LARGEST), st.floats(0, 1000)), min_size=1, max_size=60)
