@@ -22,7 +22,7 @@ from placement.fleet.answers import (
 )
 from placement.fleet.capacity import CapacityWatch, Signals
 from placement.fleet.decoders import Decoders
-from placement.fleet.elastic import Elastic, FirstTurns
+from placement.fleet.elastic import Elastic, FirstTurns, Speeds
 from placement.fleet.policies import PlacingPolicy, Redisaggregation
 from placement.fleet.prefillers import PrefillCurve, Prefillers
 from placement.fleet.prefixes import (
@@ -33,7 +33,6 @@ from placement.fleet.prefixes import (
     keeping_beginnings,
     with_beginning,
 )
-from placement.fleet.speeds import Speeds
 from placement.overload.signal import OverloadState, OverloadWatch
 
 

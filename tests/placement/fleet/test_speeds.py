@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from placement.engines import Role
+from placement.fleet.elastic import HALF_LIFE_S, Speeds
 from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
 from placement.fleet.prefillers import PrefillCurve
-from placement.fleet.speeds import HALF_LIFE_S, Speeds
 from tests.placement.conftest import engine, state
 
 FAST, SLOW = (0.02, 4e-5, 2e-10), (0.04, 8e-5, 4e-10)
