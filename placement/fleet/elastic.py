@@ -6,10 +6,10 @@ them, and the share of its time that the TBT target of its running turns leaves 
 
 What a prompt costs on an engine is taken from its own curve, which follows the prompts it computes, or from
 that of its like where its own is old. One that was slow while it started, or while something else had its
-machine, would get no prompts for that, and without prompts it never shows that it is faster: so what an engine
-has shown counts less the longer ago it was, and what engines of the same hardware show counts instead; where
-none of them has computed anything lately, the best that it has shown itself. Nobody is taken to be slower than
-it has shown.
+machine, would get no prompts for that, and without prompts it never shows that it is faster: so what an
+engine has shown counts less the longer ago it was, and what engines of the same hardware show counts instead;
+where none of them has computed anything lately, the best that it has shown itself. Nobody is taken to be
+slower than it has shown.
 """
 
 from collections import defaultdict
