@@ -24,7 +24,7 @@ from openai.types import Batch
 
 from benchmarks import batch_validation
 from benchmarks.output import quantile
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.replay.client import (
     Calibration,
     ChatClient,

@@ -31,7 +31,7 @@ from deploy.fleet.schema import SloSpec
 from deploy.lifecycle.status import serving
 from placement.engines import Role
 from router.classes import HEADER
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer, text
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,7 @@ from typing import TextIO
 
 import msgspec
 
-from traces.errors import NotATrace as NotATrace
-from traces.errors import TraceError as TraceError
+from traces import NotATrace, TraceError
 
 FORMAT = "conserve-trace/1"
 

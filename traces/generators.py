@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
-from traces.format import Trace, TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
+from traces import TraceError
+from traces.format import Trace, TraceConversation, TraceHeader, TraceTurn, TurnEnding
 
 
 def stream(seed: int, purpose: str) -> Random:

@@ -12,9 +12,9 @@ from placement.fleet.policies import PARK_AFTER_S
 from placement.fleet.provisioning import Capacity, Means, Provision, prefillers_for, provision
 from placement.iteration.interface import DEFAULT_TARGETS
 from placement.iteration.latency import LatencyModel
-from traces import generators
+from traces import TraceError, generators
 from traces.describe import LARGE_APPEND_TOKENS
-from traces.format import TraceConversation, TraceError
+from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, percentile
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings

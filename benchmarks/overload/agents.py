@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.overload.computed import DROPS, PARK, PREEMPT, Policy
 from benchmarks.overload.setups import A800
 from placement.fleet.placer import PlacerSettings
-from traces import generators, importers
-from traces.format import NotATrace, TraceConversation
+from traces import NotATrace, generators, importers
+from traces.format import TraceConversation
 from traces.format import load as load_trace
 from traces.simulator.metrics import percentile
 from traces.simulator.policies import System, SystemSettings

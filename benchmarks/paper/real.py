@@ -16,8 +16,8 @@ from benchmarks.paper import a40
 from benchmarks.paper.a40 import A40
 from placement.fleet.placer import PlacerSettings
 from placement.fleet.policies import Redisaggregation
-from traces import generators, importers
-from traces.format import NotATrace, TraceConversation
+from traces import NotATrace, generators, importers
+from traces.format import TraceConversation
 from traces.format import load as load_trace
 from traces.simulator.kv import Pressure
 from traces.simulator.metrics import SimulationResult, percentile

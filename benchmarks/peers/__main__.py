@@ -26,7 +26,7 @@ from benchmarks.peers.figures import OURS, PeerRow
 from benchmarks.peers.loads import Play, plays
 from deploy.fleet import load_fleet
 from deploy.small_model import make_model
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.format import TraceConversation
 from traces.replay import Replay, ReplayOptions, ReplayWatcher
 from traces.replay import replay as play

@@ -29,7 +29,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import KeyLimitsSpec
 from deploy.lifecycle.status import serving
 from router.keys import hash_of
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions, text
 
 ROOT = Path(__file__).parents[2]

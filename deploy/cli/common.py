@@ -16,8 +16,7 @@ from deploy.lifecycle.up import is_up
 from kvtransfer.config import KVTransferError
 from placement import PlacementError
 from router.errors import RouterError
-from traces import importers
-from traces.errors import NotATrace, TraceError
+from traces import NotATrace, TraceError, importers
 from traces.format import Trace, load
 from workers.processes import WorkerError
 

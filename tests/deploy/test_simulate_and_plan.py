@@ -12,7 +12,7 @@ from deploy.fleet import load_fleet
 from placement import PlacementError
 from placement.engines import Role
 from placement.iteration.interface import DEFAULT_TARGETS
-from traces.errors import TraceError
+from traces import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, write
 from traces.simulator.policies import OverloadPolicy, System
 from traces.simulator.profiles import find, from_json

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from traces import TraceError
 from traces.format import (
     TraceConversation,
-    TraceError,
     TraceHeader,
     TraceTurn,
     TurnEnding,

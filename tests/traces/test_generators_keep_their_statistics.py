@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traces.format import TraceConversation, TraceError, TurnEnding, check
+from traces import TraceError
+from traces.format import TraceConversation, TurnEnding, check
 from traces.generators import (
     RateStep,
     RequestLengths,

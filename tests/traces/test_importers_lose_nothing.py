@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import traces
-from traces.format import TraceConversation, TraceError, TurnEnding, load, read
+from traces import TraceError
+from traces.format import TraceConversation, TurnEnding, load, read
 from traces.importers import IMPORTERS, detect, import_files
 
 SAMPLES = Path(traces.__file__).parent / "samples"

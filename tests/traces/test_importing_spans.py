@@ -11,7 +11,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from traces.format import TraceConversation, TraceError, TurnEnding, check
+from traces import TraceError
+from traces.format import TraceConversation, TurnEnding, check
 from traces.importers import detect, import_files
 
 SECOND = 1_000_000_000

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import traces
-from traces.format import TraceConversation, TraceError, TraceTurn, check, load
+from traces import TraceError
+from traces.format import TraceConversation, TraceTurn, check, load
 from traces.generators import Scale, fit, paper, rebased, scale
 
 AGENTS = load(Path(traces.__file__).parent / "samples" / "agents.jsonl.gz").conversations

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from traces.format import Trace, TraceConversation, TraceError, TraceHeader, check
+from traces import TraceError
+from traces.format import Trace, TraceConversation, TraceHeader, check
 from traces.importers.agents import CONDENSED, RECORDING, TRAJECTORY
 from traces.importers.requests import AZURE, MOONCAKE
 from traces.importers.source import Importer, fields_of

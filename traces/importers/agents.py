@@ -16,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
+from traces import TraceError
+from traces.format import TraceConversation, TraceHeader, TraceTurn, TurnEnding
 from traces.importers.source import Importer, document, is_one_a_line, plain_name, rows
 
 ENDINGS = {  # any other stop reason, or none, is of a stream that nobody saw end

@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, open_text
+from traces import TraceError
+from traces.format import TraceConversation, TraceHeader, TraceTurn, open_text
 from traces.importers.source import Importer, plain_name, rows
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from traces.format import TraceConversation, TraceError, TraceHeader, open_text
+from traces import TraceError
+from traces.format import TraceConversation, TraceHeader, open_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 import orjson
 
-from traces.format import TraceConversation, TraceError, TraceHeader, TraceTurn, TurnEnding
+from traces import TraceError
+from traces.format import TraceConversation, TraceHeader, TraceTurn, TurnEnding
 from traces.importers.source import Importer, document, plain_name, rows
 
 HEADER = TraceHeader(

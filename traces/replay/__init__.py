@@ -1,6 +1,6 @@
 """Play a trace against an OpenAI endpoint as its agents would, and measure what they would see."""
 
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.replay.client import Dialect, ReplayOptions, ToolStyle
 from traces.replay.results import Replay
 from traces.replay.run import ReplayWatcher, replay

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from traces.errors import ReplayError
+from traces import ReplayError
 
 
 class Dialect(StrEnum):

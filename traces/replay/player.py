@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.format import TraceConversation, TraceTurn, TurnEnding
 from traces.replay.client import (
     Calibration,

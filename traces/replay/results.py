@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 
 from placement.objectives import tbt_s, ttfet_s
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.format import TraceConversation, TurnEnding
 
 

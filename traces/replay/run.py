@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from traces.errors import ReplayError
+from traces import ReplayError
 from traces.format import TraceConversation
 from traces.replay.client import Calibration, ChatClient, Clock, ReplayOptions, calibrate, first_model
 from traces.replay.player import Dialogue, Player

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from traces import TraceError
 from traces.describe import PERCENTILES, Spread, spread
-from traces.errors import TraceError
 from traces.replay.results import ConversationResult, PlayOutcome, Replay, TurnResult
 
 

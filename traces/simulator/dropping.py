@@ -12,7 +12,7 @@ from placement.engines import Role
 from placement.fleet.placer import Placer
 from placement.overload.dropping import DropLimits, DropPlan, EngineShape, Member, plan_drop
 from placement.overload.lookahead import by_tokens, lookahead
-from traces.errors import TraceError
+from traces import TraceError
 from traces.simulator.engine import EventQueue, Regrouping, SimulatedEngine
 from traces.simulator.tiers import SimulatedTier
 

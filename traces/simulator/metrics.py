@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.objectives import tbt_s, ttfet_s
-from traces.errors import TraceError
+from traces import TraceError
 from traces.simulator.batch import Gaps
 from traces.simulator.engine import SimulatedEngine
 from traces.simulator.kv import LiveConversation

@@ -7,7 +7,7 @@ from typing import Any
 
 from placement.fleet.provisioning import PowerCurve
 from placement.iteration.latency import BatchWork, LatencyModel, Sample, fit
-from traces.errors import TraceError
+from traces import TraceError
 from traces.replay import summary
 from traces.replay.results import Unloaded
 from traces.simulator.tiers import EngineProfile

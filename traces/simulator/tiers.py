@@ -7,7 +7,7 @@ from placement.fleet.prefillers import PrefillCurve, curve_of, prompt_seconds
 from placement.fleet.provisioning import PowerCurve
 from placement.iteration.latency import LatencyModel
 from placement.overload.dropping import EngineShape
-from traces.errors import TraceError
+from traces import TraceError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typer.testing import CliRunner, Result
 from deploy.cli import app as APP
 from deploy.cli.commands import workload
 from tests.support.fleet import ROOT
-from traces.errors import TraceError
+from traces import TraceError
 from traces.format import load
 
 SAMPLES = ROOT / "traces" / "samples"

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.paper import a40
 from placement.fleet.provisioning import Bound, Capacity, Means, provision
-from traces.format import TraceConversation, TraceError, TraceTurn, load
+from traces import TraceError
+from traces.format import TraceConversation, TraceTurn, load
 from traces.planner import Candidate, FleetPlanner, PlanRequest, capacity_of, measure, plan_fleet
 from traces.simulator.profiles import NAMED
 

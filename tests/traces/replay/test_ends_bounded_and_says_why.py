@@ -9,7 +9,8 @@ import pytest
 
 from tests.traces.replay.engine import PlayedEngine
 from tests.traces.replay.workload import CountingObserver, agent
-from traces.format import TraceConversation, TraceError
+from traces import TraceError
+from traces.format import TraceConversation
 from traces.replay import Replay, ReplayError, ReplayOptions, replay, summarise, summary
 from traces.replay.results import PlayOutcome
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from placement.engines import Role
 from placement.fleet.placer import PlacerSettings
 from placement.overload.dropping import DropLimits
-from traces.errors import TraceError
+from traces import TraceError
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.dropping import DroppingSettings
 from traces.simulator.kv import Pressure
