@@ -10,9 +10,8 @@ from placement.fleet.prefillers import prompt_seconds
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.metrics import SimulationResult
-from traces.simulator.policies import System, SystemSettings
+from traces.simulator.policies import StickyRouting, StickySettings, System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
-from traces.simulator.sticky import StickyRouting, StickySettings
 
 from .conftest import fleet, profile
 
