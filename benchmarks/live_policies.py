@@ -36,8 +36,7 @@ from placement.fleet.policies import PlacingPolicy
 from traces.format import TraceConversation
 from traces.replay import Replay, ReplayOptions, ReplayWatcher
 from traces.replay import replay as play
-from traces.replay.results import PlayOutcome
-from traces.replay.summary import summarise
+from traces.replay.results import PlayOutcome, summarise
 from traces.simulator.metrics import percentile
 from traces.simulator.profiles import find, of_unloaded
 from traces.simulator.simulation import Simulation

@@ -12,8 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from traces import charts
-from traces.replay.results import Replay
-from traces.replay.summary import ReplaySummary, summarise
+from traces.replay.results import Replay, ReplaySummary, summarise
 
 LATENCIES = {
     "ttfet": "TTFET",

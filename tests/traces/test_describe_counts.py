@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import traces
-from traces import charts, drawing
+from traces import charts
 from traces.describe import describe, spread
 from traces.format import TraceConversation, TraceTurn, load
 from traces.generators import bursts
@@ -53,7 +53,7 @@ def test_nothing_has_no_percentiles() -> None:
 
 def test_the_terminal_drawing_names_the_source_and_draws_every_quantity() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(drawing.terminal(SAMPLE.header, describe(SAMPLE.conversations), SAMPLE.conversations))
+    console.print(charts.terminal(SAMPLE.header, describe(SAMPLE.conversations), SAMPLE.conversations))
     text = console.export_text()
     assert "Apache-2.0" in text
     for name in ("arrivals", "first turn input", "later turn appended", "turn output", "wait"):
@@ -64,6 +64,6 @@ def test_the_terminal_drawing_names_the_source_and_draws_every_quantity() -> Non
 def test_the_picture_is_written_and_the_same_each_time(tmp_path: Path, name: str, starts: bytes) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        charts.save(drawing.picture(SAMPLE.conversations), tmp_path / folder / name)
+        charts.save(charts.picture(SAMPLE.conversations), tmp_path / folder / name)
     assert (tmp_path / "a" / name).read_bytes().startswith(starts)
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()

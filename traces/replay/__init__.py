@@ -2,9 +2,8 @@
 
 from traces import ReplayError
 from traces.replay.client import Dialect, ReplayOptions, ToolStyle
-from traces.replay.results import Replay
+from traces.replay.results import Replay, ReplaySummary, summarise
 from traces.replay.run import ReplayWatcher, replay
-from traces.replay.summary import ReplaySummary, summarise
 
 __all__ = [
     "Dialect",

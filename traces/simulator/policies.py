@@ -1,6 +1,7 @@
 """The systems under test. Each says, for a turn, which engine prefills it and where it runs.
 
-Placing is the product's `Placer` in all of them; what differs from ConServe is written here, by name.
+Placing is the product's `Placer` in all of them but sticky routing; what differs from ConServe is written
+here, by name.
 """
 
 from collections.abc import Mapping

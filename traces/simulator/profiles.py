@@ -8,7 +8,7 @@ from typing import Any
 from placement.fleet.provisioning import PowerCurve
 from placement.iteration.latency import BatchWork, LatencyModel, Sample, fit
 from traces import TraceError
-from traces.replay import summary
+from traces.replay import results
 from traces.replay.results import Unloaded
 from traces.simulator.tiers import EngineProfile
 
@@ -63,7 +63,7 @@ def find(name: str) -> EngineProfile:
         )
     try:
         row = json.loads(path.read_text())
-        return _of_replay(path) if row.get("format") == summary.FORMAT else from_json(row)
+        return _of_replay(path) if row.get("format") == results.FORMAT else from_json(row)
     except (json.JSONDecodeError, TypeError, KeyError, ValueError, TraceError) as wrong:
         raise ProfileError(
             f"{path}: not an engine profile ({wrong}); see traces/simulator/README.md"
@@ -71,7 +71,7 @@ def find(name: str) -> EngineProfile:
 
 
 def _of_replay(path: Path) -> EngineProfile:
-    run = summary.read(path)
+    run = results.read(path)
     if run.unloaded is None:
         raise ProfileError(f"{path}: replayed without probes, so nothing was measured alone")
     return of_unloaded(run.unloaded, NAMED["laptop"])

@@ -26,7 +26,7 @@ from traces.generators import (
     step_bursts,
 )
 from traces.generators import scale as scaled
-from traces.replay import Dialect, Replay, ReplayOptions, ToolStyle, summary
+from traces.replay import Dialect, Replay, ReplayOptions, ToolStyle, results
 from traces.replay import replay as play
 from traces.replay.run import ProgressBar
 
@@ -50,13 +50,13 @@ def describe(
     json: Annotated[Path | None, typer.Option(help="Also write the numbers")] = None,
 ) -> None:
     """Print what is in a trace and draw it."""
-    from traces import charts, drawing  # matplotlib: no other command should wait for it
+    from traces import charts  # matplotlib: no other command should wait for it
 
     found = any_trace(trace)
     what = description(found.conversations)
-    console.print(drawing.terminal(found.header, what, found.conversations))
+    console.print(charts.terminal(found.header, what, found.conversations))
     if picture:
-        charts.save(drawing.picture(found.conversations), picture)
+        charts.save(charts.picture(found.conversations), picture)
     if json:
         json.write_bytes(orjson.dumps(what.to_json(), option=orjson.OPT_INDENT_2))
 
@@ -209,7 +209,7 @@ def replay(
     )
     run = asyncio.run(_watched(trace, options, label or trace.stem.removesuffix(".jsonl")))
     if json:
-        summary.write(json, run)
+        results.write(json, run)
     _show([run], html)
 
 
@@ -238,7 +238,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write a report of one page")] = None,
 ) -> None:
     """Show a result, or several side by side."""
-    _show([summary.read(path) for path in results], html)
+    _show([results.read(path) for path in results], html)
 
 
 def _show(runs: list[Replay], html: Path | None) -> None:

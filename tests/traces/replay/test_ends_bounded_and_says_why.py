@@ -11,7 +11,7 @@ from tests.traces.replay.engine import PlayedEngine
 from tests.traces.replay.workload import CountingObserver, agent
 from traces import TraceError
 from traces.format import TraceConversation
-from traces.replay import Replay, ReplayError, ReplayOptions, replay, summarise, summary
+from traces.replay import Replay, ReplayError, ReplayOptions, replay, results, summarise
 from traces.replay.results import PlayOutcome
 
 
@@ -129,8 +129,8 @@ async def test_a_result_is_read_back_as_it_was_and_holds_no_key(tmp_path: Path) 
     async with PlayedEngine(refuse=[(500, "")]).running() as engine:
         run = await played(engine, agent("a"), agent("b", arrival=0.1), api_key="a-secret-key")
     path = tmp_path / "run.json"
-    summary.write(path, run)
-    assert summary.read(path) == run
+    results.write(path, run)
+    assert results.read(path) == run
     assert b"a-secret-key" not in path.read_bytes()
 
 
@@ -138,4 +138,4 @@ def test_another_file_is_not_taken_for_a_result(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")
     with pytest.raises(TraceError, match="not a result"):
-        summary.read(path)
+        results.read(path)

@@ -7,8 +7,15 @@ from dataclasses import replace
 from rich.console import Console
 
 from traces.format import TurnEnding
-from traces.replay.results import ConversationResult, MeterReading, PlayOutcome, Replay, TurnResult, Unloaded
-from traces.replay.summary import summarise
+from traces.replay.results import (
+    ConversationResult,
+    MeterReading,
+    PlayOutcome,
+    Replay,
+    TurnResult,
+    Unloaded,
+    summarise,
+)
 from traces.report import in_flight_over_time, page, tables, terminal, tokens_over_time
 
 ALONE = Unloaded(0.1, 0.0, 0.0, 0.01, 0.0, probes=3, ttft_error=0.02, tbt_error=0.01)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from traces.replay import Replay, summary
+from traces.replay import Replay, results
 from traces.replay.results import MeterReading, Unloaded
 from traces.simulator.profiles import ProfileError, find, of_unloaded
 from traces.simulator.tiers import prefill_seconds
@@ -49,8 +49,8 @@ def test_a_token_without_bytes_is_refused(tmp_path: Path) -> None:
 
 def test_a_result_of_a_replay_is_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    summary.write(path, replayed(ALONE))
+    results.write(path, replayed(ALONE))
     assert find(str(path)) == of_unloaded(ALONE, find("laptop"))
-    summary.write(path, replayed(None))
+    results.write(path, replayed(None))
     with pytest.raises(ProfileError, match="without probes"):
         find(str(path))
