@@ -40,7 +40,7 @@ LABEL, WIDTH = 24, 36  # with numbers on both sides a line fits 80 columns
 
 
 def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
-    """A figure of `count` empty"""
+    """A figure of `count` empty charts."""
     rows = -(-count // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PANEL[0] * min(columns, count), PANEL[1] * rows), layout="constrained")

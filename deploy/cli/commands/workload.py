@@ -26,8 +26,10 @@ from traces.generators import (
     step_bursts,
 )
 from traces.generators import scale as scaled
-from traces.replay import Dialect, Replay, ReplayOptions, ToolStyle, results
+from traces.replay import Dialect, Replay, ReplayOptions, ToolStyle
 from traces.replay import replay as play
+from traces.replay.results import read as read_replay
+from traces.replay.results import write as write_replay
 from traces.replay.run import ProgressBar
 
 app = typer.Typer()
@@ -209,7 +211,7 @@ def replay(
     )
     run = asyncio.run(_watched(trace, options, label or trace.stem.removesuffix(".jsonl")))
     if json:
-        results.write(json, run)
+        write_replay(json, run)
     _show([run], html)
 
 
@@ -238,7 +240,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write a report of one page")] = None,
 ) -> None:
     """Show a result, or several side by side."""
-    _show([results.read(path) for path in results], html)
+    _show([read_replay(path) for path in results], html)
 
 
 def _show(runs: list[Replay], html: Path | None) -> None:
