@@ -152,7 +152,7 @@ def start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes]
     command = [
         sys.executable,
         "-m",
-        "workers.power.guard",
+        "workers.power.limits",
         str(settings.record),
         holder,
         str(settings.grace_s),

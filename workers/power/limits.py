@@ -2,24 +2,36 @@
 
 An entry is written before a limit is set and removed after it is set back, each time to the disk itself:
 whoever comes next can always undo it. Limits do not outlive a reboot, and so neither does the record.
+
+python -m workers.power.limits RECORD HOLDER GRACE_S: the *guard*, which sets limits back when their keeper is
+gone. Its standard input is a pipe from the keeper. The end of it means that the keeper ended, however it ended.
+After the grace it sets back what that keeper still answers for; a restarted one has put its own name there.
+SIGTERM, as `conserve down` sends it to keeper and guard alike, means that nobody restarts it: no grace then.
 """
 
 import fcntl
 import logging
+import os
+import select
+import signal
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
 from workers.power.nvml import Gpu, Gpus, NoGpus, NotPermitted, PowerError
-from workers.processes import write_atomically
+from workers.processes import WorkerError, write_atomically
 
 log = logging.getLogger("conserve.workers.power")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SAME_W = 0.5  # limits are kept in milliwatts, some boards round to whole watts
+KEEPER_ENDS_S = 8.0  # less than what whoever ends the guard waits before it kills it
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +218,48 @@ def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -
             level, "power limit set back owner=%s gpu=%s done=%r", outcome.owner, outcome.gpu, outcome.text
         )
     return all(outcome.done for outcome in outcomes)
+
+
+class Told(WorkerError):
+    """Somebody ends the guard."""
+
+
+def main(path: Path, holder: str, grace_s: float) -> int:
+    """The guard."""
+    signal.signal(signal.SIGTERM, _told)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # held back since before it could be met
+        _until_keeper_is_gone()
+        if _somebody_else_answers(path, holder, grace_s):
+            return 0
+    except Told:
+        _until_keeper_is_gone(KEEPER_ENDS_S)  # while it lives it would set its cap again
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return 0 if set_back(path, holder) else 1
+
+
+def _told(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Told
+
+
+def _until_keeper_is_gone(limit_s: float | None = None) -> None:
+    pipe = sys.stdin.fileno()
+    while select.select([pipe], [], [], limit_s)[0] and os.read(pipe, 1024):
+        pass
+
+
+def _somebody_else_answers(path: Path, holder: str, grace_s: float) -> bool:
+    """For what this keeper had set, within the grace; or nothing is left to answer for."""
+    end = time.monotonic() + grace_s
+    while any(entry.holder == holder for entry in read_record(path, boot_id()).entries.values()):
+        left = end - time.monotonic()
+        if left <= 0.0:
+            return False
+        time.sleep(min(0.5, left))
+    return True
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
