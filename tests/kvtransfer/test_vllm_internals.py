@@ -34,7 +34,7 @@ CONTACTS = {
 }
 HANDED = (  # vLLM's objects
     "workers/coserving/", "workers/overload/", "workers/cpu_worker", "workers/exact_tokens",
-    "workers/token_lines",
+    "workers/answers",
 )  # fmt: skip
 TABLES = {
     f"{path}: {name}": table

@@ -4,9 +4,10 @@ An entry is written before a limit is set and removed after it is set back, each
 whoever comes next can always undo it. Limits do not outlive a reboot, and so neither does the record.
 
 python -m workers.power.limits RECORD HOLDER GRACE_S: the *guard*, which sets limits back when their keeper is
-gone. Its standard input is a pipe from the keeper. The end of it means that the keeper ended, however it ended.
-After the grace it sets back what that keeper still answers for; a restarted one has put its own name there.
-SIGTERM, as `conserve down` sends it to keeper and guard alike, means that nobody restarts it: no grace then.
+gone. Its standard input is a pipe from the keeper. The end of it means that the keeper ended, however it
+ended. After the grace it sets back what that keeper still answers for; a restarted one has put its own name
+there. SIGTERM, as `conserve down` sends it to keeper and guard alike, means that nobody restarts it: no grace
+then.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
-"""Token lines: an engine's streams say which tokens they are made of, and can begin where another one ended.
+"""Middleware of vLLM's server that makes its answers say more, where gateways ask for it with a header.
 
-Middleware of vLLM's server, asked for by gateways with a header. In front of each piece of such a stream goes
+*Token lines*: an engine's streams say which tokens they are made of, and can begin where another one ended. In front of each piece of such a stream goes
 a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. The
 first begins, if that is asked for, with the prompt's tokens and how many of them were cached, as in
 `:=595/128=12;`: few clients ask for `usage`, and who places turns has to know. When
@@ -8,9 +8,15 @@ the engine ends, the gateway sends the request to another one with these outputs
 same parsers in the same steps, the pieces that the client has are left out, and what follows is what would
 have followed. All ids are drawn from a seed, and are the same again. What fails before it is past these
 pieces is refused with a status: an answer that begins there would look whole.
+
+*Response fields*: answers of the Responses API say whose history they go on from. An engine gets the whole
+history as input (router/answers.py), so that it knows no answer before its own and says `null`; the gateway
+says in a header what is to stand there. Only the response's own field is another then: what a client sent,
+and the answer echoes (tools' schemas), may have one of that name too. All else stays as it is written.
 """
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
@@ -18,12 +24,13 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
+import orjson
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvtransfer.relied_on import verify
 from kvtransfer.vllm_internals import CONTINUING, ReplayedOutputs, continue_generations
 
-logger = logging.getLogger("conserve.workers.token_lines")
+logger = logging.getLogger("conserve.workers.answers")
 
 # What gateways say and are told (router/http/sent.py).
 PIECES = b"x-stream-pieces"  # asks for lines; so many pieces has the client already
@@ -45,6 +52,12 @@ AsgiMessage = MutableMapping[str, Any]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiApp = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
+SAYS = b"x-response-says"  # router/answers.py
+_FIELD = "previous_response_id"
+_UNSAID = (b'"previous_response_id":null', b'"previous_response_id": null')
+_DATA = b"data: "
+_DECODER = json.JSONDecoder(parse_int=float)  # whole numbers of any length
+_LENGTH = b"content-length"
 
 
 def _counts(output: Any) -> bytes:
@@ -182,3 +195,78 @@ class TokenLinesMiddleware:
             await self._app(scope, receive, lines.send)
         finally:
             _CURRENT.reset(token)
+
+
+class ResponseFieldsMiddleware:
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: AsgiReceive, send: AsgiSend) -> None:
+        headers = scope.get("headers", ()) if scope["type"] == "http" else ()
+        said = next((value for name, value in headers if name == SAYS), b"")
+        await self._app(scope, receive, _Saying(send, said).send if said else send)
+
+
+class _Saying:
+    def __init__(self, send: AsgiSend, said: bytes) -> None:
+        self._send, self._said = send, orjson.dumps(orjson.loads(said))[1:-1]
+        self._head: AsgiMessage | None = None  # until the length of what follows is known
+
+    async def send(self, message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        body = message.get("body", b"")
+        if any(unsaid in body for unsaid in _UNSAID):
+            body = self._whole(body) if body.startswith(b"{") else self._events(body)
+        head, self._head = self._head, None
+        if head is not None:
+            longer = len(body) - len(message.get("body", b""))
+            head["headers"] = [
+                (name, b"%d" % (int(value) + longer) if name.lower() == _LENGTH else value)
+                for name, value in head.get("headers", ())
+            ]
+            await self._send(head)
+        await self._send({**message, "body": body})
+
+    def _events(self, body: bytes) -> bytes:
+        lines = body.split(b"\n")
+        for number, line in enumerate(lines):
+            if line.startswith(_DATA) and any(unsaid in line for unsaid in _UNSAID):
+                lines[number] = _DATA + self._whole(line.removeprefix(_DATA))
+        return b"\n".join(lines)
+
+    def _whole(self, document: bytes) -> bytes:
+        """Of a response, or of an event that has one."""
+        text = document.decode("latin-1")  # a character a byte
+        try:
+            response = _field(text, 0, "response")
+            found = _field(text, response[1] if response is not None else 0, _FIELD)
+        except (ValueError, IndexError, RecursionError):  # no JSON that could be read
+            return document
+        if found is None or found[2] is not None:
+            return document
+        name, value, _ = found
+        return document[:name] + self._said + document[value + len("null") :]
+
+
+def _field(text: str, at: int, name: str) -> tuple[int, int, Any] | None:
+    """Of the object that begins there: where its name stands, where its value, and the value."""
+    at = _next(text, at + 1)
+    while text[at] != "}":
+        named_at = at
+        named, at = _DECODER.raw_decode(text, at)
+        value_at = _next(text, _next(text, at) + 1)
+        value, at = _DECODER.raw_decode(text, value_at)
+        if named == name:
+            return named_at, value_at, value
+        at = _next(text, at)
+        if text[at] == ",":
+            at = _next(text, at + 1)
+    return None
+
+
+def _next(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
