@@ -1,13 +1,13 @@
 """Middleware of vLLM's server that makes its answers say more, where gateways ask for it with a header.
 
-*Token lines*: an engine's streams say which tokens they are made of, and can begin where another one ended. In front of each piece of such a stream goes
-a line with vLLM's outputs since the piece before, as in `:12,13;14;`, which the gateway takes out again. The
-first begins, if that is asked for, with the prompt's tokens and how many of them were cached, as in
-`:=595/128=12;`: few clients ask for `usage`, and who places turns has to know. When
-the engine ends, the gateway sends the request to another one with these outputs: they are put through the
-same parsers in the same steps, the pieces that the client has are left out, and what follows is what would
-have followed. All ids are drawn from a seed, and are the same again. What fails before it is past these
-pieces is refused with a status: an answer that begins there would look whole.
+*Token lines*: an engine's streams say which tokens they are made of, and can begin where another one ended.
+In front of each piece of such a stream goes a line with vLLM's outputs since the piece before, as in
+`:12,13;14;`, which the gateway takes out again. The first begins, if that is asked for, with the prompt's
+tokens and how many of them were cached, as in `:=595/128=12;`: few clients ask for `usage`, and who places
+turns has to know. When the engine ends, the gateway sends the request to another one with these outputs: they
+are put through the same parsers in the same steps, the pieces that the client has are left out, and what
+follows is what would have followed. All ids are drawn from a seed, and are the same again. What fails before
+it is past these pieces is refused with a status: an answer that begins there would look whole.
 
 *Response fields*: answers of the Responses API say whose history they go on from. An engine gets the whole
 history as input (router/answers.py), so that it knows no answer before its own and says `null`; the gateway

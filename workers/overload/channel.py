@@ -23,7 +23,8 @@ import torch
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.peers import Acceptor
 from kvtransfer.transfer.wire import Reason, TransferRefused
-from workers.overload.errors import OverloadConfigError, PeerError, PeerRefused, SplitOver
+from workers.overload.config import OverloadConfigError
+from workers.processes import WorkerError
 
 logger = logging.getLogger("conserve.workers.overload")
 
@@ -43,6 +44,18 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 }
+
+
+class PeerError(WorkerError, ConnectionError):
+    """The peer is gone, late, or in another state than it must be: both engines have whole models again."""
+
+
+class PeerRefused(PeerError):
+    """The peer answered, and does not do it: it has not come so far."""
+
+
+class SplitOver(PeerError):
+    """The peer answered, and has left this epoch, or was never in it."""
 
 
 def most_batched_tokens(hidden: int, item_bytes: int) -> int:

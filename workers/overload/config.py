@@ -1,5 +1,7 @@
 """What an engine that can drop parameters is started with; no vLLM is needed to read this."""
 
+from workers.processes import WorkerError
+
 OVERLOAD_PLUGIN = "workers.overload.plugin:OverloadPlugin"
 DROPPING_SCHEDULER = "workers.overload.scheduler.DroppingScheduler"
 DROPPING_WORKER = "workers.overload.worker.DroppingWorker"
@@ -12,3 +14,7 @@ SPLIT_MODELS = (
     *("GemmaForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
 )
+
+
+class OverloadConfigError(WorkerError, ValueError):
+    """This engine cannot drop parameters; the message says why and what to do."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workers.overload.dlpack import bytes_at
-from workers.overload.errors import PageError
+from workers.overload.pages import PageError
 
 _LIBRARY = "libcuda.so.1"
 _OUT_OF_MEMORY = 2

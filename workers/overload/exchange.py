@@ -14,8 +14,7 @@ from itertools import islice
 
 import torch
 
-from workers.overload.channel import Message, PeerAsk, PeerConnection
-from workers.overload.errors import PeerError, PeerRefused, SplitOver
+from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerError, PeerRefused, SplitOver
 from workers.overload.membership import Membership
 from workers.overload.memory import ROWS_AT_ONCE, ReservedKv, pieces
 

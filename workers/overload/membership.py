@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from placement.overload.dropping import MOST_ENGINES, parts_of
-from workers.overload.channel import Message, PeerAsk, PeerConnection
-from workers.overload.errors import PeerRefused
+from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused
 from workers.overload.orders import DropOrder
 
 

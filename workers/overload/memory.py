@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from workers.overload.errors import OverloadConfigError, RowsUnmapped
-from workers.overload.pages import MappedRange, PhysicalMemory
+from workers.overload.config import OverloadConfigError
+from workers.overload.pages import MappedRange, PhysicalMemory, RowsUnmapped
 
 ROWS_AT_ONCE = 64  # of a layer's KV, in one copy and in one message
 _ALIGNED = 256  # as CUDA's own allocations are

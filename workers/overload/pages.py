@@ -14,7 +14,15 @@ from typing import Protocol
 
 import torch
 
-from workers.overload.errors import PageError
+from workers.processes import WorkerError
+
+
+class PageError(WorkerError, MemoryError):
+    """Physical memory could not be mapped, unmapped, or had; says which call, and the system's own words."""
+
+
+class RowsUnmapped(PageError):
+    """Rows of KV that have no memory at present were named."""
 
 
 class PageDriver(Protocol):

@@ -10,8 +10,7 @@ import torch
 
 from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
-from workers.overload.channel import Message, PeerAsk
-from workers.overload.errors import PeerRefused
+from workers.overload.channel import Message, PeerAsk, PeerRefused
 from workers.overload.exchange import LinkOrder
 from workers.overload.membership import DeviceLock, Membership
 from workers.overload.orders import PeersForecasts

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from workers.overload import vllm_internals as internals
-from workers.overload.channel import Message, PeerAsk, PeerServer
-from workers.overload.errors import PeerError, PeerRefused, SplitOver
+from workers.overload.channel import Message, PeerAsk, PeerError, PeerRefused, PeerServer, SplitOver
 from workers.overload.exchange import KvBeside, LinkOrder, StandingExchange
 from workers.overload.membership import (
     EXCHANGED,

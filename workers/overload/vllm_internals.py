@@ -21,8 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.relied_on import ReliedOn, verify
 from kvtransfer.vllm_internals import free_queue
-from workers.overload.config import SPLIT_MODELS
-from workers.overload.errors import OverloadConfigError
+from workers.overload.config import SPLIT_MODELS, OverloadConfigError
 from workers.overload.memory import MadeOfWeights
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"

@@ -12,8 +12,8 @@ from kvtransfer.relied_on import verify
 from workers.coserving import vllm_internals as passes
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import most_batched_tokens
+from workers.overload.config import OverloadConfigError
 from workers.overload.cuda_pages import CudaDriver
-from workers.overload.errors import OverloadConfigError
 from workers.overload.membership import DeviceLock, EngineMemory, PeerLine
 from workers.overload.memory import LayerWeights, ReservedKv
 from workers.overload.pages import PageDriver, PhysicalMemory

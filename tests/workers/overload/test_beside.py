@@ -19,7 +19,7 @@ from tests.workers.overload.workers_here import (
     narrowing,
 )
 from workers.overload import exchange
-from workers.overload.errors import PeerError
+from workers.overload.channel import PeerError
 from workers.overload.exchange import KvBeside
 from workers.overload.membership import SplitLimits
 from workers.overload.metrics import SplitEvent

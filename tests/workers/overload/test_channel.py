@@ -16,8 +16,16 @@ import torch
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.wire import TransferRefused
 from workers.overload import channel as channel_module
-from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerServer, SealedLine, called
-from workers.overload.errors import PeerError, PeerRefused
+from workers.overload.channel import (
+    Message,
+    PeerAsk,
+    PeerConnection,
+    PeerError,
+    PeerRefused,
+    PeerServer,
+    SealedLine,
+    called,
+)
 
 SECRET = b"a secret only for these tests"
 MARK = b"what nobody else may read"

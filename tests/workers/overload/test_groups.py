@@ -30,11 +30,11 @@ from tests.workers.overload.workers_here import (
     scheduler_side,
     split,
 )
-from workers.overload.channel import Message, PeerAsk, PeerConnection
-from workers.overload.errors import PageError, PeerRefused
+from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused
 from workers.overload.memory import ReservedKv
 from workers.overload.metrics import SplitEvent
 from workers.overload.orders import DropOrder, PeersForecasts, SplitReport
+from workers.overload.pages import PageError
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

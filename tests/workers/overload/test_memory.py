@@ -7,11 +7,11 @@ import pytest
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from workers.overload.errors import OverloadConfigError, PageError, RowsUnmapped
+from workers.overload.config import OverloadConfigError
 from workers.overload.membership import EngineMemory
 from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
-from workers.overload.pages import PhysicalMemory
+from workers.overload.pages import PageError, PhysicalMemory, RowsUnmapped
 from workers.overload.vllm_internals import PackedWeights
 
 PAGE = 4096

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from workers.overload import cuda_pages
-from workers.overload.errors import PageError
 from workers.overload.memfd import MOST_PAGES, SMALLEST_PAGE, MemfdDriver, page_for
-from workers.overload.pages import PhysicalMemory
+from workers.overload.pages import PageError, PhysicalMemory
 
 PAGE = 4096
 AREAS = int(Path("/proc/sys/vm/max_map_count").read_text())
@@ -57,7 +56,7 @@ def test_more_than_there_is_changes_nothing(memory: PhysicalMemory) -> None:
 
 
 REFUSED = f"""
-from workers.overload.errors import PageError
+from workers.overload.pages import PageError
 from workers.overload.memfd import MemfdDriver
 driver, count = MemfdDriver({PAGE}), {AREAS} + 1_000
 handles = [driver.create() for _ in range(count)]

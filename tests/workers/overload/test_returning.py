@@ -25,8 +25,7 @@ from tests.workers.overload.workers_here import (
     scheduler_side,
     split,
 )
-from workers.overload.channel import Message, PeerAsk, PeerConnection
-from workers.overload.errors import PeerRefused, SplitOver
+from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused, SplitOver
 from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
 from workers.overload.metrics import SplitEvent

@@ -11,8 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvtransfer.relied_on import UnsupportedVllmError
 from workers.overload import vllm_internals as internals
-from workers.overload.config import SPLIT_MODELS
-from workers.overload.errors import OverloadConfigError
+from workers.overload.config import SPLIT_MODELS, OverloadConfigError
 from workers.overload.worker import DroppingWorkerMixin
 
 

@@ -148,8 +148,7 @@ class SplitChild:
         """KV of a split that is over, sent to a peer as if it had been on its way for long."""
         import torch
 
-        from workers.overload.channel import Message, PeerAsk, PeerConnection
-        from workers.overload.errors import SplitOver
+        from workers.overload.channel import Message, PeerAsk, PeerConnection, SplitOver
 
         member = self.split.member
         assert member is not None
