@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from workers.overload.dlpack import bytes_at
-from workers.overload.pages import PageError
+from workers.overload.pages import PageError, bytes_at
 
 _LIBRARY = "libcuda.so.1"
 _OUT_OF_MEMORY = 2

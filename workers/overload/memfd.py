@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from workers.overload.dlpack import bytes_at
-from workers.overload.pages import PageError
+from workers.overload.pages import PageError, bytes_at
 
 SMALLEST_PAGE = 64 << 10
 MOST_PAGES = 16_384  # Linux: a process has at most 65,530 areas, and each page may be one

@@ -7,14 +7,21 @@ on CPUs, `cuda_pages.py` through CUDA's driver.
 
 Parameters that give way and KV that grows pass the same pages on. Nothing is freed and allocated in between,
 so growing fails neither for want of memory nor in its fragments, as long as whole pages are counted.
+
+A range's tensor is made by way of DLPack: the one public protocol by which torch takes memory of somebody
+else's, a GPU's too, without asking the driver what is mapped there.
 """
 
+import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from workers.processes import WorkerError
+
+_UNSIGNED = 1  # DLPack's numbers
+_KINDS = {"cpu": 1, "cuda": 2}
 
 
 class PageError(WorkerError, MemoryError):
@@ -188,3 +195,56 @@ class MappedRange:
         driver.unmap(self.address + kept * self._memory.page_bytes, count)
         self._memory.put(self.handles[kept:])
         del self.handles[kept:]
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _Type(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("dimensions", ctypes.c_int32),
+        ("type", _Type),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_NAME = b"dltensor"  # the capsule keeps the pointer, not the text
+_described: list[Any] = []  # torch reads them for as long as a tensor is there: a few for each engine
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A tensor of bytes at an address. Nobody frees the memory with it."""
+    shape = (ctypes.c_int64 * 1)(nbytes)
+    managed = _Managed(
+        _Tensor(
+            address,
+            _Device(_KINDS[device.type], device.index or 0),
+            1,
+            _Type(_UNSIGNED, 8, 1),
+            ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
+            None,
+            0,
+        ),
+        None,
+        None,
+    )
+    _described.append((managed, shape))
+    capsule_of = ctypes.pythonapi.PyCapsule_New
+    capsule_of.restype, capsule_of.argtypes = (
+        ctypes.py_object,
+        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
+    )
+    return torch.from_dlpack(capsule_of(ctypes.addressof(managed), _NAME, None))

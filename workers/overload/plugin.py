@@ -18,12 +18,14 @@ from placement.iteration.latency import LatencyModel
 from placement.overload.dropping import MOST_ENGINES, EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
 from workers.overload import vllm_internals as internals
-from workers.overload.metrics import COUNTERS, HISTOGRAMS, SplitEvent
 from workers.overload.orders import (
+    COUNTERS,
+    HISTOGRAMS,
     DropOrder,
     NarrowOrder,
     PeersForecasts,
     RestoreOrder,
+    SplitEvent,
     SplitReport,
     WorkerFacts,
 )

@@ -32,17 +32,16 @@ from workers.overload.membership import (
     SplitLimits,
     SplitPhase,
 )
-from workers.overload.memory import LayerWeights, ReservedKv
-from workers.overload.metrics import SplitEvent
+from workers.overload.memory import LayerWeights, ReservedKv, ReturningWeights
 from workers.overload.orders import (
     DropOrder,
     NarrowOrder,
     RestoreOrder,
+    SplitEvent,
     SplitReport,
     WorkerFacts,
 )
 from workers.overload.pipeline import SplitPasses
-from workers.overload.returning import ReturningWeights
 
 logger = logging.getLogger("conserve.workers.overload")
 

@@ -22,8 +22,7 @@ from workers.overload import exchange
 from workers.overload.channel import PeerError
 from workers.overload.exchange import KvBeside
 from workers.overload.membership import SplitLimits
-from workers.overload.metrics import SplitEvent
-from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
+from workers.overload.orders import NarrowOrder, RestoreOrder, SplitEvent, SplitReport
 from workers.overload.vllm_internals import BatchKv, blocks_in_batch
 
 SLOW_S = 0.008  # of each message

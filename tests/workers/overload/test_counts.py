@@ -13,8 +13,15 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kvtransfer.feed import FeedCommand
 from tests.workers.overload.workers_here import scheduler_side
 from workers.overload.exchange import LinkOrder
-from workers.overload.metrics import COUNTERS, SplitEvent
-from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.orders import (
+    COUNTERS,
+    DropOrder,
+    NarrowOrder,
+    RestoreOrder,
+    SplitEvent,
+    SplitReport,
+    WorkerFacts,
+)
 from workers.overload.pipeline import SplitTally
 from workers.overload.plugin import (
     EXCHANGE_S,

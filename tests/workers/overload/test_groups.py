@@ -32,8 +32,7 @@ from tests.workers.overload.workers_here import (
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused
 from workers.overload.memory import ReservedKv
-from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, PeersForecasts, SplitReport
+from workers.overload.orders import DropOrder, PeersForecasts, SplitEvent, SplitReport
 from workers.overload.pages import PageError
 
 

@@ -28,8 +28,7 @@ from tests.workers.overload.workers_here import (
 from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused, SplitOver
 from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
-from workers.overload.metrics import SplitEvent
-from workers.overload.orders import NarrowOrder, RestoreOrder, SplitReport
+from workers.overload.orders import NarrowOrder, RestoreOrder, SplitEvent, SplitReport
 from workers.overload.plugin import AGAIN_S, OverloadScheduler
 
 

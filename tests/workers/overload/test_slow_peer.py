@@ -9,8 +9,7 @@ from router.directory.dropping import CHANGE_S
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import LAYERS, LIMITS, USED, WorkerHere, at_once, drops, restores
 from workers.overload.membership import SplitLimits
-from workers.overload.metrics import SplitEvent
-from workers.overload.orders import SplitReport
+from workers.overload.orders import SplitEvent, SplitReport
 from workers.overload.plugin import AGAIN_S, FENCE_S, TRIES
 
 SLOW_S = 0.2  # of each of ten messages

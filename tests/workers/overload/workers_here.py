@@ -12,8 +12,7 @@ import torch
 from workers.overload.membership import DeviceLock, EngineMemory, PeerLine, SplitLimits
 from workers.overload.memfd import MemfdDriver
 from workers.overload.memory import LayerWeights, ReservedKv
-from workers.overload.metrics import SplitEvent
-from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitReport, WorkerFacts
+from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitEvent, SplitReport, WorkerFacts
 from workers.overload.pages import PhysicalMemory
 from workers.overload.plugin import OverloadScheduler
 from workers.overload.split import SplitModel
