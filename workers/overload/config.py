@@ -3,7 +3,7 @@
 from workers.processes import WorkerError
 
 OVERLOAD_PLUGIN = "workers.overload.plugin:OverloadPlugin"
-DROPPING_SCHEDULER = "workers.overload.scheduler.DroppingScheduler"
+DROPPING_SCHEDULER = "workers.overload.plugin.DroppingScheduler"
 DROPPING_WORKER = "workers.overload.worker.DroppingWorker"
 DROPPING_CPU_WORKER = "workers.overload.cpu_worker.DroppingCpuWorker"
 

@@ -261,8 +261,8 @@ class ReservedKv:
 
 
 class ReturningWeights:
-    """Parameters on their way back beside serving: a thread that brings dropped layers from their copies on the
-    host, one behind the other, while the engine's batches still go through its peers."""
+    """Parameters on their way back beside serving: a thread that brings dropped layers from their copies on
+    the host, one behind the other, while the engine's batches still go through its peers."""
 
     def __init__(self, weights: LayerWeights, layers: Sequence[int], then: Callable[[float], None]) -> None:
         """`then`: in the thread, once they are here, with when this began."""

@@ -1,5 +1,7 @@
-"""The connector's plugin for dropping: orders from the keeper's feed to the worker, at step boundaries, and
-back what became of them.
+"""Dropping on the scheduler's side: the connector's plugin, and vLLM's scheduler between whose steps it acts.
+
+Orders go from the keeper's feed to the worker, at step boundaries, and back what became of them. The pool of
+blocks grows, shrinks, and starts over.
 
 While an engine is split, or about to be, no KV is loaded into it or copied from it: transfers, the checkpoint
 and parking are fenced off, and what they would have brought is computed. What is under way is waited for.
@@ -7,16 +9,22 @@ and parking are fenced off, and what they would have brought is computed. What i
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvtransfer.connector import StepReports
 from kvtransfer.feed import FeedCommand, Reply
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
+from kvtransfer.relied_on import verify
 from placement.engines import SplitState
-from placement.iteration.latency import LatencyModel
+from placement.iteration.interface import EngineView, IterationPlan
+from placement.iteration.latency import BatchWork, LatencyModel
 from placement.overload.dropping import MOST_ENGINES, EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
+from workers.coserving.planned import PromptScheduler
 from workers.overload import vllm_internals as internals
 from workers.overload.orders import (
     COUNTERS,
@@ -41,6 +49,8 @@ FENCE_S = 5.0  # for copies and transfers that are under way
 EXCHANGE_S = 5.0  # of the link, for KV that the prefix cache has
 AGAIN_S, TRIES = 1.0, 3  # of a restore's end: a peer may be late
 SplitOrder = DropOrder | NarrowOrder | RestoreOrder
+IDLE_S = 0.02  # between steps of an engine that has no requests, and waits for its parameters or KV
+MEASURED_EVERY = 32  # iterations: the first of them before anything is known of this engine's time
 
 
 class LinkRate:
@@ -367,3 +377,53 @@ class OverloadPlugin(Plugin):
     worker = OverloadWorker
     counters = COUNTERS
     histograms = HISTOGRAMS
+
+
+class DroppingScheduler(PromptScheduler):
+    """For vLLM's `--scheduler-cls`, without asynchronous scheduling: no step is planned while one runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        verify(internals.SCHEDULING)
+        super().__init__(*args, **kwargs)
+        side = self.plugin(NAME)
+        assert isinstance(side, OverloadScheduler), "the connector has no overload plugin"
+        self._overload = side
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or self._overload.pending or self._overload.steps_anyway
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        if self._overload.steps_anyway and not self.requests:
+            time.sleep(IDLE_S)
+        self._overload.between_steps(self)
+        self._say_what_decodes()
+        return super().schedule(throttle_prefills)
+
+    def _say_what_decodes(self) -> None:
+        """To engines that share its layers; with prompts in the step their plan says more."""
+        pipeline = self._overload.pipeline()
+        if pipeline is not None and self.running:
+            work = BatchWork.of((1, int(request.num_computed_tokens)) for request in self.running)
+            seconds = pipeline.model.seconds(work)
+            self._overload.says(Forecast(seconds, seconds))
+
+    def engine_view(self, now: float) -> EngineView:
+        return replace(super().engine_view(now), pipeline=self._overload.pipeline())
+
+    def carry_out(self, plan: IterationPlan, now: float) -> None:
+        if plan.forecast is not None:
+            self._overload.says(plan.forecast)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._overload.after_step(self, _report_in(model_runner_output))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.latency.observed % MEASURED_EVERY == 0 and self.latency.observed:
+            self._overload.measured(self.latency.model)
+        return outputs
+
+
+def _report_in(model_runner_output: Any) -> SplitReport | PeersForecasts | None:
+    meta = internals.connector_meta(model_runner_output)
+    report = meta.reports.get(NAME) if isinstance(meta, StepReports) else None
+    assert report is None or isinstance(report, SplitReport | PeersForecasts)
+    return report
