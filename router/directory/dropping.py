@@ -1,6 +1,6 @@
 """Dropping: tells groups of decoders to share their layers under overload, and to have them again after it.
 
-What is told is decided in placement/overload/orders.py, from what engines report. An engine that does not
+What is told is decided in placement/overload/signal.py, from what engines report. An engine that does not
 hear it, or refuses, changes nothing by itself: the others wait for it, and go on with their whole models.
 Changes take as long as engines do, some minutes for a restore beside serving; rounds go on meanwhile, and
 leave engines that are changing alone.
@@ -16,8 +16,7 @@ import grpc
 
 from placement.engines import EngineInfo, Role
 from placement.overload.dropping import DropLimits
-from placement.overload.orders import SharingDecoder, SplitOrders, split_orders
-from placement.overload.signal import OverloadState
+from placement.overload.signal import OverloadState, SharingDecoder, SplitOrders, split_orders
 from router import metrics
 from router.directory.messages import EngineRecord
 

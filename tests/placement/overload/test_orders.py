@@ -7,8 +7,7 @@ import pytest
 from placement.engines import SplitState
 from placement.iteration.latency import LatencyModel
 from placement.overload.dropping import DropLimits, EngineShape, NotDropped
-from placement.overload.orders import SharingDecoder, SplitOrders, split_orders
-from placement.overload.signal import OverloadReason, OverloadState
+from placement.overload.signal import OverloadReason, OverloadState, SharingDecoder, SplitOrders, split_orders
 
 SHAPE = EngineShape(
     layers=8, layer_bytes=3e6, kv_tokens=1_000, kv_bytes_per_token=8_192, activation_bytes=1_024,
