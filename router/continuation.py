@@ -2,7 +2,7 @@
 
 The next engine gets the client's request with the tokens that were sent, puts them through its parsers and
 goes on behind them, so that tool calls, structured output, stop strings and usage stand where they stood
-(`router/http/sent.py`). Greedy answers go on as they would have; sampled ones are drawn anew from there,
+(`router/http/responder.py`). Greedy answers go on as they would have; sampled ones are drawn anew from there,
 which a comment in the stream says. What cannot go on exactly ends in an error event, and is counted.
 """
 

@@ -13,8 +13,7 @@ from router.http.relay import (
     relay,
 )
 from router.http.request import Headers, RawHeaders, Request, end_to_end
-from router.http.responder import Handler, Responder
-from router.http.sent import SentPieces
+from router.http.responder import Handler, Responder, SentPieces
 from router.http.server import Server
 from router.http.stream import Observation, StreamObserver, TokenUsage, usage_of
 from router.http.tls import Certificate, TlsError
