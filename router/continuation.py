@@ -1,4 +1,4 @@
-"""A stream that goes on when its decoder ends: whether it can, and what the next engine is told.
+"""A turn whose engine ended: whether its stream can go on, what the next engine is told, and when none is tried.
 
 The next engine gets the client's request with the tokens that were sent, puts them through its parsers and
 goes on behind them, so that tool calls, structured output, stop strings and usage stand where they stood
@@ -7,12 +7,14 @@ which a comment in the stream says. What cannot go on exactly ends in an error e
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from placement.engines import EngineInfo
 from router import metrics
-from router.errors import ApiError, EngineLost
+from router.errors import ApiError, EngineLost, SetAside
 from router.http import (
     Observation,
     RelayEnd,
@@ -132,3 +134,54 @@ class Continuation:
                 metrics.STREAMS_CUT.labels(why).inc()
         elif self._was_cut and outcome.end is RelayEnd.COMPLETE:
             metrics.STREAMS_CUT.labels("resumed").inc()
+
+
+MOST_LOSSES = 2
+REMEMBERED_S = 300.0
+_CAPACITY = 10_000
+
+
+@dataclass(slots=True)
+class _Loss:
+    at: float
+    engines: set[tuple[str, int]] = field(default_factory=set)
+
+
+class Losses:
+    """Engines lost under a request, by its prompt's digest, which holds key and model too.
+
+    Whoever was there twice is tried no more, for a while. Without it one request that ends engines walks
+    through the fleet: each is tried again elsewhere, here and by clients' libraries. A gateway cannot tell
+    such a request from one that was beside it; both are set aside.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._losses: OrderedDict[bytes, _Loss] = OrderedDict()
+
+    def note(self, digest: bytes, engine: EngineInfo) -> None:
+        """Several requests with this prompt may have been running there: that is one engine lost."""
+        now = self._clock()
+        loss = self._losses.get(digest)
+        if loss is None or now - loss.at > REMEMBERED_S:
+            loss = self._losses[digest] = _Loss(now)
+        loss.engines.add((engine.engine, engine.epoch))
+        loss.at = now
+        self._losses.move_to_end(digest)
+        while len(self._losses) > _CAPACITY:
+            self._losses.popitem(last=False)
+
+    def set_aside(self, digest: bytes) -> bool:
+        loss = self._losses.get(digest)
+        if loss is None or self._clock() - loss.at > REMEMBERED_S:
+            return False
+        return len(loss.engines) >= MOST_LOSSES
+
+    def check(self, digest: bytes) -> None:
+        """Raises for a request that is not to be tried again."""
+        if self.set_aside(digest):
+            metrics.SET_ASIDE.inc()
+            raise SetAside(
+                f"{MOST_LOSSES} engines ended while they computed this request; it is set aside for"
+                f" {REMEMBERED_S:.0f} s: change it, or tell the operator"
+            )

@@ -11,10 +11,9 @@ from router import legs
 from router.answers import Answers
 from router.binding import Route
 from router.config import GatewayConfig, Handover
-from router.continuation import Continuation
+from router.continuation import Continuation, Losses
 from router.directory.client import DirectoryClient
 from router.http import RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
-from router.losses import Losses
 from router.returns import Returns
 from router.turn import TokenRatio, Turn
 
