@@ -17,14 +17,13 @@ from router import legs, metrics
 from router.answers import Answers
 from router.binding import Binder, Identified, Route
 from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
-from router.continuation import Continuation, Losses
 from router.directory.client import DirectoryClient
 from router.errors import ApiError, ClientLeft, DirectoryUnreachable
 from router.http import Observation, RelayEnd, Responder, UpstreamPool
 from router.identity import conversation_id
 from router.prefixes import note_prefix
 from router.returns import Returns
-from router.running import Prefilled, Ran, Runner
+from router.running import Continuation, Losses, Prefilled, Ran, Runner
 from router.turn import TokenRatio, Turn, TurnMetrics
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
-"""Limits of callers: by the minute and at once for the fleet, their share of a gateway process, and who they are
-where they have no key.
+"""Limits of callers: by the minute and at once, their share of a gateway process, and who has no key.
 
-Token buckets of each key, and headers that say what is left, hold for the fleet. Each gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others
-have granted: in between, several can grant the same, which all pay back before they grant again. Without the
-directory each is by itself.
+Those by the minute are token buckets of each key, and headers say what is left. They hold for the fleet. Each
+gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others have granted: in between, several
+can grant the same, which all pay back before they grant again. Without the directory each is by itself.
 
 Tokens are those that are computed: of the prompt what no cache held, and the answer's. A turn reserves what
-its prompt is estimated at, and its end sets that right.
+its prompt is estimated at, and its end sets that right. Who has no key is known by an address.
 """
 
 import asyncio
