@@ -1,8 +1,9 @@
 """Limits of callers: by the minute and at once, their share of a gateway process, and who has no key.
 
 Those by the minute are token buckets of each key, and headers say what is left. They hold for the fleet. Each
-gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others have granted: in between, several
-can grant the same, which all pay back before they grant again. Without the directory each is by itself.
+gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others have granted: in between,
+several can grant the same, which all pay back before they grant again. Without the directory each is by
+itself.
 
 Tokens are those that are computed: of the prompt what no cache held, and the answer's. A turn reserves what
 its prompt is estimated at, and its end sets that right. Who has no key is known by an address.
