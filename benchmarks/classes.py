@@ -30,7 +30,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import SloSpec
 from deploy.lifecycle.status import serving
 from placement.engines import Role
-from router.classes import HEADER
+from router.turn import HEADER
 from traces.errors import ReplayError
 from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer, text
 

@@ -17,7 +17,6 @@ from router import openapi
 from router.answers import Answers
 from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
 from router.batch.forwarding import BatchForwarding
-from router.classes import Classes
 from router.config import GatewayConfig
 from router.dashboard import PREFIX as DASHBOARD
 from router.dashboard import DashboardRoutes
@@ -55,7 +54,7 @@ from router.metrics import HttpCounts
 from router.rates import Addresses, Meters, Shares
 from router.readers import Readers
 from router.reading import Api, Reading
-from router.turn import Models, TokenRatio, read_turn, text_headers
+from router.turn import Classes, Models, TokenRatio, read_turn, text_headers
 
 audit = logging.getLogger("conserve.audit")
 

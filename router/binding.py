@@ -15,7 +15,6 @@ from placement.engines import EngineInfo
 from placement.fleet.answers import Refusal, RefusalReason
 from router import metrics
 from router.chains import Chain
-from router.classes import ahead_s
 from router.config import GatewayConfig
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
@@ -30,7 +29,7 @@ from router.errors import (
 )
 from router.http import Responder
 from router.identity import How, conversation_key, resolve_prefix
-from router.turn import TokenRatio, Turn, TurnMetrics
+from router.turn import TokenRatio, Turn, TurnMetrics, ahead_s
 
 log = logging.getLogger("conserve.router.binding")
 

@@ -19,9 +19,9 @@ from deploy.keys import FleetKeys
 from kvtransfer.errors import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError
-from router.classes import PRIORITY_S
 from router.hints import HIGHEST_PRIORITY
 from router.http import Certificate, TlsError
+from router.turn import PRIORITY_S
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving

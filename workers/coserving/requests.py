@@ -19,7 +19,7 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-# The gateway's: what a turn's class and priority are worth, and of that the priority (router/classes.py).
+# The gateway's: what a turn's class and priority are worth, and of that the priority (router/turn.py).
 AHEAD_ARGUMENT, PRIORITY_ARGUMENT = "ahead_s", "priority_s"
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
