@@ -29,7 +29,7 @@ from router.rates import FREE, Charge
 from router.readers import Readers
 from router.reading import Api, Prompt, Reading
 
-HEADER, FIELD = "x-slo-class", "slo_class"
+CLASS_HEADER, CLASS_FIELD = "x-slo-class", "slo_class"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 _TTFT, _TBT = "slo_ttft_ms", "slo_tbt_ms"
 TARGETS = {  # of llm-d: header to the engine's argument
@@ -60,14 +60,16 @@ class Classes:
 
     def choose(self, owner: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> SloClass:
         own = self._of_owner.get(owner, self._by_name[DEFAULT_CLASS])
-        said = headers.get(HEADER) or body.get(FIELD)
+        said = headers.get(CLASS_HEADER) or body.get(CLASS_FIELD)
         if said:
             named = self._by_name.get(said) if isinstance(said, str) else None
             if named is None:
                 names = ", ".join(sorted(name for name, one in self._by_name.items() if one.open_to(owner)))
-                raise BadRequest(f"{FIELD} is none of this fleet's classes: {names}", param=FIELD)
+                raise BadRequest(f"{CLASS_FIELD} is none of this fleet's classes: {names}", param=CLASS_FIELD)
             if not named.open_to(owner):
-                raise BadRequest(f"the class {named.name} is for others: leave {FIELD} out", param=FIELD)
+                raise BadRequest(
+                    f"the class {named.name} is for others: leave {CLASS_FIELD} out", param=CLASS_FIELD
+                )
             return named
         for header in OBJECTIVES:
             objective = self._by_name.get(headers.get(header, ""))
