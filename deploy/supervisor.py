@@ -26,7 +26,7 @@ from deploy.ray.own_cluster import (
     own_cluster_environment,
     temporary_directory,
 )
-from router.logs import log_to_stderr
+from router.process import log_to_stderr
 from workers import processes
 from workers.processes import Backoff
 

@@ -14,10 +14,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from router.clocks import SteadyClock, Zero
 from router.config import AnswersConfig
 from router.errors import GatewayConfigError
 from router.items import Pieces, ReadAnswer, inflated, without_brackets
+from router.process import SteadyClock, Zero
 
 PRUNE_S = 30.0
 LOCKED_S = 5.0  # another process writes

@@ -19,7 +19,6 @@ import orjson
 
 from router import metrics
 from router.answer_store import AnswerStore, ChainEnd, StoredChain
-from router.clocks import SteadyClock
 from router.config import AnswersConfig
 from router.disk import DiskThread
 from router.errors import (
@@ -35,6 +34,7 @@ from router.fields import with_fields, with_items
 from router.http import RawHeaders, ServerLimits, StreamObserver
 from router.identity import named_conversation
 from router.items import PIECE_BYTES, AnswerReading, ReadAnswer, Span, cut_items
+from router.process import SteadyClock
 from router.readers import Readers
 from router.reading import ReadBody, is_cheap
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from deploy.fleet import FleetSpec
 from deploy.ray.own_cluster import CONTROL
-from router import logs
+from router import process
 
 log = logging.getLogger("conserve.deploy.actor")
 
@@ -65,7 +65,7 @@ def control_resources(fleet: FleetSpec) -> dict[str, Any]:
 
 
 def log_to_stderr() -> None:
-    logs.log_to_stderr()
+    process.log_to_stderr()
     logging.getLogger("ray").setLevel(logging.WARNING)
 
 

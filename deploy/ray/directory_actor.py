@@ -20,7 +20,7 @@ from placement.engines import EngineInfo
 from placement.fleet.placer import MissingCurve, Placer
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
-from router.http import collect_when_idle, settle_heap
+from router.process import collect_when_idle, settle_heap
 from workers.processes import LogOnChange, write_atomically
 from workers.status import KeeperReport
 

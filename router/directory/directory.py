@@ -16,7 +16,6 @@ from placement.fleet.capacity import Thresholds
 from placement.fleet.placer import Placer
 from placement.overload.dropping import DropLimits
 from router import metrics
-from router.clocks import SteadyClock
 from router.directory.conversations import Timeline
 from router.directory.dropping import DropCommands, Dropper
 from router.directory.fleet import CapacityWatcher
@@ -24,6 +23,7 @@ from router.directory.journal import Journal, JournalError
 from router.directory.messages import EngineRecord
 from router.directory.push import GatewayStreams
 from router.directory.table import BindingTable, SecondThought
+from router.process import SteadyClock
 
 log = logging.getLogger("conserve.router.directory.directory")
 

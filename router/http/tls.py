@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from router.errors import GatewayConfigError
 from router.http.limits import Crowd, ServerLimits, address_of
-from router.watched import WatchedFiles, content_of
+from router.process import WatchedFiles, content_of
 
 log = logging.getLogger("conserve.router.http.tls")
 
