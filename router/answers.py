@@ -3,7 +3,7 @@
 A request that names one of them, or a `conversation`, which its newest answer is, goes to engines with its
 whole input, like any other; engines store nothing. What nobody named for `keep_s` goes, and the oldest beyond
 `max_bytes`. How large a history is, is known before any of it is read, and no wait for the disk is without a
-limit (`disk.py`).
+limit (`answer_store.py`).
 """
 
 import asyncio
@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import orjson
 
 from router import metrics
-from router.answer_store import AnswerStore, ChainEnd, StoredChain
+from router.answer_store import AnswerStore, ChainEnd, DiskThread, StoredChain
 from router.config import AnswersConfig
-from router.disk import DiskThread
 from router.errors import (
     ApiError,
     BadIdentity,

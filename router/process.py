@@ -1,8 +1,8 @@
 """What a process of the router has in common with others: logs, a steady clock, a heap, files that change.
 
-Logs are one line an event, as `time LEVEL logger event key=value ...`, to standard error. What concerns a turn
-names its `conversation` and, once an engine has answered, its `request`: the id of the answer, which the client
-has and the engine logs. No line holds text of a prompt or an answer.
+Logs are one line an event, as `time LEVEL logger event key=value ...`, to standard error. What concerns a
+turn names its `conversation` and, once an engine has answered, its `request`: the id of the answer, which the
+client has and the engine logs. No line holds text of a prompt or an answer.
 """
 
 import asyncio
@@ -97,10 +97,10 @@ class SteadyClock:
 
 # Garbage collection of a process that serves streams or places turns: what it takes, all of them wait for.
 # CPython looks for objects that refer to each other in three generations. The young and the middle one are
-# small here, and hold the loop for some milliseconds. The old one has whatever lives longer, all conversations
-# that a gateway knows among it: looking at it took 0.2 and 0.3 s under 100,000 tampered requests. So it is left
-# to moments in which nothing is under way. What is freed often does not wait for it: a connection that has
-# closed refers to nothing that refers to it (`RequestParser.close`).
+# small here, and hold the loop for some milliseconds. The old one has whatever lives longer, all
+# conversations that a gateway knows among it: looking at it took 0.2 and 0.3 s under 100,000 tampered
+# requests. So it is left to moments in which nothing is under way. What is freed often does not wait for it:
+# a connection that has closed refers to nothing that refers to it (`RequestParser.close`).
 
 # Default is 700, which was a sixth of the processor time under a storm of connections; 20,000 takes no less
 # than this and holds the loop four times as long.
