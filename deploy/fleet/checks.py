@@ -14,8 +14,7 @@ from deploy.fleet.engine_checks import check_engines
 from deploy.fleet.overload_checks import check_overload
 from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
 from kvtransfer.errors import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError

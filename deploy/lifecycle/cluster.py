@@ -12,8 +12,7 @@ import psutil
 
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
-from deploy.home import FleetHome, RunRecord
-from deploy.keys import TOKEN, token
+from deploy.home import TOKEN, FleetHome, RunRecord, token
 from deploy.ray.own_cluster import (
     LOOPBACK,
     OwnCluster,

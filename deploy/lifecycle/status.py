@@ -11,8 +11,7 @@ import grpc
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, components, load_fleet
 from deploy.fleet.components import EngineName
-from deploy.home import FleetHome, RunRecord
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetHome, FleetKeys, Purpose, RunRecord
 from deploy.ray.common import replica
 from deploy.ray.control import ControlClient, ControlError
 from router.directory import messages

@@ -10,8 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.fleet.components import alike, directory_settings, placer_settings, prefill_curves
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.observe.catalogue import serve_metrics
 from deploy.ray.common import Background, engines_of, keeper_name, log_to_stderr
 from deploy.ray.control import ControlClient, ControlError

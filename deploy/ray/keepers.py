@@ -24,8 +24,7 @@ from deploy.fleet.components import (
     shared_tier,
 )
 from deploy.fleet.hardware import engine_resources
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.observe.catalogue import serve_metrics
 from deploy.ray.common import Background, always, engines_of, keeper_name, log_to_stderr, resources
 from deploy.ray.control import ControlClient, ControlError, ControlServer

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from deploy.fleet import FleetSpec
 from deploy.fleet.components import EngineName
-from deploy.keys import FleetKeys
+from deploy.home import FleetKeys
 from deploy.ray.common import replica
 
 

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetKeys, Purpose
 from deploy.lifecycle.down import marked
 from deploy.ray.control import INFO
 from deploy.ray.own_cluster import temporary_directory

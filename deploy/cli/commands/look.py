@@ -15,7 +15,7 @@ from rich.table import Table
 from deploy.cli.common import FleetName, FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.keys import Purpose
+from deploy.home import Purpose
 from deploy.lifecycle.status import FleetStatus, capacity, fleet_status, keys_of, running
 from deploy.observe.targets import discovery, write
 from deploy.observe.targets import targets as pages

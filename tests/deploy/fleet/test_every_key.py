@@ -28,8 +28,7 @@ from deploy.fleet.components import (
     shared_tier,
 )
 from deploy.fleet.hardware import engine_resources
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
 from deploy.ray.common import control_resources, resources
 from deploy.ray.own_cluster import OwnCluster
 from kvtransfer.config import ConnectorConfig

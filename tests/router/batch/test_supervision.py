@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from deploy.fleet.load import parse_fleet
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
 from deploy.ray.gateway_actor import GatewaysActor
 from deploy.ray.sealed import SealedFleet
 from tests.router.batch.processes import free_port
