@@ -1,13 +1,16 @@
-"""Ray actors of ours, what they have in common: names, how Ray is to run them, logs, background work."""
+"""Ray actors of ours, what they have in common: names, arguments, how Ray runs them, logs, work."""
 
 import asyncio
 import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deploy.fleet import FleetSpec
+from deploy.fleet.components import EngineName
+from deploy.home import FleetKeys
 from deploy.ray.own_cluster import CONTROL
 from router import process
 
@@ -101,3 +104,21 @@ def _end_process_on_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the actor's work failed", exc_info=error)
         os._exit(70)
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFleet:
+    """A fleet as an argument: Ray keeps arguments, so what may hold API keys or passwords goes sealed."""
+
+    content: bytes
+
+    @classmethod
+    def of(cls, fleet: FleetSpec, keys: FleetKeys) -> "SealedFleet":
+        return cls(keys.seal(fleet.model_dump_json(exclude_unset=True).encode()))
+
+    def opened(self, keys: FleetKeys) -> FleetSpec:
+        return FleetSpec.model_validate_json(keys.unseal(self.content))
+
+
+def engine_named(fleet: FleetSpec, name: str) -> EngineName:
+    return EngineName(name, next(tier for tier in fleet.tiers if tier.name == replica(name)[0]))

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.fleet import parse_fleet
 from deploy.home import FleetKeys, Purpose, TokenError, token
-from deploy.ray.sealed import SealedFleet, engine_named
+from deploy.ray.common import SealedFleet, engine_named
 
 TOKEN = "0123456789abcdef"
 FLEET = """\
