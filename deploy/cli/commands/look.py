@@ -16,9 +16,16 @@ from deploy.cli.common import FleetName, FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import Purpose
-from deploy.lifecycle.status import FleetStatus, capacity, fleet_status, keys_of, running
-from deploy.observe.targets import discovery, write
-from deploy.observe.targets import targets as pages
+from deploy.lifecycle.status import (
+    FleetStatus,
+    capacity,
+    discovery,
+    fleet_status,
+    keys_of,
+    running,
+    write_targets,
+)
+from deploy.lifecycle.status import targets as pages
 from placement.fleet.capacity import Recommendation, Signals
 from workers.engine_log import last_lines
 
@@ -161,7 +168,7 @@ def targets(
         if out is None:
             print(json.dumps(found, indent=1))
         else:
-            write(out, found)
+            write_targets(out, found)
         if not watch:
             return
         time.sleep(EVERY_S)

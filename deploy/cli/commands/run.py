@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from deploy.cli.common import FleetName, Progress, home_of, only_fleet
-from deploy.endpoint import curl
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import bring_down
+from deploy.lifecycle.status import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
 from router.keys import load as load_keys

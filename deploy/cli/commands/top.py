@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.cli.common import FleetName, home_of
-from deploy.endpoint import trust_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
-from deploy.lifecycle.status import serving
+from deploy.lifecycle.status import serving, trust_of
 
 app = typer.Typer()
 
