@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prometheus_client import start_http_server
+
 from deploy.fleet import FleetSpec
 from deploy.fleet.components import EngineName
 from deploy.home import FleetKeys
@@ -70,6 +72,12 @@ def control_resources(fleet: FleetSpec) -> dict[str, Any]:
 def log_to_stderr() -> None:
     process.log_to_stderr()
     logging.getLogger("ray").setLevel(logging.WARNING)
+
+
+def serve_metrics(host: str) -> str:
+    """Serve until the process ends, on a port the system chooses; gives host:port."""
+    server, _ = start_http_server(0, addr=host)
+    return f"{host}:{server.server_port}"
 
 
 class Background:

@@ -11,8 +11,7 @@ from ray.exceptions import RayError
 
 from deploy.fleet.components import alike, directory_settings, placer_settings, prefill_curves
 from deploy.home import FleetHome, FleetKeys, Purpose
-from deploy.observe.catalogue import serve_metrics
-from deploy.ray.common import Background, SealedFleet, engines_of, keeper_name, log_to_stderr
+from deploy.ray.common import Background, SealedFleet, engines_of, keeper_name, log_to_stderr, serve_metrics
 from deploy.ray.control import ControlClient, ControlError
 from placement.engines import EngineInfo
 from placement.fleet.placer import MissingCurve, Placer

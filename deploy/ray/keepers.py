@@ -25,7 +25,6 @@ from deploy.fleet.components import (
 )
 from deploy.fleet.hardware import engine_resources
 from deploy.home import FleetHome, FleetKeys, Purpose
-from deploy.observe.catalogue import serve_metrics
 from deploy.ray.common import (
     Background,
     SealedFleet,
@@ -35,6 +34,7 @@ from deploy.ray.common import (
     keeper_name,
     log_to_stderr,
     resources,
+    serve_metrics,
 )
 from deploy.ray.control import ControlClient, ControlError, ControlServer
 from deploy.small_model import ensure_model

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import LifecycleError
+from deploy.generated import catalogue
 from deploy.lifecycle.status import EngineStatus, FleetStatus, Targets, discovery, targets, write_targets
-from deploy.observe.catalogue import catalogue, serve_metrics
+from deploy.ray.common import serve_metrics
 
 PAGES = ("127.0.0.1:6001", "127.0.0.1:6002")
 BATCH = ("127.0.0.1:6003",)
