@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from deploy.errors import KeyPath, Problem
 from deploy.fleet import components
 from deploy.fleet.engine_checks import check_engines
 from deploy.fleet.overload_checks import check_overload
-from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome, FleetKeys
 from kvtransfer.errors import KVTransferError

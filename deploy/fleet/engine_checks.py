@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
-from deploy.fleet.architecture import BYTES, Architecture, find_architecture
-from deploy.fleet.hardware import Parallel, arguments, parallel
-from deploy.fleet.problems import KeyPath, Problem
+from deploy.fleet.engine_needs import BYTES, Architecture, Parallel, arguments, find_architecture, parallel
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from placement.accelerators import ACCELERATORS, Accelerator
 from placement.engines import Role

@@ -23,7 +23,7 @@ from deploy.fleet.components import (
     power_settings,
     shared_tier,
 )
-from deploy.fleet.hardware import engine_resources
+from deploy.fleet.engine_needs import engine_resources
 from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.ray.common import (
     Background,

@@ -27,7 +27,7 @@ from deploy.fleet.components import (
     scale_limits,
     shared_tier,
 )
-from deploy.fleet.hardware import engine_resources
+from deploy.fleet.engine_needs import engine_resources
 from deploy.home import FleetHome, FleetKeys
 from deploy.ray.common import control_resources, resources
 from deploy.ray.own_cluster import OwnCluster
