@@ -20,7 +20,10 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in a fleet file, as checks find it; `path` leads to it, `at_key` when the key itself is wrong rather than its value."""
+    """One mistake in a fleet file, as checks find it.
+
+    `path` leads to it, `at_key` when the key itself is wrong rather than its value.
+    """
 
     path: KeyPath
     message: str

@@ -1,4 +1,4 @@
-"""What an engine needs: of accelerators as its tier says, of memory and ranks as its model's config.json says."""
+"""What an engine needs: accelerators, as its tier says; memory and ranks, as its model's config.json says."""
 
 import json
 import os
