@@ -19,7 +19,7 @@ import psutil
 
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
-from deploy.ray.own_cluster import (
+from deploy.ray.cluster import (
     LOOPBACK,
     OwnCluster,
     head_environment,

@@ -10,7 +10,6 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.changes import Difference, FleetChanges, differences, not_while_running, plan
 from deploy.fleet.components import EngineName, engines
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.cluster import connect
 from deploy.lifecycle.status import endpoint_of
 from deploy.lifecycle.up import (
     Tell,
@@ -21,6 +20,7 @@ from deploy.lifecycle.up import (
     until_gateway_answers,
     write_fleet,
 )
+from deploy.ray.cluster import connect
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, replica
 
 

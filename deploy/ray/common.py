@@ -13,7 +13,7 @@ from prometheus_client import start_http_server
 from deploy.fleet import FleetSpec
 from deploy.fleet.components import EngineName
 from deploy.home import FleetKeys
-from deploy.ray.own_cluster import CONTROL
+from deploy.ray.cluster import CONTROL
 from router import process
 
 log = logging.getLogger("conserve.deploy.actor")

@@ -15,8 +15,8 @@ import pytest
 
 from deploy.home import FleetKeys, Purpose
 from deploy.lifecycle.down import marked
+from deploy.ray.cluster import temporary_directory
 from deploy.ray.control import INFO
-from deploy.ray.own_cluster import temporary_directory
 from router.directory import messages
 from router.directory.rpc import Method, Stub
 from tests.fleet.talk import client, opening, text_turn
