@@ -20,7 +20,7 @@ from router.batch.dispatcher import Dispatcher
 from router.batch.forwarding import PREFIXES, caller_of
 from router.batch.in_flight import Engines
 from router.batch.metrics import REQUEUED
-from router.batch.offline import OfflineReading
+from router.batch.records import OfflineReading
 from router.batch.store import Store
 from router.directory.client import DirectoryClient
 from router.directory.push import BATCH

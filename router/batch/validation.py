@@ -13,8 +13,7 @@ from sqlalchemy import Row
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig
 from router.batch.metrics import BATCHES_ENDED
-from router.batch.offline import estimated_tokens, prefix_key
-from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest
+from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest, estimated_tokens, prefix_key
 from router.batch.store import Store
 from router.config import ServedModel
 from router.errors import BadRequest, RouterError
