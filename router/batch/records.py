@@ -1,4 +1,4 @@
-"""Offline work as plain data: files, batches, lines and results; and one request: its body, size and prefix."""
+"""Offline work as plain data: files, batches, lines and results, and one request: body, size and prefix."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import orjson
 import xxhash
 
 from router.fields import OFFLINE_PRIORITY
-from router.hints import FIELDS as HINT_FIELDS
+from router.hints import HINT_FIELDS
 from router.reading import prompts_of
 
 
