@@ -20,14 +20,12 @@ from router.config import DEFAULT_CLASS, GatewayConfig, ServedModel, SloClass, S
 from router.directory.cache import Known
 from router.errors import BadRequest
 from router.fields import positive, with_fields
-from router.hints import FIELDS as HINT_FIELDS
-from router.hints import Hints
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
 from router.identity import PrefixGroups, hint_of
 from router.metrics import SLO_TARGETS_RAISED
 from router.rates import FREE, Charge
 from router.readers import Readers
-from router.reading import Api, Prompt, Reading
+from router.reading import HINT_FIELDS, Api, Hints, Prompt, Reading
 
 CLASS_HEADER, CLASS_FIELD = "x-slo-class", "slo_class"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")

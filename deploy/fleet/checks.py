@@ -18,8 +18,8 @@ from deploy.home import FleetHome, FleetKeys
 from kvtransfer.errors import KVTransferError
 from placement.engines import Role
 from placement.errors import PlacementError
-from router.hints import HIGHEST_PRIORITY
 from router.http import Certificate, TlsError
+from router.reading import HIGHEST_PRIORITY
 from router.turn import PRIORITY_S
 from workers.processes import WorkerError
 

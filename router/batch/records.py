@@ -9,8 +9,7 @@ import orjson
 import xxhash
 
 from router.fields import OFFLINE_PRIORITY
-from router.hints import HINT_FIELDS
-from router.reading import prompts_of
+from router.reading import HINT_FIELDS, prompts_of
 
 
 class BatchStatus(StrEnum):

@@ -18,8 +18,7 @@ from router.batch.store import Store
 from router.config import ServedModel
 from router.errors import BadRequest, RouterError
 from router.fields import check_fields
-from router.hints import FIELDS as HINT_FIELDS
-from router.reading import check_items, is_deep
+from router.reading import HINT_FIELDS, check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
 
