@@ -104,7 +104,7 @@ class Armed:
 
 
 class SafepointScheduler(SchedulerSide):
-    """Arms the steps that hold offline requests, each with an epoch of its own."""
+    """Arms the steps that hold offline requests, or yield by plan, each with an epoch of its own."""
 
     def __init__(self, flag: Flag, enabled: bool) -> None:
         self.flag = flag
@@ -115,6 +115,7 @@ class SafepointScheduler(SchedulerSide):
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
         self._epoch = new_epoch()
         self.armed = 0  # epoch of the step that was ordered last; 0: it may not be aborted
+        self.yields = False  # the step that is scheduled next, whatever is in it
 
     def on_new_request(self, request: Any) -> None:
         if request.priority > 0:
@@ -129,7 +130,8 @@ class SafepointScheduler(SchedulerSide):
         # layer.
         if not self._enabled or scheduler_output.has_sync_kv_loads:
             return None
-        if self._offline.isdisjoint(scheduler_output.num_scheduled_tokens):
+        tokens = scheduler_output.num_scheduled_tokens
+        if not tokens or not (self.yields or not self._offline.isdisjoint(tokens)):
             return None
         self._epoch = self.armed = self._epoch + 1
         return Armed(self._epoch)
