@@ -1,8 +1,9 @@
 """The safepoint: a plugin of the engine's connector that looks at the preemption flag between layers, and
 leaves.
 
-vLLM calls the connector before the attention of every layer, in eager and in compiled models. That is the
-place where an iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
+vLLM calls the connector before the attention of every layer, in eager and in compiled models, but not in a
+whole CUDA graph: an armed step never runs as one (`kvtransfer/whole_graphs.py`). That is the place where an
+iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
 
 Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
 decides, for a layer far enough ahead that no rank can have passed it: every layer holds a collective, which
@@ -175,6 +176,9 @@ class SafepointWorker(WorkerSide):
         self._checked_ns = time.monotonic_ns()
         if self._decides:
             self._fields[RUNNING] = self._epoch
+
+    def needs_layers(self, order: Armed | None) -> bool:
+        return order is not None
 
     def before_layer(self, layer: str) -> None:
         epoch = self._epoch

@@ -245,12 +245,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "full graphs beside safepoints": (
         SEQS,
         a("compilation-config: {cudagraph_mode: FULL}"),
-        "a full graph has no place between layers",
+        "without piecewise graphs a step that may be aborted has none",
     ),
     "full graphs, as vLLM's fields": (
         SEQS,
-        a("compilation-config.cudagraph_mode: FULL_AND_PIECEWISE"),
-        "a full graph has no place between",
+        a("compilation-config.cudagraph_mode: FULL_DECODE_ONLY"),
+        "without piecewise graphs a step that may be",
     ),
     "asynchronous scheduling beside co-serving": (
         SEQS,
