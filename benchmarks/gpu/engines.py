@@ -1,9 +1,9 @@
 """vLLM on this GPU with a model of real size and random weights: what ours costs beside plain vLLM, what the
 host tier brings back, what a prefiller hands over, how soon offline work makes room.
 
-Four engines of the same model start at once, each in processes of its own, and are measured in turns; then one
-that co-serves with piecewise CUDA graphs for all steps, beside what ships. On a machine without CUDA they are
-small, and show that the benchmark runs.
+Four engines of the same model start at once, each in processes of its own, and are measured in turns; then
+one that co-serves with piecewise CUDA graphs for all steps, beside what ships. On a machine without CUDA they
+are small, and show that the benchmark runs.
 """
 
 import asyncio

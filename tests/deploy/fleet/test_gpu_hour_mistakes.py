@@ -366,6 +366,12 @@ def test_windows_co_serve(kinds: list[str], tmp_path: Path) -> None:
     load_fleet(write(tmp_path, FLEET, {"layer_types": kinds, "sliding_window": 1024}))
 
 
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_safepoints_take_graphs_that_have_pieces(mode: str, tmp_path: Path) -> None:
+    said = a(f"compilation-config.cudagraph_mode: {mode}").replace(">", "")
+    load_fleet(write(tmp_path, said.join(FLEET.rsplit(SEQS, 1)), {}))
+
+
 def test_layers_with_states_are_served_and_take_no_kv(tmp_path: Path) -> None:
     """A context whose KV would not fit, if all layers had some."""
     alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")

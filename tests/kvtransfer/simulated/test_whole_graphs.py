@@ -8,6 +8,7 @@ import logging
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -119,8 +120,10 @@ def test_what_another_forbids_stays_forbidden(make: Make) -> None:
     engine = make(coserving())
     found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={FULL})
     assert found == PIECEWISE
-    nothing = {FULL, PIECEWISE}
-    assert engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes=nothing)[0] == CUDAGraphMode.NONE
+    engine.add("offline", [2] * 5, 3, priority=10)
+    engine.worker.handle_preemptions(engine.scheduler.schedule().kv_connector_metadata)
+    found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={PIECEWISE})
+    assert found == CUDAGraphMode.NONE
 
 
 @pytest.mark.parametrize("config", [coserving, prefiller], ids=["armed", "exporting"])
@@ -214,6 +217,11 @@ def changed(self: object, num_tokens: int, forbidden: object = None) -> None:
     """A dispatcher of another release."""
 
 
+def chosen_elsewhere(self: Any, orders: Any) -> None:
+    """A runner that gives orders out, and does not ask for graphs where ours does."""
+    self.handle_preemptions(orders)
+
+
 def again(engine: SteppedEngine) -> ConServeConnector:
     """A worker's connector of an engine like this one."""
     made: ConServeConnector = type(engine.worker)(
@@ -223,7 +231,7 @@ def again(engine: SteppedEngine) -> ConServeConnector:
 
 
 DISPATCHER = "dispatch(self, num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes"
-RUNNER = "GPUModelRunner.execute_model is relied on to use"
+RUNNER = "GPUModelRunner.execute_model is relied on to use _determine_batch_execution_and_padding"
 
 
 @pytest.mark.parametrize("said", [DISPATCHER, RUNNER, "V2 model runner"])
@@ -234,7 +242,7 @@ def test_without_a_way_to_tell_all_steps_have_pieces_and_it_is_said_and_counted(
     if said == DISPATCHER:
         monkeypatch.setattr(CudagraphDispatcher, "dispatch", changed)
     elif said == RUNNER:
-        monkeypatch.setattr(GPUModelRunner, "execute_model", changed)
+        monkeypatch.setattr(GPUModelRunner, "execute_model", chosen_elsewhere)
     else:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with caplog.at_level(logging.WARNING, "conserve.kvtransfer"):
