@@ -257,7 +257,10 @@ COSERVING = Dashboard(
             "iterations left": rate("conserve_coserving_aborts_total"),
         }),
         latency("From an arrival to the safepoint", "conserve_coserving_abort_wait_seconds"),
-        by_label("Offline tokens computed in vain", "conserve_coserving_offline_tokens_lost_total", "cause"),
+        Panel("Tokens computed in vain", "short", {
+            "offline, {{cause}}": rate("conserve_coserving_offline_tokens_lost_total", "cause"),
+            "of turns' prompts": rate("conserve_coserving_prompt_tokens_lost_total"),
+        }),
         Panel("Online tokens later than their target", "short", {
             "late": rate("conserve_coserving_late_tokens_total"),
         }),
