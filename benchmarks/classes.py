@@ -30,7 +30,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import SloSpec
 from deploy.lifecycle.status import serving
 from placement.engines import Role
-from router.classes import HEADER
+from router.turn import CLASS_HEADER
 from traces import ReplayError
 from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer, text
 
@@ -159,7 +159,7 @@ async def play(
     ways = [aiohttp.TCPConnector(limit=0) for _ in range(2)]
     async with (
         aiohttp.ClientSession(connector=ways[0]) as plain,
-        aiohttp.ClientSession(connector=ways[1], headers={HEADER: BETTER}) as named,
+        aiohttp.ClientSession(connector=ways[1], headers={CLASS_HEADER: BETTER}) as named,
     ):
         others, betters = (ClassAgents(one, url, model, prompt) for one in (plain, named))
         carried = await others.carried(f"carried-{seed}")

@@ -1,4 +1,6 @@
-"""Errors of a fleet's start, change and end."""
+"""Errors of a fleet's file, start, change and end."""
+
+from dataclasses import dataclass
 
 
 class DeployError(Exception):
@@ -11,3 +13,18 @@ class LifecycleError(DeployError):
 
 class ActorLost(LifecycleError):
     """A part of the fleet ended while the fleet started."""
+
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake in a fleet file, as checks find it.
+
+    `path` leads to it, `at_key` when the key itself is wrong rather than its value.
+    """
+
+    path: KeyPath
+    message: str
+    at_key: bool = False

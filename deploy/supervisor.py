@@ -19,14 +19,14 @@ import psutil
 
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
-from deploy.ray.own_cluster import (
+from deploy.ray.cluster import (
     LOOPBACK,
     OwnCluster,
     head_environment,
     own_cluster_environment,
     temporary_directory,
 )
-from router.logs import log_to_stderr
+from router.process import log_to_stderr
 from workers import processes
 from workers.processes import Backoff
 

@@ -45,7 +45,7 @@ class ConnectorConfig:
     idle_kv_yields: bool = False  # KV between turns gives way without a copy on the host, too, and is lost
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
-    # False: no plugin does anything between layers here, so that vLLM may run a pass as one graph. Then
+    # False: no plugin does anything between layers here, so that every step may run as one CUDA graph. Then
     # nothing is exported either: it is published layer by layer.
     layer_hooks: bool = True
     safepoint: str = ""  # shared memory name of the safepoint flag; empty: no safepoints

@@ -59,6 +59,7 @@ from kvtransfer.relied_on import verify
 from kvtransfer.residence import Residence
 from kvtransfer.vllm_internals import CONNECTOR as RELIED_ON
 from kvtransfer.vllm_internals import WORKER, nap_instead_of_spinning
+from kvtransfer.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, refuse_whole_graph
 
 
 @dataclass
@@ -228,9 +229,14 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             rank = vllm_config.parallel_config.rank
             self._workers = {plugin.name: plugin.worker_side(context, rank) for plugin in plugins}
         # These run twice a layer and step: only sides that do something there are called.
-        hooked = self._workers.values() if config.layer_hooks else ()
-        self._before_layer = [h.before_layer for h in hooked if h.overrides("before_layer")]
-        self._after_layer = [h.after_layer for h in hooked if h.overrides("after_layer")]
+        hooked = self._workers.items() if config.layer_hooks else ()
+        self._before_layer = [h.before_layer for _, h in hooked if h.overrides("before_layer")]
+        self._after_layer = [h.after_layer for _, h in hooked if h.overrides("after_layer")]
+        self._layered = {name: side for name, side in hooked if side.hooks_layers}
+        self._needs_layers = False  # the step whose orders are out
+        self._counts: dict[str, float] = {}
+        if self._layered and not leave_out_whole_graphs(vllm_config, lambda: self._needs_layers):
+            self._counts["piecewise_only"] = 1
         self._matches: dict[str, tuple[str, Match]] = {}  # request -> plugin that loads it
         self._hit_sources: dict[str, CacheHitSource] = {}
         self._failed_blocks: set[int] = set()
@@ -242,8 +248,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks are Python: where there are any, they must run between graph pieces."""
-        return ConnectorConfig.from_extra_config(extra_config).layer_hooks
+        """For all steps: only where vLLM cannot be told which of them have work between layers."""
+        return ConnectorConfig.from_extra_config(extra_config).layer_hooks and pieces_for_all_steps()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
@@ -265,7 +271,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        stats = ConnectorStats()
+        stats = ConnectorStats(data=self._counts)
+        self._counts = {}
         sides: tuple[PluginSide, ...] = (*self._schedulers.values(), *self._workers.values())
         for side in sides:
             seen = {name: list(values) for name, values in side.take_observations().items()}
@@ -369,8 +376,16 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this once a step before anything else of it: here the step's orders are given out."""
         assert isinstance(kv_connector_metadata, StepOrders)
+        orders = kv_connector_metadata.orders
         for name, side in self._workers.items():
-            side.before_step(kv_connector_metadata.orders.get(name))
+            side.before_step(orders.get(name))
+        self._needs_layers = any(side.needs_layers(orders.get(n)) for n, side in self._layered.items())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this right before the forward pass, or where there is none."""
+        if self._needs_layers:
+            refuse_whole_graph()
+        super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: without a synchronous load vLLM calls this after the forward pass, too late to start."""
@@ -384,6 +399,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             after_layer(layer_name)
 
     def wait_for_save(self) -> None:
+        self._needs_layers = False
         for side in self._workers.values():
             side.after_step()
 

@@ -55,6 +55,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "Chunks of host memory that the GPU's driver did not register: copies to and from them are slower; "
         "the engine's log has why. 0 is right.",
     ),
+    "piecewise_only": CounterSpec(
+        "conserve_kv_piecewise_only",
+        "Ranks where all steps have piecewise CUDA graphs, because vLLM could not be told which of them need "
+        "it; the engine's log has why. 0 is right.",
+    ),
     "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
     "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
     "parked": CounterSpec(

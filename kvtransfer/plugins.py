@@ -139,11 +139,24 @@ class WorkerSide(PluginSide):
     def overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(WorkerSide, hook)
 
+    @property
+    def hooks_layers(self) -> bool:
+        return self.overrides("before_layer") or self.overrides("after_layer")
+
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Once: the KV tensors by layer name."""
 
     def before_step(self, order: Any | None) -> None:
         """Every step, before anything of it overwrites a block."""
+
+    def needs_layers(self, order: Any | None) -> bool:
+        """Whether this side has something to do between the layers of the step with this order. Where none
+        has, the step may be one CUDA graph, and the next two hooks are not called.
+
+        Of the order alone: ranks must agree. Asked of sides that override one of the two hooks; one that does
+        not say has something to do in every step.
+        """
+        return True
 
     def before_layer(self, layer: str) -> None:
         """Before the attention of one layer. The safepoint raises here."""

@@ -1,7 +1,7 @@
 """The connector's contact with vLLM below its public interface, checked in every engine before it serves.
 
-Private names, patches and signatures of vLLM are here and, for co-serving and for dropping parameters, in
-vllm_internals.py of workers/coserving and workers/overload, and nowhere else
+Private names, patches and signatures of vLLM are here, in whole_graphs.py and, for co-serving and dropping
+parameters, in vllm_internals.py of workers/coserving and workers/overload, and nowhere else
 (tests/kvtransfer/test_vllm_internals.py reads the product's syntax trees). What any of them relies on is a
 table; an engine on another vLLM stops with a sentence that says what changed, instead of misbehaving.
 """
@@ -47,6 +47,7 @@ CONNECTOR = ReliedOn(
             "reset_cache": ("self",),
             "register_kv_caches": ("self", "kv_caches"),
             "handle_preemptions": ("self", "kv_connector_metadata"),
+            "bind_connector_metadata": ("self", "connector_metadata"),
             "start_load_kv": ("self", "forward_context", "kwargs"),
             "wait_for_layer_load": ("self", "layer_name"),
             "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
@@ -145,7 +146,7 @@ WORKER = ReliedOn(
         "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin": {
             "_get_kv_connector_output": (
                 "start_load_kv", "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors",
-                "get_kv_connector_stats", "build_connector_worker_meta",
+                "get_kv_connector_stats", "build_connector_worker_meta", "bind_connector_metadata",
             ),
         },
         "vllm.model_executor.layers.attention.kv_transfer_utils": {

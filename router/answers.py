@@ -3,7 +3,7 @@
 A request that names one of them, or a `conversation`, which its newest answer is, goes to engines with its
 whole input, like any other; engines store nothing. What nobody named for `keep_s` goes, and the oldest beyond
 `max_bytes`. How large a history is, is known before any of it is read, and no wait for the disk is without a
-limit (`disk.py`).
+limit (`answer_store.py`).
 """
 
 import asyncio
@@ -18,18 +18,24 @@ from typing import Any, TypeVar
 import orjson
 
 from router import metrics
-from router.answer_store import AnswerStore, ChainEnd, StoredChain
-from router.clocks import SteadyClock
+from router.answer_store import AnswerStore, ChainEnd, DiskThread, StoredChain
 from router.config import AnswersConfig
-from router.disk import DiskThread
-from router.errors import BadIdentity, BadRequest, GatewayConfigError, Unavailable
+from router.errors import (
+    ApiError,
+    BadIdentity,
+    BadRequest,
+    GatewayConfigError,
+    NotFound,
+    PayloadTooLarge,
+    Unavailable,
+)
 from router.fields import with_fields, with_items
 from router.http import RawHeaders, ServerLimits, StreamObserver
 from router.identity import named_conversation
 from router.items import PIECE_BYTES, AnswerReading, ReadAnswer, Span, cut_items
+from router.process import SteadyClock
 from router.readers import Readers
 from router.reading import ReadBody, is_cheap
-from router.refusals import no_such_history
 
 log = logging.getLogger("conserve.router.answers")
 
@@ -298,3 +304,26 @@ def _at_once(answers: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
         names.append(name)
         total += size
     yield names
+
+
+def no_such_history(end: ChainEnd, conversation: str | None, most_answers: int, most_bytes: int) -> ApiError:
+    """Of what a request goes on from: an answer, or the newest one of a `conversation`."""
+    param = "conversation" if conversation else "previous_response_id"
+    do = "send the messages that matter as input"
+    if conversation:
+        do += f", or DELETE /v1/conversations/{conversation[:100]} to begin it anew"
+    if end is ChainEnd.TOO_MANY:
+        said = f"the history has more than {most_answers} answers, which is more than can be sent again: {do}"
+        return BadRequest(said, param=param, code="history_too_long")
+    if end is ChainEnd.TOO_LARGE:
+        said = f"the history and this request have more than {most_bytes} bytes together: {do}"
+        return PayloadTooLarge(said, param=param, code="history_too_large")
+    whys = {
+        ChainEnd.DELETED: "an answer of that history was deleted, and nothing goes on from it",
+        ChainEnd.GONE: "the beginning of that history is not stored any more",
+    }
+    unknown = "no such response is stored: it was long ago, or never"
+    if conversation:
+        unknown = "the newest answer of that conversation is not stored any more"
+    why = whys.get(end, unknown)
+    return NotFound(f"{why}; {do}", param=param, code="previous_response_not_found")

@@ -14,11 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
 from router import openapi
-from router.addresses import Addresses
 from router.answers import Answers
 from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
 from router.batch.forwarding import BatchForwarding
-from router.classes import Classes
 from router.config import GatewayConfig
 from router.dashboard import PREFIX as DASHBOARD
 from router.dashboard import DashboardRoutes
@@ -53,11 +51,10 @@ from router.identity import PrefixGroups, clean_id, conversation_id, conversatio
 from router.keys import Key, Keys
 from router.life import Life
 from router.metrics import HttpCounts
-from router.rates import Meters
+from router.rates import Addresses, Meters, Shares
 from router.readers import Readers
 from router.reading import Api, Reading
-from router.shares import Shares
-from router.turn import Models, TokenRatio, read_turn, text_headers
+from router.turn import Classes, Models, TokenRatio, read_turn, text_headers
 
 audit = logging.getLogger("conserve.audit")
 

@@ -12,19 +12,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from placement.engines import EngineInfo
-from placement.fleet.answers import Refusal
+from placement.fleet.answers import Refusal, RefusalReason
 from router import metrics
 from router.chains import Chain
-from router.classes import ahead_s
 from router.config import GatewayConfig
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
-from router.errors import ClientLeft, DirectoryUnreachable, Unavailable
+from router.errors import (
+    ApiError,
+    ClientLeft,
+    ContextTooLong,
+    DirectoryUnreachable,
+    TooManyRequests,
+    Unavailable,
+)
 from router.http import Responder
 from router.identity import How, conversation_key, resolve_prefix
-from router.refusals import refused, unreachable
-from router.turn import TokenRatio, Turn, TurnMetrics
+from router.turn import TokenRatio, Turn, TurnMetrics, ahead_s
 
 log = logging.getLogger("conserve.router.binding")
 
@@ -198,3 +203,20 @@ class Binder:
             placing.cancel()
             if self._placing.get(ask.key) is placing:
                 del self._placing[ask.key]
+
+
+def refused(refusal: Refusal) -> ApiError:
+    retry = refusal.retry_after_s or None
+    if refusal.reason is RefusalReason.TOO_LARGE:
+        return ContextTooLong(refusal.message)
+    if refusal.reason in (RefusalReason.NO_CAPACITY, RefusalReason.SATURATED):
+        return TooManyRequests(refusal.message, code=refusal.reason, retry_after_s=retry)
+    return Unavailable(refusal.message, code=refusal.reason, retry_after_s=retry)
+
+
+def unreachable(wrong: DirectoryUnreachable) -> ApiError:
+    return Unavailable(
+        f"new conversations cannot be placed now: {wrong}; those that run go on, try again",
+        code="no_directory",
+        retry_after_s=wrong.retry_after_s,
+    )

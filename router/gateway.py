@@ -21,14 +21,12 @@ from router.http import (
     Endpoint,
     Server,
     UpstreamPool,
-    collect_when_idle,
     reserve_descriptors,
-    settle_heap,
 )
 from router.keys import Keys
 from router.life import Life
-from router.logs import log_to_stderr
 from router.metrics import LOOP_HELD, HttpCounts
+from router.process import collect_when_idle, log_to_stderr, settle_heap
 from router.rates import Meters
 from router.readers import Readers
 

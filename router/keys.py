@@ -27,8 +27,8 @@ from router import metrics
 from router.errors import Forbidden, GatewayConfigError, Unauthorized
 from router.http import Headers
 from router.identity import namespace
+from router.process import WatchedFiles, content_of
 from router.readers import Readers
-from router.watched import WatchedFiles, content_of
 
 log = logging.getLogger("conserve.router.keys")
 

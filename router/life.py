@@ -2,6 +2,11 @@
 
 Who it is and where it runs is `binding.py`'s, the legs of a turn are `running.py`'s. Here is their order,
 what happens when an engine is lost under a turn, and what its end tells everybody else.
+
+Also whether its prefix was broken: a turn whose prompt does not go on with the tokens that its conversation's
+KV is of. The chains of messages say what a client changed; what engines say was cached tells the rest: where
+the messages are the same and the answer's KV is not found again, the same text has become other tokens. What
+can be done about each cause is in docs/operate.md.
 """
 
 import asyncio
@@ -9,23 +14,23 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from placement.objectives import tbt_s
 from router import legs, metrics
 from router.answers import Answers
 from router.binding import Binder, Identified, Route
+from router.chains import OTHERS, REASONED
 from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
-from router.continuation import Continuation
+from router.directory.cache import Asked, Known
 from router.directory.client import DirectoryClient
 from router.errors import ApiError, ClientLeft, DirectoryUnreachable
 from router.http import Observation, RelayEnd, Responder, UpstreamPool
 from router.identity import conversation_id
-from router.losses import Losses
-from router.prefixes import note_prefix
 from router.returns import Returns
-from router.running import Prefilled, Ran, Runner
+from router.running import Continuation, Losses, Prefilled, Ran, Runner
 from router.turn import TokenRatio, Turn, TurnMetrics
 
 if TYPE_CHECKING:
@@ -192,3 +197,73 @@ def _took(route: Route, prefilled: Prefilled, seen: Observation) -> tuple[float,
         return first - route.placed_at, 0.0
     step_s = tbt_s(first, seen.last_at, seen.gaps) or 0.0
     return first - route.placed_at, max(1e-6, first - prefilled.at - step_s)
+
+
+_KEPT_CAUSES = frozenset({"bound", "redisaggregated"})  # of a route: the conversation is where its KV is
+
+
+class BrokenBy(StrEnum):
+    CHANGED_TOOLS = "changed_tools"
+    EDITED_HISTORY = "edited_history"
+    STRIPPED_REASONING = "stripped_reasoning"
+    RERENDERED_TOOL_CALL = "rerendered_tool_call"
+    RETOKENISED_OUTPUT = "retokenised_output"
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Of a later turn, beside its prompt."""
+
+    matched_bytes: int  # in an earlier request of this conversation
+    had: int  # tokens that its decoder held
+    generated: int  # of these, by the turn before
+    cached: int | None  # that it found again, if it says so
+    block: int  # tokens; less than one is never found
+
+
+def broken_by(before: Asked, turn: Turn, seen: Reuse) -> tuple[BrokenBy, int] | None:
+    """Why tokens were computed again, and how many; None where the prefix held, or nobody can know."""
+    lost = seen.had if seen.cached is None else max(0, seen.had - seen.cached)
+    if before.tools != turn.prompt.tools_digest:
+        return BrokenBy.CHANGED_TOOLS, lost
+    links = turn.prompt.chain.links
+    answer = turn.prompt.marks[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
+    goes_on = len(links) > before.messages and links[before.messages - 1] == before.end
+    if not (goes_on and answer):
+        if len(links) == before.messages and links[-1] == before.end:
+            return None  # a retry
+        if seen.cached is None:
+            asked = seen.had - seen.generated
+            lost -= int(asked * min(1.0, seen.matched_bytes / max(1, before.size)))
+        return BrokenBy.EDITED_HISTORY, lost
+    tokens = min(lost, seen.generated)
+    if lost <= seen.block or (seen.cached is not None and lost > seen.generated + seen.block):
+        return None  # all was found, or the prompt before was not either: its KV was not kept
+    if before.reasoned and REASONED not in answer:
+        return BrokenBy.STRIPPED_REASONING, tokens
+    if seen.cached is None:
+        return None
+    return BrokenBy.RERENDERED_TOOL_CALL if before.called_tool else BrokenBy.RETOKENISED_OUTPUT, tokens
+
+
+def note_prefix(
+    turn: Turn, matched_bytes: int, known: Known, cause: str, block: int, seen: Observation
+) -> None:
+    """A turn has ended; before its counts are taken over."""
+    before, usage = known.asked, seen.usage
+    if before is not None and cause in _KEPT_CAUSES and known.context_tokens:
+        cached = usage.cached_tokens if usage and cause == "bound" else None
+        later = Reuse(matched_bytes, known.context_tokens, known.completion_tokens, cached, block)
+        if (broken := broken_by(before, turn, later)) is not None:
+            metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
+    known.asked = None
+    if turn.prompt.marks:
+        chain = turn.prompt.chain
+        known.asked = Asked(
+            chain.end.link,
+            len(chain.links),
+            chain.total_bytes,
+            turn.prompt.tools_digest,
+            seen.reasoned,
+            seen.called_tool,
+        )

@@ -1,23 +1,26 @@
-"""Limits by the minute and at once: token buckets of each key, and headers that say what is left.
+"""Limits of callers: by the minute and at once, their share of a gateway process, and who has no key.
 
-They hold for the fleet. Each gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others
-have granted: in between, several can grant the same, which all pay back before they grant again. Without the
-directory each is by itself.
+Those by the minute are token buckets of each key, and headers say what is left. They hold for the fleet. Each
+gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others have granted: in between,
+several can grant the same, which all pay back before they grant again. Without the directory each is by
+itself.
 
 Tokens are those that are computed: of the prompt what no cache held, and the answer's. A turn reserves what
-its prompt is estimated at, and its end sets that right.
+its prompt is estimated at, and its end sets that right. Who has no key is known by an address.
 """
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from router import metrics
 from router.directory.messages import Spent
-from router.errors import ApiError, RateLimited
-from router.http import Responder
+from router.errors import ApiError, RateLimited, TooManyRequests
+from router.http import Request, Responder
 from router.keys import Key, Limits
 
 SHARE_EVERY_S = 0.25
@@ -230,3 +233,120 @@ def _over(limit: str, wait_s: float, which: str) -> RateLimited:
     metrics.LIMITED.labels(which).inc()
     text = f"this key's limit is {limit}; try again in {wait_s:.3f}s"
     return RateLimited(text, retry_after_s=wait_s)
+
+
+class Shares:
+    """Of a gateway process: no owner has more requests under way, or bytes of bodies, than its share.
+
+    An open connection is not yet an owner's; its request is, from its head to the end of its answer, and so
+    are the bytes of its body, which are kept as long: a turn may have to be sent again.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        """`most`: requests under way of one owner; `most_bytes`: of bodies, of all owners."""
+        self._most, self._most_bytes = most, most_bytes
+        self._under_way: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._all_bytes = 0
+
+    @contextmanager
+    def one(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """A request of `owner` under way; refused where that would be one too many. Yields what is told of
+        each piece of its body that is kept, and refuses what is too much."""
+        if self._under_way[owner] >= self._most:
+            metrics.LIMITED.labels("requests_at_once").inc()
+            raise TooManyRequests(
+                f"this key has {self._most} requests under way at this gateway, its share of the"
+                " connections; wait for some to end",
+                code="too_many_at_once",
+                retry_after_s=1.0,
+            )
+        self._under_way[owner] += 1
+        kept = 0
+
+        def keep(size: int) -> None:
+            nonlocal kept
+            self._keep(owner, size)
+            kept += size
+
+        try:
+            yield keep
+        finally:
+            self._less(self._under_way, owner, 1)
+            self._less(self._bytes, owner, kept)
+            self._all_bytes -= kept
+
+    def _keep(self, owner: str, size: int) -> None:
+        """An owner may have as much as nobody has: half where it is alone, and there is always some left."""
+        own = self._bytes[owner] + size
+        if own > self._most_bytes - self._all_bytes:
+            metrics.LIMITED.labels("bytes_at_once").inc()
+            raise TooManyRequests(
+                f"the bodies of this key's requests under way have {own >> 20} MiB at this gateway, its"
+                " share; wait for some to end",
+                code="too_many_bytes_at_once",
+                retry_after_s=1.0,
+            )
+        self._bytes[owner] = own
+        self._all_bytes += size
+
+    @staticmethod
+    def _less(counts: Counter[str], owner: str, by: int) -> None:
+        counts[owner] -= by
+        if not counts[owner]:
+            del counts[owner]
+
+
+FORWARDED_FOR = b"x-forwarded-for"
+_REMEMBERED = 4096
+_MOST_HOPS = 32
+_LONGEST = 64  # characters of a hop: an address and a port have fewer
+
+Address = IPv4Address | IPv6Address
+
+
+class Addresses:
+    """Callers' addresses: that of the connection, or where a proxy that is trusted made it, the one it names.
+
+    Whoever calls may write any `X-Forwarded-For`; each proxy appends whom it was called by. So the list is
+    read from its end for as long as trusted proxies wrote it: the first address that is not theirs is the
+    caller's.
+    """
+
+    def __init__(self, trusted: Sequence[str]) -> None:
+        """`trusted`: networks of proxies, as in 10.0.0.0/8."""
+        self._trusted = [ip_network(one) for one in trusted]
+        self._read = lru_cache(_REMEMBERED)(_parsed)
+
+    def of(self, request: Request) -> str:
+        peer = request.peer[0] if request.peer is not None else ""
+        if not self._trusted or not self._trusts(self._read(peer)):
+            return peer
+        said = b",".join(value for name, value in request.headers.raw if name.lower() == FORWARDED_FOR)
+        caller = peer
+        for hop in reversed(said.decode("latin-1").split(",")[-_MOST_HOPS:]):
+            address = self._read(hop) if len(hop) <= _LONGEST and "%" not in hop else None
+            if address is None:
+                break  # whoever wrote that names nobody (a zone as in %eth0 is any text): the one before it
+            caller = str(address)
+            if not self._trusts(address):
+                break
+        return caller
+
+    def _trusts(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self._trusted)
+
+
+def _parsed(text: str) -> Address | None:
+    """Without a port, which some proxies write too."""
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address

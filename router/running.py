@@ -1,22 +1,199 @@
-"""Relay of one turn: the legs it needs, run to whatever end, and what was seen of them."""
+"""Relay of one turn: the legs it needs, run to whatever end, and on another engine where a decoder ended."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 from placement.engines import EngineInfo
-from router import legs
+from router import legs, metrics
 from router.answers import Answers
 from router.binding import Route
 from router.config import GatewayConfig, Handover
-from router.continuation import Continuation
 from router.directory.client import DirectoryClient
-from router.http import RelayEnd, RelayOutcome, Responder, StreamObserver, UpstreamPool
-from router.losses import Losses
+from router.errors import ApiError, EngineLost, SetAside
+from router.http import (
+    Observation,
+    RelayEnd,
+    RelayOutcome,
+    Responder,
+    SentPieces,
+    StreamObserver,
+    TokenUsage,
+    UpstreamPool,
+    break_off,
+)
+from router.legs import decoder_lost
+from router.reading import CHEAP_BYTES, Api
 from router.returns import Returns
 from router.turn import TokenRatio, Turn
+
+log = logging.getLogger("conserve.router.running")
+
+MOST_TRIES = 2  # engines that a stream may end under, after the first
+LONGEST_S = 120.0  # from the first cut to the last try
+_SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
+# Of what an engine does with tokens that it takes for a prompt's, and not for its own.
+_COUNTED_OUTPUT = ("frequency_penalty", "presence_penalty", "bad_words", "thinking_token_budget")
+# None in the place of a large value: it is said, and not read.
+_LISTS = ("bad_words", "logprob_token_ids", "include", "thinking")
+_PROBABILITIES = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
+
+
+def why_not(turn: Turn) -> str | None:
+    """Why a stream could not go on elsewhere, as far as its request says."""
+    body, large = turn.body, sum(map(len, turn.raw)) > CHEAP_BYTES
+    unread = {name for name in _LISTS if large and body.get(name, 0) is None}
+    if not turn.prompt.hints.resume:
+        return "opted_out"
+    several = any(_number(body.get(name)) > 1 for name in ("n", "best_of"))
+    if several or body.get("use_beam_search") or _several_prompts(turn):
+        return "several_answers"
+    said = [body.get(name) for name in _PROBABILITIES]
+    listed = "logprobs" in str(body.get("include")) or unread & {"include", "logprob_token_ids"}
+    if listed or any(one is not None and one is not False for one in said):
+        return "logprobs"
+    thinking = body.get("thinking")
+    budget = isinstance(thinking, Mapping) and thinking.get("type") == "enabled"
+    if budget or unread or any(body.get(name) for name in _COUNTED_OUTPUT):
+        return "counted_output"
+    return None
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _several_prompts(turn: Turn) -> bool:
+    prompt = turn.body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and turn.prompt.exact_tokens is None
+    return several and turn.api is Api.COMPLETIONS
+
+
+class Continuation:
+    """Of one turn: what its client has of the stream, how often it was cut, and what the next engine is told.
+
+    That one gets the client's request with the tokens that were sent, puts them through its parsers and goes
+    on behind them, so that tool calls, structured output, stop strings and usage stand where they stood
+    (`SentPieces`). Greedy answers go on as they would have; sampled ones are drawn anew from there, which a
+    comment in the stream says. What cannot go on exactly ends in an error event, and is counted.
+    """
+
+    def __init__(self, turn: Turn, clock: Callable[[], float]) -> None:
+        streams = turn.body.get("stream") is True
+        self._why_not = why_not(turn) if streams else None
+        self.sent = SentPieces() if streams and self._why_not is None else None
+        self._sampled = turn.body.get("temperature") != 0
+        self._clock = clock
+        self._tries = 0  # since the client last got something new
+        self._had = 0  # pieces, at the last try
+        self._first_cut: float | None = None
+        self._was_cut = False
+        self._fails_as = "set_aside"  # what it is counted as if it ends now
+
+    def with_usage(self, seen: Observation) -> Observation:
+        """With what the engine said in its lines, where the client did not ask for `usage`."""
+        prompt = self.sent.prompt if self.sent is not None and seen.usage is None else None
+        if self.sent is None or prompt is None:
+            return seen
+        generated = self.sent.generated
+        usage = TokenUsage(prompt[0], max(0, seen.events - 2) if generated is None else generated, prompt[1])
+        return seen._replace(usage=usage)
+
+    def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
+        """What another engine is asked. Raises what ended the stream when it was cut too often."""
+        assert self.sent is not None
+        now, pieces, self._was_cut = self._clock(), self.sent.pieces, True
+        if pieces > self._had or self._first_cut is None:
+            self._tries, self._had, self._first_cut = 0, pieces, now
+        self._fails_as = "cut_again"
+        if self._tries >= MOST_TRIES or now - self._first_cut > LONGEST_S:
+            raise outcome.error or EngineLost("The engine was lost in the middle of its answer; try again.")
+        self._tries += 1
+        self._fails_as = "no_place"
+        self.sent.comment = _SAMPLED if self._sampled and self.sent.pieces else b""
+        outputs = self.sent.outputs
+        return replace(turn, resume={"outputs": outputs} if outputs else None)
+
+    def judged(self, outcome: RelayOutcome) -> RelayOutcome:
+        """What became of a try: gone on, to be tried again, or an error."""
+        if outcome.end in (RelayEnd.NOT_STARTED, RelayEnd.HELD):
+            if decoder_lost(outcome):
+                return outcome._replace(end=RelayEnd.CUT)
+            self._fails_as = "refused"
+            status = outcome.response.status if outcome.response is not None else 0
+            raise outcome.error or EngineLost(f"No other engine goes on with this answer (status {status}).")
+        self._fails_as = "set_aside" if outcome.end is RelayEnd.CUT else "cut_again"
+        return outcome
+
+    def broken_off(self, responder: Responder, error: ApiError) -> RelayOutcome:
+        break_off(responder, error)
+        log.warning("stream not resumed why=%s reason=%r", self._fails_as, str(error))
+        return RelayOutcome(RelayEnd.BROKEN, responder.status, error)
+
+    def ended(self, outcome: RelayOutcome) -> None:
+        """Counts what came of a stream whose engine ended under it."""
+        if outcome.end is RelayEnd.BROKEN:
+            said = self._why_not or (self.sent.why_not if self.sent is not None else None)
+            first = said if isinstance(outcome.error, EngineLost) else None
+            if why := self._fails_as if self._was_cut else first:
+                metrics.STREAMS_CUT.labels(why).inc()
+        elif self._was_cut and outcome.end is RelayEnd.COMPLETE:
+            metrics.STREAMS_CUT.labels("resumed").inc()
+
+
+MOST_LOSSES = 2
+REMEMBERED_S = 300.0
+_CAPACITY = 10_000
+
+
+@dataclass(slots=True)
+class _Loss:
+    at: float
+    engines: set[tuple[str, int]] = field(default_factory=set)
+
+
+class Losses:
+    """Engines lost under a request, by its prompt's digest, which holds key and model too.
+
+    Whoever was there twice is tried no more, for a while. Without it one request that ends engines walks
+    through the fleet: each is tried again elsewhere, here and by clients' libraries. A gateway cannot tell
+    such a request from one that was beside it; both are set aside.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._losses: OrderedDict[bytes, _Loss] = OrderedDict()
+
+    def note(self, digest: bytes, engine: EngineInfo) -> None:
+        """Several requests with this prompt may have been running there: that is one engine lost."""
+        now = self._clock()
+        loss = self._losses.get(digest)
+        if loss is None or now - loss.at > REMEMBERED_S:
+            loss = self._losses[digest] = _Loss(now)
+        loss.engines.add((engine.engine, engine.epoch))
+        loss.at = now
+        self._losses.move_to_end(digest)
+        while len(self._losses) > _CAPACITY:
+            self._losses.popitem(last=False)
+
+    def set_aside(self, digest: bytes) -> bool:
+        loss = self._losses.get(digest)
+        if loss is None or self._clock() - loss.at > REMEMBERED_S:
+            return False
+        return len(loss.engines) >= MOST_LOSSES
+
+    def check(self, digest: bytes) -> None:
+        """Raises for a request that is not to be tried again."""
+        if self.set_aside(digest):
+            metrics.SET_ASIDE.inc()
+            raise SetAside(
+                f"{MOST_LOSSES} engines ended while they computed this request; it is set aside for"
+                f" {REMEMBERED_S:.0f} s: change it, or tell the operator"
+            )
 
 
 @dataclass(slots=True)

@@ -101,11 +101,17 @@ class TwoClassAgents:
         return self._asks(ended.key, last + TOOL_S)
 
 
-def engine() -> SimulatedCoServing:
-    return SimulatedCoServing(make_policy(ServingSettings("prompts_in_order", OTHERS_TARGETS)), SHAPE, H100)
+@dataclass(frozen=True)
+class ClassesEngine:
+    """The engine of a run."""
+
+    policy: str
+
+    def __call__(self) -> SimulatedCoServing:
+        return SimulatedCoServing(make_policy(ServingSettings(self.policy, OTHERS_TARGETS)), SHAPE, H100)
 
 
-def carried(seconds: float) -> float:
+def carried(seconds: float, engine: ClassesEngine) -> float:
     """Conversations a second, with always so many at once; a third of the time is for getting there."""
     agents, one, rng = TwoClassAgents(1.0), engine(), random.Random(1)
 
@@ -126,7 +132,7 @@ def arrivals(of: str, rate: float, seconds: float, seed: int) -> Iterator[tuple[
 
 
 def phase(
-    rate: float, seconds: float, seed: int, classes: tuple[str, ...], tbt_s: float
+    rate: float, seconds: float, seed: int, classes: tuple[str, ...], tbt_s: float, engine: ClassesEngine
 ) -> dict[str, ClassFigures]:
     agents = TwoClassAgents(tbt_s)
     coming = [
@@ -153,15 +159,22 @@ def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_PHASE_S:.0f} s of arrivals instead of {PHASE_S:.0f}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tbt-ms", type=float, default=9.5, help="the better class's target")
+    parser.add_argument(
+        "--policy",
+        choices=("prompts_in_order", "conserve"),
+        default="prompts_in_order",
+        help="of an engine without co-serving, or with it: there iterations yield to a better class",
+    )
     arguments = parser.parse_args()
     tbt_s = arguments.tbt_ms / 1000
     seconds = QUICK_PHASE_S if arguments.quick else PHASE_S
-    rate = carried(CARRIED_S)
+    engine = ClassesEngine(arguments.policy)
+    rate = carried(CARRIED_S, engine)
     print(f"the engine carries {rate:.3f} conversations a second", flush=True)
     rows = []
     for seed in range(arguments.seeds):
-        alone = phase(rate, seconds, seed, (BETTER,), tbt_s)[BETTER]
-        both = phase(rate, seconds, seed, (BETTER, OTHER), tbt_s)
+        alone = phase(rate, seconds, seed, (BETTER,), tbt_s, engine)[BETTER]
+        both = phase(rate, seconds, seed, (BETTER, OTHER), tbt_s, engine)
         rows.append(row_of(seed, alone, both[BETTER], both[OTHER]))
         print("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()), flush=True)
     names = ("ttfet_p95_vs_alone", "ttfet_p50_vs_alone", "other_served")

@@ -7,11 +7,13 @@ What an iteration takes is the `truth`; what the policy believes may be another 
 
 import math
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from placement.iteration.interface import (
     DEFAULT_TARGETS,
+    ClassPrompts,
     EngineView,
     IterationDone,
     RequestView,
@@ -121,7 +123,7 @@ class SimulatedCoServing:
                 not any(request.offline for request in self._waiting) and (more := offline(now)) is not None
             ):
                 self._waiting.append(more)
-            batch, online_work, work = self._schedule(now)
+            batch, yields = self._schedule(now)
             if not batch:
                 if self._running or self._waiting:
                     now += 1e-3
@@ -130,8 +132,9 @@ class SimulatedCoServing:
                 else:
                     break
                 continue
+            work = BatchWork.of((tokens, request.computed) for request, tokens in batch)
             seconds = self._truth.seconds(work)
-            aborted_at = self._interrupted(batch, work, online_work, now, seconds, coming)
+            aborted_at = self._interrupted(batch, yields, work, now, seconds, coming)
             ended = now + seconds if aborted_at is None else aborted_at
             self.served.iterations += 1
             late = 0
@@ -150,7 +153,8 @@ class SimulatedCoServing:
         self.served.seconds = now
         return self.served
 
-    def _schedule(self, now: float) -> tuple[list[tuple[SimulatedRequest, int]], BatchWork, BatchWork]:
+    def _schedule(self, now: float) -> tuple[list[tuple[SimulatedRequest, int]], bool]:
+        """The batch, and whether its prompts yield."""
         plan = self._policy.plan(self._view(now), self._believed)
         by_key = {request.key: request for request in self._running}
         for key in plan.preempt:
@@ -181,8 +185,7 @@ class SimulatedCoServing:
             self._running.append(request)
             batch.append((request, tokens))
             left -= tokens
-        online = BatchWork.of((tokens, request.computed) for request, tokens in batch if not request.offline)
-        return batch, online, BatchWork.of((tokens, request.computed) for request, tokens in batch)
+        return batch, plan.yields
 
     def _view(self, now: float) -> EngineView:
         waiting = self._in_order()
@@ -234,35 +237,57 @@ class SimulatedCoServing:
         self.served.preemptions += 1
 
     def _interrupted(
-        self, batch: list[tuple[SimulatedRequest, int]], work: BatchWork, online_work: BatchWork, now: float,
+        self, batch: list[tuple[SimulatedRequest, int]], yields: bool, work: BatchWork, now: float,
         seconds: float, coming: list[SimulatedRequest],
     ) -> float | None:  # fmt: skip
         """When the iteration is left, if an arrival in its course is worth it."""
-        offline_requests = sum(request.offline for request, _ in batch)
-        queued = BatchWork()
-        for request in self._waiting:
-            if not request.offline:
-                queued = queued.plus(request.tokens - request.computed, request.computed)
+        running = self._running_batch(batch, yields, work, now)
+        waiting = [  # worth, tokens, context
+            (self._view_of(one, False).worth_s, one.tokens - one.computed, one.computed)
+            for one in self._waiting
+            if not one.offline
+        ]
         for request, tokens in batch:
             after = request.computed + tokens
             if not request.offline and after < request.tokens:
-                queued = queued.plus(request.tokens - after, after)
-        due = (self._view_of(request, True).deadline() for request, _ in batch if not request.offline)
-        slack = min((at - now for at in due), default=None)
+                waiting.append((self._view_of(request, True).worth_s, request.tokens - after, after))
         layer = seconds / self._shape.layers
         for request in coming:
             if request.arrival >= now + seconds:
                 break
-            queued = queued.plus(request.prompt, 0)
+            view = self._view_of(request, False)
+            waiting.append((view.worth_s, request.prompt, 0))
             passed = request.arrival - now
-            running = RunningBatch(
-                work, online_work, offline_requests, len(batch) - offline_requests,
-                self._believed.seconds(work), passed, slack,
-            )  # fmt: skip
-            if self._policy.interrupts(self._view_of(request, False), queued, running, self._believed):
+            queued = BatchWork.of(
+                (new, context) for worth_s, new, context in waiting if worth_s >= view.worth_s
+            )
+            if self._policy.interrupts(view, queued, replace(running, passed_s=passed), self._believed):
                 left_at = now + math.ceil(passed / layer) * layer
                 return left_at if left_at < now + seconds else None
         return None
+
+    def _running_batch(
+        self, batch: list[tuple[SimulatedRequest, int]], yields: bool, work: BatchWork, now: float
+    ) -> RunningBatch:
+        """At its start."""
+        online: list[tuple[int, int]] = []
+        prompts: dict[float, list[tuple[int, int]]] = defaultdict(list)
+        slack: float | None = None
+        for request, tokens in batch:
+            view = self._view_of(request, True)
+            if request.offline:
+                continue
+            if yields and not view.decoding:
+                prompts[view.worth_s].append((tokens, request.computed))
+            else:
+                online.append((tokens, request.computed))
+                slack = min(math.inf if slack is None else slack, view.deadline() - now)
+        offline_requests = sum(request.offline for request, _ in batch)
+        return RunningBatch(
+            work, BatchWork.of(online), offline_requests, len(batch) - offline_requests,
+            self._believed.seconds(work), 0.0, slack,
+            tuple(ClassPrompts(worth_s, BatchWork.of(asked)) for worth_s, asked in prompts.items()),
+        )  # fmt: skip
 
     def _advance(self, request: SimulatedRequest, tokens: int, now: float) -> bool:
         """Whether an online token came after its deadline."""

@@ -2,8 +2,9 @@
 
     python -m benchmarks.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--compiled]
 
-Requests share prefixes, are computed in chunks, and use structured output, stop strings, logprobs, seeded
-sampling with n > 1 and clients that hang up. The model is in float32; outputs are compared token by token.
+Requests are of two classes, share prefixes, are computed in chunks, and use structured output, stop strings,
+logprobs, seeded sampling with n > 1 and clients that hang up. The model is in float32; outputs are compared
+token by token.
 """
 
 import argparse
@@ -37,6 +38,7 @@ class StormRequest:
     priority: int
     hang_up_after_s: float | None = None
     together: str = ""  # requests with the same word here arrive in the same moment
+    ahead_s: float = 0.0  # what its class is worth: prompts of the others yield to it
 
 
 @dataclass
@@ -79,7 +81,8 @@ def asks(seed: int, count: int) -> list[StormRequest]:
                 params |= {"structured_outputs": {"regex": "[a-c]{4,40}z"}, "ignore_eos": False}
             case 5:
                 params["prompt_logprobs"] = 1
-        made.append(StormRequest(f"{seed}-{index}", prompt, params, priority=int(offline)))
+        ahead_s = 8.0 if index % 6 == 0 else 0.0
+        made.append(StormRequest(f"{seed}-{index}", prompt, params, priority=int(offline), ahead_s=ahead_s))
         if index % 10 == 9:
             made.append(
                 StormRequest(
@@ -108,8 +111,8 @@ async def ask(engine: StandaloneEngine, one: StormRequest, run: str, stall_s: fl
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     params = dict(one.params) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-    if run == CALM:
-        params["extra_args"] = {"slo_ttft_ms": 1e6}  # nobody is in a hurry, so no arrival raises the flag
+    # In the calm run nobody is in a hurry or goes before others, so that no arrival raises the flag.
+    params["extra_args"] = {"slo_ttft_ms": 1e6} if run == CALM else {"ahead_s": one.ahead_s}
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
     final: Any = None

@@ -1,8 +1,9 @@
 """vLLM on this GPU with a model of real size and random weights: what ours costs beside plain vLLM, what the
 host tier brings back, what a prefiller hands over, how soon offline work makes room.
 
-Four engines of the same model start at once, each in processes of its own, and are measured in turns. On a
-machine without CUDA they are small, and show that the benchmark runs.
+Four engines of the same model start at once, each in processes of its own, and are measured in turns; then
+one that co-serves with piecewise CUDA graphs for all steps, beside what ships. On a machine without CUDA they
+are small, and show that the benchmark runs.
 """
 
 import asyncio
@@ -93,14 +94,16 @@ class EngineKind:
     keeps: bool = False  # KV on the host, and takes that of prompts from the one that prefills
     prefills: bool = False
     coserves: bool = False
+    graphs: str = ""  # vLLM's `cudagraph_mode`; empty: what it chooses
 
 
-KINDS = (
+TOGETHER = (
     EngineKind("plain", plain=True),
     EngineKind("kept", keeps=True),
     EngineKind("prefiller", prefills=True),
     EngineKind("coserving", coserves=True),
 )
+AFTERWARDS = (EngineKind("coserving-piecewise", coserves=True, graphs="PIECEWISE"),)  # memory is for four
 
 
 def without_weights(directory: Path, sizes: EngineSizes) -> Path:
@@ -166,6 +169,8 @@ async def started(kind: EngineKind, run: EngineRun) -> AsyncIterator[tuple[KvEng
             "worker_cls": WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS,
             "async_scheduling": False,
         }
+    if kind.graphs:
+        arguments["compilation_config"] = {"cudagraph_mode": kind.graphs}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     try:
         yield KvEngine(llm), log
@@ -318,13 +323,15 @@ def measure_engines(device: str) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         without_weights(folder / "model", sizes)
-        with ProcessPoolExecutor(len(KINDS), spawn) as processes, spawn.Manager() as manager:
-            port, secret = free_port("127.0.0.1"), secrets.token_hex(16)
-            run = EngineRun(sizes, folder, manager.Lock(), manager.Queue(), port, secret)
-            running = {kind.name: processes.submit(_measured, kind, run) for kind in KINDS}
-            found = {name: one.result() for name, one in running.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for kinds in (TOGETHER, AFTERWARDS):
+            with ProcessPoolExecutor(len(kinds), spawn) as processes, spawn.Manager() as manager:
+                port, secret = free_port("127.0.0.1"), secrets.token_hex(16)
+                run = EngineRun(sizes, folder, manager.Lock(), manager.Queue(), port, secret)
+                running = {kind.name: processes.submit(_measured, kind, run) for kind in kinds}
+                found |= {name: one.result() for name, one in running.items()}
     plain = found["plain"]
-    for name in ("kept", "coserving"):
+    for name in ("kept", "coserving", "coserving-piecewise"):
         for figure, value in plain.items():
             if figure.startswith(("tbt", "ttft")) and figure in found[name]:
                 found[name][f"{figure.removesuffix('_s')}_vs_plain"] = found[name][figure] / value

@@ -7,7 +7,8 @@ for KV that others hold; of a model whose weights take most of an iteration's ti
 small one takes grows with all that runs, and KV is not what is short. On plain vLLM, which preempts,
 conversations go to the two by turns. Each burst has words of its own, so that nothing of it is cached, and
 is played by all three, forwards and back; then calmly, by plain vLLM: an answer that differs from that one
-is wrong.
+is wrong. TBT is the time between two tokens, of all of them; TPOT is of an answer, from its first token to
+its last by the number between, with what it stood still meanwhile.
 """
 
 import asyncio
@@ -143,6 +144,7 @@ class PolicyBursts:
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)  # of each answer, the mean of its gaps
     e2e_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each burst
     tokens: int = 0
@@ -157,6 +159,8 @@ class PolicyBursts:
             "ttft_p99_s": percentile(self.ttft_s, 99),
             "tbt_p50_s": median(self.gaps_s),
             "tbt_p99_s": percentile(self.gaps_s, 99),
+            "tpot_p50_s": median(self.tpot_s),
+            "tpot_p99_s": percentile(self.tpot_s, 99),
             "e2e_p50_s": median(self.e2e_s),
             "burst_s": median(self.seconds),
             "burst_least_s": min(self.seconds),
@@ -276,7 +280,10 @@ class BurstSubject:
             dialogue.answered(index, answer)
             seen.ttft_s.append(answer.first_at - asked)
             seen.gaps_s += (later - earlier for earlier, later in pairwise(answer.arrivals))
-            seen.tokens += answer.completion_tokens or len(answer.arrivals)
+            tokens = answer.completion_tokens or len(answer.arrivals)
+            seen.tokens += tokens
+            if tokens > 1:
+                seen.tpot_s.append((answer.last_at - answer.first_at) / (tokens - 1))
             said.append(answer.text)
         seen.e2e_s.append(time.monotonic() - began)
         return said
@@ -314,7 +321,16 @@ def measured(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[
             f"{name}_vs_{other}": table[f"{load}, {DROP}"][f"{name}_s"]
             / table[f"{load}, {other}"][f"{name}_s"]
             for other in (PREEMPT, PARK)
-            for name in ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "e2e_p50", "burst")
+            for name in (
+                "ttft_p99",
+                "ttft_p50",
+                "tbt_p50",
+                "tbt_p99",
+                "tpot_p50",
+                "tpot_p99",
+                "e2e_p50",
+                "burst",
+            )
         }
         for load in loads
     }

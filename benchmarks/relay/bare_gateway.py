@@ -20,10 +20,9 @@ from router.http import (
     StreamObserver,
     UpstreamPool,
     UpstreamRequest,
-    collect_when_idle,
     relay,
-    settle_heap,
 )
+from router.process import collect_when_idle, settle_heap
 
 
 async def serve(port: int, engine: str, cert: str = "", key: str = "") -> None:

@@ -2,7 +2,7 @@
 
 import typer
 
-from deploy.cli.commands import batch, journal, key, look, power, profile, run, simulate, top, workload
+from deploy.cli.commands import batch, key, look, power, profile, run, simulate, workload
 from deploy.cli.common import errors_as_sentences
 
 app = typer.Typer(
@@ -12,10 +12,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (run, look, top, workload, simulate, profile):  # in the order of the help
+for module in (run, look, workload, simulate, profile):  # in the order of the help
     app.add_typer(module.app)
 app.add_typer(batch.app, name="batch")
-app.add_typer(journal.app, name="journal")
+app.add_typer(run.journal_app, name="journal")
 app.add_typer(key.app, name="key")
 app.add_typer(workload.traces, name="trace")
 app.add_typer(power.app, name="power")

@@ -14,8 +14,7 @@ from deploy.fleet.components import (
     prefill_curves,
 )
 from deploy.fleet.schema import FleetSpec
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
 
 # Engines of one fleet that differ in these do not understand each other's KV, so not one by one.
 WHOLE_FLEET = ("name", "policy", "model", "engine.device", "transfer.backend", "transfer.encrypt", "ray")

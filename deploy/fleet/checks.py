@@ -9,19 +9,18 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from deploy.errors import KeyPath, Problem
 from deploy.fleet import components
 from deploy.fleet.engine_checks import check_engines
 from deploy.fleet.overload_checks import check_overload
-from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec, Spec
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
 from kvtransfer.config import KVTransferError
 from placement import PlacementError
 from placement.engines import Role
-from router.classes import PRIORITY_S
-from router.hints import HIGHEST_PRIORITY
 from router.http import Certificate, TlsError
+from router.reading import HIGHEST_PRIORITY
+from router.turn import PRIORITY_S
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving

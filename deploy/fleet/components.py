@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
-from deploy.home import POWER, FleetHome
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.fleet.capacity import ScaleLimits, Thresholds

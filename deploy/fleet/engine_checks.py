@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
-from deploy.fleet.architecture import BYTES, Architecture, find_architecture
-from deploy.fleet.hardware import Parallel, arguments, parallel
-from deploy.fleet.problems import KeyPath, Problem
+from deploy.fleet.engine_needs import BYTES, Architecture, Parallel, arguments, find_architecture, parallel
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from placement.accelerators import ACCELERATORS, Accelerator
 from placement.engines import Role
@@ -414,8 +413,9 @@ def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:
             "a step in two halves cannot be left between layers",
         ),
         "compilation-config": (
-            one.safepoints and _full_graphs(one.args),
-            "a full graph has no place between layers (use PIECEWISE, or coserving.safepoints: false)",
+            one.safepoints and _only_full_graphs(one.args),
+            "without piecewise graphs a step that may be aborted has none (use FULL_AND_PIECEWISE, or "
+            "coserving.safepoints: false)",
         ),
     }
     for name, (is_wrong, why) in wrong.items():
@@ -438,10 +438,11 @@ def _speculates(args: dict[str, Any]) -> bool:
     return any(args.get(name) for name in SPECULATIVE)
 
 
-def _full_graphs(args: dict[str, Any]) -> bool:
+def _only_full_graphs(args: dict[str, Any]) -> bool:
     config = args.get("compilation-config")
     inner = config.get("cudagraph_mode") if isinstance(config, dict) else config
-    return "FULL" in f"{inner} {args.get('compilation-config.cudagraph_mode')}".upper()
+    modes = f"{inner} {args.get('compilation-config.cudagraph_mode')}".upper()
+    return "FULL" in modes and "PIECEWISE" not in modes
 
 
 def _understand_each_other(first: TierEngines, one: TierEngines) -> Iterator[Problem]:

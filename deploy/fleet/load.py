@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deploy.errors import DeployError
+from deploy.errors import DeployError, KeyPath, Problem
 from deploy.fleet.checks import check, check_files
-from deploy.fleet.problems import KeyPath, Problem
 from deploy.fleet.schema import FleetSpec
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from deploy.fleet.architecture import find_architecture
-from deploy.fleet.hardware import arguments, parallel
-from deploy.fleet.problems import Problem
+from deploy.errors import Problem
+from deploy.fleet.engine_needs import arguments, find_architecture, parallel
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from placement.engines import Role
 from workers.overload.config import SPLIT_MODELS

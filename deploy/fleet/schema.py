@@ -19,9 +19,9 @@ from placement.fleet.policies import Redisaggregation
 from placement.iteration.interface import ServingSettings
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
-from router.hints import LONGEST_S
 from router.http import ServerLimits, UpstreamLimits
 from router.keys import COMMON
+from router.reading import LONGEST_HINT_S
 from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import LaunchSpec as Engine
@@ -59,7 +59,9 @@ Duration = Annotated[
 
 
 Period = Annotated[Duration, Field(gt=0)]  # where none at all would mean nothing
-LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_S)]  # clients may not ask for more than that at all
+LongestTtl = Annotated[
+    Duration, Field(gt=0, le=LONGEST_HINT_S)
+]  # clients may not ask for more than that at all
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -16,9 +16,8 @@ import psutil
 from deploy.errors import LifecycleError
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.cluster import connect
+from deploy.ray.cluster import connect, temporary_directory
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
-from deploy.ray.own_cluster import temporary_directory
 from workers import processes
 from workers.launch import FLEET_MARK
 from workers.leased import LeasedProcess

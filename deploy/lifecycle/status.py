@@ -1,23 +1,33 @@
-"""What a fleet is doing: what its directory knows, and what the keepers on this machine say. Needs no Ray."""
+"""A fleet that is up, as its machine sees it: what it is doing, its metric pages, its gateway's address.
+
+What it is doing is what its directory knows, and what the keepers on this machine say. Needs no Ray.
+"""
 
 import asyncio
+import json
+import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, components, load_fleet
 from deploy.fleet.components import EngineName
-from deploy.home import FleetHome, RunRecord
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetHome, FleetKeys, Purpose, RunRecord
 from deploy.ray.common import replica
 from deploy.ray.control import ControlClient, ControlError
 from router.directory import messages
 from router.directory.rpc import BadReply, Method, Stub
 from workers import processes
+from workers.processes import write_atomically
 from workers.status import KeeperReport
 
 LIMIT_S = 3.0
@@ -183,3 +193,111 @@ def _engine(
         values |= {name: getattr(source, name) for name in names if hasattr(source, name)}
     values |= {"engine": engine.name, "tier": engine.tier.name, "role": engine.tier.role}
     return EngineStatus(**values)
+
+
+# Where Prometheus finds its pages: as its file discovery reads them, or its HTTP discovery asks.
+
+Targets = list[dict[str, Any]]
+
+
+def targets(status: FleetStatus) -> Targets:
+    """As the directory and the keepers know them, on whichever machines they are."""
+    # No label here may have the name of a label of our metrics: Prometheus would rename the metric's.
+    found = [page_of(page, status.fleet, "gateway") for page in status.gateways]
+    found += [page_of(page, status.fleet, "batch") for page in status.batch]
+    found.append(page_of(status.metrics, status.fleet, "directory"))
+    for engine in status.engines:
+        labels = {"conserve_tier": engine.tier, "conserve_role": engine.role}
+        found.append(page_of(engine.http, status.fleet, "engine", conserve_engine=engine.engine, **labels))
+        found.append(page_of(engine.metrics, status.fleet, "keeper", conserve_engine=engine.engine, **labels))
+    return [target for target in found if target["targets"] != [""]]
+
+
+def page_of(address: str, fleet: str, process: str, **labels: str) -> dict[str, Any]:
+    return {"targets": [address], "labels": {"conserve_fleet": fleet, "conserve_process": process, **labels}}
+
+
+def write_targets(path: Path, found: Targets) -> None:
+    """In one step: Prometheus reads the file whenever it changes."""
+    write_atomically(path, json.dumps(found, indent=1) + "\n")
+
+
+def discovery(address: str, look: Callable[[], Targets]) -> ThreadingHTTPServer:
+    """A server for `http_sd_configs`, which looks anew for every request; `serve_forever` runs it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            try:
+                status, body = 200, json.dumps(look()).encode()
+            except LifecycleError as down:  # Prometheus keeps the pages it knew
+                status, body = 503, str(down).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json" if status == 200 else "text/plain")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    host, _, port = address.rpartition(":")
+    return ThreadingHTTPServer((host or "127.0.0.1", int(port)), Handler)
+
+
+# Where its gateway is called from its own machine, and by which certificate it is known there.
+
+
+def endpoint_of(fleet: FleetSpec) -> str:
+    scheme = "https" if fleet.gateway.tls is not None else "http"
+    return f"{scheme}://{_reachable(fleet)}:{fleet.gateway.port}"
+
+
+def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
+    """None where it speaks plain HTTP, or its certificate is on another machine: what the system trusts.
+
+    Else the gateway's very certificate, under whatever name it is called: nobody else has the key of it."""
+    leaf = _certificate(fleet)
+    if leaf is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=leaf.public_bytes(Encoding.PEM).decode())
+    return context
+
+
+def curl(fleet: FleetSpec) -> str:
+    """`curl` up to the address: under a name that the certificate has, and trusting it."""
+    leaf, endpoint = _certificate(fleet), endpoint_of(fleet)
+    if leaf is None or fleet.gateway.tls is None:
+        return f"curl {endpoint}"
+    trusting = f"curl --cacert {Path(fleet.gateway.tls.cert).expanduser()}"
+    host, port = _reachable(fleet), fleet.gateway.port
+    names = _names(leaf)
+    name = next((one for one in names if not one.startswith("*")), host)
+    if host in names or name == host:
+        return f"{trusting} {endpoint}"
+    return f"{trusting} --resolve {name}:{port}:{host} https://{name}:{port}"
+
+
+def _certificate(fleet: FleetSpec) -> x509.Certificate | None:
+    file = Path(fleet.gateway.tls.cert).expanduser() if fleet.gateway.tls is not None else None
+    return x509.load_pem_x509_certificate(file.read_bytes()) if file is not None and file.exists() else None
+
+
+def _names(leaf: x509.Certificate) -> list[str]:
+    try:
+        said = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    kinds = (x509.DNSName, x509.IPAddress)
+    return [str(one) for kind in kinds for one in said.get_values_for_type(kind)]
+
+
+def _reachable(fleet: FleetSpec) -> str:
+    host = fleet.gateway.host
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    try:
+        return f"[{host}]" if ip_address(host).version == 6 else host
+    except ValueError:
+        return host

@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from deploy.endpoint import endpoint_of, trust_of
 from deploy.errors import ActorLost, LifecycleError
 from deploy.fleet import FleetSpec
-from deploy.fleet.hardware import engine_resources
+from deploy.fleet.engine_needs import engine_resources
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.lifecycle.down import bring_down
+from deploy.lifecycle.status import endpoint_of, trust_of
+from deploy.ray.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.ray.common import replica
 from deploy.small_model import ensure_model
 from router.directory.journal import Journal

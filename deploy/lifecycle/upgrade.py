@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from deploy.endpoint import endpoint_of
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.changes import Difference, FleetChanges, differences, not_while_running, plan
 from deploy.fleet.components import EngineName, engines
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.cluster import connect
+from deploy.lifecycle.status import endpoint_of
 from deploy.lifecycle.up import (
     Tell,
     directory_address,
@@ -21,6 +20,7 @@ from deploy.lifecycle.up import (
     until_gateway_answers,
     write_fleet,
 )
+from deploy.ray.cluster import connect
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, replica
 
 

@@ -10,12 +10,10 @@ from collections.abc import Mapping
 
 from deploy.fleet.components import EngineName, scale_limits
 from deploy.fleet.schema import TierSpec
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.lifecycle import status as ask
-from deploy.ray.common import Background, log_to_stderr, replica
+from deploy.ray.common import Background, SealedFleet, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
-from deploy.ray.sealed import SealedFleet
 from placement.fleet.capacity import TierScaler, load_of
 from workers.profiles import Coefficients
 from workers.status import KeeperPhase

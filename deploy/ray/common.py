@@ -1,15 +1,20 @@
-"""Ray actors of ours, what they have in common: names, how Ray is to run them, logs, background work."""
+"""Ray actors of ours, what they have in common: names, arguments, how Ray runs them, logs, work."""
 
 import asyncio
 import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prometheus_client import start_http_server
+
 from deploy.fleet import FleetSpec
-from deploy.ray.own_cluster import CONTROL
-from router import logs
+from deploy.fleet.components import EngineName
+from deploy.home import FleetKeys
+from deploy.ray.cluster import CONTROL
+from router import process
 
 log = logging.getLogger("conserve.deploy.actor")
 
@@ -65,8 +70,14 @@ def control_resources(fleet: FleetSpec) -> dict[str, Any]:
 
 
 def log_to_stderr() -> None:
-    logs.log_to_stderr()
+    process.log_to_stderr()
     logging.getLogger("ray").setLevel(logging.WARNING)
+
+
+def serve_metrics(host: str) -> str:
+    """Serve until the process ends, on a port the system chooses; gives host:port."""
+    server, _ = start_http_server(0, addr=host)
+    return f"{host}:{server.server_port}"
 
 
 class Background:
@@ -101,3 +112,21 @@ def _end_process_on_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the actor's work failed", exc_info=error)
         os._exit(70)
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFleet:
+    """A fleet as an argument: Ray keeps arguments, so what may hold API keys or passwords goes sealed."""
+
+    content: bytes
+
+    @classmethod
+    def of(cls, fleet: FleetSpec, keys: FleetKeys) -> "SealedFleet":
+        return cls(keys.seal(fleet.model_dump_json(exclude_unset=True).encode()))
+
+    def opened(self, keys: FleetKeys) -> FleetSpec:
+        return FleetSpec.model_validate_json(keys.unseal(self.content))
+
+
+def engine_named(fleet: FleetSpec, name: str) -> EngineName:
+    return EngineName(name, next(tier for tier in fleet.tiers if tier.name == replica(name)[0]))

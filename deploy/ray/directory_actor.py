@@ -10,17 +10,14 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.fleet.components import alike, directory_settings, placer_settings, prefill_curves
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys, Purpose
-from deploy.observe.catalogue import serve_metrics
-from deploy.ray.common import Background, engines_of, keeper_name, log_to_stderr
+from deploy.home import FleetHome, FleetKeys, Purpose
+from deploy.ray.common import Background, SealedFleet, engines_of, keeper_name, log_to_stderr, serve_metrics
 from deploy.ray.control import ControlClient, ControlError
-from deploy.ray.sealed import SealedFleet
 from placement.engines import EngineInfo
 from placement.fleet.placer import MissingCurve, Placer
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
-from router.http import collect_when_idle, settle_heap
+from router.process import collect_when_idle, settle_heap
 from workers.processes import LogOnChange, write_atomically
 from workers.status import KeeperReport
 

@@ -14,11 +14,9 @@ import router.batch.config
 import router.config
 from deploy.errors import DeployError
 from deploy.fleet.components import batch_config, gateway_config
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
-from deploy.ray.common import Background, log_to_stderr
-from deploy.ray.own_cluster import common_environment
-from deploy.ray.sealed import SealedFleet
+from deploy.home import FleetHome, FleetKeys
+from deploy.ray.cluster import common_environment
+from deploy.ray.common import Background, SealedFleet, log_to_stderr
 from workers import processes
 from workers.launch import FLEET_MARK, ProcessCommand
 from workers.leased import LeasedProcess

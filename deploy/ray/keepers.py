@@ -23,13 +23,20 @@ from deploy.fleet.components import (
     power_settings,
     shared_tier,
 )
-from deploy.fleet.hardware import engine_resources
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys, Purpose
-from deploy.observe.catalogue import serve_metrics
-from deploy.ray.common import Background, always, engines_of, keeper_name, log_to_stderr, resources
+from deploy.fleet.engine_needs import engine_resources
+from deploy.home import FleetHome, FleetKeys, Purpose
+from deploy.ray.common import (
+    Background,
+    SealedFleet,
+    always,
+    engine_named,
+    engines_of,
+    keeper_name,
+    log_to_stderr,
+    resources,
+    serve_metrics,
+)
 from deploy.ray.control import ControlClient, ControlError, ControlServer
-from deploy.ray.sealed import SealedFleet, engine_named
 from deploy.small_model import ensure_model
 from workers.keeper import Keeper
 from workers.launch import FEED_SOCKET

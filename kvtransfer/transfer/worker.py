@@ -112,6 +112,10 @@ class TransferWorker(WorkerSide):
         for source in order.dismissed:
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
+    def needs_layers(self, order: TransferOrder | None) -> bool:
+        """Only what is computed for others is published by layers; what is fetched comes between steps."""
+        return order is not None and bool(order.progress)
+
     def before_layer(self, layer: str) -> None:
         self._called.add(layer)
 

@@ -42,6 +42,7 @@ class Conserve(ServingPolicy):
         # A prompt's iteration that takes longer than a target does so without offline work too; and a prompt
         # that is cut shorter for it makes those wait that arrive behind it.
         self._prompt_margin = Margin(settings.margin, beyond=0.2)
+        self._lesser = self._gave_way = False  # the iteration is of lesser classes; the last such was left
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         online = memory.online_requests(view)
@@ -78,19 +79,25 @@ class Conserve(ServingPolicy):
             offline_least - builder.offline_tokens, int(self._starving(request, view.now))
         )
         order = online_then_offline(staying, first.prompts)
-        return IterationPlan(order, tuple(r.key for r in taken), builder, waiting)
+        self._lesser = first.yields
+        # Of two in a row one is computed to its end, however often a better class comes.
+        yields = first.yields and self._settings.safepoints and not self._gave_way
+        return IterationPlan(order, tuple(r.key for r in taken), builder, waiting, yields=yields)
 
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
     ) -> bool:
-        """Algorithm 1, sooner than in the paper, unless little is gained or online requests would pay."""
-        if not self._settings.safepoints or batch.offline_requests == 0:
+        """Algorithm 1, sooner than in the paper, unless little is gained or online requests would pay.
+        Before prompts of a lesser class an arrival goes whatever its target leaves: that is what classes are.
+        """
+        batch = batch.beside(arrival.worth_s)
+        if not self._settings.safepoints or not (batch.offline_requests or batch.prompts):
             return False
         remaining = batch.seconds - batch.passed_s
         if remaining < self.abort_gain_s:
             return False
         waits = remaining + model.seconds(batch.online_work + queued)
-        if waits <= arrival.slo.ttft_s * self.ttft_share:
+        if not batch.prompts and waits <= arrival.slo.ttft_s * self.ttft_share:
             return False
         if waits <= arrival.slo.ttft_s and remaining < self.abort_worth * batch.passed_s:
             return False
@@ -103,6 +110,8 @@ class Conserve(ServingPolicy):
 
     def observe(self, done: IterationDone) -> None:
         self._arrivals.settle(done.now)
+        if self._lesser:
+            self._gave_way = done.aborted
         if not done.aborted:
             for margin in (self._margin, self._prompt_margin):
                 margin.see(done.predicted_s, done.seconds)

@@ -6,7 +6,7 @@ Plain data, which the simulator builds as well as the engine's scheduler.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.overload.lookahead import Forecast, PipelineView
@@ -21,6 +21,11 @@ class TurnTargets:
 
 
 DEFAULT_TARGETS = TurnTargets()
+
+
+def worth_of(ahead_s: float, priority_s: float) -> float:
+    """What a class is worth beside others, without the priority that came with a request."""
+    return round(ahead_s - priority_s, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class RequestView:
         or each client could take others' tokens."""
         if self.offline:
             return -math.inf
-        return 0.0 if self.ahead_s == self.priority_s else round(self.ahead_s - self.priority_s, 6)
+        return 0.0 if self.ahead_s == self.priority_s else worth_of(self.ahead_s, self.priority_s)
 
     def deadline(self) -> float:
         """When its next token is due."""
@@ -153,6 +158,15 @@ class IterationPlan:
     # Online requests that wait, in the order in which the engine is to look at them; None: by arrival.
     waiting: tuple[str, ...] | None = None
     forecast: Forecast | None = None  # for engines that share their layers with this one
+    yields: bool = False  # its prompts are of a lesser class than one that may come: to be left for it
+
+
+@dataclass(frozen=True, slots=True)
+class ClassPrompts:
+    """Prompts of one class in an iteration that yields."""
+
+    worth_s: float
+    work: BatchWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +174,19 @@ class RunningBatch:
     """The iteration on the accelerator, as an arrival finds it."""
 
     work: BatchWork
-    online_work: BatchWork
+    online_work: BatchWork  # without `prompts`
     offline_requests: int
     online_requests: int
     seconds: float  # the model's estimate for all of it
     passed_s: float
-    slack_s: float | None  # from its start until the first online token is due; None: none is
+    slack_s: float | None  # from its start until the first token of `online_work` is due; None: none is
+    prompts: tuple[ClassPrompts, ...] = ()  # which an arrival of a better class goes before
+
+    def beside(self, worth_s: float) -> "RunningBatch":
+        """With the prompts that go on beside an arrival of that worth among its online work."""
+        lesser = tuple(prompts for prompts in self.prompts if prompts.worth_s < worth_s)
+        stays = (prompts.work for prompts in self.prompts if prompts.worth_s >= worth_s)
+        return replace(self, online_work=sum(stays, self.online_work), prompts=lesser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +234,8 @@ class ServingPolicy(ABC):
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
     ) -> bool:
-        """Whether an arrival is worth aborting the iteration for. Called on another thread while one with
-        offline requests runs: it must not change the policy's state.
+        """Whether an arrival is worth aborting the iteration for. Called on another thread while one runs
+        that has offline requests or yields: it must not change the policy's state.
         """
         return False
 

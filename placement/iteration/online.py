@@ -26,6 +26,7 @@ class OnlineShare:
     seconds: float  # what the iteration may take by prompts; infinity: as long as they like
     decoding: BatchWork  # of it, what has no prompt
     held_back: bool = False  # a prompt waits for the end of those before it: nothing else has its place
+    yields: bool = False  # all of it is of lesser classes than were here of late
 
     def forecast(self, pipeline: PipelineView) -> Forecast:
         model = pipeline.model
@@ -138,6 +139,7 @@ def share_out(
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
     caps = {request.key: 0 for request in left_out}
+    best_s, held_back = -math.inf, False  # the best of the prompts that have tokens
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if decoding:
@@ -152,11 +154,15 @@ def share_out(
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
         waits = part and index > 0 and not sharing.fills and due(request, model, sharing) > now
+        if request.worth_s < best_s:  # or the better class's first token would wait for it
+            part = waits = True
         if part:
             caps.update((other.key, 0) for other in prompts[index:])
         if waits:
-            return OnlineShare(work, caps, prompts, seconds, alone, held_back=True)
+            held_back = True
+            break
         if tokens:
+            best_s = max(best_s, request.worth_s)
             work = work.plus(tokens, request.computed)
             budget -= tokens
             if not request.refused:
@@ -166,7 +172,8 @@ def share_out(
         if part:
             caps[request.key] = tokens
             break
-    return OnlineShare(work, caps, prompts, seconds, alone)
+    yields = -math.inf < best_s < best_of_late_s and lesser.best_s < best_of_late_s
+    return OnlineShare(work, caps, prompts, seconds, alone, held_back, yields)
 
 
 def with_a_token(

@@ -37,8 +37,8 @@ from sqlalchemy import (
     update,
 )
 
-from router.clocks import SteadyClock, Zero
 from router.errors import GatewayConfigError, Unavailable
+from router.process import SteadyClock, Zero
 
 metadata = MetaData()
 

@@ -14,8 +14,7 @@ from placement.engines import EngineInfo, EngineState
 from router.batch.config import DispatchSettings
 from router.batch.in_flight import Ending, InFlight, Verdict, back_off, judge_error, judge_status
 from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
-from router.batch.offline import offline_body
-from router.batch.records import ClaimedRequest, Result, Usage
+from router.batch.records import ClaimedRequest, Result, Usage, offline_body
 from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import EngineGarbled, EngineLost, UpstreamError

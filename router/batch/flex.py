@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from placement.engines import EngineInfo, EngineState
 from router.batch.in_flight import InFlight
 from router.batch.metrics import FLEX
-from router.batch.offline import OfflineRequest
-from router.batch.records import Backlog
+from router.batch.records import Backlog, OfflineRequest
 from router.errors import TooManyRequests
 
 

@@ -1,7 +1,15 @@
-"""Plain data of the store: files, batches, their lines and results."""
+"""Offline work as plain data: files, batches, lines and results, and one request: body, size and prefix."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+import orjson
+import xxhash
+
+from router.fields import OFFLINE_PRIORITY
+from router.reading import HINT_FIELDS, prompts_of
 
 
 class BatchStatus(StrEnum):
@@ -127,3 +135,87 @@ class Backlog:
     est_tokens: int  # of an average line
     created_at: int
     expires_at: int
+
+
+BYTES_PER_TOKEN = 4  # a guess good enough to share decoders by; corrected by each answer's usage
+DEFAULT_OUTPUT_TOKENS = 256
+_NOT_OFFLINE = frozenset({"service_tier", "session_id"}) | HINT_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRequest:
+    """What the dispatcher needs of a body that was read."""
+
+    prefix: str
+    est_tokens: int
+    body: bytes  # as it goes to an engine
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineReading:
+    """What is asked of the reader of a body that a gateway has checked."""
+
+    space: str
+
+    def read(self, pieces: Sequence[bytes]) -> OfflineRequest:
+        raw = b"".join(pieces)
+        body = orjson.loads(raw)
+        return OfflineRequest(prefix_key(body), estimated_tokens(len(raw), body), offline_body(body))
+
+
+def offline_body(body: Mapping[str, Any]) -> bytes:
+    """As it goes to an engine: marked as offline."""
+    marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
+    return orjson.dumps({**marked, "priority": OFFLINE_PRIORITY})
+
+
+def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
+    """Of a request of `size` bytes, its answer included."""
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        if isinstance(body.get(name), int | float):  # a whole one: router/fields.py
+            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * prompts_of(body)
+    return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
+
+
+# A prefix key is three digests of the first 256, 2,048 and 16,384 characters of what the engine will read.
+# Sorting by it puts the lines with the longest common beginnings next to one another; its first two digests
+# name the group that is best served by one decoder, whose prefix cache then holds the common part.
+
+_STEPS = (256, 2_048, 16_384)
+_GROUP_CHARS = 2 * 8  # hexadecimal digits
+
+
+def prefix_key(body: Mapping[str, object]) -> str:
+    text = _leading_text(body, _STEPS[-1])
+    return "".join(xxhash.xxh32_hexdigest(text[:step].encode()) for step in _STEPS)
+
+
+def group_of(key: str) -> str:
+    return key[:_GROUP_CHARS]
+
+
+def _leading_text(body: Mapping[str, object], enough: int) -> str:
+    pieces: list[str] = []
+    length = 0
+    for piece in _pieces(body):
+        pieces.append(piece[: enough - length])
+        length += len(pieces[-1])
+        if length >= enough:
+            break
+    return "".join(pieces)
+
+
+def _pieces(body: Mapping[str, object]) -> Iterator[str]:
+    """The parts of a request in the order in which chat templates put them before the model."""
+    yield str(body.get("model"))
+    if body.get("tools"):
+        yield orjson.dumps(body["tools"]).decode()
+    if isinstance(body.get("instructions"), str):
+        yield str(body["instructions"])
+    for name in ("messages", "prompt", "input"):
+        content = body.get(name)
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, Sequence):
+            for item in content:
+                yield item if isinstance(item, str) else orjson.dumps(item).decode()

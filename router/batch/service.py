@@ -20,9 +20,8 @@ from router.batch.dispatcher import Dispatcher
 from router.batch.forwarding import PREFIXES, caller_of
 from router.batch.in_flight import Engines
 from router.batch.metrics import REQUEUED
-from router.batch.offline import OfflineReading
+from router.batch.records import OfflineReading
 from router.batch.store import Store
-from router.clocks import SteadyClock
 from router.directory.client import DirectoryClient
 from router.directory.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound
@@ -39,7 +38,7 @@ from router.http import (
     relay,
 )
 from router.http.asgi import asgi_handler
-from router.logs import log_to_stderr
+from router.process import SteadyClock, log_to_stderr
 from router.readers import Readers
 from router.reading import Api
 

@@ -10,7 +10,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from router.batch.database import LEASED, Database, batches, files, requests, results
 from router.batch.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
 from router.batch.request_table import RequestTable
-from router.clocks import SteadyClock
+from router.process import SteadyClock
 
 VALIDATES = batches.c.status == BatchStatus.VALIDATING
 ENDS = or_(

@@ -13,14 +13,12 @@ from sqlalchemy import Row
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig
 from router.batch.metrics import BATCHES_ENDED
-from router.batch.offline import estimated_tokens, prefix_key
-from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest
+from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest, estimated_tokens, prefix_key
 from router.batch.store import Store
 from router.config import ServedModel
 from router.errors import BadRequest, RouterError
 from router.fields import check_fields
-from router.hints import FIELDS as HINT_FIELDS
-from router.reading import check_items, is_deep
+from router.reading import HINT_FIELDS, check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
 

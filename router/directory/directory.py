@@ -16,14 +16,14 @@ from placement.fleet.capacity import Thresholds
 from placement.fleet.placer import Placer
 from placement.overload.dropping import DropLimits
 from router import metrics
-from router.clocks import SteadyClock
+from router.directory.conversations import Timeline
 from router.directory.dropping import DropCommands, Dropper
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
 from router.directory.messages import EngineRecord
 from router.directory.push import GatewayStreams
 from router.directory.table import BindingTable, SecondThought
-from router.directory.timeline import Timeline
+from router.process import SteadyClock
 
 log = logging.getLogger("conserve.router.directory.directory")
 

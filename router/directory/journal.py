@@ -25,10 +25,10 @@ from placement.engines import EngineInfo
 from placement.fleet.bindings import Binding
 from router import metrics
 from router.chains import End
-from router.clocks import SteadyClock, Zero
 from router.directory import wal
 from router.directory.conversations import ConversationRecord
 from router.errors import RouterError
+from router.process import SteadyClock, Zero
 
 log = logging.getLogger("conserve.router.directory.journal")
 

@@ -1,6 +1,5 @@
 """The gateway's HTTP: a server, connections to engines, and the relay between them (see README.md)."""
 
-from router.http.heap import collect_when_idle, settle_heap
 from router.http.limits import ServerLimits, UpstreamLimits, descriptors_problem, reserve_descriptors
 from router.http.pool import UpstreamPool
 from router.http.relay import (
@@ -13,8 +12,7 @@ from router.http.relay import (
     relay,
 )
 from router.http.request import Headers, RawHeaders, Request, end_to_end
-from router.http.responder import Handler, Responder
-from router.http.sent import SentPieces
+from router.http.responder import Handler, Responder, SentPieces
 from router.http.server import Server
 from router.http.stream import Observation, StreamObserver, TokenUsage, usage_of
 from router.http.tls import Certificate, TlsError
@@ -42,13 +40,11 @@ __all__ = [
     "UpstreamRequest",
     "UpstreamResponse",
     "break_off",
-    "collect_when_idle",
     "descriptors_problem",
     "end_to_end",
     "fetch",
     "forward",
     "relay",
     "reserve_descriptors",
-    "settle_heap",
     "usage_of",
 ]

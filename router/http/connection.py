@@ -9,8 +9,7 @@ from collections.abc import Coroutine
 from typing import Protocol, cast
 
 from router.errors import ApiError, ExpectationFailed, InternalError, RequestTimeout
-from router.http.crowd import Crowd, address_of
-from router.http.limits import ServerLimits
+from router.http.limits import Crowd, ServerLimits, address_of
 from router.http.request import Request, RequestBody, RequestHead, RequestParser
 from router.http.responder import Handler, Responder
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from router.errors import ApiError, EngineGarbled, EngineLost, Unavailable, UpstreamError
 from router.http.pool import UpstreamPool
 from router.http.request import HOP_BY_HOP, Headers, RawHeaders, end_to_end
-from router.http.responder import Responder
-from router.http.sent import PIECES, SentPieces
+from router.http.responder import PIECES, Responder, SentPieces
 from router.http.stream import StreamObserver
 from router.http.upstream import Endpoint, ResponseSink, UpstreamConnection, UpstreamRequest
 

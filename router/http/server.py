@@ -18,8 +18,7 @@ from functools import partial
 
 from router.errors import ApiError, Unavailable
 from router.http.connection import ServerConnection
-from router.http.crowd import Crowd
-from router.http.limits import ServerLimits, Sweeper
+from router.http.limits import Crowd, ServerLimits, Sweeper
 from router.http.responder import Handler
 from router.http.tls import Certificate, Handshakes
 

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.http.responder import Responder
-from router.http.sent import MOST_BYTES, SentPieces
+from router.http.responder import MOST_BYTES, Responder, SentPieces
 
 log = logging.getLogger("conserve.router.http.stream")
 

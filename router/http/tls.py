@@ -19,9 +19,8 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from router.errors import GatewayConfigError
-from router.http.crowd import Crowd, address_of
-from router.http.limits import ServerLimits
-from router.watched import WatchedFiles, content_of
+from router.http.limits import Crowd, ServerLimits, address_of
+from router.process import WatchedFiles, content_of
 
 log = logging.getLogger("conserve.router.http.tls")
 

@@ -16,8 +16,7 @@ import httptools
 from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
 from router.http.limits import UpstreamLimits
 from router.http.request import HOP_BY_HOP, RawHeaders, RequestBody, end_to_end
-from router.http.responder import BODILESS, Responder
-from router.http.sent import SentPieces
+from router.http.responder import BODILESS, Responder, SentPieces
 from router.http.stream import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump, StreamObserver
 
 log = logging.getLogger("conserve.router.http.upstream")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.cli.commands.look import look
 from deploy.cli.commands.run import curl_line
-from deploy.cli.commands.top import look
-from deploy.endpoint import endpoint_of, trust_of
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec
+from deploy.lifecycle.status import endpoint_of, trust_of
 from router.config import TlsConfig
 from tests.support.certificates import Authority
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet

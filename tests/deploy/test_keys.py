@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from deploy.fleet import parse_fleet
-from deploy.keys import FleetKeys, Purpose, TokenError, token
-from deploy.ray.sealed import SealedFleet, engine_named
+from deploy.home import FleetKeys, Purpose, TokenError, token
+from deploy.ray.common import SealedFleet, engine_named
 
 TOKEN = "0123456789abcdef"
 FLEET = """\

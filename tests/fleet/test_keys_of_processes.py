@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from deploy.keys import FleetKeys, Purpose
+from deploy.home import FleetKeys, Purpose
 from deploy.lifecycle.down import marked
+from deploy.ray.cluster import temporary_directory
 from deploy.ray.control import INFO
-from deploy.ray.own_cluster import temporary_directory
 from router.directory import messages
 from router.directory.rpc import Method, Stub
 from tests.fleet.talk import client, opening, text_turn

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ray.own_cluster import temporary_directory
+from deploy.ray.cluster import temporary_directory
 from tests.fleet.talk import client, text_turn, tool_turn
 from tests.support.fleet import RunningFleet
 from tests.support.log_lines import LINE, fields

@@ -40,4 +40,6 @@ def test_its_engines_run_and_stand_beside_plain_vllm(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["kept"]["restored_blocks_of_512"] > 10 and found["kept"]["tbt_of_4_vs_plain"] > 0
     assert found["kept"]["handed_over_512_vs_plain"] > 0 and found["kept"]["transfers_refused"] == 0
-    assert found["coserving"]["iterations"] > 10 and found["coserving"]["offline_tokens_per_s"] > 0
+    for kind in ("coserving", "coserving-piecewise"):
+        assert found[kind]["iterations"] > 10 and found[kind]["offline_tokens_per_s"] > 0
+        assert found[kind]["tbt_of_4_vs_plain"] > 0

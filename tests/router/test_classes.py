@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from router.classes import Classes, ahead_s
 from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
 from router.errors import BadRequest
-from router.hints import Hints
 from router.identity import namespace
-from router.turn import FLOW_HEADERS
+from router.reading import Hints
+from router.turn import FLOW_HEADERS, Classes, ahead_s
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from placement.engines import Role
-from router.clocks import SteadyClock, Zero
 from router.directory.directory import Directory, DirectorySettings
 from router.directory.journal import Journal
+from router.process import SteadyClock, Zero
 from tests.router.directory.test_restart import release
 from tests.router.directory.test_table import ask, place
 from tests.support.engines import info, placer, state

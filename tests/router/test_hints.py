@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from placement.fleet.policies import ReturnRules
 from router.errors import BadRequest
-from router.hints import Hints, read_hints
+from router.reading import Hints, read_hints
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until

@@ -129,7 +129,7 @@ async def test_a_key_does_what_its_scopes_say(tmp_path: Path) -> None:
 async def test_a_new_key_of_an_owner_finds_what_the_old_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.05)
     file = tmp_path / "keys"
     file.write_text(entry("old", "search"))
     async with fleet(tmp_path, keys_file=str(file)) as made:
@@ -170,7 +170,7 @@ WRONG = ("- {[a]: b}\n", "[" * 60_000 + "]" * 60_000, "- {id: one}\n", "\0", "#"
 async def test_after_a_wrong_file_a_good_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file = tmp_path / "keys"
     file.write_text(entry("good", "search"))
     known = Keys((), str(file))
@@ -189,7 +189,7 @@ async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the same file then: a revoked key would stay valid for good."""
-    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file, next_file = tmp_path / "keys", tmp_path / "next"
     file.write_text(entry("good", "search"))
     next_file.write_text("[]\n")
@@ -210,7 +210,7 @@ async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
 async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file, many = tmp_path / "keys", "".join(entry(f"k{number}", f"o{number}") for number in range(20_000))
     file.write_text(entry("good", "search"))
     known, longest = Keys((), str(file)), list[float]()

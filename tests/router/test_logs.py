@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.logs import OneLine
+from router.process import OneLine
 from tests.support.fake_fleet import ask, assistant, fleet, user
 from tests.support.log_lines import LINE, fields
 
@@ -88,7 +88,7 @@ async def test_nothing_of_a_prompt_is_logged_whatever_happens(tmp_path: Path, li
 
 
 def test_a_gateway_process_logs_so() -> None:
-    code = "from router.logs import log_to_stderr as on; import logging; on(); logging.info('a\\nb key=1')"
+    code = "from router.process import log_to_stderr as on; import logging; on(); logging.info('a\\nb key=1')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

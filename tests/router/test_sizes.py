@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from router import chains
 from router.config import SloClass, SloTargets
 from router.directory.cache import Known
-from router.hints import Hints
 from router.identity import Explicit
-from router.reading import Api, Prompt
+from router.reading import Api, Hints, Prompt
 from router.turn import TokenRatio, Turn
 
 SEED = chains.seed("s", "m")

@@ -13,12 +13,11 @@ import pytest
 
 from router import chains
 from router.config import SloClass, SloTargets
-from router.continuation import Continuation, why_not
 from router.errors import EngineLost
-from router.hints import Hints
 from router.http import RelayEnd, RelayOutcome
 from router.identity import Explicit
-from router.reading import CHEAP_BYTES, Api, Prompt
+from router.reading import CHEAP_BYTES, Api, Hints, Prompt
+from router.running import Continuation, why_not
 from router.turn import Turn
 from tests.router.test_failures import engine_process
 from tests.support.fake_engine import FakeEngine, prompt_size

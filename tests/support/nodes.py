@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.ray.own_cluster import common_environment, ray_command
+from deploy.ray.cluster import common_environment, ray_command
 from workers.processes import free_port
 
 START_LIMIT_S = 180

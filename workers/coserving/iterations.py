@@ -43,7 +43,8 @@ class PendingIteration:
     aborted: bool = False
     disowned: int = 0
     # For the arrival watch, in another thread, while it is armed and in the model.
-    queued: BatchWork = field(default_factory=BatchWork)  # online work that waits for the next iteration
+    # Online work that waits for the next iteration, by what its class is worth.
+    queued: Mapping[float, BatchWork] = field(default_factory=dict)
     arrivals: list[RequestView] = field(default_factory=list)
     raised: bool = False  # the flag, for one of them
     prompt_tokens: int = 0  # online, before a first token
@@ -67,6 +68,7 @@ def count(iteration: PendingIteration, counts: MutableMapping[str, Any], seconds
         counts["coserving_aborts"] += 1
         counts["coserving_aborted_seconds"] += seconds
         counts["coserving_offline_tokens_lost.abort"] += iteration.offline_tokens
+        counts["coserving_prompt_tokens_lost"] += iteration.prompt_tokens
         return
     counts[f"coserving_seconds.{iteration.classes}"] += seconds
     counts[f"coserving_predicted_seconds.{iteration.classes}"] += iteration.batch.seconds
@@ -202,6 +204,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "preemption (computed again, because neither the host nor the prefix cache held them).",
         "cause",
         ("abort", "preemption"),
+    ),
+    "coserving_prompt_tokens_lost": CounterSpec(
+        "conserve_coserving_prompt_tokens_lost",
+        "Tokens of turns' prompts in iterations that were left at a safepoint: beside offline work, or of a "
+        "lesser class than the turn that came.",
     ),
     "coserving_late_tokens": CounterSpec(
         "conserve_coserving_late_tokens", "Online tokens made later than their SLO target."

@@ -6,6 +6,7 @@ Decisions are in placement/iteration/. Nothing here decides.
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from kvtransfer.vllm_internals import GRAMMARS, advance_grammars
 from placement.fleet.prefillers import curve_of
 from placement.iteration.interface import (
     BatchBuilder,
+    ClassPrompts,
     EngineView,
     IterationDone,
     IterationPlan,
@@ -73,6 +75,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
         self._unplanned = 0
         self._budget = 0  # offline tokens that fit into the iteration planned last
+        self._yields = False  # that iteration: its prompts may be left for a better class
         self._ended = 0.0  # the iteration before
         self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
         self._curve_at = 0.0
@@ -102,6 +105,7 @@ class PlannedScheduling(internals.OpenScheduling):
         """vLLM's step, by the policy's plan; None: nothing was scheduled."""
         started = self.clock()
         self.let_holders_go_first()
+        self._yields = False
         plan = self.guarded(self._plan, started)
         running_before = {request.request_id for request in self.running}
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
@@ -169,7 +173,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self.running = [by_key[key] for key in plan.order]
         if plan.waiting is not None:
             self.waiting.name_online(self.requests[key] for key in plan.waiting)
-        self._builder = plan.builder
+        self._builder, self._yields = plan.builder, plan.yields
         self.carry_out(plan, now)
         return plan
 
@@ -241,6 +245,7 @@ class PlannedScheduling(internals.OpenScheduling):
         online: list[tuple[int, int]] = []
         offline: list[tuple[int, int]] = []  # it has what prompts leave
         decoding: list[tuple[int, int]] = []
+        yielding: dict[float, list[tuple[int, int]]] = defaultdict(list)  # prompts, by their class's worth
         prompt_tokens = again = 0
         slack = tightest = math.inf
         scheduled: list[ScheduledRequest] = []
@@ -251,13 +256,17 @@ class PlannedScheduling(internals.OpenScheduling):
             if tracked.offline:
                 offline.append((tokens, context))
             else:
-                online.append((tokens, context))
-                slack = min(slack, tracked.deadline - started)
-                if context >= request.num_prompt_tokens:
+                decodes = context >= request.num_prompt_tokens
+                if decodes:
                     decoding.append((tokens, context))
                     tightest = min(tightest, tracked.slo.tbt_s)
                 else:
                     prompt_tokens += tokens
+                if self._yields and not decodes:
+                    yielding[tracked.worth_s].append((tokens, context))
+                else:
+                    online.append((tokens, context))
+                    slack = min(slack, tracked.deadline - started)
             admitted = request.request_id not in running_before
             if admitted:
                 tracked.adopted = self.full_blocks(context)
@@ -267,9 +276,11 @@ class PlannedScheduling(internals.OpenScheduling):
                 scheduled.append(self.noted(request, tokens, tracked.adopted, admitted))
         model = self.latency.model
         online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
-        work = online_work + offline_work
+        prompts = tuple(ClassPrompts(worth_s, BatchWork.of(asked)) for worth_s, asked in yielding.items())
+        work = sum((one.work for one in prompts), online_work + offline_work)
         batch = RunningBatch(
-            work, online_work, len(offline), len(online), model.seconds(work), 0.0, slack if online else None
+            work, online_work, len(offline), work.requests - len(offline), model.seconds(work), 0.0,
+            slack if online else None, prompts,
         )  # fmt: skip
         share = PromptSharing(tightest).share(model.seconds(BatchWork.of(decoding))) if decoding else 1.0
         return PendingIteration(

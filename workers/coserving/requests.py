@@ -10,8 +10,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from placement.iteration.interface import RequestView, ServingPolicy, TurnTargets
-from placement.iteration.latency import LatencyModel
+from placement.iteration.interface import RequestView, ServingPolicy, TurnTargets, worth_of
+from placement.iteration.latency import BatchWork, LatencyModel
 from workers.coserving.iterations import PendingIteration
 from workers.coserving.safepoint import Flag
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-# The gateway's: what a turn's class and priority are worth, and of that the priority (router/classes.py).
+# The gateway's: what a turn's class and priority are worth, and of that the priority (router/turn.py).
 AHEAD_ARGUMENT, PRIORITY_ARGUMENT = "ahead_s", "priority_s"
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
@@ -44,6 +44,10 @@ class TrackedRequest:
     adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
 
     @property
+    def worth_s(self) -> float:
+        return worth_of(self.ahead_s, self.priority_s)
+
+    @property
     def deadline(self) -> float:
         """When its next token is due."""
         if self.last_token is None:
@@ -65,8 +69,12 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
     return TurnTargets(ttft, tbt)
 
 
-def seconds_of(arguments: Mapping[str, Any], name: str) -> float:
-    """What the gateway says that the request's class and priority are worth."""
+def worths_of(arguments: Mapping[str, Any]) -> tuple[float, float]:
+    """What the gateway says that the request's class and priority are worth, and of that the priority."""
+    return _seconds_of(arguments, AHEAD_ARGUMENT), _seconds_of(arguments, PRIORITY_ARGUMENT)
+
+
+def _seconds_of(arguments: Mapping[str, Any], name: str) -> float:
     try:
         seconds = float(arguments.get(name, 0.0))
     except (TypeError, ValueError, OverflowError):
@@ -96,7 +104,7 @@ class TrackedRequests:
         arguments = self.arguments_of(request)
         # Whoever puts a target into a line of a batch would have turns wait for it.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
-        ahead_s, priority_s = (seconds_of(arguments, name) for name in (AHEAD_ARGUMENT, PRIORITY_ARGUMENT))
+        ahead_s, priority_s = worths_of(arguments)
         tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s, priority_s)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked
@@ -212,9 +220,13 @@ class ArrivalWatch:
         now = self._clock()
         view = self._view_of(request, now)
         running.arrivals.append(view)
-        queued = running.queued
+        queued = BatchWork()
+        for worth_s, work in running.queued.items():
+            if worth_s >= view.worth_s:
+                queued += work
         for arrival in running.arrivals:
-            queued = queued.plus(arrival.pending, arrival.computed)
+            if arrival.worth_s >= view.worth_s:
+                queued = queued.plus(arrival.pending, arrival.computed)
         batch = replace(running.batch, passed_s=now - running.started)
         if self._policy().interrupts(view, queued, batch, self._model()):
             self._flag.raise_for(running.epoch)

@@ -1,8 +1,9 @@
 """The safepoint: a plugin of the engine's connector that looks at the preemption flag between layers, and
 leaves.
 
-vLLM calls the connector before the attention of every layer, in eager and in compiled models. That is the
-place where an iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
+vLLM calls the connector before the attention of every layer, in eager and in compiled models, but not in a
+whole CUDA graph: an armed step never runs as one (`kvtransfer/whole_graphs.py`). That is the place where an
+iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
 
 Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
 decides, for a layer far enough ahead that no rank can have passed it: every layer holds a collective, which
@@ -104,7 +105,7 @@ class Armed:
 
 
 class SafepointScheduler(SchedulerSide):
-    """Arms the steps that hold offline requests, each with an epoch of its own."""
+    """Arms the steps that hold offline requests, or yield by plan, each with an epoch of its own."""
 
     def __init__(self, flag: Flag, enabled: bool) -> None:
         self.flag = flag
@@ -115,6 +116,7 @@ class SafepointScheduler(SchedulerSide):
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
         self._epoch = new_epoch()
         self.armed = 0  # epoch of the step that was ordered last; 0: it may not be aborted
+        self.yields = False  # the step that is scheduled next, whatever is in it
 
     def on_new_request(self, request: Any) -> None:
         if request.priority > 0:
@@ -129,7 +131,8 @@ class SafepointScheduler(SchedulerSide):
         # layer.
         if not self._enabled or scheduler_output.has_sync_kv_loads:
             return None
-        if self._offline.isdisjoint(scheduler_output.num_scheduled_tokens):
+        tokens = scheduler_output.num_scheduled_tokens
+        if not tokens or not (self.yields or not self._offline.isdisjoint(tokens)):
             return None
         self._epoch = self.armed = self._epoch + 1
         return Armed(self._epoch)
@@ -173,6 +176,9 @@ class SafepointWorker(WorkerSide):
         self._checked_ns = time.monotonic_ns()
         if self._decides:
             self._fields[RUNNING] = self._epoch
+
+    def needs_layers(self, order: Armed | None) -> bool:
+        return order is not None
 
     def before_layer(self, layer: str) -> None:
         epoch = self._epoch

@@ -13,7 +13,7 @@ from workers.coserving import rollback, safepoint
 from workers.coserving import vllm_internals as internals
 from workers.coserving.iterations import IterationRecord, PendingIteration, count, observe
 from workers.coserving.planned import PlannedScheduling
-from workers.coserving.requests import ArrivalWatch, slo_of
+from workers.coserving.requests import ArrivalWatch, slo_of, worths_of
 
 
 class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
@@ -33,6 +33,8 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             internals.tell_of_arrivals(self._watch.on_arrival)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
+        if self._safepoint is not None:
+            self._safepoint.yields = False  # unless there is a plan that says so
         output, iteration = self.planned_step(throttle_prefills)
         if iteration is not None:
             self.iteration = iteration
@@ -73,6 +75,8 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return iteration
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
+        if self._safepoint is not None:
+            self._safepoint.yields = plan.yields
         if self.checkpoint is not None:  # vLLM does not ask before it loads KV from the host
             self.checkpoint.offline_may_start = plan.builder.admit_waiting
         if plan.builder.admit_waiting:
@@ -89,13 +93,17 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
 
     def _arriving(self, request: Any, now: float) -> RequestView:
         """In the receiving thread."""
+        arguments = internals.extra_args(request)
+        ahead_s, priority_s = worths_of(arguments)
         return RequestView(
             request.request_id,
             offline=False,
             arrival=now,
             tokens=request.num_tokens,
             computed=self.cached_tokens(request),
-            slo=slo_of(internals.extra_args(request), self.tracked.default_slo),
+            slo=slo_of(arguments, self.tracked.default_slo),
+            ahead_s=ahead_s,
+            priority_s=priority_s,
         )
 
     def _publish(self, iteration: PendingIteration) -> None:
@@ -104,12 +112,13 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         if not iteration.epoch:  # it cannot be aborted: nobody asks what waits behind it
             self._watch.in_flight = None
             return
-        queued = BatchWork()
+        queued: dict[float, BatchWork] = {}
         for tracked in self.tracked.online():
             request = tracked.request
             left = request.num_tokens - request.num_computed_tokens  # of running ones: after this iteration
             if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
-                queued = queued.plus(left, request.num_computed_tokens)
+                sofar = queued.get(tracked.worth_s, BatchWork())
+                queued[tracked.worth_s] = sofar.plus(left, request.num_computed_tokens)
         iteration.queued = queued
         self._watch.in_flight = iteration
 

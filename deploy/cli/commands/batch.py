@@ -20,10 +20,9 @@ from rich.progress import (
 )
 
 from deploy.cli.common import FleetOption, home_of
-from deploy.endpoint import trust_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
-from deploy.lifecycle.status import serving
+from deploy.lifecycle.status import serving, trust_of
 
 if TYPE_CHECKING:  # it takes a second to import, which every other command would pay
     from openai import APIStatusError, OpenAI

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from deploy.fleet import load_fleet
 from deploy.fleet.components import EngineName, engine_spec, power_settings
-from deploy.fleet.hardware import parallel
+from deploy.fleet.engine_needs import parallel
 from deploy.fleet.schema import FleetSpec, TierSpec
 from deploy.home import FleetHome
 from deploy.small_model import ensure_model

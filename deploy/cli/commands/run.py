@@ -1,20 +1,23 @@
-"""conserve check, up, down, version: a fleet from its file to its end."""
+"""conserve check, up, down, version, journal repair: a fleet from its file to its end, and what it leaves."""
 
 import signal
 import time
+from collections import Counter
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deploy.cli.common import FleetName, Progress, home_of, only_fleet
-from deploy.endpoint import curl
+from deploy.cli.common import FleetName, FleetOption, Progress, home_of, only_fleet
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import bring_down
+from deploy.lifecycle.status import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
+from router.directory.repair import replace, salvage
 from router.keys import load as load_keys
 
 app = typer.Typer()
@@ -147,3 +150,39 @@ def version() -> None:
             print(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
+
+
+journal_app = typer.Typer(no_args_is_help=True, help="The directory's journal: repair one that is damaged.")
+
+_SHOWN = 20
+
+
+@journal_app.callback()
+def journal() -> None:
+    """One command, by its name."""
+
+
+@journal_app.command("repair")
+def repair(
+    file: Annotated[Path | None, typer.Argument(help="the journal; else that of --fleet")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="put what is left in its place")] = False,
+    fleet: FleetOption = None,
+) -> None:
+    """Say what of a damaged journal can be read and what is lost; with --yes, put the former in its place.
+
+    The files are kept as they were, beside it. No directory may use the journal.
+    """
+    path = file if file is not None else home_of(fleet).journal
+    left = salvage(path)
+    kinds = Counter(row.subject.partition(":")[0] for row in left.rows if row.slot == "whole")
+    print(f"{path}: {len(left.rows)} rows are what was written, of {kinds['c']} conversations")
+    print(f"lost: {len(left.lost)} rows")
+    for one, times in list(Counter(left.lost).items())[:_SHOWN]:
+        print(f"  {one}" + (f" ({times} times)" if times > 1 else ""))
+    if len(set(left.lost)) > _SHOWN:
+        print(f"  and {len(set(left.lost)) - _SHOWN} others")
+    if not yes:
+        print("nothing was changed; --yes puts what is left in its place")
+        return
+    kept = replace(path, left, f"damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+    print(f"repaired; the former files are at {kept}*")

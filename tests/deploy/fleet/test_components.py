@@ -18,10 +18,9 @@ from deploy.fleet.components import (
     power_settings,
     shared_tier,
 )
-from deploy.fleet.hardware import engine_resources
+from deploy.fleet.engine_needs import engine_resources
 from deploy.generated import SCHEMA_FILE
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
 from placement.engines import Role
 from placement.fleet.policies import PlacingPolicy
 from router.config import Handover, dump, load

@@ -27,11 +27,10 @@ from deploy.fleet.components import (
     scale_limits,
     shared_tier,
 )
-from deploy.fleet.hardware import engine_resources
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.fleet.engine_needs import engine_resources
+from deploy.home import FleetHome, FleetKeys
+from deploy.ray.cluster import OwnCluster
 from deploy.ray.common import control_resources, resources
-from deploy.ray.own_cluster import OwnCluster
 from kvtransfer.config import ConnectorConfig
 from placement.fleet.capacity import ScaleLimits, Thresholds
 from placement.fleet.placer import PlacerSettings

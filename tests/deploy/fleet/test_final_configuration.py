@@ -54,6 +54,8 @@ NIXL = FLEET + "transfer: {backend: nixl}\nray: {address: 10.0.0.1:6379}\n"
 COSERVING = FLEET + "coserving: {enabled: true}\n"
 WITHOUT_SAFEPOINTS = FLEET + "coserving: {enabled: true, safepoints: false}\n"
 COLLOCATED = FLEET.replace("name: roles", "name: roles\npolicy: collocated")
+V2 = "prefiller with the V2 runner"
+ON_V2 = FLEET.replace("role: prefill", 'role: prefill, env: {VLLM_USE_V2_MODEL_RUNNER: "1"}')
 ROLES = {
     "prefiller": (FLEET, "prefill"),
     "prefiller with NIXL": (NIXL, "prefill"),
@@ -73,21 +75,17 @@ EVERYWHERE = {
     "instance_id": "drawn anew each time",
     "runner": "what is relied on of vLLM is checked in the V1 runner",
 }
-PIECEWISE = {
-    "compilation_config.cudagraph_mode": "layer hooks are Python, and run between the pieces of a graph",
-    "compilation_config.splitting_ops": "as above",
-}
 ONE_STEP_AT_A_TIME = {
     "parallel_config.worker_cls": "a worker that leaves a step early",
     "scheduler_config.async_scheduling": "a step that was left is undone before the next is scheduled",
     "parallel_config.disable_nccl_for_dp_synchronization": "vLLM derives it from asynchronous scheduling",
 }
 REASONS: dict[str, dict[str, str]] = {
-    "prefiller": {**EVERYWHERE, **PIECEWISE},
+    "prefiller": EVERYWHERE,
     "prefiller with NIXL": EVERYWHERE,
     "decoder": EVERYWHERE,
     "decoder with NIXL": EVERYWHERE,
-    "decoder that co-serves": {**EVERYWHERE, **PIECEWISE, **ONE_STEP_AT_A_TIME},
+    "decoder that co-serves": {**EVERYWHERE, **ONE_STEP_AT_A_TIME},
     "decoder that co-serves without safepoints": {**EVERYWHERE, **ONE_STEP_AT_A_TIME},
     "collocated": EVERYWHERE,
 }
@@ -123,6 +121,7 @@ def final(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flat]:
     for role, (text, tier) in ROLES.items():
         spec = of_tier(text, tier, base)
         commands[role], commands["plain"] = command(spec), plain(spec)
+    commands[V2] = command(of_tier(ON_V2, "prefill", base))
     for file in FILES:
         for tier in yaml.safe_load(file.read_text())["tiers"]:
             commands[f"{file.stem}: {tier['name']}"] = command(of_tier(file.read_text(), tier["name"], base))
@@ -143,13 +142,9 @@ def test_what_differs_from_plain_vllm_has_a_reason(role: str, final: dict[str, F
     assert without == set()
 
 
-@pytest.mark.parametrize("role", ["decoder", "decoder with NIXL", "collocated", "prefiller with NIXL"])
-def test_where_nothing_acts_between_layers_nothing_is_lost(role: str, final: dict[str, Flat]) -> None:
-    ours, theirs = final[role], final["plain"]
-    for path in ("compilation_config.cudagraph_mode", "scheduler_config.async_scheduling"):
-        assert ours[path] == theirs[path], path
-    assert theirs["compilation_config.cudagraph_mode"] == "FULL_AND_PIECEWISE"
-    assert theirs["scheduler_config.async_scheduling"] == "True"
+@pytest.mark.parametrize("role", [role for role in ROLES if "co-serves" not in role])
+def test_scheduling_is_asynchronous_where_no_step_is_left(role: str, final: dict[str, Flat]) -> None:
+    assert final[role]["scheduler_config.async_scheduling"] == "True"
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -157,12 +152,10 @@ def test_every_engine_has_the_model_runner_that_is_checked(role: str, final: dic
     assert (final[role]["runner"], final["plain"]["runner"]) == ("V1", "V2")
 
 
-def test_only_layer_hooks_cost_full_graphs(final: dict[str, Flat]) -> None:
-    modes = {role: final[role]["compilation_config.cudagraph_mode"] for role in ROLES}
-    assert {role for role, mode in modes.items() if mode == "PIECEWISE"} == {
-        "prefiller",
-        "decoder that co-serves",
-    }
+def test_layer_hooks_cost_no_whole_graphs_but_beside_the_v2_runner(final: dict[str, Flat]) -> None:
+    modes = {role: final[role]["compilation_config.cudagraph_mode"] for role in (*ROLES, "plain", V2)}
+    assert modes.pop(V2) == "PIECEWISE" and final[V2]["runner"] == "V2"
+    assert set(modes.values()) == {"FULL_AND_PIECEWISE"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -245,12 +245,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "full graphs beside safepoints": (
         SEQS,
         a("compilation-config: {cudagraph_mode: FULL}"),
-        "a full graph has no place between layers",
+        "without piecewise graphs a step that may be aborted has none",
     ),
     "full graphs, as vLLM's fields": (
         SEQS,
-        a("compilation-config.cudagraph_mode: FULL_AND_PIECEWISE"),
-        "a full graph has no place between",
+        a("compilation-config.cudagraph_mode: FULL_DECODE_ONLY"),
+        "without piecewise graphs a step that may be",
     ),
     "asynchronous scheduling beside co-serving": (
         SEQS,
@@ -364,6 +364,12 @@ def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
 def test_windows_co_serve(kinds: list[str], tmp_path: Path) -> None:
     load_fleet(write(tmp_path, FLEET, {"layer_types": kinds, "sliding_window": 1024}))
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_safepoints_take_graphs_that_have_pieces(mode: str, tmp_path: Path) -> None:
+    said = a(f"compilation-config.cudagraph_mode: {mode}").replace(">", "")
+    load_fleet(write(tmp_path, said.join(FLEET.rsplit(SEQS, 1)), {}))
 
 
 def test_layers_with_states_are_served_and_take_no_kv(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.generated import ROOT
-from deploy.observe import catalogue
-from deploy.observe.dashboards import DASHBOARDS
+from deploy.generated import DASHBOARDS, ROOT, SOURCES, catalogue
 
 COMPONENTS = ("placement", "kvtransfer", "router", "workers", "traces", "deploy")
 KINDS = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
@@ -44,14 +42,14 @@ def compared(expression: str) -> str:
 
 def series() -> set[str]:
     names = set(VLLM)
-    for metric in catalogue.catalogue().values():
+    for metric in catalogue().values():
         endings = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
         names |= {metric.name + ending for ending in endings}
     return names
 
 
 def test_every_metric_is_declared_in_a_metrics_file_that_the_page_reads() -> None:
-    known = {ROOT / (source.module.replace(".", "/") + ".py") for source in catalogue.SOURCES}
+    known = {ROOT / (source.module.replace(".", "/") + ".py") for source in SOURCES}
     for component in COMPONENTS:
         for path in (ROOT / component).rglob("*.py"):
             made = _made(path)
@@ -69,7 +67,7 @@ def _made(path: Path) -> set[str]:
 
 
 def test_names_help_and_labels_keep_the_rules() -> None:
-    for metric in catalogue.catalogue().values():
+    for metric in catalogue().values():
         assert re.fullmatch(r"(?:conserve|gen_ai_server)_[a-z0-9_]+", metric.name), metric.name
         assert metric.help.endswith(".") and len(metric.help) > 15, metric.name
         assert not FORBIDDEN_LABELS & set(metric.labels), metric.name

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from deploy.observe import catalogue
-from deploy.observe.targets import page_of
+from deploy.generated import catalogue
+from deploy.lifecycle.status import page_of
 from tests.deploy.observe.test_catalogue_is_complete import RULES, VLLM, compared, expressions
 from tests.support.prometheus import MISSING, PROMETHEUS, PROMTOOL, Prometheus, prometheus
 
@@ -28,7 +28,7 @@ def exposition(value: float) -> str:
             f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
             f'{name}{{engine="0"}} {value}',
         ]
-    for metric in catalogue.catalogue().values():
+    for metric in catalogue().values():
         lines.append(f"# TYPE {metric.name} {metric.kind}")
         picked = next((label for label in metric.labels if label in VALUES), None)
         for choice in VALUES[picked] if picked else ("x",):

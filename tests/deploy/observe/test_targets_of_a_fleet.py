@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import LifecycleError
-from deploy.lifecycle.status import EngineStatus, FleetStatus
-from deploy.observe.catalogue import catalogue, serve_metrics
-from deploy.observe.targets import Targets, discovery, targets, write
+from deploy.generated import catalogue
+from deploy.lifecycle.status import EngineStatus, FleetStatus, Targets, discovery, targets, write_targets
+from deploy.ray.common import serve_metrics
 
 PAGES = ("127.0.0.1:6001", "127.0.0.1:6002")
 BATCH = ("127.0.0.1:6003",)
@@ -84,6 +84,6 @@ def test_http_discovery_looks_anew_each_time_and_says_when_the_fleet_is_down() -
 def test_the_list_is_valid_json_after_each_write(tmp_path: Path) -> None:
     path = tmp_path / "targets.json"
     for count in range(3):
-        write(path, [{"targets": ["a"], "labels": {}}] * count)
+        write_targets(path, [{"targets": ["a"], "labels": {}}] * count)
         assert len(json.loads(path.read_text())) == count
     assert [file.name for file in tmp_path.iterdir()] == ["targets.json"]

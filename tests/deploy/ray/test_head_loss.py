@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
-from deploy.lifecycle.cluster import connect, start_own_cluster
+from deploy.ray.cluster import connect, start_own_cluster
 from deploy.lifecycle.down import marked
 
 COUNTER = '''
@@ -41,7 +41,7 @@ import json, time
 from pathlib import Path
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
-from deploy.lifecycle.cluster import connect
+from deploy.ray.cluster import connect
 fleet = load_fleet(Path("configs/laptop.yaml"))
 home = FleetHome.of(fleet.name)
 ray = connect(fleet, home, home.read_run())

@@ -18,7 +18,7 @@ import os, sys
 from deploy.errors import LifecycleError
 from deploy.fleet import parse_fleet
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.cluster import connect, refuse_open_cluster
+from deploy.ray.cluster import connect, refuse_open_cluster
 text = "tiers: [{name: prefill, role: prefill}, {name: decode, role: decode}]\\nray: {address: '%s'}"
 fleet = parse_fleet(text % sys.argv[1], "f")
 try:

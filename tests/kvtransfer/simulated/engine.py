@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config.compilation import CompilationMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -57,6 +61,15 @@ def next_token(tokens: list[int]) -> int:
     return history(tokens)[-1] % VOCABULARY
 
 
+def with_graphs(config: VllmConfig, mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE) -> None:
+    """What vLLM's configuration has of CUDA graphs on a GPU by itself."""
+    compilation = config.compilation_config
+    compilation.mode, compilation.cudagraph_mode = CompilationMode.VLLM_COMPILE, mode
+    compilation.splitting_ops = None
+    compilation.set_splitting_ops_for_v1(config.parallel_config.all2all_backend)
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2, 4, 8, 16], 16
+
+
 Row = tuple[list[torch.Tensor], torch.Tensor, int]  # slots by group, what they must hold, first new token
 
 
@@ -69,6 +82,10 @@ class SteppedEngine:
     window: int = 0  # tokens that a second group of layers attends to; 0: there is none
     states: bool = False  # whether a second group of layers keeps a state
     inner_states: bool = False  # also within a step, at the end of a block, as vLLM's Mamba 2 does
+    graphs: bool = (
+        False  # steps have the CUDA graphs that vLLM's dispatcher gives them; whole ones call no hook
+    )
+    modes: list[CUDAGraphMode] = field(default_factory=list)  # of those, by step with tokens
     wrong: list[str] = field(default_factory=list)
     computed_prompt_tokens: int = 0
     answers: dict[str, list[int]] = field(default_factory=dict)  # finished requests
@@ -89,6 +106,8 @@ class SteppedEngine:
             kv_transfer_config=self._kv_transfer_config(),
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = self.blocks
+        if self.graphs:
+            with_graphs(self.vllm_config)
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         if self.window:
@@ -111,6 +130,8 @@ class SteppedEngine:
         pages = [torch.zeros(self.blocks, BLOCK_TOKENS, dtype=torch.int64) for _ in LAYERS]
         self.kv = {layer: page for layers in self.groups for layer, page in zip(layers, pages, strict=True)}
         self.worker.register_kv_caches(self.kv)
+        self.dispatcher = CudagraphDispatcher(self.vllm_config)
+        self.dispatcher.initialize_cudagraph_keys(self.vllm_config.compilation_config.cudagraph_mode)
 
     def _state_spec(self) -> MambaSpec:
         return MambaSpec(
@@ -175,11 +196,14 @@ class SteppedEngine:
     def step(self) -> None:
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
-        self.worker.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
+        mode = self._graph(output.num_scheduled_tokens)
+        with set_forward_context(None, self.vllm_config, cudagraph_runtime_mode=mode):
+            self.worker.bind_connector_metadata(meta)
         for source, target in output.kv_cache_block_copies or ():  # a hit on a part of somebody's last block
             for layer in self.groups[0]:
                 self.kv[layer][target] = self.kv[layer][source]
+        self._hooked = mode != CUDAGraphMode.FULL
         sampled = self._forward(output.num_scheduled_tokens) if output.total_num_scheduled_tokens else {}
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
@@ -203,6 +227,15 @@ class SteppedEngine:
             if request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
                 self.answers[request_id] = list(request.output_token_ids)
 
+    def _graph(self, scheduled: Mapping[str, int]) -> CUDAGraphMode:
+        """As `GPUModelRunner._determine_batch_execution_and_padding` asks for it."""
+        if not scheduled:
+            return CUDAGraphMode.NONE
+        decodes = all(count == 1 for count in scheduled.values())
+        mode, _ = self.dispatcher.dispatch(sum(scheduled.values()), uniform_decode=decodes)
+        self.modes.append(mode)
+        return mode
+
     def _forward(self, scheduled: Mapping[str, int]) -> dict[str, list[int]]:
         rows = {}
         for request_id, count in scheduled.items():
@@ -222,7 +255,8 @@ class SteppedEngine:
         return {request_id: self._sample(request_id) for request_id in rows}
 
     def _layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
-        self.worker.wait_for_layer_load(layer)
+        if self._hooked:
+            self.worker.wait_for_layer_load(layer)
         cache = self.kv[layer].view(-1)
         for slots, right, start in rows.values():
             cache[slots[group][start:]] = right[start:] ^ number
@@ -231,7 +265,8 @@ class SteppedEngine:
             bad = (cache[slots[group][first:]] != right[first:] ^ number).nonzero()
             if len(bad):
                 self.wrong.append(f"{request_id}: {layer}, {len(bad)} tokens from {first + int(bad[0])}")
-        self.worker.save_kv_layer(layer, None, None)
+        if self._hooked:
+            self.worker.save_kv_layer(layer, None, None)
 
     def _state_layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
         """vLLM calls no connector around these. As of its states, the one that goes on is copied to the block

@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from placement.iteration.interface import RunningBatch, ServingSettings
+from placement.iteration.interface import (
+    ClassPrompts,
+    IterationDone,
+    RunningBatch,
+    ServingSettings,
+    TurnTargets,
+)
 from placement.iteration.latency import BatchWork
 from placement.iteration.policies import make_policy
-from tests.placement.iteration.views import MODEL, arrived, policy_with
+from tests.placement.iteration.views import MODEL, arrived, online, policy_with, view
 
 WORK = BatchWork.of([(2000, 0)])
 LONG = RunningBatch(
@@ -79,3 +85,72 @@ def test_no_flag_without_safepoints() -> None:
 def test_the_other_policies_preempt_between_iterations_only(policy: str) -> None:
     chosen = make_policy(ServingSettings(policy))
     assert not chosen.interrupts(NEW, QUEUED, LONG, MODEL)
+
+
+# An iteration of prompts that are worth nothing, and of one that is worth a little; nothing is due yet.
+PROMPTS = RunningBatch(
+    BatchWork.of([(1, 500), (900, 0), (900, 0)]), BatchWork.of([(1, 500)]), offline_requests=0,
+    online_requests=3, seconds=0.2, passed_s=0.02, slack_s=0.2,
+    prompts=(ClassPrompts(0.0, BatchWork.of([(900, 0)])), ClassPrompts(3.0, BatchWork.of([(900, 0)]))),
+)  # fmt: skip
+SHORT = BatchWork.of([(50, 0)])
+
+
+@pytest.mark.parametrize(
+    ("more", "raised"),
+    [
+        ({"ahead_s": 8.0}, True),
+        ({"ahead_s": 3.0}, True),  # before one of the two
+        ({}, False),  # no better than any
+        ({"ahead_s": 8.0, "priority_s": 8.0}, False),  # whoever asks may choose that
+    ],
+)
+def test_an_arrival_goes_before_prompts_of_a_lesser_class(more: dict[str, float], raised: bool) -> None:
+    better = replace(NEW, slo=TurnTargets(60.0, 0.05), **more)  # its target is not at stake
+    assert policy_with({}).interrupts(better, SHORT, PROMPTS, MODEL) == raised
+
+
+def test_but_not_where_as_much_is_thrown_away_or_tokens_come_late() -> None:
+    better = replace(NEW, ahead_s=8.0, slo=TurnTargets(60.0, 0.05))
+    policy = policy_with({})
+    assert policy.interrupts(better, SHORT, PROMPTS, MODEL)
+    assert not policy.interrupts(better, SHORT, replace(PROMPTS, passed_s=0.15), MODEL)
+    assert not policy.interrupts(better, SHORT, replace(PROMPTS, slack_s=0.025), MODEL), "a token is due"
+    assert not policy.interrupts(better, SHORT, replace(PROMPTS, prompts=()), MODEL), "it does not yield"
+
+
+def test_what_stays_of_the_prompts_is_computed_again_first() -> None:
+    stays = PROMPTS.beside(3.0)
+    assert stays.online_work == BatchWork.of([(1, 500), (900, 0)])
+    assert [prompts.worth_s for prompts in stays.prompts] == [0.0]
+    assert PROMPTS.beside(8.0).online_work == PROMPTS.online_work
+
+
+LESSER = replace(arrived("lesser", 3000, 9.9))
+BETTER = replace(arrived("better", 300, 9.9), ahead_s=5.0)
+
+
+def done(aborted: bool) -> IterationDone:
+    return IterationDone(10.0, BatchWork(), 0.1, 0.1, 1, 0, 0, aborted)
+
+
+def test_prompts_yield_once_a_better_class_was_here_and_not_twice_in_a_row() -> None:
+    policy = policy_with({})
+    assert not policy.plan(view(waiting=(LESSER,)), MODEL).yields
+    assert not policy.plan(view(waiting=(BETTER, LESSER)), MODEL).yields, "it computes a better one's, too"
+    policy.observe(done(aborted=False))
+    for aborted in (False, True):
+        assert policy.plan(view(waiting=(LESSER,)), MODEL).yields
+        policy.observe(done(aborted))
+    assert not policy.plan(view(waiting=(LESSER,)), MODEL).yields, "it was left: this one goes on to its end"
+    policy.observe(done(aborted=False))
+    assert policy.plan(view(waiting=(LESSER,)), MODEL).yields
+    assert not policy.plan(view(waiting=(LESSER,), now=80.0), MODEL).yields, "a minute later none is expected"
+
+
+def test_nothing_yields_beside_tokens_of_the_better_class_or_without_safepoints() -> None:
+    decoding = replace(online("gold"), ahead_s=5.0)
+    for policy, yields in ((policy_with({}), True), (policy_with({}, safepoints=False), False)):
+        policy.plan(view(waiting=(BETTER,)), MODEL)
+        assert policy.plan(view(waiting=(LESSER,)), MODEL).yields == yields
+        assert not policy.plan(view(decoding, waiting=(LESSER,)), MODEL).yields

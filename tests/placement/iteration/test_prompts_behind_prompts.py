@@ -155,6 +155,19 @@ def test_beside_a_prompt_of_a_better_class_lesser_requests_decode_in_a_tenth_of_
     assert sum(map(bool, fill(policy, view(*others, waiting=(refused,))).values())) >= 20, "it has no place"
 
 
+@pytest.mark.parametrize("name", ["prompts_in_order", "conserve"])
+def test_a_better_class_s_last_part_is_alone_in_its_iteration_but_for_the_same_class(name: str) -> None:
+    """The lesser prompt is overdue: of one class it would fill the iteration."""
+    old, gold = arrived("old", 1000, -90.0), replace(arrived("gold", 300, 9.9), ahead_s=5.0)
+    alike = replace(arrived("alike", 300, 9.9), ahead_s=5.0)
+    policy = make_policy(ServingSettings(name))
+    fill(policy, view(waiting=(old,), now=9.9))  # it is not left out: `old` had an iteration just now
+    tokens = fill(policy, view(waiting=(old, gold, alike)))
+    assert tokens == {"gold": 300, "alike": 300, "old": 0}
+    beside_its_own = fill(policy, view(waiting=(old, replace(gold, ahead_s=0.0))))
+    assert beside_its_own["old"] > 0
+
+
 def test_a_priority_takes_no_tokens_from_those_that_run() -> None:
     """Whoever asks may choose it: only where turns wait is it worth something."""
     policy = make_policy(ServingSettings("prompts_in_order"))

@@ -12,14 +12,13 @@ from router.answers import Answers
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
-from router.classes import Classes
 from router.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
 from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
 from router.identity import PrefixGroups
 from router.keys import Keys
 from router.readers import Readers
 from router.reading import Api
-from router.turn import read_turn
+from router.turn import Classes, read_turn
 from tests.router.batch.fake_engine import MODEL
 
 SECRET = "s3cret"

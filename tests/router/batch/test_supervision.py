@@ -17,10 +17,9 @@ import psutil
 import pytest
 
 from deploy.fleet.load import parse_fleet
-from deploy.home import FleetHome
-from deploy.keys import FleetKeys
+from deploy.home import FleetHome, FleetKeys
+from deploy.ray.common import SealedFleet
 from deploy.ray.gateway_actor import GatewaysActor
-from deploy.ray.sealed import SealedFleet
 from tests.router.batch.processes import free_port
 from tests.support.waiting import until
 from workers.leased import RECORD, ProcessRecord

@@ -1,6 +1,6 @@
 """Timeline show what each conversation did when, and stay small."""
 
-from router.directory.timeline import Timeline
+from router.directory.conversations import Timeline
 
 
 def test_a_turn_is_prefill_then_decode_then_the_pause_it_ends_in() -> None:

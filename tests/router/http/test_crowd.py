@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.http import Request, Responder, ServerLimits
-from router.http.crowd import Crowd, address_of
+from router.http.limits import Crowd, address_of
 from tests.router.http.client import Client, eventually
 
 LIMITS = ServerLimits(max_connections=8)

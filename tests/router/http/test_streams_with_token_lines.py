@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.http import RelayEnd, Request, Responder, SentPieces
-from router.http.sent import MOST_BYTES
+from router.http.responder import MOST_BYTES
 from router.http.stream import Passage
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import EngineConnection

@@ -275,7 +275,7 @@ async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.05)
     _, port, certificate = await serve(echo)
     watching = asyncio.create_task(certificate.watch())
     trust, (cert, key) = authority.trusting(), pair
@@ -311,7 +311,7 @@ async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
 async def test_a_renewed_certificate_is_taken_up_once_it_can_be_read_and_is_valid(
     serve: Any, authority: Authority, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.watched.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.05)
     _, port, certificate = await serve(echo)
     before, trust, (cert, key) = certificate.expires, authority.trusting(), pair
     first = await serial(port, trust)

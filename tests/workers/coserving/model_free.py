@@ -115,11 +115,14 @@ class ModelFreeEngine:
         self.aborts = self.hung_up = 0
         self.outputs: dict[str, list[int]] = {}
 
-    def ask(self, key: str, prompt: list[int], output: int, priority: int) -> None:
+    def ask(self, key: str, prompt: list[int], output: int, priority: int, ahead_s: float = 0.0) -> None:
+        """`ahead_s`: what its class is worth."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, extra_args={"ahead_s": ahead_s}
+        )
         params.update_from_generation_config({}, 1)
         request = Request(key, prompt, params, None, priority=priority, block_hasher=self._hasher)
         self.scheduler.add_request(request)

@@ -7,7 +7,7 @@ import pytest
 
 from placement.iteration.interface import ServingSettings, TurnTargets
 from placement.iteration.policies import make_policy
-from workers.coserving.requests import TrackedRequests, seconds_of, slo_of
+from workers.coserving.requests import TrackedRequests, slo_of, worths_of
 
 DEFAULT = TurnTargets(2.0, 0.2)
 
@@ -57,8 +57,8 @@ def test_a_request_brings_its_slo_or_gets_the_engines(
     ("said", "ahead_s"), [(2.5, 2.5), ("3", 3.0), ("soon", 0.0), ([1], 0.0), ("nan", 0.0), (10**400, 0.0)]
 )
 def test_what_a_class_is_worth_is_a_number_or_nothing(said: object, ahead_s: float) -> None:
-    assert seconds_of({"ahead_s": said}, "ahead_s") == ahead_s
-    assert seconds_of({}, "ahead_s") == 0.0
+    assert worths_of({"ahead_s": said, "priority_s": said}) == (ahead_s, ahead_s)
+    assert worths_of({}) == (0.0, 0.0)
 
 
 def test_age_is_kept_across_clocks() -> None:

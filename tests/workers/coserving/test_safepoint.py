@@ -129,7 +129,7 @@ def test_all_ranks_leave_at_the_same_layer(flag: Flag, ranks: int, raise_before:
         assert raise_before < left[0] <= raise_before + 2
 
 
-def test_only_steps_with_offline_requests_are_armed(flag: Flag) -> None:
+def test_only_steps_with_offline_requests_or_that_yield_are_armed(flag: Flag) -> None:
     side = SafepointScheduler(flag, enabled=True)
     side.on_new_request(SimpleNamespace(request_id="off", priority=1))
     side.on_new_request(SimpleNamespace(request_id="on", priority=0))
@@ -145,3 +145,7 @@ def test_only_steps_with_offline_requests_are_armed(flag: Flag) -> None:
     assert side.order(step("off", sync=True)) is None
     side.on_finished(SimpleNamespace(request_id="off"), [])
     assert side.order(step("off")) is None
+    side.yields = True
+    assert side.order(step("on")) is not None
+    assert side.order(step("on", sync=True)) is None
+    assert side.order(step()) is None, "nothing runs"

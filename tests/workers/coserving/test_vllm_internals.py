@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, verify
+from kvtransfer.whole_graphs import GRAPHS
 from workers.coserving import vllm_internals as internals
 
-TABLES = (internals.SCHEDULING, internals.WORKING)
+TABLES = (internals.SCHEDULING, internals.WORKING, GRAPHS)
 
 
 def signatures() -> Iterator[tuple[ReliedOn, str, str]]:
@@ -21,7 +22,7 @@ def signatures() -> Iterator[tuple[ReliedOn, str, str]]:
             yield from ((table, owner, name) for name in methods)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=["scheduling", "working"])
+@pytest.mark.parametrize("table", TABLES, ids=["scheduling", "working", "graphs"])
 def test_the_installed_release_is_the_one_written_for(table: ReliedOn) -> None:
     verify(table)
 

@@ -1,4 +1,4 @@
-"""A model's architecture, of what its config.json says: what an engine's memory and ranks depend on."""
+"""What an engine needs: accelerators, as its tier says; memory and ranks, as its model's config.json says."""
 
 import json
 import os
@@ -6,6 +6,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from deploy.fleet.schema import FleetSpec, TierSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    tensor: int
+    pipeline: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline
+
+
+def arguments(fleet: FleetSpec, tier: TierSpec) -> dict[str, Any]:
+    """vLLM's options of a tier's engines."""
+    return {**fleet.engine.args, **tier.args}
+
+
+def parallel(fleet: FleetSpec, tier: TierSpec) -> Parallel:
+    given = arguments(fleet, tier)
+
+    def size(name: str) -> int:
+        value = given.get(name)
+        return value if isinstance(value, int) and value > 0 else 1
+
+    return Parallel(size("tensor-parallel-size"), size("pipeline-parallel-size"))
+
+
+def engine_resources(fleet: FleetSpec, tier: TierSpec) -> dict[str, float]:
+    """Ray resources of one engine: on GPUs as many as its ranks, unless the tier says what share of one.
+
+    Ray places an actor on one node with all it takes, and an engine's ranks are where its keeper is.
+    """
+    if fleet.engine.device != "cuda":
+        return dict(tier.resources)
+    return {"GPU": float(parallel(fleet, tier).gpus), **tier.resources}
+
 
 HUB = Path("~/.cache/huggingface/hub")
 STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm")
@@ -18,7 +56,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """None or 0: the file does not say."""
+    """Of a model, from its config.json. None or 0: the file does not say."""
 
     names: tuple[str, ...]  # of vLLM's classes for it
     layers: int

@@ -1,1 +1,0 @@
-"""What can be watched: the metric catalogue, dashboards and rules made from it, scrape targets of a fleet."""

@@ -1,0 +1,279 @@
+"""Steps with work between their layers never run as whole CUDA graphs, and all others may.
+
+vLLM's scheduler and its dispatcher of graphs, our connector with both its sides; what stands in for a graph
+is that a whole one calls no hook.
+"""
+
+import logging
+import pickle
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from kvtransfer.config import ConnectorConfig
+from kvtransfer.connector import ConServeConnector
+from kvtransfer.plugins import Plugin, WorkerSide
+from kvtransfer.transfer.scheduler import Fetch, Opened, TransferOrder
+from kvtransfer.transfer.worker import TransferWorker
+from kvtransfer.whole_graphs import WholeGraphError
+from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.simulated import holding
+from tests.kvtransfer.simulated.engine import SteppedEngine
+from workers.coserving.config import SAFEPOINT_PLUGIN
+from workers.coserving.safepoint import Armed, Flag, SafepointWorker
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+BATCHED = 64
+Make = Callable[..., SteppedEngine]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setattr(CudagraphDispatcher, "dispatch", CudagraphDispatcher.dispatch)  # undone at the end
+    made: list[SteppedEngine] = []
+
+    def engine(config: ConnectorConfig, **more: object) -> SteppedEngine:
+        made.append(SteppedEngine(config, batched_tokens=BATCHED, graphs=True, **more))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+def coserving(**more: object) -> ConnectorConfig:
+    flag = f"conserve-test-{uuid.uuid4().hex[:8]}"
+    return ConnectorConfig(transfer=False, safepoint=flag, plugins=(SAFEPOINT_PLUGIN,), **more)  # type: ignore[arg-type]
+
+
+def prefiller() -> ConnectorConfig:
+    return ConnectorConfig(engine="p", epoch=1, port=free_port())
+
+
+EXPORT = {"do_remote_decode": True, "transfer_id": "t"}
+
+
+@pytest.mark.parametrize("beside", [None, holding.CONFIG], ids=["alone", "beside another connector"])
+def test_only_armed_steps_have_pieces(make: Make, beside: object) -> None:
+    engine = make(coserving(), beside=beside)
+    engine.add("online", [1] * 5, 12)
+    for _ in range(3):
+        engine.step()
+    assert engine.modes == [PIECEWISE, FULL, FULL], "a prompt's step has pieces by itself"
+    engine.add("offline", [2] * 5, 4, priority=10)
+    for _ in range(4):
+        engine.step()
+    assert engine.modes[3:] == [PIECEWISE] * 4, "of which three are of decodes alone"
+    for _ in range(3):
+        engine.step()
+    assert "offline" in engine.answers and engine.modes[7:] == [FULL] * 3
+    assert engine.wrong == []
+
+
+def test_only_exporting_steps_have_pieces_and_what_they_send_is_right(make: Make) -> None:
+    source, target = prefiller(), ConnectorConfig(engine="d", layer_hooks=False)
+    first, second = make(source), make(target)
+    first.add("other", [3] * 5, 12)
+    for _ in range(2):
+        first.step()
+    assert first.modes == [PIECEWISE, FULL]
+    prompt = [
+        n % 250 for n in range(2 * BATCHED - 1)
+    ]  # beside the other's: the last step has one token of each
+    first.add("leg", prompt, 1, params=EXPORT)
+    for _ in range(3):
+        first.step()
+    assert first.modes[2:] == [CUDAGraphMode.NONE] * 2 + [PIECEWISE]
+    first.step()
+    assert first.modes[-1] == FULL, "the other goes on"
+    fetch = {
+        "do_remote_prefill": True, "transfer_id": "t", "remote_host": source.host,
+        "remote_port": source.port, "remote_epoch": 1,
+    }  # fmt: skip
+    second.add("leg", prompt, 3, params=fetch)
+    second.run()
+    assert second.wrong == [] and second.computed_prompt_tokens <= 1
+    assert set(second.modes) == {FULL}, "nothing of a decoder's acts between layers"
+
+
+def test_nothing_is_left_out_between_steps(make: Make) -> None:
+    """Captures, and the idle steps of a data-parallel rank."""
+    engine = make(coserving())
+    engine.add("offline", [2] * 5, 3, priority=10)
+    engine.step()
+    for uniform, mode in ((True, FULL), (False, PIECEWISE)):
+        for valid in (None, {mode}):
+            found, _ = engine.dispatcher.dispatch(4, uniform_decode=uniform, valid_modes=valid)
+            assert found == mode
+
+
+def test_what_another_forbids_stays_forbidden(make: Make) -> None:
+    engine = make(coserving())
+    found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={FULL})
+    assert found == PIECEWISE
+    engine.add("offline", [2] * 5, 3, priority=10)
+    engine.worker.handle_preemptions(engine.scheduler.schedule().kv_connector_metadata)
+    found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={PIECEWISE})
+    assert found == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize("config", [coserving, prefiller], ids=["armed", "exporting"])
+def test_a_step_that_would_leave_its_work_out_is_refused(
+    config: Callable[[], ConnectorConfig], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpatched = CudagraphDispatcher.dispatch
+    engine = make(config())
+    monkeypatch.setattr(CudagraphDispatcher, "dispatch", unpatched)
+    engine.add("other", [1] * 5, 3)
+    engine.run()
+    assert engine.modes == [PIECEWISE, FULL, FULL]
+    engine.add("one token", [1], 3, priority=10, params=EXPORT)
+    with pytest.raises(WholeGraphError, match="this step has work between its layers"):
+        engine.run()
+    assert engine.modes[-1] == FULL
+
+
+def test_outside_of_a_forward_context_it_is_refused_too(make: Make) -> None:
+    """The V2 runner sets none around a whole graph."""
+    engine = make(coserving())
+    engine.add("offline", [2] * 5, 3, priority=10)
+    meta = engine.scheduler.schedule().kv_connector_metadata
+    engine.worker.handle_preemptions(meta)
+    with pytest.raises(WholeGraphError):
+        engine.worker.bind_connector_metadata(meta)
+
+
+class SilentWorker(WorkerSide):
+    def after_layer(self, layer: str) -> None:
+        """Says nothing of the steps in which it is needed."""
+
+
+class SilentPlugin(Plugin):
+    name = "silent"
+    worker = SilentWorker
+
+
+def test_a_plugin_that_does_not_say_has_pieces_in_every_step(make: Make) -> None:
+    engine = make(ConnectorConfig(transfer=False, plugins=(f"{__name__}:SilentPlugin",)))
+    engine.add("turn", [1] * 5, 4)
+    engine.run()
+    assert engine.modes == [PIECEWISE] * 4
+
+
+def test_every_rank_answers_alike() -> None:
+    flag = Flag(f"conserve-test-{uuid.uuid4().hex[:8]}")
+    ranks = [SafepointWorker(flag, 1, rank, 2, 2) for rank in range(2)]
+    for order in (Armed(7), None, Armed(8)):
+        ranks[0].before_step(order)  # the other is a step behind
+        sent = pickle.loads(pickle.dumps(order))
+        assert [rank.needs_layers(sent) for rank in ranks] == [order is not None] * 2
+    flag.remove()
+
+
+def test_of_transfers_only_what_is_computed_for_others_needs_layers(make: Make) -> None:
+    engine = make(prefiller())
+    side = engine.worker.worker_side("transfer")
+    assert isinstance(side, TransferWorker)
+    without = TransferOrder(
+        opened=[Opened("t", [[1]], 32, "p")], finished=["u"], voided=["v"], extended=[("t", [[2]])]
+    )
+    without.fetches.append(Fetch("r", None, [0], [[3]]))  # type: ignore[arg-type]
+    assert not side.needs_layers(None) and not side.needs_layers(without)
+    assert side.needs_layers(TransferOrder(progress=[("t", 32)]))
+
+
+# What the engine does where it cannot be had.
+
+
+def extra(config: ConnectorConfig) -> dict[str, object]:
+    return config.to_kv_transfer_config()["kv_connector_extra_config"]
+
+
+@pytest.mark.parametrize(("said", "needed"), [("0", False), ("1", True), (None, True)])
+def test_vllm_is_asked_for_pieces_only_where_its_runner_may_be_another(
+    said: str | None, needed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if said is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", said)
+    with caplog.at_level(logging.WARNING, "conserve.kvtransfer"):
+        assert ConServeConnector.requires_piecewise_for_cudagraph(extra(coserving())) is needed
+    assert ("set VLLM_USE_V2_MODEL_RUNNER=0" in caplog.text) is needed
+    without = ConnectorConfig(layer_hooks=False)
+    assert not ConServeConnector.requires_piecewise_for_cudagraph(extra(without))
+
+
+def changed(self: object, num_tokens: int, forbidden: object = None) -> None:
+    """A dispatcher of another release."""
+
+
+def chosen_elsewhere(self: Any, orders: Any) -> None:
+    """A runner that gives orders out, and does not ask for graphs where ours does."""
+    self.handle_preemptions(orders)
+
+
+def again(engine: SteppedEngine) -> ConServeConnector:
+    """A worker's connector of an engine like this one."""
+    made: ConServeConnector = type(engine.worker)(
+        engine.vllm_config, engine.worker.role, engine.scheduler.kv_cache_config
+    )
+    return made
+
+
+DISPATCHER = "dispatch(self, num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes"
+RUNNER = "GPUModelRunner.execute_model is relied on to use _determine_batch_execution_and_padding"
+
+
+@pytest.mark.parametrize("said", [DISPATCHER, RUNNER, "V2 model runner"])
+def test_without_a_way_to_tell_all_steps_have_pieces_and_it_is_said_and_counted(
+    said: str, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(coserving())
+    if said == DISPATCHER:
+        monkeypatch.setattr(CudagraphDispatcher, "dispatch", changed)
+    elif said == RUNNER:
+        monkeypatch.setattr(GPUModelRunner, "execute_model", chosen_elsewhere)
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with caplog.at_level(logging.WARNING, "conserve.kvtransfer"):
+        connector = again(engine)
+    assert engine.vllm_config.compilation_config.cudagraph_mode == PIECEWISE
+    assert "piecewise CUDA graphs for all steps" in caplog.text and said in caplog.text
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None and stats.data["piecewise_only"] == 1
+    assert connector.get_kv_connector_stats() is None, "it is counted once"
+    connector.shutdown()
+
+
+def test_without_pieces_there_are_no_graphs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(coserving())
+    monkeypatch.setattr(CudagraphDispatcher, "dispatch", changed)
+    compilation = engine.vllm_config.compilation_config
+    compilation.cudagraph_mode, compilation.splitting_ops = FULL, []
+    again(engine).shutdown()
+    assert compilation.cudagraph_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_nothing_is_patched_where_there_are_no_graphs_or_no_hooks(
+    hooks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unpatched(self: object) -> None:
+        """Whatever stands there."""
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setattr(CudagraphDispatcher, "dispatch", unpatched)
+    config = coserving() if hooks else ConnectorConfig(engine="d", layer_hooks=False)
+    engine = SteppedEngine(config, graphs=not hooks)
+    assert CudagraphDispatcher.dispatch is unpatched
+    engine.close()
