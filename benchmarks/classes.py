@@ -3,8 +3,9 @@
     python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0] [--prompt 8000]
         [--tbt 10] [--others-tbt 200] [--phase-s 120]
 
-A prefiller and a decoder; one engine where there are no more than two cores, for engines that take each
-other's time are overloaded by that already. Its KV suffices: what is short is time. Conversations are of one
+One engine that co-serves, so that iterations of a lesser class are left when a better one's turn comes; or
+another fleet, on no more than two cores one engine of it, for engines that take each other's time are
+overloaded by that already. KV suffices: what is short is time. Conversations are of one
 kind: turns that call a tool, then one that answers. What the fleet carries of them is measured first. Then
 those of the class `better` arrive at a part of that, alone and beside others of the class `default` who want
 more than all of it, on the same engines, forwards and back; who is refused comes back when `Retry-After` says
@@ -192,7 +193,7 @@ def told(seen: ClassSeen) -> str:
 def main() -> None:
     parser = command(__doc__, quick=f"two phases of {QUICK_PHASE_S:.0f} s")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
+    parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "co-serving.yaml")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a first turn's")
     parser.add_argument("--tbt", type=float, default=BETTER_TBT_MS, help="ms: the better class's target")
     parser.add_argument("--others-tbt", type=float, default=OTHER_TBT_MS, help="ms: everybody else's")
