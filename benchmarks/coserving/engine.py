@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from placement.iteration.interface import (
     DEFAULT_TARGETS,
-    ClassPrompts,
     EngineView,
     IterationDone,
     RequestView,
     RunningBatch,
     ServingPolicy,
     TurnTargets,
+    YieldingPrompts,
 )
 from placement.iteration.latency import BatchWork, LatencyModel
 
@@ -242,24 +242,24 @@ class SimulatedCoServing:
     ) -> float | None:  # fmt: skip
         """When the iteration is left, if an arrival in its course is worth it."""
         running = self._running_batch(batch, yields, work, now)
-        waiting = [  # worth, tokens, context
-            (self._view_of(one, False).worth_s, one.tokens - one.computed, one.computed)
+        waiting = [  # place, tokens, context
+            (self._view_of(one, False).place_s, one.tokens - one.computed, one.computed)
             for one in self._waiting
             if not one.offline
         ]
         for request, tokens in batch:
             after = request.computed + tokens
             if not request.offline and after < request.tokens:
-                waiting.append((self._view_of(request, True).worth_s, request.tokens - after, after))
+                waiting.append((self._view_of(request, True).place_s, request.tokens - after, after))
         layer = seconds / self._shape.layers
         for request in coming:
             if request.arrival >= now + seconds:
                 break
             view = self._view_of(request, False)
-            waiting.append((view.worth_s, request.prompt, 0))
+            waiting.append((view.place_s, request.prompt, 0))
             passed = request.arrival - now
             queued = BatchWork.of(
-                (new, context) for worth_s, new, context in waiting if worth_s >= view.worth_s
+                (new, context) for place_s, new, context in waiting if place_s >= view.claims_s
             )
             if self._policy.interrupts(view, queued, replace(running, passed_s=passed), self._believed):
                 left_at = now + math.ceil(passed / layer) * layer
@@ -272,13 +272,15 @@ class SimulatedCoServing:
         """At its start."""
         online: list[tuple[int, int]] = []
         prompts: dict[float, list[tuple[int, int]]] = defaultdict(list)
+        due_s: dict[float, float] = defaultdict(lambda: math.inf)
         slack: float | None = None
         for request, tokens in batch:
             view = self._view_of(request, True)
             if request.offline:
                 continue
             if yields and not view.decoding:
-                prompts[view.worth_s].append((tokens, request.computed))
+                prompts[view.place_s].append((tokens, request.computed))
+                due_s[view.place_s] = min(due_s[view.place_s], view.deadline() - now)
             else:
                 online.append((tokens, request.computed))
                 slack = min(math.inf if slack is None else slack, view.deadline() - now)
@@ -286,7 +288,7 @@ class SimulatedCoServing:
         return RunningBatch(
             work, BatchWork.of(online), offline_requests, len(batch) - offline_requests,
             self._believed.seconds(work), 0.0, slack,
-            tuple(ClassPrompts(worth_s, BatchWork.of(asked)) for worth_s, asked in prompts.items()),
+            tuple(YieldingPrompts(at, BatchWork.of(asked), due_s[at]) for at, asked in prompts.items()),
         )  # fmt: skip
 
     def _advance(self, request: SimulatedRequest, tokens: int, now: float) -> bool:

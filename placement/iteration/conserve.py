@@ -58,7 +58,8 @@ class Conserve(ServingPolicy):
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
         sharing = PromptSharing(due_in, fills=True, arriving_s=self._settings.slo.tbt_s)
         first = share_out(online, view.now, online_left, model, sharing, self._classes)
-        tokens_left = view.max_tokens - first.work.new_tokens
+        # Where a lesser class's prompt is held back, offline work has no more than it must.
+        tokens_left = share if first.held_back else view.max_tokens - first.work.new_tokens
         margin = self._margin.share
         target = tightest_target(
             online, view.now, model, margin, self.ttft_share, self.decoding_per_constant
@@ -90,7 +91,7 @@ class Conserve(ServingPolicy):
         """Algorithm 1, sooner than in the paper, unless little is gained or online requests would pay.
         Before prompts of a lesser class an arrival goes whatever its target leaves: that is what classes are.
         """
-        batch = batch.beside(arrival.worth_s)
+        batch = batch.beside(arrival.claims_s)
         if not self._settings.safepoints or not (batch.offline_requests or batch.prompts):
             return False
         remaining = batch.seconds - batch.passed_s
@@ -111,7 +112,7 @@ class Conserve(ServingPolicy):
     def observe(self, done: IterationDone) -> None:
         self._arrivals.settle(done.now)
         if self._lesser:
-            self._gave_way = done.aborted
+            self._lesser, self._gave_way = False, done.aborted
         if not done.aborted:
             for margin in (self._margin, self._prompt_margin):
                 margin.see(done.predicted_s, done.seconds)

@@ -28,6 +28,11 @@ def worth_of(ahead_s: float, priority_s: float) -> float:
     return round(ahead_s - priority_s, 6)
 
 
+def place_of(ahead_s: float, priority_s: float) -> float:
+    """What a request keeps its place in an iteration by: its class, or that with its priority."""
+    return max(worth_of(ahead_s, priority_s), ahead_s)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request as a policy sees it, before an iteration."""
@@ -68,6 +73,15 @@ class RequestView:
         if self.offline:
             return -math.inf
         return 0.0 if self.ahead_s == self.priority_s else worth_of(self.ahead_s, self.priority_s)
+
+    @property
+    def place_s(self) -> float:
+        return place_of(self.ahead_s, self.priority_s)
+
+    @property
+    def claims_s(self) -> float:
+        """What others leave their place for: its class, and where it will wait, must both say so."""
+        return min(worth_of(self.ahead_s, self.priority_s), self.ahead_s)
 
     def deadline(self) -> float:
         """When its next token is due."""
@@ -162,11 +176,12 @@ class IterationPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassPrompts:
-    """Prompts of one class in an iteration that yields."""
+class YieldingPrompts:
+    """Prompts of one place in an iteration that yields."""
 
-    worth_s: float
+    place_s: float
     work: BatchWork
+    slack_s: float  # from the iteration's start until the first of their tokens is due
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +195,20 @@ class RunningBatch:
     seconds: float  # the model's estimate for all of it
     passed_s: float
     slack_s: float | None  # from its start until the first token of `online_work` is due; None: none is
-    prompts: tuple[ClassPrompts, ...] = ()  # which an arrival of a better class goes before
+    prompts: tuple[YieldingPrompts, ...] = ()  # which an arrival of a better class goes before
 
-    def beside(self, worth_s: float) -> "RunningBatch":
-        """With the prompts that go on beside an arrival of that worth among its online work."""
-        lesser = tuple(prompts for prompts in self.prompts if prompts.worth_s < worth_s)
-        stays = (prompts.work for prompts in self.prompts if prompts.worth_s >= worth_s)
-        return replace(self, online_work=sum(stays, self.online_work), prompts=lesser)
+    def beside(self, claims_s: float) -> "RunningBatch":
+        """With the prompts that keep their place beside such an arrival among its online work."""
+        stays = [prompts for prompts in self.prompts if prompts.place_s >= claims_s]
+        if not stays:
+            return self
+        due = [prompts.slack_s for prompts in stays]
+        return replace(
+            self,
+            online_work=sum((prompts.work for prompts in stays), self.online_work),
+            slack_s=min(due if self.slack_s is None else [self.slack_s, *due]),
+            prompts=tuple(prompts for prompts in self.prompts if prompts.place_s < claims_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ class OnlineShare:
     seconds: float  # what the iteration may take by prompts; infinity: as long as they like
     decoding: BatchWork  # of it, what has no prompt
     held_back: bool = False  # a prompt waits for the end of those before it: nothing else has its place
-    yields: bool = False  # all of it is of lesser classes than were here of late
+    yields: bool = (
+        False  # its prompts are of lesser classes than were here of late, and nothing better decodes
+    )
 
     def forecast(self, pipeline: PipelineView) -> Forecast:
         model = pipeline.model
@@ -139,13 +141,19 @@ def share_out(
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
     caps = {request.key: 0 for request in left_out}
-    best_s, held_back = -math.inf, False  # the best of the prompts that have tokens
+    most_s = max((lesser.ahead_s(request) for request in prompts), default=0.0)
+    best_s, held_back, owed = -math.inf, False, False  # the best prompt with tokens; one has them by right
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
+        if request.worth_s < best_s:  # or the better class's first token would wait for it
+            caps[request.key], held_back = 0, True
+            continue
         if decoding:
             lesser_s = max(sharing.tbt_s, lesser.prompt_until_s(decoding_s))
-            until_s = lesser_s if lesser.has(request) else None
-            tokens = sharing.tokens(model, work, decoding_s, request.computed, tokens, until_s)
+            until_s = lesser_s if lesser.has(request) else sharing.iteration_s(decoding_s)
+            if request.worth_s < best_of_late_s:
+                until_s = min(until_s, max(sharing.arriving_s, 2 * decoding_s))
+            tokens = model.max_tokens(work, request.computed, tokens, until_s)
         elif request.worth_s < best_of_late_s:
             least_s = 2 * model.seconds(work.plus(1, request.computed))  # half is the prompt's own
             until_s = max(sharing.arriving_s, least_s)
@@ -154,25 +162,26 @@ def share_out(
             tokens = max(tokens, min(1, budget))  # or it would never end
         part = tokens < request.pending
         waits = part and index > 0 and not sharing.fills and due(request, model, sharing) > now
-        if request.worth_s < best_s:  # or the better class's first token would wait for it
-            part = waits = True
         if part:
             caps.update((other.key, 0) for other in prompts[index:])
         if waits:
             held_back = True
             break
         if tokens:
-            best_s = max(best_s, request.worth_s)
             work = work.plus(tokens, request.computed)
             budget -= tokens
             if not request.refused:
+                best_s = max(best_s, request.worth_s)
+                if request.worth_s < best_of_late_s:
+                    level = classes.level(lesser.ahead_s(request), request.arrival, most_s, now)
+                    owed |= lesser.has(request) or level == math.inf
                 classes.served(lesser.ahead_s(request), now)
                 if lesser.has(request):
                     lesser.served()
         if part:
             caps[request.key] = tokens
             break
-    yields = -math.inf < best_s < best_of_late_s and lesser.best_s < best_of_late_s
+    yields = -math.inf < best_s < best_of_late_s and lesser.best_s < best_of_late_s and not owed
     return OnlineShare(work, caps, prompts, seconds, alone, held_back, yields)
 
 

@@ -56,12 +56,9 @@ class PromptSharing:
         decoding_s: float,
         computed: int,
         want: int,
-        lesser_until_s: float | None = None,
     ) -> int:
-        """Of the next prompt, that join an iteration which has `work` so far. `lesser_until_s`: of a prompt
-        of a lesser class than what decodes, how long the iteration may take with it."""
-        until_s = self.iteration_s(decoding_s) if lesser_until_s is None else lesser_until_s
-        return model.max_tokens(work, computed, want, until_s)
+        """Of the next prompt, that join an iteration which has `work` so far."""
+        return model.max_tokens(work, computed, want, self.iteration_s(decoding_s))
 
 
 class PromptRate:

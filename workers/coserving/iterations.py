@@ -43,7 +43,7 @@ class PendingIteration:
     aborted: bool = False
     disowned: int = 0
     # For the arrival watch, in another thread, while it is armed and in the model.
-    # Online work that waits for the next iteration, by what its class is worth.
+    # Online work that waits for the next iteration, by its place.
     queued: Mapping[float, BatchWork] = field(default_factory=dict)
     arrivals: list[RequestView] = field(default_factory=list)
     raised: bool = False  # the flag, for one of them

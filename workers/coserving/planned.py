@@ -18,13 +18,13 @@ from kvtransfer.vllm_internals import GRAMMARS, advance_grammars
 from placement.fleet.prefillers import curve_of
 from placement.iteration.interface import (
     BatchBuilder,
-    ClassPrompts,
     EngineView,
     IterationDone,
     IterationPlan,
     RequestView,
     RunningBatch,
     ServingSettings,
+    YieldingPrompts,
 )
 from placement.iteration.latency import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
 from placement.iteration.policies import make_policy
@@ -141,7 +141,7 @@ class PlannedScheduling(internals.OpenScheduling):
         try:
             return step(*args)
         except Exception:
-            self._builder, self._budget = None, 0
+            self._builder, self._budget, self._yields = None, 0, False
             self.count_unplanned()
             self._unplanned += 1
             if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: it may fail with every iteration
@@ -245,7 +245,8 @@ class PlannedScheduling(internals.OpenScheduling):
         online: list[tuple[int, int]] = []
         offline: list[tuple[int, int]] = []  # it has what prompts leave
         decoding: list[tuple[int, int]] = []
-        yielding: dict[float, list[tuple[int, int]]] = defaultdict(list)  # prompts, by their class's worth
+        yielding: dict[float, list[tuple[int, int]]] = defaultdict(list)  # prompts, by their place
+        due_s: dict[float, float] = defaultdict(lambda: math.inf)  # the first of them
         prompt_tokens = again = 0
         slack = tightest = math.inf
         scheduled: list[ScheduledRequest] = []
@@ -262,11 +263,14 @@ class PlannedScheduling(internals.OpenScheduling):
                     tightest = min(tightest, tracked.slo.tbt_s)
                 else:
                     prompt_tokens += tokens
+                left_s = tracked.deadline - started
                 if self._yields and not decodes:
-                    yielding[tracked.worth_s].append((tokens, context))
+                    place_s = tracked.place_s
+                    yielding[place_s].append((tokens, context))
+                    due_s[place_s] = min(due_s[place_s], left_s)
                 else:
                     online.append((tokens, context))
-                    slack = min(slack, tracked.deadline - started)
+                    slack = min(slack, left_s)
             admitted = request.request_id not in running_before
             if admitted:
                 tracked.adopted = self.full_blocks(context)
@@ -276,7 +280,10 @@ class PlannedScheduling(internals.OpenScheduling):
                 scheduled.append(self.noted(request, tokens, tracked.adopted, admitted))
         model = self.latency.model
         online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
-        prompts = tuple(ClassPrompts(worth_s, BatchWork.of(asked)) for worth_s, asked in yielding.items())
+        prompts = tuple(
+            YieldingPrompts(place_s, BatchWork.of(asked), due_s[place_s])
+            for place_s, asked in yielding.items()
+        )
         work = sum((one.work for one in prompts), online_work + offline_work)
         batch = RunningBatch(
             work, online_work, len(offline), work.requests - len(offline), model.seconds(work), 0.0,

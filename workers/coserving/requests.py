@@ -10,7 +10,7 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from placement.iteration.interface import RequestView, ServingPolicy, TurnTargets, worth_of
+from placement.iteration.interface import RequestView, ServingPolicy, TurnTargets, place_of
 from placement.iteration.latency import BatchWork, LatencyModel
 from workers.coserving.iterations import PendingIteration
 from workers.coserving.safepoint import Flag
@@ -44,8 +44,8 @@ class TrackedRequest:
     adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
 
     @property
-    def worth_s(self) -> float:
-        return worth_of(self.ahead_s, self.priority_s)
+    def place_s(self) -> float:
+        return place_of(self.ahead_s, self.priority_s)
 
     @property
     def deadline(self) -> float:
@@ -221,11 +221,11 @@ class ArrivalWatch:
         view = self._view_of(request, now)
         running.arrivals.append(view)
         queued = BatchWork()
-        for worth_s, work in running.queued.items():
-            if worth_s >= view.worth_s:
+        for place_s, work in running.queued.items():
+            if place_s >= view.claims_s:
                 queued += work
         for arrival in running.arrivals:
-            if arrival.worth_s >= view.worth_s:
+            if arrival.place_s >= view.claims_s:
                 queued = queued.plus(arrival.pending, arrival.computed)
         batch = replace(running.batch, passed_s=now - running.started)
         if self._policy().interrupts(view, queued, batch, self._model()):

@@ -89,6 +89,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
 
     def count_unplanned(self) -> None:
         if self._safepoint is not None:
+            self._safepoint.yields = False
             self._safepoint.counts["coserving_unplanned"] += 1
 
     def _arriving(self, request: Any, now: float) -> RequestView:
@@ -117,8 +118,8 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             request = tracked.request
             left = request.num_tokens - request.num_computed_tokens  # of running ones: after this iteration
             if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
-                sofar = queued.get(tracked.worth_s, BatchWork())
-                queued[tracked.worth_s] = sofar.plus(left, request.num_computed_tokens)
+                sofar = queued.get(tracked.place_s, BatchWork())
+                queued[tracked.place_s] = sofar.plus(left, request.num_computed_tokens)
         iteration.queued = queued
         self._watch.in_flight = iteration
 

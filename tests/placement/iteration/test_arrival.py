@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from placement.iteration.interface import (
-    ClassPrompts,
     IterationDone,
     RunningBatch,
     ServingSettings,
     TurnTargets,
+    YieldingPrompts,
 )
 from placement.iteration.latency import BatchWork
 from placement.iteration.policies import make_policy
@@ -91,7 +91,10 @@ def test_the_other_policies_preempt_between_iterations_only(policy: str) -> None
 PROMPTS = RunningBatch(
     BatchWork.of([(1, 500), (900, 0), (900, 0)]), BatchWork.of([(1, 500)]), offline_requests=0,
     online_requests=3, seconds=0.2, passed_s=0.02, slack_s=0.2,
-    prompts=(ClassPrompts(0.0, BatchWork.of([(900, 0)])), ClassPrompts(3.0, BatchWork.of([(900, 0)]))),
+    prompts=(
+        YieldingPrompts(0.0, BatchWork.of([(900, 0)]), 60.0),
+        YieldingPrompts(3.0, BatchWork.of([(900, 0)]), 60.0),
+    ),
 )  # fmt: skip
 SHORT = BatchWork.of([(50, 0)])
 
@@ -103,6 +106,7 @@ SHORT = BatchWork.of([(50, 0)])
         ({"ahead_s": 3.0}, True),  # before one of the two
         ({}, False),  # no better than any
         ({"ahead_s": 8.0, "priority_s": 8.0}, False),  # whoever asks may choose that
+        ({"ahead_s": -2.0, "priority_s": -10.0}, False),  # of a better class, but it will wait behind them
     ],
 )
 def test_an_arrival_goes_before_prompts_of_a_lesser_class(more: dict[str, float], raised: bool) -> None:
@@ -116,17 +120,38 @@ def test_but_not_where_as_much_is_thrown_away_or_tokens_come_late() -> None:
     assert policy.interrupts(better, SHORT, PROMPTS, MODEL)
     assert not policy.interrupts(better, SHORT, replace(PROMPTS, passed_s=0.15), MODEL)
     assert not policy.interrupts(better, SHORT, replace(PROMPTS, slack_s=0.025), MODEL), "a token is due"
-    assert not policy.interrupts(better, SHORT, replace(PROMPTS, prompts=()), MODEL), "it does not yield"
+    assert not policy.interrupts(better, SHORT, replace(PROMPTS, prompts=(), offline_requests=1), MODEL)
+
+
+def test_a_prompt_that_its_priority_puts_first_keeps_its_place() -> None:
+    """The next plan would have it first again: the abort would only make both wait."""
+    urgent = replace(arrived("urgent"), ahead_s=9.0, priority_s=9.0)
+    prompts = (YieldingPrompts(urgent.place_s, BatchWork.of([(1800, 0)]), 60.0),)
+    better = replace(NEW, ahead_s=5.0, slo=TurnTargets(60.0, 0.05))
+    assert not policy_with({}).interrupts(better, SHORT, replace(PROMPTS, prompts=prompts), MODEL)
+    assert policy_with({}).interrupts(
+        replace(better, ahead_s=9.5), SHORT, replace(PROMPTS, prompts=prompts), MODEL
+    )
+
+
+def test_what_stays_is_not_computed_again_for_less_than_it_takes() -> None:
+    """Nothing decodes, and what stays takes most of the iteration."""
+    stays = YieldingPrompts(3.0, BatchWork.of([(1700, 0)]), 60.0)
+    goes = YieldingPrompts(0.0, BatchWork.of([(100, 0)]), 60.0)
+    batch = replace(PROMPTS, online_work=BatchWork(), slack_s=None, prompts=(goes, stays))
+    better = replace(NEW, slo=TurnTargets(60.0, 0.05))
+    assert not policy_with({}).interrupts(replace(better, ahead_s=3.0), SHORT, batch, MODEL)
+    assert policy_with({}).interrupts(replace(better, ahead_s=3.5), SHORT, batch, MODEL)
 
 
 def test_what_stays_of_the_prompts_is_computed_again_first() -> None:
     stays = PROMPTS.beside(3.0)
     assert stays.online_work == BatchWork.of([(1, 500), (900, 0)])
-    assert [prompts.worth_s for prompts in stays.prompts] == [0.0]
+    assert [prompts.place_s for prompts in stays.prompts] == [0.0]
     assert PROMPTS.beside(8.0).online_work == PROMPTS.online_work
 
 
-LESSER = replace(arrived("lesser", 3000, 9.9))
+LESSER = arrived("lesser", 3000, 9.9)
 BETTER = replace(arrived("better", 300, 9.9), ahead_s=5.0)
 
 
@@ -154,3 +179,26 @@ def test_nothing_yields_beside_tokens_of_the_better_class_or_without_safepoints(
         policy.plan(view(waiting=(BETTER,)), MODEL)
         assert policy.plan(view(waiting=(LESSER,)), MODEL).yields == yields
         assert not policy.plan(view(decoding, waiting=(LESSER,)), MODEL).yields
+
+
+def test_what_a_lesser_class_has_by_right_does_not_yield() -> None:
+    """It was left out for as long as the better class is worth: now it goes first, and to its end."""
+    policy = policy_with({})
+    old = replace(LESSER, arrival=0.0)
+    policy.plan(view(waiting=(BETTER,)), MODEL)
+    assert policy.plan(view(waiting=(old,), now=10.1), MODEL).yields
+    for now, first in ((12.0, "better"), (15.5, "lesser")):
+        plan = policy.plan(view(waiting=(BETTER, old), now=now), MODEL)
+        assert plan.waiting is not None
+        assert plan.waiting[0] == first
+        assert not plan.yields
+
+
+def test_of_a_step_that_was_not_planned_nothing_is_concluded() -> None:
+    policy = policy_with({})
+    policy.plan(view(waiting=(BETTER,)), MODEL)
+    policy.observe(done(aborted=False))
+    assert policy.plan(view(waiting=(LESSER,)), MODEL).yields
+    policy.observe(done(aborted=True))
+    policy.observe(done(aborted=False))  # by vLLM's own rules
+    assert not policy.plan(view(waiting=(LESSER,)), MODEL).yields

@@ -18,10 +18,10 @@ def test_running_requests_keep_their_target_or_prompts_have_half(
 ) -> None:
     work = BatchWork.of((1, context) for context in contexts)
     decoding_s = MODEL.seconds(work)
-    for lesser_until_s, most_s in ((None, max(SHARING.tbt_s, 2 * decoding_s)), (0.02, 0.02), (0.0, 0.0)):
-        tokens = SHARING.tokens(MODEL, work, decoding_s, computed, want, lesser_until_s)
-        assert 0 <= tokens <= want
-        assert not tokens or MODEL.seconds(work.plus(tokens, computed)) <= most_s + 1e-12
+    tokens = SHARING.tokens(MODEL, work, decoding_s, computed, want)
+    assert 0 <= tokens <= want
+    most_s = max(SHARING.tbt_s, 2 * decoding_s)
+    assert not tokens or MODEL.seconds(work.plus(tokens, computed)) <= most_s + 1e-12
     assert 0.5 <= SHARING.share(decoding_s) < 1
 
 

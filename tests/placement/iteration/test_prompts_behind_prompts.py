@@ -166,6 +166,16 @@ def test_a_better_class_s_last_part_is_alone_in_its_iteration_but_for_the_same_c
     assert tokens == {"gold": 300, "alike": 300, "old": 0}
     beside_its_own = fill(policy, view(waiting=(old, replace(gold, ahead_s=0.0))))
     assert beside_its_own["old"] > 0
+    batch, patient = offline("off", last_served=9.9), replace(gold, slo=TurnTargets(2.0, 0.2))
+    assert fill(policy, view(batch, waiting=(old, patient)))["off"] == 0, "nor does a batch have that place"
+
+
+def test_a_lesser_prompt_between_two_better_ones_holds_up_neither() -> None:
+    first = replace(arrived("first", 300, 9.9), ahead_s=8.0, priority_s=3.0)
+    lesser = replace(arrived("lesser", 300, 9.9), ahead_s=7.0, priority_s=7.0)
+    last = replace(arrived("last", 300, 9.9), ahead_s=5.0)
+    tokens = fill(make_policy(ServingSettings("conserve")), view(waiting=(first, lesser, last)))
+    assert tokens == {"first": 300, "lesser": 0, "last": 300}
 
 
 def test_a_priority_takes_no_tokens_from_those_that_run() -> None:

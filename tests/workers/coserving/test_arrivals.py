@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from placement.iteration.interface import (
-    ClassPrompts,
     RequestView,
     RunningBatch,
     ServingSettings,
     TurnTargets,
+    YieldingPrompts,
 )
 from placement.iteration.latency import BatchWork, LatencyModel
 from placement.iteration.policies import make_policy
@@ -35,7 +35,7 @@ def flag() -> Iterator[Flag]:
 
 
 def iteration(**more: Any) -> PendingIteration:
-    batch = RunningBatch(PROMPT, BatchWork(), 0, 1, 0.195, 0.0, None, (ClassPrompts(0.0, PROMPT),))
+    batch = RunningBatch(PROMPT, BatchWork(), 0, 1, 0.195, 0.0, None, (YieldingPrompts(0.0, PROMPT, 60.0),))
     return PendingIteration(10.0, batch, EPOCH, (), 0, **more)
 
 
