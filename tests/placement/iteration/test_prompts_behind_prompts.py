@@ -166,8 +166,9 @@ def test_a_better_class_s_last_part_is_alone_in_its_iteration_but_for_the_same_c
     assert tokens == {"gold": 300, "alike": 300, "old": 0}
     beside_its_own = fill(policy, view(waiting=(old, replace(gold, ahead_s=0.0))))
     assert beside_its_own["old"] > 0
-    batch, patient = offline("off", last_served=9.9), replace(gold, slo=TurnTargets(2.0, 0.2))
-    assert fill(policy, view(batch, waiting=(old, patient)))["off"] == 0, "nor does a batch have that place"
+    batch, patient = offline("off", last_served=9.9), TurnTargets(1_000.0, 0.2)
+    waiting = (replace(old, slo=patient), replace(gold, slo=patient))
+    assert fill(policy, view(batch, waiting=waiting))["off"] == 0, "nor does a batch have that place"
 
 
 def test_a_lesser_prompt_between_two_better_ones_holds_up_neither() -> None:
