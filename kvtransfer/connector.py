@@ -235,7 +235,10 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._layered = {name: side for name, side in hooked if side.hooks_layers}
         self._needs_layers = False  # the step whose orders are out
         self._counts: dict[str, float] = {}
-        if self._layered and not leave_out_whole_graphs(vllm_config, lambda: self._needs_layers):
+        self._pieces_only = bool(self._layered) and not leave_out_whole_graphs(
+            vllm_config, lambda: self._needs_layers
+        )
+        if self._pieces_only:
             self._counts["piecewise_only"] = 1
         self._matches: dict[str, tuple[str, Match]] = {}  # request -> plugin that loads it
         self._hit_sources: dict[str, CacheHitSource] = {}
@@ -383,7 +386,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this right before the forward pass, or where there is none."""
-        if self._needs_layers:
+        if self._needs_layers and not self._pieces_only:
             refuse_whole_graph()
         super().bind_connector_metadata(connector_metadata)
 

@@ -13,6 +13,8 @@ A contact with vLLM's internals like `vllm_internals.py`, and found by the same 
   which graphs there are; here one kind of them is left out for a step. With none left it runs without. vLLM
   0.32 has no cascade attention. Drafts are refused beside co-serving and transfers.
 * `enforce_eager` and the CPU build: no graphs, and nothing is patched.
+* FlashInfer keeps a wrapper, 8 MiB of it on the device, for each size of a batch that only decodes, since
+  those are to be whole graphs; steps that are not come in every size. Pieces for all steps.
 * The V2 runner chooses a step's graph before it gives out orders: pieces for all steps, as vLLM does for any
   connector that asks for it.
 """
@@ -63,6 +65,7 @@ GRAPHS = ReliedOn(
     },
 )  # fmt: skip
 
+FLASHINFER = "FlashInfer would keep a wrapper for each size of a batch in steps that run as pieces"
 V2_RUNNER = (
     "vLLM's V2 model runner chooses a step's graph before connectors hear of the step "
     "(set VLLM_USE_V2_MODEL_RUNNER=0)"
@@ -74,7 +77,9 @@ class WholeGraphError(KVTransferError, RuntimeError):
 
 
 def pieces_for_all_steps() -> bool:
-    """What is known when vLLM makes its configuration: whether the V1 runner is certain."""
+    """When vLLM makes its configuration: unless it is told to take the V1 runner. It may take V2 all the same
+    (watermarks); then the worker sees to it.
+    """
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         return False
     logger.warning("where there are CUDA graphs they are piecewise for all steps: %s", V2_RUNNER)
@@ -90,10 +95,11 @@ def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool
     if not compilation.cudagraph_mode:
         return True
     if problem := _in_the_way(vllm_config):
-        logger.warning("piecewise CUDA graphs for all steps: %s", problem)
         if compilation.cudagraph_mode.has_full_cudagraphs():
             pieces = compilation.is_attention_compiled_piecewise()
             compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
+        graphs = "piecewise CUDA graphs" if compilation.cudagraph_mode else "no CUDA graphs"
+        logger.warning("%s for all steps: %s", graphs, problem)
         return False
     if compilation.cudagraph_mode.has_full_cudagraphs():
         _patch_dispatcher(needed)
@@ -101,8 +107,13 @@ def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool
 
 
 def _in_the_way(vllm_config: Any) -> str:
-    if vllm_config.use_v2_model_runner:
+    # Unsaid, the configuration has asked for pieces already, whichever runner it is now.
+    if vllm_config.use_v2_model_runner or envs.VLLM_USE_V2_MODEL_RUNNER is not False:
         return V2_RUNNER
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    if any(name.startswith("FLASHINFER") for name in backends):
+        return FLASHINFER
     difference = next(differences(GRAPHS), "")
     return f"{difference} in this vLLM" if difference else ""
 
@@ -124,10 +135,7 @@ def _patch_dispatcher(needed: Callable[[], bool]) -> None:
 
 
 def refuse_whole_graph() -> None:
-    """Of a step that has work between its layers, when all is chosen and the forward pass is next.
-
-    The V2 runner sets no forward context around a whole graph.
-    """
+    """Of a step that has work between its layers, when all is chosen and the forward pass is next."""
     if is_forward_context_available():
         mode = get_forward_context().cudagraph_runtime_mode
         if mode != CUDAGraphMode.FULL:

@@ -44,9 +44,10 @@ def key_of(vllm_config: Any, power_cap_w: float | None) -> ProfileKey:
 def _graphs(vllm_config: Any) -> str:
     if vllm_config.model_config.enforce_eager:
         return "eager"
+    # Of steps that do not only decode. Those that do may be whole graphs or not: a worker decides that, and
+    # whether its word comes here depends on whose process this is.
     mode = vllm_config.compilation_config.cudagraph_mode
-    name = getattr(mode, "name", "NONE")
-    return "compiled" if name == "NONE" else f"graphs {name.lower()}"
+    return f"graphs {mode.mixed_mode().name.lower()}" if mode else "compiled"
 
 
 def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel | None) -> LatencyModel:

@@ -8,6 +8,7 @@ import logging
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,7 +144,6 @@ def test_a_step_that_would_leave_its_work_out_is_refused(
 
 
 def test_outside_of_a_forward_context_it_is_refused_too(make: Make) -> None:
-    """The V2 runner sets none around a whole graph."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
     meta = engine.scheduler.schedule().kv_connector_metadata
@@ -230,11 +230,19 @@ def again(engine: SteppedEngine) -> ConServeConnector:
     return made
 
 
+class FlashInfer:
+    """An attention backend, by its name."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER"
+
+
 DISPATCHER = "dispatch(self, num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes"
 RUNNER = "GPUModelRunner.execute_model is relied on to use _determine_batch_execution_and_padding"
 
 
-@pytest.mark.parametrize("said", [DISPATCHER, RUNNER, "V2 model runner"])
+@pytest.mark.parametrize("said", [DISPATCHER, RUNNER, "V2 model runner", "FlashInfer"])
 def test_without_a_way_to_tell_all_steps_have_pieces_and_it_is_said_and_counted(
     said: str, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,14 +251,20 @@ def test_without_a_way_to_tell_all_steps_have_pieces_and_it_is_said_and_counted(
         monkeypatch.setattr(CudagraphDispatcher, "dispatch", changed)
     elif said == RUNNER:
         monkeypatch.setattr(GPUModelRunner, "execute_model", chosen_elsewhere)
+    elif said == "FlashInfer":
+        layers = engine.vllm_config.compilation_config.static_forward_context
+        monkeypatch.setitem(layers, "model.layers.0.self_attn", SimpleNamespace(get_attn_backend=FlashInfer))
     else:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")  # unsaid: it may be
     with caplog.at_level(logging.WARNING, "conserve.kvtransfer"):
         connector = again(engine)
     assert engine.vllm_config.compilation_config.cudagraph_mode == PIECEWISE
     assert "piecewise CUDA graphs for all steps" in caplog.text and said in caplog.text
     stats = connector.get_kv_connector_stats()
     assert stats is not None and stats.data["piecewise_only"] == 1
+    engine.add("offline", [2] * 5, 3, priority=10)
+    connector.handle_preemptions(meta := engine.scheduler.schedule().kv_connector_metadata)
+    connector.bind_connector_metadata(meta)  # no context, as on V2: there are no whole graphs to refuse
     assert connector.get_kv_connector_stats() is None, "it is counted once"
     connector.shutdown()
 
