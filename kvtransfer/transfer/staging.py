@@ -15,11 +15,11 @@ import torch
 
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.metrics import Reason
+from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.memory import (
     ONE,
     PIECE_BYTES,
     BlockMemory,
-    SideStream,
     byte_rows,
     layout_fingerprint,
 )

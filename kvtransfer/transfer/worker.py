@@ -13,8 +13,9 @@ from typing import Any
 from kvtransfer.config import GIB, ConnectorConfigError, transfer_secret
 from kvtransfer.metrics import Reason
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
+from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, cuda_of
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import (
     Cancellation,
     TransferEnd,
