@@ -125,7 +125,7 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 
 def _middleware(spec: LaunchSpec) -> Options:
     """Of vLLM's server, the innermost first."""
-    names = ["answers.ResponseFieldsMiddleware", "answers.TokenLinesMiddleware"]
+    names = ["answer_middleware.ResponseFieldsMiddleware", "answer_middleware.TokenLinesMiddleware"]
     if spec.exact_tokens:
         names.insert(0, "exact_tokens.ExactTokensMiddleware")
     return tuple(("middleware", f"workers.{name}") for name in names)

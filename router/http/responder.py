@@ -308,9 +308,9 @@ class SentPieces:
     """What of a stream its client has, in the engine's words: enough for another engine to go on with it.
 
     Asked to, an engine writes a line in front of each piece of a stream: the tokens of its outputs since the
-    last one, as in `:12,13;14;` (workers/answers.py), in the first also how long the prompt is and how
-    much of it was cached. The line is kept and not passed on. Most pieces are one event in one chunk, which
-    loses its line in one cut; all else takes the long way.
+    last one, as in `:12,13;14;` (workers/answer_middleware.py), in the first also how long the prompt is and
+    how much of it was cached. The line is kept and not passed on. Most pieces are one event in one chunk,
+    which loses its line in one cut; all else takes the long way.
     """
 
     __slots__ = ("_created", "_seed", "comment", "lined", "lines", "torn")
