@@ -1,4 +1,7 @@
-"""What crosses a transfer connection, and nothing else: frames, and the typed messages inside them.
+"""A transfer connection: its handshake, its frames, the typed messages in them, and the keys they are under.
+
+`Channel` sends and receives frames, each within a time; `Seal` tags and encrypts one direction of it. A
+transfer that will not happen is `TransferRefused`.
 
 producer                                  consumer
 CHALLENGE nonce                    ->
