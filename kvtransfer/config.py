@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kvtransfer import KVTransferError as KVTransferError  # whole_graphs.py imports it from here
 from placement.fleet.policies import PARK_AFTER_S
 
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
@@ -14,10 +15,6 @@ SEVERAL = "SeveralConnectors"
 SEVERAL_MODULE = "kvtransfer.connector"
 LMCACHE = "GuardedLMCache"
 LMCACHE_MODULE = "kvtransfer.lmcache"
-
-
-class KVTransferError(Exception):
-    """Base of the exceptions of this package."""
 
 
 class ConnectorConfigError(KVTransferError, ValueError):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtransfer.config import KVTransferError
+from kvtransfer import KVTransferError
 from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.feed")

@@ -1,4 +1,5 @@
-"""What the connector counts. vLLM's front end serves these at the engine's `/metrics`.
+"""What the connector counts, also why transfers did not happen. vLLM's front end serves these at the engine's
+`/metrics`.
 
 The plugins count in the scheduler's and the workers' processes under short names; `connector.py` brings
 them to the front end and adds vLLM's own labels (model, engine).
@@ -6,8 +7,30 @@ them to the front end and adds vLLM's own labels (model, engine).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from kvtransfer.transfer.wire import Reason
+
+class Reason(StrEnum):
+    """Why a decoder recomputes a prompt instead of fetching its KV; counted."""
+
+    UNAUTHORISED = "unauthorised"  # wrong or missing secret
+    PROTOCOL = "protocol"  # the peer speaks something else
+    OLD_EPOCH = "old_epoch"  # the producer was restarted since the transfer was planned
+    MAPPING = "mapping"  # tensor-parallel sizes or ranks do not match
+    LAYOUT = "layout"  # KV of another model, data type or block size
+    PROMPT = "prompt"  # the two legs were given different prompts
+    UNKNOWN = "unknown"  # no prefill with this id began in time
+    ABORTED = "aborted"  # the prefill was aborted
+    EXPIRED = "expired"  # the lease ran out
+    TAKEN = "taken"  # the transfer was already delivered
+    NO_CAPACITY = "no_capacity"  # no slot of a staging window in time
+    STALLED = "stalled"  # the prefill or the peer made no progress in time
+    SHORT = "short"  # fewer blocks than the prompt has
+    CORRUPT = "corrupt"  # a tag did not match: changed on its way
+    UNREACHABLE = "unreachable"  # no connection, or it broke
+    CANCELLED = "cancelled"  # the decoder's request ended first
+    INTERNAL = "internal"  # a defect of ours; the log has it
+    INVALID = "invalid"  # the request's transfer parameters cannot be used
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import vllm
 
-from kvtransfer.config import KVTransferError
+from kvtransfer import KVTransferError
 
 WRITTEN_FOR = "0.32"
 PINNED = "0.32.0"

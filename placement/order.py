@@ -72,7 +72,8 @@ class QueueHead:
 
 
 class Rounds:
-    """The order of names."""
+    """Deficit round robin over tokens: which of the names that wait (owners, or flows of one owner) may be
+    served now, and in which order."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum

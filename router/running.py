@@ -1,4 +1,8 @@
-"""Relay of one turn: the legs it needs, run to whatever end, and on another engine where a decoder ended."""
+"""Relay of one turn: the legs it needs, run to whatever end, and on another engine where a decoder ended.
+
+Whether a stream may go on elsewhere, its request says (`why_not`); what the next engine is told is in
+`Continuation`. A request under which engines ended twice is set aside (`Losses`).
+"""
 
 import asyncio
 import logging

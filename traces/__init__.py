@@ -2,7 +2,8 @@
 
 
 class TraceError(Exception):
-    """Base of them all; and a file that does not say what it should: the message names file and line."""
+    """Base of this package's exceptions; raised itself for a file that does not say what it should: the
+    message names file and line."""
 
 
 class NotATrace(TraceError):

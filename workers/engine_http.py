@@ -1,60 +1,17 @@
-"""An engine's own HTTP: the key that it wants to be shown, and what its keeper asks it.
-
-Who asks an engine shows its key: its fleet's gateways, batch process and keeper. `EngineKeyMiddleware` stands
-in front of everything that vLLM's server answers; `/metrics` alone is open: Prometheus reads it. The keeper
-asks is it healthy, what has it, and sends a first request to warm it.
-"""
+"""What a keeper asks its own engine over HTTP: is it healthy, what has it, and a first request to warm it."""
 
 import asyncio
-import hmac
-import os
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
-from workers.launch import KEY_VARIABLE
+from workers.engine_key import KEY_HEADER
 from workers.processes import WorkerError
 
-KEY_HEADER = b"x-conserve-key"  # as gateways send it (router/http/upstream.py)
-OPEN = "/metrics"
-_REFUSED = (
-    b'{"error":{"message":"this is an engine of a ConServe fleet: ask its gateway",'
-    b'"type":"authentication_error","param":null,"code":"engine_key_missing"}}'
-)
-
-AsgiMessage = MutableMapping[str, Any]
-AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
-AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
-AsgiApp = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
 WARM_TOKENS = 2048  # of the longest prompt that warms an engine, where so many fit
 WARM_SHARES = (0.25, 1.0, 0.5)  # of them, for a prompt each
 FIRST_ID, IDS = 64, 180  # tokens that any vocabulary has
-
-
-class EngineKeyMiddleware:
-    def __init__(self, app: AsgiApp) -> None:
-        self._app, self._key = app, os.environ.get(KEY_VARIABLE, "").encode()
-        if not self._key:
-            raise WorkerError(f"{KEY_VARIABLE} is empty: without a key everybody could ask this engine")
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: AsgiReceive, send: AsgiSend) -> None:
-        kind = scope["type"]
-        if kind == "lifespan" or (kind == "http" and scope["path"] == OPEN) or self._shown(scope):
-            await self._app(scope, receive, send)
-        elif kind == "http":
-            length = str(len(_REFUSED)).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": _REFUSED})
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-    def _shown(self, scope: MutableMapping[str, Any]) -> bool:
-        given = [value for name, value in scope.get("headers", ()) if name == KEY_HEADER]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._key)
 
 
 @dataclass(frozen=True, slots=True)

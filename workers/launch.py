@@ -19,7 +19,7 @@ FEED_SOCKET = "engine.sock"
 # Set in every process of a fleet, so that what belongs to one can be found and ended.
 FLEET_MARK = "CONSERVE_FLEET"
 KEY_VARIABLE = "CONSERVE_ENGINE_KEY"
-KEY_MIDDLEWARE = "workers.engine_http.EngineKeyMiddleware"
+KEY_MIDDLEWARE = "workers.engine_key.EngineKeyMiddleware"
 PLAIN_CPU_WORKER = "workers.cpu_worker.SeedSafeCpuWorker"
 
 Options = tuple[tuple[str, object], ...]
@@ -125,7 +125,7 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 
 def _middleware(spec: LaunchSpec) -> Options:
     """Of vLLM's server, the innermost first."""
-    names = ["answers.ResponseFieldsMiddleware", "answers.TokenLinesMiddleware"]
+    names = ["answer_middleware.ResponseFieldsMiddleware", "answer_middleware.TokenLinesMiddleware"]
     if spec.exact_tokens:
         names.insert(0, "exact_tokens.ExactTokensMiddleware")
     return tuple(("middleware", f"workers.{name}") for name in names)

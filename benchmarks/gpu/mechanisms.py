@@ -16,7 +16,7 @@ from benchmarks.kv.copies import MadeShape, host_copies, transfer_s, transfers
 from benchmarks.kv.processes import between_processes
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
 from kvtransfer.checkpoint.scheduler import BlockCopy
-from kvtransfer.transfer.memory import cuda_of
+from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.staging import StagedBlockMemory
 from workers.coserving.safepoint import RUN_AHEAD, Armed, Flag, SafepointAbort, SafepointWorker
 from workers.overload.cuda_pages import CudaDriver

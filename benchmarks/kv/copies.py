@@ -19,8 +19,9 @@ from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
 from kvtransfer.checkpoint.host_memory import block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier, come_after_the_model
+from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, cuda_of
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
 from kvtransfer.transfer.staging import StagedBlockMemory
 

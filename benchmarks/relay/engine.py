@@ -3,7 +3,7 @@
 What it is to do stands in the first message, so that every router passes it on untouched:
 ``tokens=40 rate=40 step=1``. With ``step`` all streams of one rate advance together, as in a decode batch.
 Each token carries the time it was sent at (CLOCK_MONOTONIC, nanoseconds). To a gateway that asks for them it
-says its tokens, as a fleet's engines do (workers/answers.py).
+says its tokens, as a fleet's engines do (workers/answer_middleware.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.up import is_up
-from kvtransfer.config import KVTransferError
+from kvtransfer import KVTransferError
 from placement import PlacementError
 from router.errors import RouterError
 from traces import NotATrace, TraceError, importers

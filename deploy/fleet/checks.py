@@ -15,7 +15,7 @@ from deploy.fleet.engine_checks import check_engines
 from deploy.fleet.overload_checks import check_overload
 from deploy.fleet.schema import FleetSpec, Spec
 from deploy.home import FleetHome, FleetKeys
-from kvtransfer.config import KVTransferError
+from kvtransfer import KVTransferError
 from placement import PlacementError
 from placement.engines import Role
 from router.http import Certificate, TlsError

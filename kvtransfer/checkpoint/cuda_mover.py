@@ -13,7 +13,8 @@ import torch
 
 from kvtransfer.checkpoint.host_memory import THREADS, CudaRegistry, HostMover, HostSlots, Mover, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy
-from kvtransfer.transfer.memory import Launched, SideStream, byte_rows, cuda_of
+from kvtransfer.side_stream import Launched, SideStream, cuda_of
+from kvtransfer.transfer.memory import byte_rows
 
 UNIT_BYTES = 32 << 20  # as long on the bus as a hundred launches take
 UNITS_A_THREAD = 2  # in a piece: it is over when the slowest thread is

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer.memory import BlockMemory
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 
 MAX_TOMBSTONES = 8192
 

@@ -17,9 +17,9 @@ import xxhash
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.conversations import transferred_tokens
+from kvtransfer.metrics import Reason
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.transfer.peers import TransferSource
-from kvtransfer.transfer.wire import Reason
 
 BlocksByGroup = Sequence[list[int]]  # block ids, by KV cache group
 NULL = 0  # vLLM's block that stands where a window has left

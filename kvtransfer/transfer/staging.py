@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from kvtransfer.config import ConnectorConfigError
+from kvtransfer.metrics import Reason
+from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.memory import (
     ONE,
     PIECE_BYTES,
     BlockMemory,
-    SideStream,
     byte_rows,
     layout_fingerprint,
 )
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 
 SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus: starting a copy is little beside it
 SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once

@@ -1,4 +1,7 @@
-"""What crosses a transfer connection, and nothing else: frames, and the typed messages inside them.
+"""A transfer connection: its handshake, its frames, the typed messages in them, and the keys they are under.
+
+`Channel` sends and receives frames, each within a time; `Seal` tags and encrypts one direction of it. A
+transfer that will not happen is `TransferRefused`.
 
 producer                                  consumer
 CHALLENGE nonce                    ->
@@ -23,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, IntEnum, StrEnum
+from enum import Enum, IntEnum
 from typing import Annotated
 
 import msgspec
@@ -31,33 +34,11 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from kvtransfer.config import KVTransferError
+from kvtransfer import KVTransferError
+from kvtransfer.metrics import Reason
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-
-
-class Reason(StrEnum):
-    """Why a decoder recomputes a prompt instead of fetching its KV; counted."""
-
-    UNAUTHORISED = "unauthorised"  # wrong or missing secret
-    PROTOCOL = "protocol"  # the peer speaks something else
-    OLD_EPOCH = "old_epoch"  # the producer was restarted since the transfer was planned
-    MAPPING = "mapping"  # tensor-parallel sizes or ranks do not match
-    LAYOUT = "layout"  # KV of another model, data type or block size
-    PROMPT = "prompt"  # the two legs were given different prompts
-    UNKNOWN = "unknown"  # no prefill with this id began in time
-    ABORTED = "aborted"  # the prefill was aborted
-    EXPIRED = "expired"  # the lease ran out
-    TAKEN = "taken"  # the transfer was already delivered
-    NO_CAPACITY = "no_capacity"  # no slot of a staging window in time
-    STALLED = "stalled"  # the prefill or the peer made no progress in time
-    SHORT = "short"  # fewer blocks than the prompt has
-    CORRUPT = "corrupt"  # a tag did not match: changed on its way
-    UNREACHABLE = "unreachable"  # no connection, or it broke
-    CANCELLED = "cancelled"  # the decoder's request ended first
-    INTERNAL = "internal"  # a defect of ours; the log has it
-    INVALID = "invalid"  # the request's transfer parameters cannot be used
 
 
 class TransferRefused(KVTransferError):

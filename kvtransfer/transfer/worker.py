@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 from kvtransfer.config import GIB, ConnectorConfigError, transfer_secret
+from kvtransfer.metrics import Reason
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
+from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, cuda_of
+from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import (
     Cancellation,
     TransferEnd,
@@ -30,7 +32,7 @@ from kvtransfer.transfer.scheduler import (
     note_renewal,
 )
 from kvtransfer.transfer.staging import StagedBlockMemory
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 

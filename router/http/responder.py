@@ -301,16 +301,16 @@ TOKEN = re.compile(rb"[0-9]+")
 COUNTS = re.compile(rb"=([0-9]+)(?:/([0-9]+))?=")
 CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
 NOT_TO_BE_CONTINUED = b"-"
-MOST_BYTES = 256 * 1024  # of a stream's lines, some 30,000 tokens: they are held, and read in one go
+MOST_LINES_BYTES = 256 * 1024  # of a stream's lines, some 30,000 tokens: they are held, and read in one go
 
 
 class SentPieces:
     """What of a stream its client has, in the engine's words: enough for another engine to go on with it.
 
     Asked to, an engine writes a line in front of each piece of a stream: the tokens of its outputs since the
-    last one, as in `:12,13;14;` (workers/answers.py), in the first also how long the prompt is and how
-    much of it was cached. The line is kept and not passed on. Most pieces are one event in one chunk, which
-    loses its line in one cut; all else takes the long way.
+    last one, as in `:12,13;14;` (workers/answer_middleware.py), in the first also how long the prompt is and
+    how much of it was cached. The line is kept and not passed on. Most pieces are one event in one chunk,
+    which loses its line in one cut; all else takes the long way.
     """
 
     __slots__ = ("_created", "_seed", "comment", "lined", "lines", "torn")
@@ -351,7 +351,7 @@ class SentPieces:
     @property
     def generated(self) -> int | None:
         """Tokens; None where the lines do not have them all."""
-        whole = len(self.lines) < MOST_BYTES and NOT_TO_BE_CONTINUED not in self.lines
+        whole = len(self.lines) < MOST_LINES_BYTES and NOT_TO_BE_CONTINUED not in self.lines
         return len(TOKEN.findall(COUNTS.sub(b"", self.lines))) if whole else None
 
     @property
@@ -359,7 +359,7 @@ class SentPieces:
         """Why another engine cannot go on with it."""
         if not self.lined:
             return "not_lined"
-        if len(self.lines) >= MOST_BYTES:
+        if len(self.lines) >= MOST_LINES_BYTES:
             return "too_long"
         if self.torn:
             return "torn"
@@ -373,7 +373,7 @@ class SentPieces:
         """Whole events without their lines."""
         if not self._created and (found := CREATED_AT.search(data)):
             self._created = found[1]
-        if len(self.lines) < MOST_BYTES:
+        if len(self.lines) < MOST_LINES_BYTES:
             for line in LINE.findall(data):
                 self.lines += line
         return LINE.sub(b"", data)
@@ -383,6 +383,6 @@ class SentPieces:
         end = framed.find(b"\n", start) + 1
         if framed[start : start + 1] != b":" or framed[start + 1 : start + 2] == b" ":
             return None
-        if len(self.lines) < MOST_BYTES:
+        if len(self.lines) < MOST_LINES_BYTES:
             self.lines += framed[start:end]
         return b"%x\r\n" % (len(framed) - end - 2) + framed[end:]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.http.responder import MOST_BYTES, Responder, SentPieces
+from router.http.responder import MOST_LINES_BYTES, Responder, SentPieces
 
 log = logging.getLogger("conserve.router.http.stream")
 
@@ -420,7 +420,7 @@ class Pump:
                 passage.aside(engine, data)
                 continue
             if lines is not None:
-                if len(lines) < MOST_BYTES:
+                if len(lines) < MOST_LINES_BYTES:
                     lines += data[len(size_lines[size]) : line_end]
                 data = CONTENT_LINES[size - line_end - 2] + data[line_end:]
                 size = len(data)

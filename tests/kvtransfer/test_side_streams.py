@@ -11,8 +11,8 @@ from kvtransfer.checkpoint.cuda_mover import CudaMover
 from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier
+from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import SideStream
 from kvtransfer.transfer.staging import StagedBlockMemory
 from tests.support.device import LateCuda
 

@@ -35,7 +35,7 @@ CONTACTS = {
 }
 HANDED = (  # vLLM's objects
     "workers/coserving/", "workers/overload/", "workers/cpu_worker", "workers/exact_tokens",
-    "workers/answers",
+    "workers/answer_middleware",
 )  # fmt: skip
 TABLES = {
     f"{path}: {name}": table

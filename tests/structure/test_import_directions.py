@@ -1,5 +1,8 @@
 """Imports between the packages point one way (docs/architecture.md), and never in a circle."""
 
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.structure import PRODUCT, circles, import_graph
@@ -43,3 +46,16 @@ def test_engines_that_do_not_drop_parameters_load_nothing_of_it() -> None:
         if source.startswith("workers.overload") and source not in by_name
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("kvtransfer.metrics", {"cryptography", "numpy", "torch", "vllm"}),  # `deploy` reads what is counted
+        ("workers.engine_key", {"aiohttp", "vllm"}),  # vLLM's server has no use for the keeper's client
+    ],
+)
+def test_a_module_that_is_loaded_by_name_loads_little(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert loaded.stdout.strip() == "[]"

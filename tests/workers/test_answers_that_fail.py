@@ -19,7 +19,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from deploy.small_model import write_tokenizer
 from kvtransfer.vllm_internals import ReplayedOutputs, grammar_start
-from workers.answers import TokenLines, TokenLinesMiddleware
+from workers.answer_middleware import TokenLines, TokenLinesMiddleware
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 END = {"type": "http.response.body", "body": b"", "more_body": False}

@@ -11,7 +11,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from workers.engine_http import KEY_HEADER, EngineKeyMiddleware
+from workers.engine_key import KEY_HEADER, EngineKeyMiddleware
 from workers.launch import KEY_VARIABLE
 from workers.processes import WorkerError
 

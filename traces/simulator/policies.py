@@ -18,7 +18,7 @@ from traces.simulator.kv import LiveConversation, Pressure
 
 @dataclass(frozen=True, slots=True)
 class StickySettings:
-    """The router's defaults."""
+    """Settings of `StickyRouting`; the defaults are those of SGLang's router."""
 
     least_match: float = 0.3
     balance_abs: int = 32
@@ -26,6 +26,13 @@ class StickySettings:
 
 
 class StickyRouting:
+    """Sticky routing as SGLang's router does it (`cache_aware`), one turn at a time and without any placing.
+
+    While the engines are about as busy as each other, a turn goes where most of its prompt has been sent
+    before, if that is more than `least_match` of it, else to the engine that was sent least. When they are
+    not, it goes to the least busy one. The router guesses caches from what it sent: it never asks an engine.
+    """
+
     def __init__(self, settings: StickySettings, turns: Mapping[str, int]) -> None:
         """`turns`: how many each engine has, kept by the caller."""
         self._settings = settings

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 import torch
 
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.peers import Acceptor
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 from workers.overload.config import OverloadConfigError
 from workers.processes import WorkerError
 

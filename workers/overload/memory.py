@@ -6,7 +6,8 @@ kept. Tensors stay where they are: every view that somebody has of a block is go
 (transfers, the checkpoint, a captured graph), and nothing is copied to grow.
 
 What must be had again meanwhile is on the host: parameters from the start, rows of KV of dropped layers while
-an exchange lasts, until it is known whether it succeeds.
+an exchange lasts, until it is known whether it succeeds. Parameters come back either all at once, or layer by
+layer in a thread beside serving (`ReturningWeights`).
 """
 
 import logging

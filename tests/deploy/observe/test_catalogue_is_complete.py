@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.generated import DASHBOARDS, ROOT, SOURCES, catalogue
+from deploy.dashboards import DASHBOARDS, SOURCES, catalogue
+from deploy.generated import ROOT
 
 COMPONENTS = ("placement", "kvtransfer", "router", "workers", "traces", "deploy")
 KINDS = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.dashboards import catalogue
 from deploy.errors import LifecycleError
-from deploy.generated import catalogue
 from deploy.lifecycle.status import EngineStatus, FleetStatus, Targets, discovery, targets, write_targets
 from deploy.ray.common import serve_metrics
 

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer.scheduler import NULL
-from kvtransfer.transfer.wire import Reason
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.exports import Export, Exports, Written
 from kvtransfer.transfer.memory import BlockMemory
@@ -23,7 +24,7 @@ from kvtransfer.transfer.peers import (
     dismiss,
     fetch,
 )
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 3, 16, 4096, 64
 SECRET = b"a secret for these tests"

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer.exports import Exports, Written
 from kvtransfer.transfer.memory import BlockMemory
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 from tests.support.clock import Clock
 
 LAYERS, BLOCK = 2, 16

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer import peers
 from kvtransfer.transfer.exports import Exports, Reader, Written
 from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch, shared_out
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 from tests.kvtransfer.transfer.test_delivery import (
     BLOCK_BYTES,
     BLOCK_TOKENS,

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.config import ConnectorConfigError
+from kvtransfer.metrics import Reason
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
 from kvtransfer.transfer.staging import SlotWindow, StagedBlockMemory
-from kvtransfer.transfer.wire import Reason, TransferRefused
+from kvtransfer.transfer.wire import TransferRefused
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.http import RelayEnd, Request, Responder, SentPieces
-from router.http.responder import MOST_BYTES
+from router.http.responder import MOST_LINES_BYTES
 from router.http.stream import Passage
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import EngineConnection
@@ -145,7 +145,7 @@ async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
 async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of: Any) -> None:
     taken = asyncio.Semaphore(0)
     tokens = b":" + b"123456;" * 1200 + b"\n"
-    number = MOST_BYTES // len(tokens) + 10
+    number = MOST_LINES_BYTES // len(tokens) + 10
 
     async def script(engine: EngineConnection) -> None:
         await engine.request()
@@ -167,4 +167,4 @@ async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of:
             taken.release()
         await eventually(lambda: gateway.outcomes)
     assert gateway.outcomes[0].end is RelayEnd.BROKEN and sent.why_not == "too_long"
-    assert len(sent.lines) < MOST_BYTES + len(tokens)
+    assert len(sent.lines) < MOST_LINES_BYTES + len(tokens)

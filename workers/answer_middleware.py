@@ -30,7 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvtransfer.relied_on import verify
 from kvtransfer.vllm_internals import CONTINUING, ReplayedOutputs, continue_generations
 
-logger = logging.getLogger("conserve.workers.answers")
+logger = logging.getLogger("conserve.workers.answer_middleware")
 
 # What gateways say and are told (router/http/responder.py).
 PIECES = b"x-stream-pieces"  # asks for lines; so many pieces has the client already
