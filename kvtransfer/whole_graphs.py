@@ -29,7 +29,7 @@ import vllm.envs as envs
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from kvtransfer.config import KVTransferError
+from kvtransfer import KVTransferError
 from kvtransfer.relied_on import ReliedOn, differences
 
 logger = logging.getLogger("conserve.kvtransfer")
