@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvtransfer import KVTransferError as KVTransferError  # whole_graphs.py imports it from here
+from kvtransfer import KVTransferError
 from placement.fleet.policies import PARK_AFTER_S
 
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
