@@ -234,6 +234,17 @@ class RetainedConversations:
         else:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
+    def brought_back(self, key: str, due_in_s: float) -> None:
+        """Its KV is on the accelerator again, and its turn is expected so soon. It is as if used then,
+        so that others give way first, and parked again when the turn is late by as much."""
+        conversation = self._by_key.get(key)
+        if conversation is None or conversation.turns:
+            return
+        conversation.last_used = self._clock() + due_in_s
+        conversation.park_after_s = due_in_s
+        if conversation.phase is RetentionPhase.PARKED:
+            self._set_phase(conversation, RetentionPhase.RETAINED)
+
     def end(self, key: str) -> bool:
         """The conversation is over; whether it was known."""
         conversation = self._by_key.get(key)

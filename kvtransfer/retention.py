@@ -159,6 +159,8 @@ class RetentionScheduler(SchedulerSide):
                 if request.request_id not in self._residence.loading:
                     self._advance(*owned)
                 self._residence.conversations.end_turn(owned[1])
+            if back := (request.kv_transfer_params or {}).get("brings_back"):  # router/returns.py
+                self._residence.conversations.brought_back(back["conversation"], back["due_in_s"])
 
     def _advance(self, request: Any, conversation: RetainedConversation) -> None:
         full = confirmed_blocks(request, self._block_tokens)

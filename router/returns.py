@@ -57,15 +57,17 @@ class Returns:
     def left(self, turn: Turn, known: Known) -> None:
         """A turn called a tool: the conversation goes on when that has ended."""
         known.left_at = self._clock()
-        after_s = self._rules.restore_after(turn.prompt.hints.away_s, known.waits)
-        if after_s is None:
+        ahead = self._rules.restore(turn.prompt.hints.away_s, known.waits)
+        if ahead is None:
             return
         self._forget(known.key)
         # The request and not the turn is kept: what was read of a prompt takes several times its bytes.
-        body = one_token_body(turn.api, turn.raw, turn.body, {"priority": OFFLINE_PRIORITY})
+        told = {"brings_back": {"conversation": known.key, "due_in_s": ahead.due_in_s}}
+        more = {"priority": OFFLINE_PRIORITY, "kv_transfer_params": told}
+        body = one_token_body(turn.api, turn.raw, turn.body, more)
         headers = [*turn.headers, OFFLINE_HEADER, (TOKENS_OF, known.key.encode())]
         request = UpstreamRequest("POST", turn.api.target, headers, body, repeatable=False)
-        task = asyncio.create_task(self._bring_back(request, known, after_s))
+        task = asyncio.create_task(self._bring_back(request, known, ahead.after_s))
         size = _ENTRY_BYTES + sum(map(len, body))
         self._away[known.key] = _Away(size, task)
         self._bytes[owner_of(known.key)] += size

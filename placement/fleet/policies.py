@@ -64,6 +64,14 @@ class PlacingPolicy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreAhead:
+    """When parked KV goes back, and how long before its turn that is."""
+
+    after_s: float  # from the end of the turn before
+    due_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReturnRules:
     """When parked KV goes back to the accelerator, ahead of its next turn."""
 
@@ -72,13 +80,16 @@ class ReturnRules:
     fewest_waits: int = 3  # of a conversation, before they say anything
     patience_s: float = 30.0  # for an engine that is busy
 
-    def restore_after(self, announced_s: float | None, waits: Sequence[float]) -> float | None:
-        """Seconds from the end of the turn; None: not ahead. Of observed waits a quarter was shorter."""
+    def restore(self, announced_s: float | None, waits: Sequence[float]) -> "RestoreAhead | None":
+        """None: not ahead. Of observed waits a quarter was shorter."""
         wait_s = announced_s
         if wait_s is None and len(waits) >= self.fewest_waits:
             quarter = sorted(waits)[len(waits) // 4]
             wait_s = quarter if quarter > self.park_after_s else None
-        return None if wait_s is None else wait_s - min(self.lead_s, wait_s / 2)
+        if wait_s is None:
+            return None
+        lead_s = min(self.lead_s, wait_s / 2)
+        return RestoreAhead(wait_s - lead_s, lead_s)
 
 
 def may_restore(state: EngineState, tokens: int) -> bool:

@@ -192,7 +192,9 @@ async def test_an_announced_tool_parks_at_once_and_is_back_before_its_end(tmp_pa
         assert sent.body["messages"] == [user("x" * 500)]
         assert (sent.body["max_tokens"], sent.body["stream"], sent.conversation) == (1, False, "")
         assert sent.body["cache_salt"] == decoder_of(made).seen[0].body["cache_salt"]
-        assert sent.headers["x-tokens-of-conversation"] == decoder_of(made).seen[0].conversation
+        key = decoder_of(made).seen[0].conversation
+        assert sent.headers["x-tokens-of-conversation"] == key
+        assert sent.body["kv_transfer_params"] == {"brings_back": {"conversation": key, "due_in_s": 2.0}}
 
 
 async def test_a_restore_of_messages_is_offline_and_has_no_budget_of_thinking(tmp_path: Path) -> None:

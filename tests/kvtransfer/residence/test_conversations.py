@@ -129,6 +129,30 @@ def test_the_oldest_idle_conversation_comes_first() -> None:
     assert [c.key for c in conversations.retained_oldest_first()] == ["b", "c", "a"]
 
 
+def test_what_was_brought_back_ahead_goes_after_what_is_away_for_longer() -> None:
+    """Until its turn was due it is as if in use; from then on it ages like the others."""
+    conversations, _, clock = make()
+    turn(conversations, "back", "b")
+    back = conversations.get("back")
+    assert back is not None
+    conversations.park(back)
+    clock.now += 10
+    conversations.brought_back("back", 2.0)
+    assert back.phase is RetentionPhase.RETAINED
+    clock.now += 1
+    turn(conversations, "left", "l")
+    assert [c.key for c in conversations.retained_oldest_first()] == ["left", "back"]
+    assert [c.key for c in conversations.idle_since(clock.now)] == ["left"]
+    clock.now += 2
+    turn(conversations, "later", "t")
+    assert [c.key for c in conversations.retained_oldest_first()] == ["left", "back", "later"]
+    assert back.park_after_s == 2.0
+    conversations.brought_back("nobody", 2.0)
+    running = conversations.begin_turn("later", chain("t"))
+    conversations.brought_back("later", 2.0)
+    assert running.phase is RetentionPhase.RUNNING, "its turn has come meanwhile"
+
+
 def test_two_turns_at_once_end_only_with_the_last() -> None:
     conversations, _, _ = make()
     first = conversations.begin_turn("a", chain("ab"))

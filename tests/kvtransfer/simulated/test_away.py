@@ -72,6 +72,30 @@ def engine_with_host() -> SteppedEngine:
     )
 
 
+@pytest.mark.parametrize("due", [True, False])
+def test_what_was_brought_back_stays_while_others_take_what_has_just_left(due: bool) -> None:
+    """By when it was last used it would go first: its turn is longest ago."""
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        loads = loads_of(engine)
+        said = {"brings_back": {"conversation": "s", "due_in_s": 60.0}} if due else None
+        engine.add("again", prompt, 1, priority=10, params=said)
+        engine.run(2000)
+        brought = len(loads)
+        away = {"conversation": {"park_after_s": 0.0}}
+        engine.add("u1", [3 + n % 240 for n in range(20 * BLOCK_TOKENS + 5)], 2, session="u", params=away)
+        engine.run(2000)
+        engine.add("others", [11 + n % 190 for n in range(38 * BLOCK_TOKENS)], 2)
+        engine.run(4000)
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
+        engine.run(2000)
+        assert (len(loads) == brought) is due
+        assert engine.wrong == []
+    finally:
+        engine.close()
+
+
 def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
     engine = engine_with_host()
     try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from placement.engines import EngineState, SplitState
-from placement.fleet.policies import ReturnRules, may_restore
+from placement.fleet.policies import RestoreAhead, ReturnRules, may_restore
 from placement.overload.dropping import EngineShape
 
 RULES = ReturnRules(park_after_s=60.0, lead_s=2.0)
@@ -13,14 +13,15 @@ IDLE = EngineState("d", 1, 1, 0, 0, 0, free_tokens=1000, running=3, waiting=0)
 
 
 def test_before_the_announced_end_whatever_was_seen() -> None:
-    assert RULES.restore_after(30.0, (500.0,) * 8) == 28.0
-    assert RULES.restore_after(1.0, ()) == 0.5
+    assert RULES.restore(30.0, (500.0,) * 8) == RestoreAhead(28.0, 2.0)
+    assert RULES.restore(1.0, ()) == RestoreAhead(0.5, 0.5)
 
 
 def test_by_the_waits_seen_when_nothing_is_announced() -> None:
-    assert RULES.restore_after(None, (100.0, 300.0)) is None  # too few
-    assert RULES.restore_after(None, (400.0, 100.0, 300.0, 200.0)) == 198.0  # a quarter was shorter
-    assert RULES.restore_after(None, (10.0, 10.0, 10.0, 1000.0)) is None  # not parked by then
+    assert RULES.restore(None, (100.0, 300.0)) is None  # too few
+    # A quarter was shorter.
+    assert RULES.restore(None, (400.0, 100.0, 300.0, 200.0)) == RestoreAhead(198.0, 2.0)
+    assert RULES.restore(None, (10.0, 10.0, 10.0, 1000.0)) is None  # not parked by then
 
 
 @pytest.mark.parametrize(
