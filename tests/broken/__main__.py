@@ -6,6 +6,7 @@ Of a list (`tests/broken/*.toml`) all entries whose `what` has one of the words,
 that no test named there passes whatever the code does; `tests/test_broken.py` holds the lists to the code.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -86,4 +87,6 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.broken", description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="of findings' descriptions (default: all)")
+    sys.exit(main(parser.parse_args().words))
