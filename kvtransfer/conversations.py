@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from math import inf
 from typing import TypeAlias, TypeVar
 
 STATE_WINDOW = 2  # a state stands in the block of the token before: as of a window of that and the next
@@ -104,7 +105,14 @@ class RetainedConversation:
     ended: bool = False  # ended while a turn was running: forgotten when that finishes
     # What its client said; None: as the engine's settings say.
     park_after_s: float | None = None  # of this pause only
+    due_at: float = -inf  # its KV was brought back ahead of a turn that is expected then
+    kept_until: float = -inf  # and stays as long for it
     ttl_s: float | None = None
+
+    @property
+    def used_at(self) -> float:
+        """Who was used longest ago gives way first."""
+        return max(self.last_used, self.due_at)
 
     @property
     def rank(self) -> EvictionRank:
@@ -215,6 +223,7 @@ class RetainedConversations:
         self._set_on_host(conversation, True)
         conversation.turns += 1
         conversation.ended = False
+        conversation.due_at = conversation.kept_until = -inf
         self._set_chain(conversation, conversation.chain[: _common(conversation.chain, prompt)])
         return conversation
 
@@ -234,15 +243,15 @@ class RetainedConversations:
         else:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
-    def brought_back(self, key: str, due_in_s: float) -> None:
-        """Its KV is on the accelerator again, and its turn is expected so soon. It is as if used then,
-        so that others give way first, and parked again when the turn is late by as much."""
+    def brought_back(self, key: str, left_at: float, due_in_s: float) -> None:
+        """KV of the pause that began at `left_at` is on the accelerator again, and the turn is expected so
+        soon. It is as if used then, so that others give way first; it may be late by as much."""
         conversation = self._by_key.get(key)
-        if conversation is None or conversation.turns:
+        if conversation is None or conversation.turns or conversation.last_used != left_at:
             return
-        conversation.last_used = self._clock() + due_in_s
-        conversation.park_after_s = due_in_s
         if conversation.phase is RetentionPhase.PARKED:
+            now = self._clock()
+            conversation.due_at, conversation.kept_until = now + due_in_s, now + 2 * due_in_s
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
     def end(self, key: str) -> bool:
@@ -268,7 +277,7 @@ class RetainedConversations:
 
     def retained_oldest_first(self) -> list[RetainedConversation]:
         retained = (c for c in self._by_key.values() if c.phase is RetentionPhase.RETAINED)
-        return sorted(retained, key=lambda c: c.last_used)
+        return sorted(retained, key=lambda c: c.used_at)
 
     def freed_strangers(self) -> None:
         """Blocks that go early joined the free ones at the end where retained ones belong."""

@@ -86,7 +86,10 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
     "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
     "parked": CounterSpec(
-        "conserve_kv_parked", "Conversations parked, by cause.", "cause", ("idle", "said", "pressure")
+        "conserve_kv_parked",
+        "Conversations parked, by cause; late: brought back ahead, and the turn did not come.",
+        "cause",
+        ("idle", "said", "pressure", "late"),
     ),
     "ended": CounterSpec(
         "conserve_kv_ended",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
+from math import inf
 from typing import Any
 
 from kvtransfer.config import ConnectorConfig
@@ -253,10 +254,11 @@ class Residence:
                 ttl_s = conversation.ttl_s or self._config.ttl_s
                 if ttl_s is not None and idle_s >= ttl_s:
                     self.release(conversation.key, "ttl")
-                elif conversation.phase is not RetentionPhase.RETAINED:
+                elif conversation.phase is not RetentionPhase.RETAINED or now < conversation.kept_until:
                     continue
                 elif idle_s >= park_after_s and self._reaches_host(conversation):
-                    self._park(conversation, "idle" if said is None else "said")
+                    late = conversation.kept_until > -inf
+                    self._park(conversation, "late" if late else "idle" if said is None else "said")
 
     def relieve(self, missing_blocks: int) -> None:
         """Pressure: parks retained conversations, the oldest first, until so many blocks may go."""
@@ -315,6 +317,18 @@ def note_what_client_said(request: Any, conversation: RetainedConversation) -> N
     said = (request.kv_transfer_params or {}).get("conversation") or {}
     conversation.park_after_s = said.get("park_after_s")
     conversation.ttl_s = said.get("ttl_s", conversation.ttl_s)
+
+
+def brings_back(request: Any) -> tuple[str, float] | None:
+    """Whose KV it brings back ahead, and how soon that one's turn is due (router/returns.py)."""
+    match (request.kv_transfer_params or {}).get("brings_back"):
+        case {"conversation": str(key), "due_in_s": int() | float() as due_in_s}:
+            return key, float(due_in_s)
+        case None:
+            return None
+        case said:
+            logger.warning("not understood, nothing is kept for it: brings_back=%r", said)
+            return None
 
 
 def confirmed_blocks(request: Any, block_tokens: int) -> int:

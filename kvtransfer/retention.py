@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.request import RequestStatus
 
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.conversations import (
@@ -26,7 +27,14 @@ from kvtransfer.conversations import (
     block_key,
 )
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
-from kvtransfer.residence import admitted_now, confirmed_blocks, is_offline, note_what_client_said, owner_key
+from kvtransfer.residence import (
+    admitted_now,
+    brings_back,
+    confirmed_blocks,
+    is_offline,
+    note_what_client_said,
+    owner_key,
+)
 from kvtransfer.vllm_internals import free_queue
 
 LOOK_AHEAD = 3  # steps that take as much as they can
@@ -85,7 +93,7 @@ def shared_order(
 
 
 def _staying(conversation: RetainedConversation) -> tuple[EvictionRank, bool, float]:
-    return conversation.rank, conversation.phase is RetentionPhase.RUNNING, conversation.last_used
+    return conversation.rank, conversation.phase is RetentionPhase.RUNNING, conversation.used_at
 
 
 class RetentionScheduler(SchedulerSide):
@@ -99,6 +107,8 @@ class RetentionScheduler(SchedulerSide):
         self._pool: Any = None
         # `changed` of the conversations, and of what they share, when free blocks were last put in order.
         self._ordered_at = self._shared_at = -1
+        # Restores ahead under way: of whom, when that one left, and how soon it is due.
+        self._bringing_back: dict[str, tuple[str, float, float]] = {}
         self._nobodys = 0  # so many of the blocks that are taken next were looked at, and are nobody's
         self._blocks = 0  # of the pool then
 
@@ -120,6 +130,11 @@ class RetentionScheduler(SchedulerSide):
             )
             note_what_client_said(request, conversation)
             self._residence.requests[request.request_id] = request, conversation
+            if (back := brings_back(request)) is not None:
+                key, due_in_s = back
+                away = self._residence.conversations.get(key)
+                if away is not None:
+                    self._bringing_back[request.request_id] = key, away.last_used, due_in_s
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._nobodys = 0  # what a prompt finds in the cache leaves the queue from anywhere
@@ -159,8 +174,9 @@ class RetentionScheduler(SchedulerSide):
                 if request.request_id not in self._residence.loading:
                     self._advance(*owned)
                 self._residence.conversations.end_turn(owned[1])
-            if back := (request.kv_transfer_params or {}).get("brings_back"):  # router/returns.py
-                self._residence.conversations.brought_back(back["conversation"], back["due_in_s"])
+            back = self._bringing_back.pop(request.request_id, None)
+            if back is not None and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:  # at one token
+                self._residence.conversations.brought_back(*back)
 
     def _advance(self, request: Any, conversation: RetainedConversation) -> None:
         full = confirmed_blocks(request, self._block_tokens)

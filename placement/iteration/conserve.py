@@ -58,13 +58,14 @@ class Conserve(ServingPolicy):
         due_in = until_a_token_is_due(decoding, view.now, self._prompt_margin.share)
         sharing = PromptSharing(due_in, fills=True, arriving_s=self._settings.slo.tbt_s)
         first = share_out(online, view.now, online_left, model, sharing, self._classes)
-        # Where a lesser class's prompt is held back, offline work has no more than it must.
-        tokens_left = share if first.held_back else view.max_tokens - first.work.new_tokens
+        tokens_left = view.max_tokens - first.work.new_tokens
         margin = self._margin.share
         target = tightest_target(
             online, view.now, model, margin, self.ttft_share, self.decoding_per_constant
         )  # fmt: skip
-        if target is None:
+        if first.held_back:  # a lesser class's prompt: offline work has no more than it must
+            target = 0.0
+        elif target is None:
             rate = self._arrivals.rate if self._settings.safepoints else 0.0
             tokens_left = min(tokens_left, best_batch(model, rate, view.max_tokens))
         waiting = tuple(request.key for request in first.prompts if not request.running)

@@ -146,17 +146,18 @@ def share_out(
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
         if request.worth_s < best_s:  # or the better class's first token would wait for it
-            caps[request.key], held_back = 0, True
+            caps[request.key] = 0
+            held_back |= not request.refused
             continue
         if decoding:
             lesser_s = max(sharing.tbt_s, lesser.prompt_until_s(decoding_s))
             until_s = lesser_s if lesser.has(request) else sharing.iteration_s(decoding_s)
-            if request.worth_s < best_of_late_s:
-                until_s = min(until_s, max(sharing.arriving_s, 2 * decoding_s))
-            tokens = model.max_tokens(work, request.computed, tokens, until_s)
-        elif request.worth_s < best_of_late_s:
+        else:
+            until_s = math.inf
+        if request.worth_s < best_of_late_s:
             least_s = 2 * model.seconds(work.plus(1, request.computed))  # half is the prompt's own
-            until_s = max(sharing.arriving_s, least_s)
+            until_s = min(until_s, max(sharing.arriving_s, least_s))
+        if until_s < math.inf:
             tokens = model.max_tokens(work, request.computed, tokens, until_s)
         if index == 0 and (lesser.share_s or not lesser.has(request)):
             tokens = max(tokens, min(1, budget))  # or it would never end
@@ -174,13 +175,15 @@ def share_out(
                 best_s = max(best_s, request.worth_s)
                 if request.worth_s < best_of_late_s:
                     level = classes.level(lesser.ahead_s(request), request.arrival, most_s, now)
-                    owed |= lesser.has(request) or level == math.inf
+                    owed |= (lesser.has(request) and lesser.share_s > 0) or level == math.inf
                 classes.served(lesser.ahead_s(request), now)
                 if lesser.has(request):
                     lesser.served()
         if part:
             caps[request.key] = tokens
             break
+    if held_back:  # the engine looks no further than at one without tokens
+        prompts = tuple(sorted(prompts, key=lambda request: caps.get(request.key) == 0))
     yields = -math.inf < best_s < best_of_late_s and lesser.best_s < best_of_late_s and not owed
     return OnlineShare(work, caps, prompts, seconds, alone, held_back, yields)
 

@@ -135,22 +135,37 @@ def test_what_was_brought_back_ahead_goes_after_what_is_away_for_longer() -> Non
     turn(conversations, "back", "b")
     back = conversations.get("back")
     assert back is not None
+    left_at = clock.now
     conversations.park(back)
     clock.now += 10
-    conversations.brought_back("back", 2.0)
+    conversations.brought_back("back", left_at, 2.0)
     assert back.phase is RetentionPhase.RETAINED
+    assert (back.due_at, back.kept_until) == (clock.now + 2, clock.now + 4)
     clock.now += 1
     turn(conversations, "left", "l")
     assert [c.key for c in conversations.retained_oldest_first()] == ["left", "back"]
-    assert [c.key for c in conversations.idle_since(clock.now)] == ["left"]
     clock.now += 2
     turn(conversations, "later", "t")
     assert [c.key for c in conversations.retained_oldest_first()] == ["left", "back", "later"]
-    assert back.park_after_s == 2.0
-    conversations.brought_back("nobody", 2.0)
-    running = conversations.begin_turn("later", chain("t"))
-    conversations.brought_back("later", 2.0)
+    turn(conversations, "back", "b")
+    assert back.kept_until < clock.now, "of one pause only"
+
+
+def test_a_restore_that_ends_after_its_turn_says_nothing_of_the_next_pause() -> None:
+    conversations, _, clock = make()
+    turn(conversations, "a", "a")
+    left_at = clock.now
+    conversations.brought_back("nobody", left_at, 2.0)
+    clock.now += 10
+    running = conversations.begin_turn("a", chain("a"))
+    conversations.brought_back("a", left_at, 2.0)
     assert running.phase is RetentionPhase.RUNNING, "its turn has come meanwhile"
+    conversations.advance(running, chain("a"))
+    clock.now += 1
+    conversations.end_turn(running)
+    conversations.park(running)
+    conversations.brought_back("a", left_at, 2.0)
+    assert running.phase is RetentionPhase.PARKED, "and gone again"
 
 
 def test_two_turns_at_once_end_only_with_the_last() -> None:

@@ -96,6 +96,40 @@ def test_what_was_brought_back_stays_while_others_take_what_has_just_left(due: b
         engine.close()
 
 
+def test_what_was_brought_back_is_parked_again_when_its_turn_is_late() -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        engine.side("report").snapshot()
+        said = {"brings_back": {"conversation": "s", "due_in_s": 0.2}}
+        engine.add("again", prompt, 1, priority=10, params=said)
+        engine.run(2000)
+        conversation = engine.residence.conversations.get("s")
+        assert conversation is not None and conversation.phase is RetentionPhase.RETAINED
+        engine.residence.let_time_pass()
+        assert conversation.phase is RetentionPhase.RETAINED
+        time.sleep(0.5)
+        engine.residence.take_counts()
+        engine.residence.let_time_pass()
+        assert conversation.phase is RetentionPhase.PARKED
+        assert engine.residence.take_counts()["parked.late"] == 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("said", ["s", {"conversation": "s"}, {"conversation": 3, "due_in_s": "soon"}, [1]])
+def test_what_is_not_understood_of_a_restore_ends_nothing(said: object) -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        engine.add("again", prompt, 1, priority=10, params={"brings_back": said})
+        engine.run(2000)
+        conversation = engine.residence.conversations.get("s")
+        assert conversation is not None and conversation.phase is RetentionPhase.PARKED
+    finally:
+        engine.close()
+
+
 def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
     engine = engine_with_host()
     try:

@@ -169,6 +169,22 @@ def test_a_better_class_s_last_part_is_alone_in_its_iteration_but_for_the_same_c
     batch, patient = offline("off", last_served=9.9), TurnTargets(1_000.0, 0.2)
     waiting = (replace(old, slo=patient), replace(gold, slo=patient))
     assert fill(policy, view(batch, waiting=waiting))["off"] == 0, "nor does a batch have that place"
+    if name == "conserve":
+        refused = (replace(waiting[0], refused=True), waiting[1])
+        assert fill(policy, view(batch, waiting=refused))["off"] > 0, "nobody is denied it"
+
+
+def test_a_starving_batch_request_has_its_token_where_a_prompt_is_held_back() -> None:
+    policy, patient = make_policy(ServingSettings("conserve", ageing_s=10.0)), TurnTargets(1_000.0, 0.2)
+    old = replace(arrived("old", 1000, -90.0), slo=patient)
+    gold = replace(arrived("gold", 300, 9.9), ahead_s=5.0, slo=patient)
+    served, starving = (
+        offline("served", last_served=9.9, arrival=-60.0),
+        offline("starving", last_served=-40.0, arrival=-50.0),
+    )
+    fill(policy, view(waiting=(old,), now=9.9))
+    tokens = fill(policy, view(served, starving, waiting=(old, gold)))
+    assert (tokens["gold"], tokens["old"], tokens["served"], tokens["starving"]) == (300, 0, 0, 1)
 
 
 def test_a_lesser_prompt_between_two_better_ones_holds_up_neither() -> None:

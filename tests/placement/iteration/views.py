@@ -56,15 +56,19 @@ def policy_with(constants: Mapping[str, float], name: str = "conserve", **settin
 
 
 def fill(policy: ServingPolicy, state: EngineView, model: LatencyModel = MODEL) -> dict[str, int]:
-    """Tokens by request, as vLLM's two loops would give them: running in the plan's order, then waiting."""
+    """Tokens by request, as vLLM's two loops would give them: running in the plan's order, then waiting in
+    the plan's, up to the first that has none."""
     plan = policy.plan(state, model)
-    by_key = {request.key: request for request in state.running}
-    left, given = state.max_tokens, {}
-    requests = [by_key[key] for key in plan.order] + list(state.online_waiting)
+    by_key = {request.key: request for request in (*state.running, *state.online_waiting)}
+    left, ended = state.max_tokens, False
+    given = dict.fromkeys(by_key, 0)
+    waiting = [by_key[key] for key in plan.waiting or [one.key for one in state.online_waiting]]
+    requests = [by_key[key] for key in plan.order] + waiting
     if state.offline_head is not None:
         requests.append(state.offline_head)
     for request in requests:
-        tokens = plan.builder.take(request, min(request.pending, left)) if left else 0
+        tokens = plan.builder.take(request, min(request.pending, left)) if left and not ended else 0
+        ended = ended or (not tokens and not request.running)
         left -= tokens
         given[request.key] = tokens
     return given
