@@ -153,10 +153,7 @@ class RetentionScheduler(SchedulerSide):
                     self._advance(*owned)
             self._nobodys -= taken_by_running(scheduler_output)
             if self._pool.num_gpu_blocks != self._blocks:
-                self._nobodys, self._blocks = (
-                    0,
-                    self._pool.num_gpu_blocks,
-                )  # it shrank, or grew: not as it was
+                self._nobodys, self._blocks = 0, self._pool.num_gpu_blocks  # it shrank, or grew
             if scheduler_output.preempted_req_ids:
                 self._nobodys = 0  # what it took in this step has joined the other end
                 self._residence.conversations.freed_strangers()

@@ -16,6 +16,18 @@ from workers.coserving import rollback
 WINDOWS = {"full": (0,), "mixed": (0, 70), "windows only": (70,)}
 
 
+def calmed(engine: ModelFreeEngine, asked: dict[str, tuple[list[int], int]]) -> ModelFreeEngine:
+    """Without aborts to the end of all that was asked; a wrong answer is a lie."""
+    for _ in range(400):
+        if not engine.scheduler.requests:
+            break
+        engine.step(0.0)
+    for key, got in engine.outputs.items():
+        if got != expected(*asked[key]):
+            engine.lies.append(f"{key} answered {got}, not {expected(*asked[key])}")
+    return engine
+
+
 def storm(
     model: Path, left_out: rollback.Step | None, seed: int, rounds: int = 400, windows: tuple[int, ...] = (0,)
 ) -> ModelFreeEngine:
@@ -33,14 +45,7 @@ def storm(
                 asked[key] = prompt, rng.randint(1, 6)
                 engine.ask(key, *asked[key], priority=rng.randint(0, 1))
         engine.step(abort_share=0.5 if number < rounds - 60 else 0.0, hang_up_share=0.02)
-    for _ in range(400):
-        if not engine.scheduler.requests:
-            break
-        engine.step(0.0)
-    for key, got in engine.outputs.items():
-        if got != expected(*asked[key]):
-            engine.lies.append(f"{key} answered {got}, not {expected(*asked[key])}")
-    return engine
+    return calmed(engine, asked)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -68,12 +73,7 @@ def classes_storm(model: Path, left_out: rollback.Step | None, seed: int) -> Mod
                 asked[key] = prompt, rng.randint(1, 4)
                 engine.ask(key, *asked[key], priority=0, ahead_s=8.0 if number % 5 == 0 else 0.0)
         engine.step(abort_share=0.7, hang_up_share=0.01)
-    for _ in range(400):
-        engine.step(0.0)
-    for key, got in engine.outputs.items():
-        if got != expected(*asked[key]):
-            engine.lies.append(f"{key} answered {got}, not {expected(*asked[key])}")
-    return engine
+    return calmed(engine, asked)
 
 
 @pytest.mark.parametrize("seed", range(3))
