@@ -1,12 +1,13 @@
 """Parked conversations that come back: their KV brought back ahead, against on arrival.
 
-    python -m benchmarks.returns [--turns 6] [--quick] [--json FILE] [--fleet FILE]
+    python -m benchmarks.returns [--turns 3] [--quick] [--json FILE] [--fleet FILE]
 
 Agents hold more KV than their decoder, so that those away with a tool are parked on the host and their
-blocks overwritten. Each time the agents do the same; `ahead` they announce how long their tools take, `early`
-they announce more, so that they are back when their KV has been on its way for a quarter of a second. What is
-compared, in one run on the same engines, forwards and back after a warm-up: the time to the first token of
-turns that come back, and the time between tokens of a turn that runs beside them all along.
+blocks overwritten. They come back again and again, in rounds of a few turns: `ahead` they announce how long
+their tools take, `early` they announce more, so that they are back when their KV has been on its way for a
+quarter of a second. The same conversations take all rounds, in turn and back: a machine that is slower for a
+minute is slower for all of them. What is compared: the time to the first token of turns that come back, and
+the time between tokens of a turn that runs beside them all along, while all agents are in the same round.
 
 What a return costs is bytes over the host's bandwidth, and then a little compute. Llama-3.3-70B has 80
 layers of 8 KV heads of 128, 328 KB a token in bfloat16: of 100,000 tokens 33 GB, 8.2 GB for each of four
@@ -22,8 +23,9 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -40,7 +42,8 @@ from deploy.small_model import ModelShape, make_model
 from placement.fleet.policies import ReturnRules
 
 ROOT = Path(__file__).parents[1]
-AGENTS, TURNS, QUICK_TURNS = 5, 6, 4
+AGENTS, TURNS = 5, 3
+THERE_AND_BACK, QUICK_THERE_AND_BACK = 2, 1
 TOKENS, ANSWER, QUESTION_WORDS, AWAY_S = 2_000, 2, 1, 8.0
 BESIDE_TOKENS, WORD_TOKENS = 500, 5  # a token a byte
 HEAVY = ModelShape(hidden=64, heads=16, kv_heads=16, head_dim=128, intermediate=64, max_context=4_096)
@@ -54,78 +57,80 @@ VARIANTS = tuple(ANNOUNCED_S)
 
 @dataclass
 class Returned:
-    """What one variant saw."""
+    """What was seen in one round."""
 
+    variant: str
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # tokens of their prompts that were not cached
-    failed: int = 0
-
-    def add(self, other: "Returned") -> None:
-        self.ttft_s += other.ttft_s
-        self.gaps_s += other.gaps_s
-        self.computed += other.computed
-        self.failed += other.failed
 
 
 class AwayAgents:
-    def __init__(
-        self, http: httpx.AsyncClient, model: str, variant: str, number: int, size: int, turns: int
-    ) -> None:
-        self._http, self._model, self._variant, self._name = http, model, variant, f"{variant}-{number}"
-        self._size, self._turns = size, turns
-        self.seen = Returned()
+    def __init__(self, http: httpx.AsyncClient, model: str, turns: int, variants: Sequence[str]) -> None:
+        self._http, self._model, self._turns = http, model, turns
+        self.rounds = [Returned(variant) for variant in variants]
+        self._in_round: list[Returned | None] = [None] * AGENTS
+        self.failed = 0
 
     async def run(self) -> None:
         running = asyncio.create_task(self._beside())
         await asyncio.gather(*(self._agent(number) for number in range(AGENTS)))
-        self.seen.failed += running.done()
+        self.failed += running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     async def _agent(self, number: int) -> None:
-        random = Random(f"{self._name} {number}")
-        messages = [{"role": "user", "content": words(random, self._size)}]
+        """A first turn, one that comes back before anything is counted, and the rounds' turns."""
+        random = Random(number)
+        messages = [{"role": "user", "content": words(random, TOKENS // WORD_TOKENS)}]
         await asyncio.sleep(number * AWAY_S / AGENTS)
-        for turn in range(self._turns):
+        came_back_to: list[Returned | None] = [None, None]
+        came_back_to += [one for one in self.rounds for _ in range(self._turns)]
+        for seen, to_come in zip_longest(came_back_to, came_back_to[1:]):
             began, first, text, usage = time.monotonic(), 0.0, "", None
+            announced_s = ANNOUNCED_S[to_come.variant] if to_come else 0.0
             try:
-                async for chunk in self._stream(f"{self._name}-{number}", messages, ANSWER):
+                async for chunk in self._stream(f"agent-{number}", messages, ANSWER, announced_s):
                     usage = chunk.get("usage") or usage
                     for choice in chunk["choices"]:
                         first = first or time.monotonic() - began
                         text += choice["delta"].get("content") or ""
             except httpx.HTTPError as wrong:
-                print(f"  {self._variant} {number}: {wrong!r}", flush=True)
-                self.seen.failed += 1
-                return
-            if turn and usage:
-                self.seen.ttft_s.append(first)
+                print(f"  {number}: {wrong!r}", flush=True)
+                self.failed += 1
+                break
+            if seen and usage:
+                seen.ttft_s.append(first)
                 details = usage.get("prompt_tokens_details") or {}
-                self.seen.computed.append(usage["prompt_tokens"] - (details.get("cached_tokens") or 0))
+                seen.computed.append(usage["prompt_tokens"] - (details.get("cached_tokens") or 0))
             messages += [
                 {"role": "assistant", "content": text},
                 {"role": "user", "content": words(random, QUESTION_WORDS)},
             ]
-            await asyncio.sleep(AWAY_S)
+            self._in_round[number] = to_come
+            if to_come or not seen:
+                await asyncio.sleep(AWAY_S)
+        self._in_round[number] = None
 
     async def _beside(self) -> None:
         """A turn that runs all along, one answer after another."""
         while True:
             last = 0.0
-            async for chunk in self._stream(
-                f"{self._name}-beside", [{"role": "user", "content": "on"}], BESIDE_TOKENS
-            ):
+            messages = [{"role": "user", "content": "on"}]
+            async for chunk in self._stream("beside", messages, BESIDE_TOKENS):
                 if not chunk["choices"]:
                     continue
                 now = time.monotonic()
-                if last:
-                    self.seen.gaps_s.append(now - last)
+                seen = self._in_round[0]
+                if last and seen and all(one is seen for one in self._in_round):
+                    seen.gaps_s.append(now - last)
                 last = now
 
-    async def _stream(self, name: str, messages: list[dict[str, str]], tokens: int) -> AsyncIterator[Any]:
+    async def _stream(
+        self, name: str, messages: list[dict[str, str]], tokens: int, announced_s: float = 0.0
+    ) -> AsyncIterator[Any]:
         headers = {"x-conversation-id": name}
-        if (announced_s := ANNOUNCED_S[self._variant]) and tokens == ANSWER:
+        if announced_s:
             headers["x-conversation-away"] = f"{announced_s:g}"
         body = {
             "model": self._model, "messages": messages, "temperature": 0.0, "stream": True,
@@ -163,54 +168,64 @@ def prepared(file: Path, model: Path) -> FleetSpec:
     return fleet.model_copy(update=changes)
 
 
-async def play(url: str, model: str, size: int, turns: int) -> dict[str, Returned]:
-    seen: dict[str, Returned] = {}
+async def play(url: str, model: str, turns: int, there_and_back: int) -> AwayAgents:
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        for number, variant in enumerate((VARIANTS[0], *VARIANTS, *reversed(VARIANTS))):
-            agents = AwayAgents(http, model, variant, number, size, turns if number else 1)
-            await agents.run()
-            if number:  # the first is a warm-up
-                seen.setdefault(variant, Returned()).add(agents.seen)
-            for name in (*range(AGENTS), "beside"):
-                await http.delete(f"/v1/conversations/{variant}-{number}-{name}")
-    return seen
+        agents = AwayAgents(http, model, turns, (*VARIANTS, *reversed(VARIANTS)) * there_and_back)
+        await agents.run()
+        for number in range(AGENTS):
+            await http.delete(f"/v1/conversations/agent-{number}")
+    return agents
 
 
 def main() -> None:
-    parser = command(__doc__, quick=f"{QUICK_TURNS} turns")
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser = command(__doc__, quick="each round twice, not four times")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of each round")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
     options = parser.parse_args()
-    turns = QUICK_TURNS if options.quick else options.turns
+    there_and_back = QUICK_THERE_AND_BACK if options.quick else THERE_AND_BACK
     with tempfile.TemporaryDirectory(prefix="heavy-") as directory:
         path = Path(directory) / "heavy"
         make_model(path, HEAVY)
         fleet = prepared(options.fleet, path)
         with brought_up(fleet) as home:
             url, model = serving(home).endpoint, fleet.model.name
-            seen = asyncio.run(play(url, model, TOKENS // WORD_TOKENS, turns))
+            agents = asyncio.run(play(url, model, options.turns, there_and_back))
             page = httpx.get(f"{url}/metrics", timeout=30).text
     for line in page.splitlines():
         if line.startswith("conserve_restores_ahead_total"):
             print(line)
-    for variant, one in seen.items():
+    of: dict[str, list[Returned]] = {}
+    for one in agents.rounds:
+        of.setdefault(one.variant, []).append(one)
+    ttft = {variant: [s for one in seen for s in one.ttft_s] for variant, seen in of.items()}
+    for variant, seen in of.items():
+        computed = [tokens for one in seen for tokens in one.computed]
+        rounds = ", ".join(f"{1e3 * median(one.gaps_s):.2f}" for one in seen)
+        means = ", ".join(f"{1e3 * mean(one.gaps_s):.2f}" for one in seen)
         print(
-            f"{variant}: TTFT p50 {median(one.ttft_s):.3f} s ({min(one.ttft_s):.3f} to "
-            f"{max(one.ttft_s):.3f}) of {len(one.ttft_s)} turns, {median(one.computed):.0f} tokens not "
-            f"cached; TBT p50 {1e3 * median(one.gaps_s):.1f}, mean {1e3 * mean(one.gaps_s):.1f} ms; "
-            f"{one.failed} failed"
+            f"{variant}: TTFT p50 {median(ttft[variant]):.3f} s ({min(ttft[variant]):.3f} to "
+            f"{max(ttft[variant]):.3f}) of {len(ttft[variant])} turns, {median(computed):.0f} tokens not "
+            f"cached; TBT by round p50 {rounds}, mean {means} ms"
         )
-    arrival, ahead, early = (seen[variant] for variant in VARIANTS)
+    arrival, ahead, early = VARIANTS
     figures = {
-        "ttft_p50_vs_on_arrival": median(ahead.ttft_s) / median(arrival.ttft_s),
-        "early_ttft_p50_vs_on_arrival": median(early.ttft_s) / median(arrival.ttft_s),
-        "tbt_vs_on_arrival": median(ahead.gaps_s) / median(arrival.gaps_s),
-        "tbt_mean_vs_on_arrival": mean(ahead.gaps_s) / mean(arrival.gaps_s),
-        "failed": sum(one.failed for one in seen.values()),
+        "ttft_p50_vs_on_arrival": median(ttft[ahead]) / median(ttft[arrival]),
+        "early_ttft_p50_vs_on_arrival": median(ttft[early]) / median(ttft[arrival]),
+        "tbt_vs_on_arrival": against(median, of[ahead], of[arrival]),
+        "tbt_mean_vs_on_arrival": against(mean, of[ahead], of[arrival]),
+        "early_tbt_vs_on_arrival": against(median, of[early], of[arrival]),
+        "failed": agents.failed,
     }
     for name, value in figures.items():
         print(f"{name} = {value:.3f}")
-    write_json(options.json, figures | {"table": {name: asdict(one) for name, one in seen.items()}})
+    write_json(options.json, figures | {"rounds": [asdict(one) for one in agents.rounds]})
+
+
+def against(
+    of_gaps: Callable[[list[float]], float], these: Sequence[Returned], those: Sequence[Returned]
+) -> float:
+    """Rounds weigh the same."""
+    return mean(of_gaps(one.gaps_s) for one in these) / mean(of_gaps(one.gaps_s) for one in those)
 
 
 if __name__ == "__main__":
