@@ -56,7 +56,7 @@ from kvtransfer.plugins import (
     selected_plugins,
 )
 from kvtransfer.relied_on import verify
-from kvtransfer.residence import Residence
+from kvtransfer.residence import Residence, brings_back
 from kvtransfer.vllm_internals import CONNECTOR as RELIED_ON
 from kvtransfer.vllm_internals import WORKER, nap_instead_of_spinning
 from kvtransfer.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, refuse_whole_graph
@@ -234,12 +234,10 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._after_layer = [h.after_layer for _, h in hooked if h.overrides("after_layer")]
         self._layered = {name: side for name, side in hooked if side.hooks_layers}
         self._needs_layers = False  # the step whose orders are out
-        self._counts: dict[str, float] = {}
         self._pieces_only = bool(self._layered) and not leave_out_whole_graphs(
             vllm_config, lambda: self._needs_layers
         )
-        if self._pieces_only:
-            self._counts["piecewise_only"] = 1
+        self._counts: dict[str, float] = {"piecewise_only": 1} if self._pieces_only else {}
         self._matches: dict[str, tuple[str, Match]] = {}  # request -> plugin that loads it
         self._hit_sources: dict[str, CacheHitSource] = {}
         self._failed_blocks: set[int] = set()
@@ -251,7 +249,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """For all steps: only where vLLM cannot be told which of them have work between layers."""
+        """For all steps: only where vLLM cannot be told which have work between layers."""
         return ConnectorConfig.from_extra_config(extra_config).layer_hooks and pieces_for_all_steps()
 
     @classmethod
@@ -307,20 +305,24 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
         if request.request_id in self.residence.loading:
-            # Its load failed from the first block on. vLLM 0.32 still reserves blocks for all of it: a second
-            # load would have to fit beside itself, and block what waits behind it. It is computed instead.
+            # Its load failed from the first block on, and vLLM 0.32 keeps blocks for all of it: a second load
+            # would have to fit beside itself, and block what waits behind it. It is computed instead.
             return 0, False
         if self.residence.leaves_alone(request.request_id):
             return None, False
-        if self.residence.fenced:
-            return 0, False
-        for name, side in self._schedulers.items():
+        sides = {} if self.residence.fenced else self._schedulers
+        for name, side in sides.items():
             match = side.match(request, num_computed_tokens)
             if match is LATER:
                 return None, False
-            if match is not None and match.tokens > 0:
+            if match and match.tokens > 0:
                 self._matches[request.request_id] = name, match
                 return match.tokens, match.background
+        if brings_back(request) is not None:
+            self.residence.back.add(
+                request.request_id
+            )  # the scheduler ends it: workers/coserving/restores.py
+            return None, False
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -171,9 +171,14 @@ class RetentionScheduler(SchedulerSide):
                 if request.request_id not in self._residence.loading:
                     self._advance(*owned)
                 self._residence.conversations.end_turn(owned[1])
+            self._residence.back.discard(request.request_id)
             back = self._bringing_back.pop(request.request_id, None)
-            if back is not None and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:  # at one token
+            if back is not None and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:  # not given up
                 self._residence.conversations.brought_back(*back)
+
+    def is_back(self, request_id: str) -> bool:
+        """Whether a request that only brings KV back has found all that there is of it."""
+        return request_id in self._residence.back
 
     def _advance(self, request: Any, conversation: RetainedConversation) -> None:
         full = confirmed_blocks(request, self._block_tokens)

@@ -175,7 +175,7 @@ FALLBACKS = Counter(
 RESTORES_AHEAD = Counter(
     "conserve_restores_ahead_total",
     "Conversations whose tool was likely to end, by what became of bringing their KV back from the host: "
-    "restored, computed (its engine had less than half of it left, whatever the directory said), not_parked "
+    "restored, gone (its engine had less than half of it left, whatever the directory said), not_parked "
     "(it was still there), returned (the turn came first), busy (the engine had other "
     "work, or shared its layers, all the time), failed.",
     ["outcome"],
@@ -372,7 +372,7 @@ from_zero(
     PREFIX_BROKEN_TOKENS,
     *("changed_tools", "edited_history", "stripped_reasoning", "rerendered_tool_call", "retokenised_output"),
 )
-from_zero(RESTORES_AHEAD, "restored", "computed", "not_parked", "returned", "busy", "failed")
+from_zero(RESTORES_AHEAD, "restored", "gone", "not_parked", "returned", "busy", "failed")
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")

@@ -1,7 +1,7 @@
 """Conversations whose agents are away with a tool: their KV is brought back before they return.
 
-A restore is the conversation's last prompt sent again as offline work for one token: the engine loads the
-blocks from its host, computes that token in a gap of running turns, and the next turn finds them. Only what
+A restore is the conversation's last prompt sent again as offline work: the engine loads the blocks from its
+host, computes nothing (`workers/coserving/restores.py`), and the next turn finds them. Only what
 the directory says is parked is brought back, one conversation of this gateway at a time on an engine. A turn
 that comes while its engine loads already waits there for what is left of that (`kvtransfer/checkpoint`).
 """
@@ -144,10 +144,10 @@ class Returns:
 
 
 def _outcome(answer: UpstreamResponse) -> str:
-    """An engine whose host has the KV no more answers as well: it has computed the prompt."""
+    """An engine whose host has the KV no more answers as well."""
     if answer.status != 200:
         return "failed"
     usage = read_usage(answer.body)
     if usage is None or usage.cached_tokens is None:  # it does not say
         return "restored"
-    return "restored" if usage.cached_tokens >= usage.prompt_tokens / 2 else "computed"
+    return "restored" if usage.cached_tokens >= usage.prompt_tokens / 2 else "gone"

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtransfer.conversations import RetainedConversation, block_key
 from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
-from kvtransfer.residence import admitted_now, confirmed_blocks
+from kvtransfer.residence import admitted_now, brings_back, confirmed_blocks, is_offline
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class CheckpointScheduler(SchedulerSide):
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         """The last token is always computed: its output is what the request is for."""
-        if request.priority > 0 and not self.offline_may_start:
+        if is_offline(request) and not self.offline_may_start and brings_back(request) is None:
             return None
         blocks = self.restorable_blocks(request, computed_tokens)
         if blocks and self._on_its_way(request, computed_tokens // self._block_tokens):

@@ -229,7 +229,7 @@ async def test_a_restore_that_its_engine_has_is_not_given_up_when_the_turn_comes
         await until(lambda: REGISTRY.get_sample_value(RESTORES, {"outcome": "restored"}) == before + 1)
 
 
-@pytest.mark.parametrize(("cached", "outcome"), [(400, "restored"), (20, "computed")])
+@pytest.mark.parametrize(("cached", "outcome"), [(400, "restored"), (20, "gone")])
 async def test_what_a_restore_found_is_told_by_what_was_cached(
     tmp_path: Path, cached: int, outcome: str
 ) -> None:

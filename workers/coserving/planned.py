@@ -33,6 +33,7 @@ from workers.coserving import vllm_internals as internals
 from workers.coserving.config import CoServingConfig
 from workers.coserving.iterations import IterationLog, IterationRecord, PendingIteration, ScheduledRequest
 from workers.coserving.requests import TrackedRequest, TrackedRequests
+from workers.coserving.restores import Restores
 from workers.coserving.starting_model import guess_of, key_of, starting_model
 
 log = logging.getLogger("conserve.workers.coserving.planned")
@@ -70,6 +71,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self._restore_blocks,
             self.clock,
         )
+        self._restores = Restores(self, self.plugin("retention"))
         self._log = IterationLog(config.iteration_log)
         self._builder: BatchBuilder | None = None
         self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
@@ -90,12 +92,19 @@ class PlannedScheduling(internals.OpenScheduling):
         super().add_request(request)  # type: ignore[misc]
         if not known:
             self.tracked.add(request)
+            self._restores.add(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self.tracked.drop(request.request_id)
+            self._restores.drop(request.request_id)
         return ended
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._restores.end(outputs)
+        return outputs
 
     def shutdown(self) -> None:
         self._log.close()
@@ -376,7 +385,7 @@ class PromptScheduling(PlannedScheduling):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         iteration = self._under_way.pop(id(scheduler_output), None)
         if iteration is not None:
             self.guarded(self.ended, iteration, requests)

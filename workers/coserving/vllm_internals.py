@@ -44,6 +44,7 @@ SCHEDULING = ReliedOn(
             "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
             "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
             "_update_after_schedule": ("self", "scheduler_output"),
+            "_handle_blocked_waiting_request": ("self", "request"),
         },
         _QUEUE: {"peek_request": ("self",), "pop_request": ("self",), "remove_request": ("self", "request")},
         "vllm.v1.core.kv_cache_manager:KVCacheManager": {"evict_blocks": ("self", "block_ids")},
@@ -58,7 +59,7 @@ SCHEDULING = ReliedOn(
             "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
             "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
             "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config", "failed_recving_kv_req_ids",
-            "finished_req_ids",
+            "finished_recving_kv_req_ids", "finished_req_ids",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
@@ -66,7 +67,8 @@ SCHEDULING = ReliedOn(
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("coordinator", "block_pool"),
         "vllm.v1.request:Request": (
-            "arrival_time", "is_prefill_chunk", "num_output_tokens", "sampling_params",
+            "arrival_time", "is_prefill_chunk", "num_output_tokens", "sampling_params", "client_index",
+            "trace_headers",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
@@ -80,6 +82,8 @@ SCHEDULING = ReliedOn(
             "_update_waiting_for_remote_kv": ("failed_recving_kv_req_ids",),
             "schedule": ("_reserve_prefill_lookahead", "peek_request", "pop_request", "kv_holding_waiting"),
             "_update_after_schedule": ("num_computed_tokens",),
+            # A load that ended is in the prefix cache after it.
+            "_handle_blocked_waiting_request": ("_update_waiting_for_remote_kv",),
         },
         # An arrival is told in the thread that receives requests, beside the model.
         "vllm.v1.engine.core:EngineCoreProc": {"process_input_sockets": ("preprocess_add_request",)},

@@ -133,6 +133,44 @@ def test_blocks_damaged_on_the_host_are_found_and_computed(engine: EngineProcess
     assert faults_of(engine) == []
 
 
+WORDS = {"role": "user", "content": "what is brought back " * 40}
+APIS = {
+    "/v1/completions": {"prompt": WORDS["content"], "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [WORDS], "max_tokens": 1},
+    "/v1/messages": {"messages": [WORDS], "max_tokens": 1},
+    "/v1/responses": {"input": WORDS["content"], "max_output_tokens": 1, "store": False},
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_a_restore_computes_nothing_and_is_answered(
+    engine: EngineProcess, script: TurnScript, path: str
+) -> None:
+    """As the gateway asks for it (router/returns.py): the prompt of who is parked, as offline work."""
+    body = {"model": "m", **APIS[path]}
+    key = f"away{path}"
+    engine.post(path, body, X_Session_ID=key)
+    assert eventually(lambda: state_of(engine).live_tokens == 0)  # parked
+    for seed in range(2):
+        engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
+    settle(engine)
+    before = engine.metrics()
+    told = {"brings_back": {"conversation": key, "due_in_s": 60.0}}
+    engine.post(path, {**body, "priority": 10, "kv_transfer_params": told}, X_VLLM_Priority="10")
+    settle(engine)
+    after = engine.metrics()
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    assert grown("conserve_kv_restores_total") == 1
+    settles = 2 * 2  # tokens of the prompts that `settle` sends
+    assert grown('vllm:prompt_tokens_by_source_total{source="local_compute"}') <= settles
+    assert grown("vllm:generation_tokens_total") <= settles
+    over_feed(engine, lambda feed: feed.release(key))
+    assert faults_of(engine) == []
+
+
 def test_what_ends_leaves_nothing(engine: EngineProcess) -> None:
     release_all(engine)
     state = state_of(engine)

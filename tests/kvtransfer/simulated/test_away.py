@@ -16,6 +16,8 @@ from kvtransfer.conversations import RetentionPhase
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
+AHEAD = {"brings_back": {"conversation": "s", "due_in_s": 60.0}}
+
 
 def loads_of(engine: SteppedEngine) -> list[Any]:
     """Of the host's blocks, from here on."""
@@ -79,8 +81,7 @@ def test_what_was_brought_back_stays_while_others_take_what_has_just_left(due: b
     try:
         prompt = parked(engine)
         loads = loads_of(engine)
-        said = {"brings_back": {"conversation": "s", "due_in_s": 60.0}} if due else None
-        engine.add("again", prompt, 1, priority=10, params=said)
+        engine.add("again", prompt, 1, priority=10, params=AHEAD if due else None)
         engine.run(2000)
         brought = len(loads)
         away = {"conversation": {"park_after_s": 0.0}}
@@ -135,9 +136,10 @@ def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
     try:
         prompt = parked(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
-        engine.add("again", prompt, 1, priority=10)
+        engine.add("again", prompt, 1, priority=10, params=AHEAD)
         engine.run(2000)
-        assert engine.computed_prompt_tokens - computed < BLOCK_TOKENS
+        assert engine.computed_prompt_tokens == computed
+        assert engine.answers["again"] == []
         brought = len(loads)
         assert brought >= 9
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
@@ -145,6 +147,57 @@ def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
         assert len(loads) == brought
         assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
         assert engine.wrong == []
+    finally:
+        engine.close()
+
+
+def test_a_restore_that_finds_nothing_or_everything_ends_without_computing() -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        computed, loads = engine.computed_prompt_tokens, loads_of(engine)
+        engine.add("unknown", [1 + n % 7 for n in range(200)], 1, priority=10, params=AHEAD)
+        engine.run(200)
+        assert (engine.answers["unknown"], loads) == ([], [])
+        brought = 0
+        for again in ("again", "and again"):
+            engine.add(again, prompt, 1, priority=10, params=AHEAD)
+            engine.run(2000)
+            assert engine.answers[again] == []
+            brought = brought or len(loads)
+        assert len(loads) == brought >= 9
+        assert engine.computed_prompt_tokens == computed
+        assert not engine.faults()
+    finally:
+        engine.close()
+
+
+def test_a_turn_that_says_so_is_answered_all_the_same() -> None:
+    """Only offline work can be a restore."""
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s", params=AHEAD)
+        engine.run(2000)
+        assert len(engine.answers["t2"]) == 2
+    finally:
+        engine.close()
+
+
+def test_a_restore_whose_client_leaves_holds_nothing() -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        copies = HeldCopies(engine)
+        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        engine.step()
+        assert copies.came.wait(10)
+        engine.abort("again")
+        copies.may_go.set()
+        engine.run(2000)
+        assert "again" not in engine.answers
+        engine.step()
+        assert not engine.faults()
     finally:
         engine.close()
 
@@ -157,7 +210,7 @@ def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up:
         prompt = parked(engine)
         copies = HeldCopies(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
-        engine.add("again", prompt, 1, priority=10)
+        engine.add("again", prompt, 1, priority=10, params=AHEAD)
         engine.step()
         assert copies.came.wait(10)
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
