@@ -66,9 +66,11 @@ class Returned:
 
 
 class AwayAgents:
-    def __init__(self, http: httpx.AsyncClient, model: str, turns: int, variants: Sequence[str]) -> None:
-        self._http, self._model, self._turns = http, model, turns
-        self.rounds = [Returned(variant) for variant in variants]
+    """Conversations that take all rounds there and back once, so that their context hardly grows."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, turns: int, name: str) -> None:
+        self._http, self._model, self._turns, self._name = http, model, turns, name
+        self.rounds = [Returned(variant) for variant in (*VARIANTS, *reversed(VARIANTS))]
         self._in_round: list[Returned | None] = [None] * AGENTS
         self.failed = 0
 
@@ -78,10 +80,12 @@ class AwayAgents:
         self.failed += running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        for number in range(AGENTS):
+            await self._http.delete(f"/v1/conversations/{self._name}-{number}")
 
     async def _agent(self, number: int) -> None:
         """A first turn, one that comes back before anything is counted, and the rounds' turns."""
-        random = Random(number)
+        random = Random(f"{self._name} {number}")
         messages = [{"role": "user", "content": words(random, TOKENS // WORD_TOKENS)}]
         await asyncio.sleep(number * AWAY_S / AGENTS)
         came_back_to: list[Returned | None] = [None, None]
@@ -90,7 +94,7 @@ class AwayAgents:
             began, first, text, usage = time.monotonic(), 0.0, "", None
             announced_s = ANNOUNCED_S[to_come.variant] if to_come else 0.0
             try:
-                async for chunk in self._stream(f"agent-{number}", messages, ANSWER, announced_s):
+                async for chunk in self._stream(f"{self._name}-{number}", messages, ANSWER, announced_s):
                     usage = chunk.get("usage") or usage
                     for choice in chunk["choices"]:
                         first = first or time.monotonic() - began
@@ -117,7 +121,7 @@ class AwayAgents:
         while True:
             last = 0.0
             messages = [{"role": "user", "content": "on"}]
-            async for chunk in self._stream("beside", messages, BESIDE_TOKENS):
+            async for chunk in self._stream(f"{self._name}-beside", messages, BESIDE_TOKENS):
                 if not chunk["choices"]:
                     continue
                 now = time.monotonic()
@@ -168,13 +172,16 @@ def prepared(file: Path, model: Path) -> FleetSpec:
     return fleet.model_copy(update=changes)
 
 
-async def play(url: str, model: str, turns: int, there_and_back: int) -> AwayAgents:
+async def play(url: str, model: str, turns: int, times: int) -> tuple[list[Returned], int]:
+    """All rounds, and how many answers failed."""
+    rounds, failed = list[Returned](), 0
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        agents = AwayAgents(http, model, turns, (*VARIANTS, *reversed(VARIANTS)) * there_and_back)
-        await agents.run()
-        for number in range(AGENTS):
-            await http.delete(f"/v1/conversations/agent-{number}")
-    return agents
+        for number in range(times):
+            agents = AwayAgents(http, model, turns, f"agents-{number}")
+            await agents.run()
+            rounds += agents.rounds
+            failed += agents.failed
+    return rounds, failed
 
 
 def main() -> None:
@@ -189,23 +196,23 @@ def main() -> None:
         fleet = prepared(options.fleet, path)
         with brought_up(fleet) as home:
             url, model = serving(home).endpoint, fleet.model.name
-            agents = asyncio.run(play(url, model, options.turns, there_and_back))
+            rounds, failed = asyncio.run(play(url, model, options.turns, there_and_back))
             page = httpx.get(f"{url}/metrics", timeout=30).text
     for line in page.splitlines():
         if line.startswith("conserve_restores_ahead_total"):
             print(line)
     of: dict[str, list[Returned]] = {}
-    for one in agents.rounds:
+    for one in rounds:
         of.setdefault(one.variant, []).append(one)
     ttft = {variant: [s for one in seen for s in one.ttft_s] for variant, seen in of.items()}
     for variant, seen in of.items():
         computed = [tokens for one in seen for tokens in one.computed]
-        rounds = ", ".join(f"{1e3 * median(one.gaps_s):.2f}" for one in seen)
+        medians = ", ".join(f"{1e3 * median(one.gaps_s):.2f}" for one in seen)
         means = ", ".join(f"{1e3 * mean(one.gaps_s):.2f}" for one in seen)
         print(
             f"{variant}: TTFT p50 {median(ttft[variant]):.3f} s ({min(ttft[variant]):.3f} to "
             f"{max(ttft[variant]):.3f}) of {len(ttft[variant])} turns, {median(computed):.0f} tokens not "
-            f"cached; TBT by round p50 {rounds}, mean {means} ms"
+            f"cached; TBT by round p50 {medians}, mean {means} ms"
         )
     arrival, ahead, early = VARIANTS
     figures = {
@@ -214,11 +221,11 @@ def main() -> None:
         "tbt_vs_on_arrival": against(median, of[ahead], of[arrival]),
         "tbt_mean_vs_on_arrival": against(mean, of[ahead], of[arrival]),
         "early_tbt_vs_on_arrival": against(median, of[early], of[arrival]),
-        "failed": agents.failed,
+        "failed": failed,
     }
     for name, value in figures.items():
         print(f"{name} = {value:.3f}")
-    write_json(options.json, figures | {"rounds": [asdict(one) for one in agents.rounds]})
+    write_json(options.json, figures | {"rounds": [asdict(one) for one in rounds]})
 
 
 def against(
