@@ -326,10 +326,7 @@ def brings_back(request: Any) -> tuple[str, float] | None:
     match (request.kv_transfer_params or {}).get("brings_back") if is_offline(request) else None:
         case {"conversation": str(key), "due_in_s": int() | float() as due_in_s}:
             return key, float(due_in_s)
-        case None:
-            return None
-        case said:
-            logger.warning("not understood, nothing is kept for it: brings_back=%r", said)
+        case _:
             return None
 
 

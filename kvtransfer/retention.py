@@ -11,6 +11,7 @@ at the other: a conversation's blocks are in order by themselves, what ends, is 
 not.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -36,6 +37,8 @@ from kvtransfer.residence import (
     owner_key,
 )
 from kvtransfer.vllm_internals import free_queue
+
+logger = logging.getLogger("conserve.kvtransfer.retention")
 
 LOOK_AHEAD = 3  # steps that take as much as they can
 
@@ -130,11 +133,14 @@ class RetentionScheduler(SchedulerSide):
             )
             note_what_client_said(request, conversation)
             self._residence.requests[request.request_id] = request, conversation
+            said = (request.kv_transfer_params or {}).get("brings_back")
             if (back := brings_back(request)) is not None:
                 key, due_in_s = back
                 away = self._residence.conversations.get(key)
                 if away is not None:
                     self._bringing_back[request.request_id] = key, away.last_used, due_in_s
+            elif said is not None:
+                logger.warning("not understood, it is computed like any other: brings_back=%r", said)
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._nobodys = 0  # what a prompt finds in the cache leaves the queue from anywhere
@@ -172,6 +178,8 @@ class RetentionScheduler(SchedulerSide):
                     self._advance(*owned)
                 self._residence.conversations.end_turn(owned[1])
             self._residence.back.discard(request.request_id)
+            if brings_back(request) is not None:
+                self._residence.conversations.freed_strangers()  # what it loaded was never its own
             back = self._bringing_back.pop(request.request_id, None)
             if back is not None and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:  # not given up
                 self._residence.conversations.brought_back(*back)
@@ -179,6 +187,9 @@ class RetentionScheduler(SchedulerSide):
     def is_back(self, request_id: str) -> bool:
         """Whether a request that only brings KV back has found all that there is of it."""
         return request_id in self._residence.back
+
+    def did_not_come(self, request_id: str) -> None:
+        self._bringing_back.pop(request_id, None)
 
     def _advance(self, request: Any, conversation: RetainedConversation) -> None:
         full = confirmed_blocks(request, self._block_tokens)

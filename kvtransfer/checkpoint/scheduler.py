@@ -97,9 +97,9 @@ class CheckpointScheduler(SchedulerSide):
             self._owned[request.request_id] = owned
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """The last token is always computed: its output is what the request is for."""
-        if is_offline(request) and not self.offline_may_start and brings_back(request) is None:
-            return None
+        """The last token is always computed: it is what a request is for, and its block is not full."""
+        if is_offline(request) and not self.offline_may_start:
+            return LATER if brings_back(request) is not None else None
         blocks = self.restorable_blocks(request, computed_tokens)
         if blocks and self._on_its_way(request, computed_tokens // self._block_tokens):
             return LATER

@@ -93,8 +93,8 @@ class ReturnRules:
 
 
 def may_restore(state: EngineState, tokens: int) -> bool:
-    """No turn there waits for its prompt or its KV, what comes back displaces nothing, and it comes from the
-    host: an engine that shares its layers would compute all of it again."""
+    """No turn there waits for its prompt or its KV, what comes back displaces nothing, and it can come: an
+    engine that shares its layers brings nothing from its host."""
     waits = state.waiting or state.waiting_prompt_tokens
     shares = state.split is not None and state.split.epoch > 0
     return not (state.draining or waits or shares) and state.free_tokens >= state.takes(tokens)

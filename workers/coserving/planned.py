@@ -71,7 +71,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self._restore_blocks,
             self.clock,
         )
-        self._restores = Restores(self, self.plugin("retention"))
+        self.restores = Restores(self, self.plugin("retention"))
         self._log = IterationLog(config.iteration_log)
         self._builder: BatchBuilder | None = None
         self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
@@ -92,18 +92,18 @@ class PlannedScheduling(internals.OpenScheduling):
         super().add_request(request)  # type: ignore[misc]
         if not known:
             self.tracked.add(request)
-            self._restores.add(request)
+            self.restores.add(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self.tracked.drop(request.request_id)
-            self._restores.drop(request.request_id)
+            self.restores.drop(request.request_id)
         return ended
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self._restores.end(outputs)
+        self.guarded(self.restores.end, outputs)
         return outputs
 
     def shutdown(self) -> None:
@@ -348,6 +348,7 @@ class PlannedScheduling(internals.OpenScheduling):
     def drop_finished(self) -> None:
         for request_id in self.finished_req_ids:
             self.tracked.drop(request_id)
+            self.restores.drop(request_id)
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
         """Into metrics."""

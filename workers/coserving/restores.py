@@ -7,7 +7,7 @@ ends with no token as soon as its load has ended, or when there is nothing to lo
 
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import RequestStatus
 
@@ -21,6 +21,10 @@ class Restores:
         self._scheduler, self._retention = scheduler, retention
         self._waiting: dict[str, Any] = {}
 
+    @property
+    def waiting(self) -> list[Any]:
+        return list(self._waiting.values())
+
     def add(self, request: Any) -> None:
         if self._retention is not None and brings_back(request) is not None:
             self._waiting[request.request_id] = request
@@ -33,6 +37,7 @@ class Restores:
         arrived = self._scheduler.finished_recving_kv_req_ids
         for request_id, request in list(self._waiting.items()):
             if request_id in arrived or self._retention.is_back(request_id):
+                self.drop(request_id)
                 told = self._end(request, request_id in arrived)
                 outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(told)
 
@@ -44,8 +49,11 @@ class Restores:
             local = min(stats.num_local_cached_tokens, there)
         else:
             local = there = self._scheduler.cached_tokens(request)
-        stats.set(request.num_prompt_tokens, local, there - local)
-        stats.num_computed_tokens = 0
+        stats.set(there, local, there - local)  # the rest of the prompt is neither computed nor found
+        if 2 * there < request.num_prompt_tokens:
+            self._retention.did_not_come(request.request_id)
+        if self._scheduler.log_stats:  # vLLM reckons its times from there
+            request.record_event(EngineCoreEventType.SCHEDULED)
         self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED)
         return EngineCoreOutput(
             request_id=request.request_id,

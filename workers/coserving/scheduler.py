@@ -80,9 +80,8 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         if self.checkpoint is not None:  # vLLM does not ask before it loads KV from the host
             self.checkpoint.offline_may_start = plan.builder.admit_waiting
         if plan.builder.admit_waiting:
-            self.waiting.name_offline(
-                self.tracked.start_order(self.policy, self.max_num_active_reqs, internals.is_waiting)
-            )
+            started = self.tracked.start_order(self.policy, self.max_num_active_reqs, internals.is_waiting)
+            self.waiting.name_offline([*self.restores.waiting, *started])
 
     def epoch_of(self, output: Any) -> int:
         return self._safepoint.armed if self._safepoint is not None else 0

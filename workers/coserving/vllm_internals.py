@@ -52,6 +52,9 @@ SCHEDULING = ReliedOn(
             "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
             "get_num_free_blocks": ("self",),
         },
+        "vllm.v1.metrics.stats:PrefillStats": {
+            "set": ("self", "num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
+        },
         "vllm.v1.engine.core:EngineCore": {"preprocess_add_request": ("self", "request")},
     },
     attributes={
@@ -68,7 +71,7 @@ SCHEDULING = ReliedOn(
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("coordinator", "block_pool"),
         "vllm.v1.request:Request": (
             "arrival_time", "is_prefill_chunk", "num_output_tokens", "sampling_params", "client_index",
-            "trace_headers",
+            "trace_headers", "take_prefill_stats", "take_events", "record_event",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },

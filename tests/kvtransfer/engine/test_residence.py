@@ -167,6 +167,8 @@ def test_a_restore_computes_nothing_and_is_answered(
     settles = 2 * 2  # tokens of the prompts that `settle` sends
     assert grown('vllm:prompt_tokens_by_source_total{source="local_compute"}') <= settles
     assert grown("vllm:generation_tokens_total") <= settles
+    for times in ("queue_time", "prefill_time", "inference_time"):
+        assert 0 <= grown(f"vllm:request_{times}_seconds_sum") < 60
     over_feed(engine, lambda feed: feed.release(key))
     assert faults_of(engine) == []
 

@@ -36,14 +36,14 @@ def loads_of(engine: SteppedEngine) -> list[Any]:
 class HeldCopies:
     """Copies from the host, from here on: each waits until they may go. `came`: one of them waits."""
 
-    def __init__(self, engine: SteppedEngine) -> None:
+    def __init__(self, engine: SteppedEngine, come: bool = True) -> None:
         self.came, self.may_go = Event(), Event()
         host: HostSlots = engine.worker.worker_side("checkpoint").copier.memory
         known = host.known  # every mover asks it before it writes
 
         def waits(copies: list[BlockCopy]) -> list[BlockCopy]:
             self.came.set()
-            return known(copies) if self.may_go.wait(10) else []
+            return known(copies) if self.may_go.wait(10) and come else []
 
         host.known = waits  # type: ignore[method-assign]
 
@@ -168,6 +168,45 @@ def test_a_restore_that_finds_nothing_or_everything_ends_without_computing() -> 
         assert len(loads) == brought >= 9
         assert engine.computed_prompt_tokens == computed
         assert not engine.faults()
+    finally:
+        engine.close()
+
+
+def test_a_restore_waits_until_offline_work_may_start() -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        engine.side("checkpoint").offline_may_start = False
+        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        for _ in range(20):
+            engine.step()
+        assert "again" not in engine.answers
+        engine.side("checkpoint").offline_may_start = True
+        engine.run(2000)
+        assert engine.answers["again"] == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("why", ["damaged", "shares its layers"])
+def test_kv_that_does_not_come_back_is_not_said_to_be_there(why: str) -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        if why == "damaged":
+            copies = HeldCopies(engine, come=False)
+            copies.may_go.set()
+        engine.residence.fenced = why != "damaged"
+        computed = engine.computed_prompt_tokens
+        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        engine.run(2000)
+        assert (engine.answers["again"], engine.computed_prompt_tokens) == ([], computed)
+        conversation = engine.residence.conversations.get("s")
+        assert conversation is not None and conversation.phase is RetentionPhase.PARKED
+        engine.residence.fenced = False
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
+        engine.run(2000)
+        assert len(engine.answers["t2"]) == 2 and engine.wrong == []
     finally:
         engine.close()
 

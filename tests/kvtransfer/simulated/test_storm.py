@@ -63,8 +63,9 @@ class SimulatedStorm:
 
     def blow(self) -> None:
         actions = [
-            (self.turn, 10), (self.transferred_turn, 5), (self.offline, 2), (self.abort, 3), (self.park, 3),
-            (self.release, 1), (self.compact, 1), (self.corrupt, 1), (self.reset, 1), (self.pause, 2),
+            (self.turn, 10), (self.transferred_turn, 5), (self.offline, 2), (self.restore, 3),
+            (self.abort, 3), (self.park, 3), (self.release, 1), (self.compact, 1), (self.corrupt, 1),
+            (self.reset, 1), (self.pause, 2),
         ]  # fmt: skip
         kinds, weights = zip(*actions, strict=True)
         for _ in range(STEPS):
@@ -131,6 +132,14 @@ class SimulatedStorm:
     def offline(self) -> None:
         self.contexts[""] = self.said(self.rng.randrange(100, 900))
         self.ask("", priority=10)
+
+    def restore(self) -> None:
+        """Of a conversation, away or not."""
+        key = self.rng.choice(CONVERSATIONS)
+        request_id = f"back{self.rng.getrandbits(64)}"
+        said = {"brings_back": {"conversation": key, "due_in_s": self.rng.choice([0.01, 5.0])}}
+        self.decoder.add(request_id, self.contexts[key], 1, priority=10, params=said)
+        self.asked[request_id] = self.contexts[key], 0, ""  # no token of it is computed
 
     def abort(self) -> None:
         if self.prefills and self.rng.random() < 0.3:

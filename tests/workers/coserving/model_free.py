@@ -115,14 +115,21 @@ class ModelFreeEngine:
         self.aborts = self.hung_up = 0
         self.outputs: dict[str, list[int]] = {}
 
-    def ask(self, key: str, prompt: list[int], output: int, priority: int, ahead_s: float = 0.0) -> None:
-        """`ahead_s`: what its class is worth."""
+    def ask(
+        self,
+        key: str,
+        prompt: list[int],
+        output: int,
+        priority: int,
+        ahead_s: float = 0.0,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
+        """`ahead_s`: what its class is worth. `transfer`: its `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(
-            temperature=0.0, max_tokens=output, ignore_eos=True, extra_args={"ahead_s": ahead_s}
-        )
+        more = {"ahead_s": ahead_s, "kv_transfer_params": transfer}
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=more)
         params.update_from_generation_config({}, 1)
         request = Request(key, prompt, params, None, priority=priority, block_hasher=self._hasher)
         self.scheduler.add_request(request)
