@@ -13,7 +13,7 @@ request that outlives its limit, nothing left behind, every line of the batch an
 
 With --drop decoders have so little KV that they share their layers again and again (`overload: {policy:
 drop}`), and have them again when all agents rest; their processes are killed meanwhile, and clients leave
-their streams and ask again.
+their streams and ask again. They co-serve a batch, whose iterations are aborted for turns.
 """
 
 import asyncio
@@ -117,9 +117,11 @@ def prepared_to_drop() -> FleetSpec:
     fleet = live.prepared("drop")
     talks = {"park_after": PARK_AFTER_S, "ttl": TTL_S, "decoder_wait": DROP_WAIT_S}
     conversation = fleet.conversation.model_copy(update=talks)
+    coserving = fleet.coserving.model_copy(update={"enabled": True, "ttft": 2.0, "ageing": 20.0})
     args = {**fleet.engine.args, "num-gpu-blocks-override": DROP_BLOCKS}
     engine = fleet.engine.model_copy(update={"args": args})
-    return fleet.model_copy(update={"name": "chaos", "conversation": conversation, "engine": engine})
+    changed = {"name": "chaos", "conversation": conversation, "coserving": coserving, "engine": engine}
+    return fleet.model_copy(update=changed)
 
 
 def changes(home: FleetHome) -> dict[str, float]:
@@ -130,6 +132,14 @@ def changes(home: FleetHome) -> dict[str, float]:
     lines = httpx.get(f"http://{state.metrics}/metrics", timeout=30).text.splitlines()
     found = (line.removeprefix(name).rpartition("} ") for line in lines if line.startswith(name))
     return {labels: float(value) for labels, _, value in found}
+
+
+def aborts(home: FleetHome) -> float:
+    """Iterations that engines left at a safepoint, since each of them started."""
+    state, name = _status(home), "conserve_coserving_aborts_total{"
+    pages = [f"http://{one.http}/metrics" for one in state.engines if one.http] if state is not None else []
+    lines = [line for page in pages for line in httpx.get(page, timeout=30).text.splitlines()]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 class Batch:
@@ -253,7 +263,7 @@ def main() -> None:
         at_once = DROP_AGENTS if options.drop else AGENTS
         asyncio.run(play(agents, batch, minutes, inflicted, at_once, conversations))
         print("faults end; the fleet becomes whole", flush=True)
-        changed = changes(home)
+        changed, aborted = changes(home), aborts(home)
         left = settled(home)
         lost, wrong = batch.results()
         left += [f"{more} processes more" for more in (len(marked(home)) - before,) if more > 0]
@@ -270,12 +280,13 @@ def main() -> None:
     }
     print("faults:", dict(inflicted.counts.most_common()))
     print("tries:", dict(seen.tries.most_common()))
+    print(f"iterations aborted: {aborted:.0f}")
     print("layers:", {change: count for change, count in changed.items() if count})
     for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
         print(f"  {line[:400]}")
     for name, value in figures.items():
         print(f"{name} = {value}")
-    counts = {"tries": seen.tries, "by_fault": inflicted.counts, "layers": changed}
+    counts = {"tries": seen.tries, "by_fault": inflicted.counts, "layers": changed, "aborts": aborted}
     write_json(options.json, figures | counts)
     bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
     sys.exit(1 if bad or not figures["faults"] else 0)

@@ -46,6 +46,9 @@ from workers.keeper import KeeperSettings
 from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
 from workers.lmcache_server import LmcacheServer
 from workers.overload.config import (
+    COSERVING_DROPPING_CPU_WORKER,
+    COSERVING_DROPPING_SCHEDULER,
+    COSERVING_DROPPING_WORKER,
     DROPPING_CPU_WORKER,
     DROPPING_SCHEDULER,
     DROPPING_WORKER,
@@ -122,7 +125,7 @@ def _scheduler_class(fleet: FleetSpec, role: Role, coserves: bool) -> str | None
     if fleet.model.embeddings:
         return None  # vLLM's own: there are no tokens to wait for, and some of these prompts may not be cut
     if drops_on(fleet, role):
-        return DROPPING_SCHEDULER
+        return COSERVING_DROPPING_SCHEDULER if coserves else DROPPING_SCHEDULER
     return SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER
 
 
@@ -149,6 +152,8 @@ def _model_options(fleet: FleetSpec) -> dict[str, object]:
 
 def _worker_class(device: Device, coserves: bool, drops: bool) -> str | None:
     """vLLM's own where nothing of ours is needed."""
+    if drops and coserves:
+        return COSERVING_DROPPING_CPU_WORKER if device is Device.CPU else COSERVING_DROPPING_WORKER
     if drops:
         return DROPPING_CPU_WORKER if device is Device.CPU else DROPPING_WORKER
     if device is Device.CPU:

@@ -21,8 +21,6 @@ def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
         yield compiled
     if given.get("speculative-config") or given.get("enable-lora"):
         yield "speculative decoding and LoRA have parameters beside the layers"
-    if fleet.coserving.enabled:
-        yield "co-serving aborts its own iterations, not those of another engine: coserving.enabled: false"
 
 
 def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:

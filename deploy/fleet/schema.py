@@ -443,8 +443,7 @@ class OverloadSpec(Spec):
     """`off`: idle conversations keep their KV, and new ones wait. `preempt`, as plain vLLM: idle KV is lost,
     and computed again. `park`: it goes to the host, and turns wait. `drop`: beside that, two to four decoders
     keep a part of the model's layers each and serve as a pipeline until it is over; what the other layers
-    took becomes KV. In eager mode, on GPUs also with piecewise graphs (no split engine has run on one yet),
-    without co-serving."""
+    took becomes KV. In eager mode, on GPUs also with piecewise graphs (no split engine has run there yet)."""
 
 
 class RaySpec(Spec):

@@ -2,7 +2,12 @@
 
 from workers.coserving.config import CPU_WORKER_CLASS, WORKER_CLASS
 from workers.coserving.profile import on_cuda
-from workers.overload.config import DROPPING_CPU_WORKER, DROPPING_WORKER
+from workers.overload.config import (
+    COSERVING_DROPPING_CPU_WORKER,
+    COSERVING_DROPPING_WORKER,
+    DROPPING_CPU_WORKER,
+    DROPPING_WORKER,
+)
 
 # Of several engines on one GPU: vLLM wants its share to be free when one starts, and measures what is left
 # unless it is told, which goes wrong while others start or end.
@@ -13,7 +18,9 @@ def coserving_worker() -> str:
     return WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS
 
 
-def dropping_worker() -> str:
+def dropping_worker(coserves: bool = False) -> str:
+    if coserves:
+        return COSERVING_DROPPING_WORKER if on_cuda() else COSERVING_DROPPING_CPU_WORKER
     return DROPPING_WORKER if on_cuda() else DROPPING_CPU_WORKER
 
 

@@ -107,9 +107,10 @@ class Armed:
 class SafepointScheduler(SchedulerSide):
     """Arms the steps that hold offline requests, or yield by plan, each with an epoch of its own."""
 
-    def __init__(self, flag: Flag, enabled: bool) -> None:
+    def __init__(self, flag: Flag, enabled: bool, fenced: Callable[[], bool] = lambda: False) -> None:
         self.flag = flag
         self._enabled = enabled
+        self._fenced = fenced  # layers are shared, or about to be: others' parts of a step are not left
         self._offline: set[str] = set()
         # The engine's scheduler counts here, too (iterations.py).
         self.counts: Counter[str] = Counter()
@@ -129,7 +130,7 @@ class SafepointScheduler(SchedulerSide):
         self.armed = 0
         # A step with a synchronous load is not armed: its requests count tokens that the load brings layer by
         # layer.
-        if not self._enabled or scheduler_output.has_sync_kv_loads:
+        if not self._enabled or self._fenced() or scheduler_output.has_sync_kv_loads:
             return None
         tokens = scheduler_output.num_scheduled_tokens
         if not tokens or not (self.yields or not self._offline.isdisjoint(tokens)):
@@ -254,7 +255,7 @@ class SafepointPlugin(Plugin):
     def scheduler_side(self, context: EngineContext) -> SafepointScheduler:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
         enabled = config.serving.safepoints and config.serving.policy == "conserve"
-        return SafepointScheduler(_flag(context), enabled)
+        return SafepointScheduler(_flag(context), enabled, lambda: context.residence.fenced)
 
     def worker_side(self, context: EngineContext, rank: int) -> SafepointWorker:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)

@@ -6,6 +6,10 @@ OVERLOAD_PLUGIN = "workers.overload.plugin:OverloadPlugin"
 DROPPING_SCHEDULER = "workers.overload.plugin.DroppingScheduler"
 DROPPING_WORKER = "workers.overload.worker.DroppingWorker"
 DROPPING_CPU_WORKER = "workers.overload.cpu_worker.DroppingCpuWorker"
+# Of those that co-serve.
+COSERVING_DROPPING_SCHEDULER = "workers.overload.plugin.CoServingDroppingScheduler"
+COSERVING_DROPPING_WORKER = "workers.overload.worker.CoServingDroppingWorker"
+COSERVING_DROPPING_CPU_WORKER = "workers.overload.cpu_worker.CoServingDroppingCpuWorker"
 
 # Models whose pass is that of a split: an embedding, layers one after the other with a residual, a norm, as
 # tests/workers/overload/test_split_models.py reads in vLLM. A list, because layers may look right and not be:

@@ -20,11 +20,14 @@ from kvtransfer.feed import FeedCommand, Reply
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from kvtransfer.relied_on import verify
 from placement.engines import SplitState
-from placement.iteration.interface import EngineView, IterationPlan
+from placement.iteration.interface import EngineView, IterationPlan, ServingSettings
 from placement.iteration.latency import BatchWork, LatencyModel
+from placement.iteration.policies import make_policy
 from placement.overload.dropping import MOST_ENGINES, EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
-from workers.coserving.planned import PromptScheduler
+from workers.coserving.config import CoServingConfig
+from workers.coserving.planned import PlannedScheduling, PromptScheduler
+from workers.coserving.scheduler import CoServingScheduler
 from workers.overload import vllm_internals as internals
 from workers.overload.orders import (
     COUNTERS,
@@ -116,6 +119,11 @@ class OverloadScheduler(SchedulerSide):
     def pending(self) -> bool:
         """There is something to do, also for an engine without requests."""
         return self._asked is not None or self._ordered is not None or self.returning
+
+    @property
+    def fenced(self) -> bool:
+        """Layers are shared, or about to be."""
+        return self._residence.fenced
 
     @property
     def returning(self) -> bool:
@@ -379,8 +387,9 @@ class OverloadPlugin(Plugin):
     histograms = HISTOGRAMS
 
 
-class DroppingScheduler(PromptScheduler):
-    """For vLLM's `--scheduler-cls`, without asynchronous scheduling: no step is planned while one runs."""
+class DroppingScheduling(PlannedScheduling):
+    """In front of one of our schedulers, without asynchronous scheduling: no step is planned while one
+    runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         verify(internals.SCHEDULING)
@@ -390,14 +399,15 @@ class DroppingScheduler(PromptScheduler):
         self._overload = side
 
     def has_requests(self) -> bool:
-        return super().has_requests() or self._overload.pending or self._overload.steps_anyway
+        has = bool(super().has_requests())  # type: ignore[misc]
+        return has or self._overload.pending or self._overload.steps_anyway
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         if self._overload.steps_anyway and not self.requests:
             time.sleep(IDLE_S)
         self._overload.between_steps(self)
         self._say_what_decodes()
-        return super().schedule(throttle_prefills)
+        return super().schedule(throttle_prefills)  # type: ignore[misc]
 
     def _say_what_decodes(self) -> None:
         """To engines that share its layers; with prompts in the step their plan says more."""
@@ -411,6 +421,7 @@ class DroppingScheduler(PromptScheduler):
         return replace(super().engine_view(now), pipeline=self._overload.pipeline())
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
+        super().carry_out(plan, now)
         if plan.forecast is not None:
             self._overload.says(plan.forecast)
 
@@ -420,6 +431,30 @@ class DroppingScheduler(PromptScheduler):
         if self.latency.observed % MEASURED_EVERY == 0 and self.latency.observed:
             self._overload.measured(self.latency.model)
         return outputs
+
+
+class DroppingScheduler(DroppingScheduling, PromptScheduler):
+    """For vLLM's `--scheduler-cls`, without co-serving."""
+
+
+class CoServingDroppingScheduler(DroppingScheduling, CoServingScheduler):
+    """With it. While layers are shared no iteration ends at a safepoint, no offline request starts, and turns
+    are planned as on engines without co-serving."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._with_all_layers = self.policy
+        settings = CoServingConfig.from_additional_config(self.vllm_config.additional_config).serving
+        self._shared = make_policy(ServingSettings("prompts_in_order", settings.slo, settings.margin))
+
+    def needs_plan(self) -> bool:
+        self.policy = self._shared if self._overload.fenced else self._with_all_layers
+        return super().needs_plan()
+
+    def carry_out(self, plan: IterationPlan, now: float) -> None:
+        if self._overload.fenced:
+            plan.builder.admit_waiting = False
+        super().carry_out(plan, now)
 
 
 def _report_in(model_runner_output: Any) -> SplitReport | PeersForecasts | None:

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from kvtransfer.config import ConnectorConfig, transfer_secret
 from kvtransfer.relied_on import verify
 from workers.coserving import vllm_internals as passes
+from workers.coserving.worker import CoServingWorker
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import most_batched_tokens
 from workers.overload.config import OverloadConfigError
@@ -153,9 +154,9 @@ class DroppingWorkerMixin:
         return here_or_split
 
 
-class DroppingWorker(DroppingWorkerMixin, Worker):
-    """On CUDA, with the V1 model runner. While it shares layers its passes are eager; pieces of graphs are
-    good again with the whole model, because nothing in it has moved."""
+class DroppingOnCuda(DroppingWorkerMixin):
+    """With the V1 model runner. While it shares layers its passes are eager; pieces of graphs are good again
+    with the whole model, because nothing in it has moved."""
 
     def page_driver(self, nbytes: int) -> PageDriver:
         return CudaDriver(self.model_runner.device)
@@ -163,3 +164,11 @@ class DroppingWorker(DroppingWorkerMixin, Worker):
     def compiled_in_the_way(self) -> str | None:
         full = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         return "full CUDA graphs (cudagraph_mode: PIECEWISE, or --enforce-eager)" if full else None
+
+
+class DroppingWorker(DroppingOnCuda, Worker):
+    """Without co-serving."""
+
+
+class CoServingDroppingWorker(DroppingOnCuda, CoServingWorker):
+    """Its passes end early at safepoints while it has the whole model."""

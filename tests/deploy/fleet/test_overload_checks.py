@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 
 from deploy.fleet import FleetFileError, parse_fleet
-from deploy.fleet.components import connector
+from deploy.fleet.components import connector, engine_spec, engines
+from deploy.home import FleetHome
 from placement.engines import Role
+from workers.launch import Device
+from workers.overload.config import (
+    COSERVING_DROPPING_CPU_WORKER,
+    COSERVING_DROPPING_SCHEDULER,
+    COSERVING_DROPPING_WORKER,
+    DROPPING_CPU_WORKER,
+    DROPPING_SCHEDULER,
+    DROPPING_WORKER,
+)
 
 DROPS = """\
 name: test
@@ -35,6 +45,23 @@ def test_the_file_is_good() -> None:
     assert parse_fleet(DROPS.replace("backend: tcp", "encrypt: true"), "fleet.yaml").transfer.encrypt
 
 
+@pytest.mark.parametrize("device", [Device.CPU, Device.CUDA])
+@pytest.mark.parametrize("coserves", [False, True])
+def test_engines_that_co_serve_can_drop(device: Device, coserves: bool, tmp_path: Path) -> None:
+    text = DROPS.replace("enabled: false", f"enabled: {str(coserves).lower()}")
+    fleet = parse_fleet(text.replace("device: cpu", f"device: {device}"), "fleet.yaml")
+    decoder = next(one for one in engines(fleet) if one.tier.role is Role.DECODE)
+    spec = engine_spec(fleet, decoder, FleetHome(tmp_path), "127.0.0.1")
+    wanted = {
+        (Device.CPU, False): DROPPING_CPU_WORKER,
+        (Device.CPU, True): COSERVING_DROPPING_CPU_WORKER,
+        (Device.CUDA, False): DROPPING_WORKER,
+        (Device.CUDA, True): COSERVING_DROPPING_WORKER,
+    }
+    assert spec.worker_class == wanted[device, coserves]
+    assert spec.scheduler_class == (COSERVING_DROPPING_SCHEDULER if coserves else DROPPING_SCHEDULER)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
@@ -42,7 +69,6 @@ def test_the_file_is_good() -> None:
         ("enforce-eager: true", "enforce-eager: true, tensor-parallel-size: 2", "its engines have 2 ranks"),
         ("enforce-eager: true", "enforce-eager: true, quantization: awq", "may pack weights"),
         ("enforce-eager: true", "enforce-eager: true, enable-lora: true", "and LoRA have parameters"),
-        ("enabled: false", "enabled: true", r"coserving.enabled: false"),
         ("replicas: 2", "replicas: 1", "no tier has two"),
         ("backend: tcp", "backend: nixl", "set transfer.backend: tcp"),
     ],

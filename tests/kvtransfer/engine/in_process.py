@@ -46,8 +46,8 @@ class EngineHere:
         if connector is not None:
             arguments["kv_transfer_config"] = connector.to_kv_transfer_config()
             if SAFEPOINT_PLUGIN in connector.plugins:
-                arguments["scheduler_cls"] = SCHEDULER_CLASS
-                arguments["worker_cls"] = engine_device.coserving_worker()
+                arguments.setdefault("scheduler_cls", SCHEDULER_CLASS)
+                arguments.setdefault("worker_cls", engine_device.coserving_worker())
                 arguments["additional_config"] = CoServingConfig().to_additional_config()
             else:
                 arguments.setdefault("scheduler_cls", PROMPT_SCHEDULER)

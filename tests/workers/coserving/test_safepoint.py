@@ -148,4 +148,14 @@ def test_only_steps_with_offline_requests_or_that_yield_are_armed(flag: Flag) ->
     side.yields = True
     assert side.order(step("on")) is not None
     assert side.order(step("on", sync=True)) is None
+
+
+def test_no_step_is_armed_while_layers_are_shared(flag: Flag) -> None:
+    fenced = True
+    side = SafepointScheduler(flag, enabled=True, fenced=lambda: fenced)
+    side.on_new_request(SimpleNamespace(request_id="off", priority=1))
+    step = SimpleNamespace(num_scheduled_tokens={"off": 1}, has_sync_kv_loads=False)
+    assert side.order(step) is None
+    fenced = False
+    assert side.order(step) is not None
     assert side.order(step()) is None, "nothing runs"

@@ -6,8 +6,10 @@ An engine steps whenever it has something to do, as vLLM's own loop does.
 import contextlib
 import multiprocessing
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +20,9 @@ from kvtransfer.feed import FeedCommand, Reply
 from placement.iteration.latency import LatencyModel
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from tests.support.engine_device import dropping_worker
-from workers.overload.config import DROPPING_SCHEDULER, OVERLOAD_PLUGIN
+from workers.coserving.config import SAFEPOINT_PLUGIN
+from workers.coserving.safepoint import ABORTS, RUNNING, Flag
+from workers.overload.config import COSERVING_DROPPING_SCHEDULER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
 from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
 from workers.overload.plugin import NAME
@@ -47,23 +51,32 @@ class SpentSplit:
 class SplitChild:
     """In the engine's process."""
 
-    def __init__(self, model: Path, blocks: int, batched_tokens: int) -> None:
+    def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.steps_s: list[float] = []  # with something to compute
         self.highest = 0  # block that a request had, since all was forgotten
+        self.armed_shared = 0  # steps that could be aborted while layers were shared, or about to be
         connector = ConnectorConfig(
-            transfer=False, layer_hooks=False, plugins=(OVERLOAD_PLUGIN,), host_kv_gib=0.05
+            transfer=False,
+            layer_hooks=coserves,
+            safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}" if coserves else "",
+            plugins=(SAFEPOINT_PLUGIN, OVERLOAD_PLUGIN) if coserves else (OVERLOAD_PLUGIN,),
+            host_kv_gib=0.05,
         )
         self.engine = EngineHere(
             model,
             connector,
             blocks=blocks,
-            scheduler_cls=DROPPING_SCHEDULER,
-            worker_cls=dropping_worker(),
+            scheduler_cls=COSERVING_DROPPING_SCHEDULER if coserves else DROPPING_SCHEDULER,
+            worker_cls=dropping_worker(coserves),
             max_model_len=1024,
             max_num_batched_tokens=batched_tokens,
             max_num_seqs=16,
         )
         self.names: dict[str, str] = {}
+        self.interrupts = False
+        self.flag: Flag | None = self.engine.side("safepoint").flag if coserves else None
+        if self.flag is not None:
+            threading.Thread(target=self._interrupt, args=(self.flag,), daemon=True).start()
         self.split: SplitModel = self.engine.worker_side(NAME).split
         self.limit(ORDER_S)
 
@@ -71,9 +84,22 @@ class SplitChild:
     def busy(self) -> bool:
         return bool(self.engine.scheduler.has_requests())
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[Request], priority: int = 0) -> None:
         for name, prompt, output in requests:
-            self.names[self.engine.add(prompt, output)] = name
+            self.names[self.engine.add(prompt, output, priority=priority)] = name
+
+    def _interrupt(self, flag: Flag) -> None:
+        """As arrivals would: every third iteration that may be aborted."""
+        rng, last = random.Random(5), 0
+        while True:
+            time.sleep(0.001)
+            epoch = flag.fields[RUNNING]
+            if epoch != last and self.interrupts and rng.random() < 0.3:
+                flag.raise_for(epoch)
+            last = epoch
+
+    def interrupt(self, on: bool) -> None:
+        self.interrupts = on
 
     def answers(self) -> dict[str, list[int]]:
         """Those since the last time."""
@@ -100,6 +126,8 @@ class SplitChild:
             "passes": self.split.passes.tally.passes,
             "served": self.split.passes.tally.served,
             "parameters": self.split.weights.held_bytes(),
+            "aborts": self.flag.fields[ABORTS] if self.flag is not None else 0,
+            "armed_shared": self.armed_shared,
         }
 
     def forget(self) -> bool:
@@ -121,6 +149,8 @@ class SplitChild:
         began = time.monotonic()
         self.engine.step()
         self.steps_s.append(time.monotonic() - began)
+        if self.flag is not None and self.engine.connector.residence.fenced:
+            self.armed_shared += bool(self.engine.side("safepoint").armed)
         blocks = self.engine.scheduler.kv_cache_manager.block_pool.blocks
         held = (block.block_id for block in blocks if block.ref_cnt)
         self.highest = max(self.highest, *held, 0)
@@ -183,11 +213,11 @@ def serve(pipe: Connection, *arguments: Any) -> None:
 class SplitEngine:
     """The test's side of one."""
 
-    def __init__(self, model: Path, blocks: int, batched_tokens: int) -> None:
+    def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.address = ""  # of its peer server, once it is ready
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, model, blocks, batched_tokens), daemon=True
+            target=serve, args=(theirs, model, blocks, batched_tokens, coserves), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -250,9 +280,9 @@ class SplitTogether:
             reply = engine.command(FeedCommand("restore", epoch=self.epoch))
             assert reply.done, reply
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[Request], priority: int = 0) -> None:
         for number, engine in enumerate(self.engines):
-            engine.add(self.own(requests, number))
+            engine.add(self.own(requests, number), priority)
 
     def own(self, requests: list[Request], number: int) -> list[Request]:
         """Of all, those that go to this engine."""
@@ -282,10 +312,13 @@ class SplitTogether:
         self.add(asked)
         return self.finish()
 
-    def storm(self, asked: list[Request]) -> tuple[dict[str, list[int]], int]:
+    def storm(
+        self, asked: list[Request], offline: Sequence[Request] = ()
+    ) -> tuple[dict[str, list[int]], int]:
         """Drops and restores at random while these run: their answers, and how many times."""
         self.fresh()
         rng = random.Random(11)
+        self.add(list(offline), priority=10)
         self.add(asked)
         changes = 0
         while any(engine.state()["left"] > 2 for engine in self.engines):
@@ -307,9 +340,9 @@ class SplitTogether:
 
 @contextlib.contextmanager
 def together(
-    model: Path, count: int = 2, blocks: int = BLOCKS, batched_tokens: int = 128
+    model: Path, count: int = 2, blocks: int = BLOCKS, batched_tokens: int = 128, coserves: bool = False
 ) -> Iterator[SplitTogether]:
-    engines = tuple(SplitEngine(model, blocks, batched_tokens) for _ in range(count))
+    engines = tuple(SplitEngine(model, blocks, batched_tokens, coserves) for _ in range(count))
     try:
         for engine in engines:
             engine.ready()
