@@ -148,6 +148,7 @@ def test_only_steps_with_offline_requests_or_that_yield_are_armed(flag: Flag) ->
     side.yields = True
     assert side.order(step("on")) is not None
     assert side.order(step("on", sync=True)) is None
+    assert side.order(step()) is None, "nothing runs"
 
 
 def test_no_step_is_armed_while_layers_are_shared(flag: Flag) -> None:
@@ -158,4 +159,3 @@ def test_no_step_is_armed_while_layers_are_shared(flag: Flag) -> None:
     assert side.order(step) is None
     fenced = False
     assert side.order(step) is not None
-    assert side.order(step()) is None, "nothing runs"
