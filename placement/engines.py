@@ -78,6 +78,10 @@ class EngineState:
         return tokens * self.kv_per_token + self.kv_per_conversation
 
     @property
+    def shares_layers(self) -> bool:
+        return self.split is not None and self.split.epoch > 0
+
+    @property
     def drained(self) -> bool:
         """It was asked to leave and holds nothing any more: its end costs nobody anything."""
         busy = self.running or self.waiting or self.offline_running or self.offline_waiting

@@ -136,10 +136,12 @@ def changes(home: FleetHome) -> dict[str, float]:
 
 def aborts(home: FleetHome) -> float:
     """Iterations that engines left at a safepoint, since each of them started."""
-    state, name = _status(home), "conserve_coserving_aborts_total{"
-    pages = [f"http://{one.http}/metrics" for one in state.engines if one.http] if state is not None else []
-    lines = [line for page in pages for line in httpx.get(page, timeout=30).text.splitlines()]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+    state, name, total = _status(home), "conserve_coserving_aborts_total{", 0.0
+    for one in state.engines if state is not None else ():
+        with suppress(httpx.HTTPError):
+            lines = httpx.get(f"http://{one.http}/metrics", timeout=30).text.splitlines()
+            total += sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+    return total
 
 
 class Batch:
@@ -263,8 +265,9 @@ def main() -> None:
         at_once = DROP_AGENTS if options.drop else AGENTS
         asyncio.run(play(agents, batch, minutes, inflicted, at_once, conversations))
         print("faults end; the fleet becomes whole", flush=True)
-        changed, aborted = changes(home), aborts(home)
+        changed = changes(home)
         left = settled(home)
+        aborted = aborts(home)
         lost, wrong = batch.results()
         left += [f"{more} processes more" for more in (len(marked(home)) - before,) if more > 0]
     seen = agents.seen
@@ -289,7 +292,7 @@ def main() -> None:
     counts = {"tries": seen.tries, "by_fault": inflicted.counts, "layers": changed, "aborts": aborted}
     write_json(options.json, figures | counts)
     bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
-    sys.exit(1 if bad or not figures["faults"] else 0)
+    sys.exit(1 if bad or not figures["faults"] or not aborted else 0)
 
 
 if __name__ == "__main__":

@@ -96,5 +96,4 @@ def may_restore(state: EngineState, tokens: int) -> bool:
     """No turn there waits for its prompt or its KV, what comes back displaces nothing, and it can come: an
     engine that shares its layers brings nothing from its host."""
     waits = state.waiting or state.waiting_prompt_tokens
-    shares = state.split is not None and state.split.epoch > 0
-    return not (state.draining or waits or shares) and state.free_tokens >= state.takes(tokens)
+    return not (state.draining or waits or state.shares_layers) and state.free_tokens >= state.takes(tokens)

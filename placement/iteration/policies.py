@@ -1,6 +1,7 @@
 """The policies ConServe is measured against, and all policies by name."""
 
 import math
+from dataclasses import replace
 
 from placement import PlacementError
 from placement.iteration import memory
@@ -70,6 +71,16 @@ class PromptsInOrder(ServingPolicy):
 
     def observe(self, done: IterationDone) -> None:
         self._margin.see(done.predicted_s, done.seconds)
+
+
+class TurnsAlone(PromptsInOrder):
+    """While engines share their layers: offline requests give back all they hold, and none starts."""
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        offline = tuple(request for request in view.running if request.offline)
+        plan = super().plan(replace(view, running=memory.without(view.running, offline)), model)
+        plan.builder.admit_waiting = False
+        return replace(plan, preempt=tuple(request.key for request in offline))
 
 
 class NonPreemptive(ServingPolicy):

@@ -60,7 +60,7 @@ def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
     offline work sees it shrink to the queue.
     """
     state = engine.state
-    if engine.resting or (state is not None and state.draining):
+    if engine.resting or (state is not None and (state.draining or state.shares_layers)):
         return Allowance(0, 0)
     if engine.role is Role.PREFILL and not (
         settings.harvest_prefill and (settings.coserving or _idle(state))

@@ -396,7 +396,7 @@ def tell_of_arrivals(told: Callable[[Request], None]) -> None:
     """
     _Arrivals.told = told
     original = EngineCore.preprocess_add_request
-    if hasattr(original, "__wrapped__"):
+    if getattr(original, "tells_of_arrivals", False):
         return
 
     @functools.wraps(original)
@@ -406,6 +406,7 @@ def tell_of_arrivals(told: Callable[[Request], None]) -> None:
             _Arrivals.told(result[0])
         return result
 
+    preprocess_add_request.tells_of_arrivals = True  # type: ignore[attr-defined]
     EngineCore.preprocess_add_request = preprocess_add_request
 
 

@@ -7,6 +7,7 @@ While an engine is split, or about to be, no KV is loaded into it or copied from
 and parking are fenced off, and what they would have brought is computed. What is under way is waited for.
 """
 
+import copy
 import logging
 import threading
 import time
@@ -20,9 +21,9 @@ from kvtransfer.feed import FeedCommand, Reply
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from kvtransfer.relied_on import verify
 from placement.engines import SplitState
-from placement.iteration.interface import EngineView, IterationPlan, ServingSettings
-from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.policies import make_policy
+from placement.iteration.interface import EngineView, IterationPlan
+from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
+from placement.iteration.policies import TurnsAlone
 from placement.overload.dropping import MOST_ENGINES, EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
 from workers.coserving.config import CoServingConfig
@@ -397,6 +398,7 @@ class DroppingScheduling(PlannedScheduling):
         side = self.plugin(NAME)
         assert isinstance(side, OverloadScheduler), "the connector has no overload plugin"
         self._overload = side
+        self._whole: SelfCorrecting | None = None  # what is known of the whole model, while layers are shared
 
     def has_requests(self) -> bool:
         has = bool(super().has_requests())  # type: ignore[misc]
@@ -406,8 +408,16 @@ class DroppingScheduling(PlannedScheduling):
         if self._overload.steps_anyway and not self.requests:
             time.sleep(IDLE_S)
         self._overload.between_steps(self)
+        self._keep_apart()
         self._say_what_decodes()
         return super().schedule(throttle_prefills)  # type: ignore[misc]
+
+    def _keep_apart(self) -> None:
+        """What steps with a part of the layers take says nothing of those with all."""
+        if self._overload.fenced and self._whole is None:
+            self._whole, self.latency = self.latency, copy.deepcopy(self.latency)
+        elif self._whole is not None and not self._overload.fenced:
+            self.latency, self._whole = self._whole, None
 
     def _say_what_decodes(self) -> None:
         """To engines that share its layers; with prompts in the step their plan says more."""
@@ -438,23 +448,26 @@ class DroppingScheduler(DroppingScheduling, PromptScheduler):
 
 
 class CoServingDroppingScheduler(DroppingScheduling, CoServingScheduler):
-    """With it. While layers are shared no iteration ends at a safepoint, no offline request starts, and turns
-    are planned as on engines without co-serving."""
+    """With it. While layers are shared no iteration ends at a safepoint, and offline requests wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._with_all_layers = self.policy
         settings = CoServingConfig.from_additional_config(self.vllm_config.additional_config).serving
-        self._shared = make_policy(ServingSettings("prompts_in_order", settings.slo, settings.margin))
+        self._with_all_layers, self._shared = self.policy, TurnsAlone(settings)
 
     def needs_plan(self) -> bool:
         self.policy = self._shared if self._overload.fenced else self._with_all_layers
+        if self._overload.fenced and not (self.running or self._overload.pending or self._turns_wait()):
+            time.sleep(IDLE_S)
         return super().needs_plan()
 
+    def _turns_wait(self) -> bool:
+        return any(True for _ in self.tracked.online())
+
     def carry_out(self, plan: IterationPlan, now: float) -> None:
-        if self._overload.fenced:
-            plan.builder.admit_waiting = False
         super().carry_out(plan, now)
+        if self._overload.fenced:
+            self.waiting.name_offline(self.restores.waiting)  # they end: nothing is brought back
 
 
 def _report_in(model_runner_output: Any) -> SplitReport | PeersForecasts | None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.engines import EngineState, Role
+from placement.engines import EngineState, Role, SplitState
+from placement.overload.dropping import EngineShape
 from router.batch.config import DispatchSettings
 from router.batch.policy import (
     SUSPECT_AFTER,
@@ -55,6 +56,13 @@ def test_the_window_follows_what_the_decoder_runs() -> None:
     assert allowance_of(view(reported=running, in_flight=10), SETTINGS).requests == 4
     stuck = state(offline_running=10, offline_waiting=4)
     assert allowance_of(view(reported=stuck, in_flight=14), SETTINGS).requests == 0
+
+
+def test_nothing_while_it_shares_its_layers() -> None:
+    shape = EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None)
+    for epoch, requests in ((0, 4), (3, 0)):
+        shares = replace(state(), split=SplitState("host:1", shape, epoch))
+        assert allowance_of(view(reported=shares), SETTINGS).requests == requests
 
 
 def test_nothing_while_online_turns_wait_but_one_for_an_engine_that_had_none_for_long() -> None:

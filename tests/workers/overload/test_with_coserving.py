@@ -1,6 +1,8 @@
 """On real vLLM: two engines that co-serve share their layers and have them all again, while iterations with
 offline requests end at safepoints. Every answer equals that of whole engines that nobody interrupts."""
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -36,15 +38,61 @@ def test_a_storm_of_drops_restores_and_aborts(both: SplitTogether) -> None:
     assert [engine.faults() for engine in both.engines] == [[], []]
 
 
-def test_offline_work_waits_while_layers_are_shared(both: SplitTogether) -> None:
-    online, offline = requests(23, count=6, output=30), requests(24, count=4, output=10)
+def test_arrivals_are_told_of(both: SplitTogether) -> None:
+    """Two patches of one method of vLLM's: neither takes the other for itself."""
+    before = both.first.state()["arrivals"]
+    both.first.add(requests(20, count=3, output=1))
+    both.finish()
+    assert both.first.state()["arrivals"] == before + 3
+
+
+def test_offline_work_gives_all_back_and_waits_while_layers_are_shared(both: SplitTogether) -> None:
+    online, offline = requests(23, count=6, output=30), requests(24, count=4, output=100)
     right = both.right([*online, *offline])
     both.fresh()
-    both.drop()
     both.add(offline, priority=10)
+    for engine in both.engines:
+        engine.until(lambda state: state["running"] == 2 and state["generated"] > 4)
+    both.drop()
     both.add(online)
     for engine in both.engines:
-        engine.until(lambda state: state["left"] == 2)  # the offline ones
-    assert [engine.state()["running"] for engine in both.engines] == [0, 0]
+        state = engine.until(lambda state: state["left"] == 2)  # the offline ones
+        assert (state["running"], state["policy"]) == (0, "TurnsAlone")
     both.restore()
     assert both.finish() == right
+    assert [engine.state()["policy"] for engine in both.engines] == ["Conserve", "Conserve"]
+
+
+def test_what_shared_steps_take_is_not_learned_of_the_whole_model(both: SplitTogether) -> None:
+    both.fresh()
+    before = [engine.state()["observed"] for engine in both.engines]
+    both.drop()
+    both.add(requests(25, count=4, output=30))
+    both.finish()
+    assert all(
+        engine.state()["observed"] > known + 20 for engine, known in zip(both.engines, before, strict=True)
+    )
+    both.restore()
+    for engine in both.engines:
+        engine.add(requests(26, count=1, output=3))
+    both.finish()
+    after = [engine.state()["observed"] for engine in both.engines]
+    assert all(now - known <= 8 for now, known in zip(after, before, strict=True))
+
+
+def test_the_survivor_of_a_killed_peer_co_serves_alone(both: SplitTogether) -> None:
+    """The last test: there is no peer after it."""
+    online, offline = requests(27, count=8, output=60), requests(28, count=4, output=30)
+    right = both.right([*online, *offline])
+    both.fresh()
+    both.add(offline, priority=10)
+    both.split_in_flight(online)
+    pid = both.second.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    both.first.until(lambda state: not state["epoch"])
+    both.first.interrupt(True)
+    both.first.until(lambda state: not state["left"])
+    own = [name for name, _, _ in (*online[::2], *offline[::2])]
+    assert both.first.answers() == {name: right[name] for name in own}
+    assert both.first.faults() == []

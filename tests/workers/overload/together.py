@@ -22,6 +22,7 @@ from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from tests.support.engine_device import dropping_worker
 from workers.coserving.config import SAFEPOINT_PLUGIN
 from workers.coserving.safepoint import ABORTS, RUNNING, Flag
+from workers.coserving.vllm_internals import tell_of_arrivals
 from workers.overload.config import COSERVING_DROPPING_SCHEDULER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
 from workers.overload.membership import SplitLimits
 from workers.overload.memory import LayerWeights
@@ -73,9 +74,10 @@ class SplitChild:
             max_num_seqs=16,
         )
         self.names: dict[str, str] = {}
-        self.interrupts = False
+        self.interrupts, self.arrivals = False, 0
         self.flag: Flag | None = self.engine.side("safepoint").flag if coserves else None
         if self.flag is not None:
+            tell_of_arrivals(self._arrived)  # after the engine's own, which is for arrivals beside a step
             threading.Thread(target=self._interrupt, args=(self.flag,), daemon=True).start()
         self.split: SplitModel = self.engine.worker_side(NAME).split
         self.limit(ORDER_S)
@@ -97,6 +99,9 @@ class SplitChild:
             if epoch != last and self.interrupts and rng.random() < 0.3:
                 flag.raise_for(epoch)
             last = epoch
+
+    def _arrived(self, request: Any) -> None:
+        self.arrivals += 1
 
     def interrupt(self, on: bool) -> None:
         self.interrupts = on
@@ -128,6 +133,9 @@ class SplitChild:
             "parameters": self.split.weights.held_bytes(),
             "aborts": self.flag.fields[ABORTS] if self.flag is not None else 0,
             "armed_shared": self.armed_shared,
+            "arrivals": self.arrivals,
+            "observed": self.engine.scheduler.latency.observed,
+            "policy": type(self.engine.scheduler.policy).__name__,
         }
 
     def forget(self) -> bool:
