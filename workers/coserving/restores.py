@@ -44,7 +44,7 @@ class Restores:
     def _end(self, request: Any, loaded: bool) -> EngineCoreOutput:
         stats = request.take_prefill_stats() or PrefillStats()
         if loaded:
-            self._scheduler._handle_blocked_waiting_request(request)  # its blocks go to the prefix cache
+            self._scheduler.take_load(request)
             there = request.num_computed_tokens
             local = min(stats.num_local_cached_tokens, there)
         else:

@@ -270,6 +270,10 @@ class OpenScheduling:
                 self.kv_holding_waiting.remove_request(request)
                 self.waiting.add_request(request)
 
+    def take_load(self, request: Request) -> None:
+        """Of one that waited for it, when it has ended: what came goes to the prefix cache."""
+        self._handle_blocked_waiting_request(request)  # type: ignore[attr-defined]
+
     def waits_or_prefills(self) -> bool:
         """Whether any request has a prompt, or a part of one, to compute or to load."""
         waits = bool(self.waiting) or bool(self.kv_holding_waiting)
