@@ -20,7 +20,7 @@ import asyncio
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -49,7 +49,8 @@ AT_ONCE = 4
 HELD = ("running", "waiting", "conversations", "live_tokens", "parked_tokens")
 PARK_AFTER_S, TTL_S = 3.0, 90.0
 WHOLE_S, SETTLES_S, BATCH_S = 400.0, 30.0, 400.0
-LINES, LINE_TOKENS = 60, 12
+LINES, LINE_TOKENS, LINE_REPEATS = 60, 12, 12
+ABORTS_EVERY_S = 4.0
 DROP_AGENTS, DROP_CONVERSATIONS, DROP_EVERY_S, DROP_WAIT_S = 16, 200, 20.0, 60.0
 # Two engines that end under one request have it set aside for minutes, as they should: the second one is left
 # alone until what it took over has ended.
@@ -57,6 +58,7 @@ DROP_LEAST_S = 60.0
 DROP_LENGTHS = AgentLengths(
     *((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0)), hang_ups=0.1, busy_s=25.0, rest_s=10.0, apart=True
 )
+TTFT_S = 0.02  # so little that an iteration with offline work is aborted for a turn
 DROP_BLOCKS = 96  # of 32 tokens, on each decoder
 
 
@@ -107,7 +109,8 @@ def _status(home: FleetHome) -> FleetStatus | None:
 def prepared(file: Path) -> FleetSpec:
     fleet = load_fleet(file)
     talks = fleet.conversation.model_copy(update={"park_after": PARK_AFTER_S, "ttl": TTL_S})
-    coserving = fleet.coserving.model_copy(update={"enabled": True, "ttft": 2.0, "tbt": 0.3, "ageing": 20.0})
+    aborting = {"enabled": True, "ttft": TTFT_S, "tbt": 0.3, "ageing": 20.0}
+    coserving = fleet.coserving.model_copy(update=aborting)
     engine = fleet.engine.model_copy(update={"start_together": 2})
     changed = {"name": "chaos", "conversation": talks, "coserving": coserving, "engine": engine}
     return fleet.model_copy(update=changed)
@@ -117,7 +120,7 @@ def prepared_to_drop() -> FleetSpec:
     fleet = live.prepared("drop")
     talks = {"park_after": PARK_AFTER_S, "ttl": TTL_S, "decoder_wait": DROP_WAIT_S}
     conversation = fleet.conversation.model_copy(update=talks)
-    coserving = fleet.coserving.model_copy(update={"enabled": True, "ttft": 2.0, "ageing": 20.0})
+    coserving = fleet.coserving.model_copy(update={"enabled": True, "ttft": TTFT_S, "ageing": 20.0})
     args = {**fleet.engine.args, "num-gpu-blocks-override": DROP_BLOCKS}
     engine = fleet.engine.model_copy(update={"args": args})
     changed = {"name": "chaos", "conversation": conversation, "coserving": coserving, "engine": engine}
@@ -134,14 +137,27 @@ def changes(home: FleetHome) -> dict[str, float]:
     return {labels: float(value) for labels, _, value in found}
 
 
-def aborts(home: FleetHome) -> float:
-    """Iterations that engines left at a safepoint, since each of them started."""
-    state, name, total = _status(home), "conserve_coserving_aborts_total{", 0.0
-    for one in state.engines if state is not None else ():
-        with suppress(httpx.HTTPError):
-            lines = httpx.get(f"http://{one.http}/metrics", timeout=30).text.splitlines()
-            total += sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-    return total
+class AbortedIterations:
+    """Those that engines left at a safepoint, over all their lives: asked for again and again."""
+
+    def __init__(self, home: FleetHome) -> None:
+        self._home = home
+        self._last: defaultdict[str, float] = defaultdict(float)  # by engine
+        self.total = 0.0
+
+    def look(self) -> None:
+        state, name = _status(self._home), "conserve_coserving_aborts_total{"
+        for one in state.engines if state is not None else ():
+            with suppress(httpx.HTTPError):
+                lines = httpx.get(f"http://{one.http}/metrics", timeout=30).text.splitlines()
+                now = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+                before = self._last[one.engine]
+                self.total += now - before if now >= before else now
+                self._last[one.engine] = now
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.gather(asyncio.to_thread(self.look), asyncio.sleep(ABORTS_EVERY_S))
 
 
 class Batch:
@@ -151,8 +167,8 @@ class Batch:
         self._http = httpx.Client(base_url=url, timeout=60.0, headers={"authorization": "Bearer chaos"})
         self._bodies = [
             {
-                "model": model, "prompt": f"Line {number}: the agent", "temperature": 0.0, "ignore_eos": True,
-                "min_tokens": LINE_TOKENS, "max_tokens": LINE_TOKENS,
+                "model": model, "prompt": f"Line {number}: the agent " * LINE_REPEATS, "temperature": 0.0,
+                "ignore_eos": True, "min_tokens": LINE_TOKENS, "max_tokens": LINE_TOKENS,
             }
             for number in range(LINES)
         ]  # fmt: skip
@@ -226,7 +242,13 @@ def _held(home: FleetHome) -> list[str]:
 
 
 async def play(
-    agents: Agents, batch: Batch, minutes: float, inflicted: Inflicted, at_once: int, conversations: float
+    agents: Agents,
+    batch: Batch,
+    minutes: float,
+    inflicted: Inflicted,
+    aborted: AbortedIterations,
+    at_once: int,
+    conversations: float,
 ) -> None:
     await agents.learn()
     await asyncio.to_thread(batch.learn)
@@ -234,9 +256,11 @@ async def play(
     print("answers are known; faults begin", flush=True)
     until = time.monotonic() + 60 * minutes
     faults = asyncio.create_task(asyncio.to_thread(inflicted.run, until))
+    looking = asyncio.create_task(aborted.run())
     try:
         await agents.run(at_once, until, conversations)
     finally:
+        looking.cancel()
         inflicted.over.set()
         await faults
 
@@ -263,11 +287,12 @@ def main() -> None:
         before = len(marked(home))
         minutes = QUICK_MINUTES if options.quick else options.minutes
         at_once = DROP_AGENTS if options.drop else AGENTS
-        asyncio.run(play(agents, batch, minutes, inflicted, at_once, conversations))
+        aborted = AbortedIterations(home)
+        asyncio.run(play(agents, batch, minutes, inflicted, aborted, at_once, conversations))
         print("faults end; the fleet becomes whole", flush=True)
         changed = changes(home)
         left = settled(home)
-        aborted = aborts(home)
+        aborted.look()
         lost, wrong = batch.results()
         left += [f"{more} processes more" for more in (len(marked(home)) - before,) if more > 0]
     seen = agents.seen
@@ -283,16 +308,16 @@ def main() -> None:
     }
     print("faults:", dict(inflicted.counts.most_common()))
     print("tries:", dict(seen.tries.most_common()))
-    print(f"iterations aborted: {aborted:.0f}")
+    print(f"iterations aborted: {aborted.total:.0f}")
     print("layers:", {change: count for change, count in changed.items() if count})
     for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
         print(f"  {line[:400]}")
     for name, value in figures.items():
         print(f"{name} = {value}")
-    counts = {"tries": seen.tries, "by_fault": inflicted.counts, "layers": changed, "aborts": aborted}
+    counts = {"tries": seen.tries, "by_fault": inflicted.counts, "layers": changed, "aborts": aborted.total}
     write_json(options.json, figures | counts)
     bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
-    sys.exit(1 if bad or not figures["faults"] or not aborted else 0)
+    sys.exit(1 if bad or not figures["faults"] or not aborted.total else 0)
 
 
 if __name__ == "__main__":
