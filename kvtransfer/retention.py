@@ -53,6 +53,12 @@ def in_danger(
     return any(rank_of(block) > above for block in islice(queue, window))
 
 
+def rank_of(conversations: RetainedConversations, block: Any) -> EvictionRank:
+    if block.block_hash is None:
+        return EvictionRank.NOTHING
+    return conversations.rank_of(block_key(get_block_hash(block.block_hash), get_group_id(block.block_hash)))
+
+
 def leading_nobodys(queue: Iterable[Any], rank_of: Callable[[Any], EvictionRank], most: int) -> int:
     """How many of the next `most` blocks to be taken come before the first that is somebody's."""
     nobodys = 0
@@ -232,11 +238,7 @@ class RetentionScheduler(SchedulerSide):
         self._residence.counts["reordered_blocks"] += len(order)
 
     def _rank_of(self, block: Any) -> EvictionRank:
-        if block.block_hash is None:
-            return EvictionRank.NOTHING
-        return self._residence.conversations.rank_of(
-            block_key(get_block_hash(block.block_hash), get_group_id(block.block_hash))
-        )
+        return rank_of(self._residence.conversations, block)
 
     def _block_of(self, block_hash: bytes, group: int) -> Any | None:
         found = self._pool.get_cached_block(block_hash, [group])

@@ -130,7 +130,7 @@ class Dispatcher:
         engines = self._engines()
         slots = self._in_flight.slots(engines)
         self._executor.abort_closed({batch.batch for batch in backlog})
-        self._executor.abort_lost()
+        self._executor.abort_lost(engines)
         allowances = {one.engine: allowance_of(one, self._settings) for one in slots}
         usable = [allowance for allowance in allowances.values() if allowance.requests]
         free = Allowance(sum(one.requests for one in usable), sum(one.tokens for one in usable))

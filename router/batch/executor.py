@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from placement.engines import EngineInfo, EngineState
 from router.batch.config import DispatchSettings
-from router.batch.in_flight import Ending, InFlight, Verdict, back_off, judge_error, judge_status
+from router.batch.in_flight import Ending, Engines, InFlight, Verdict, back_off, judge_error, judge_status
 from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
 from router.batch.records import ClaimedRequest, Result, Usage, offline_body
 from router.batch.request_table import PutBack
@@ -25,7 +25,12 @@ from router.identity import PrefixGroups
 log = logging.getLogger("conserve.router.batch.executor")
 
 _ANSWER_BYTES = 64 << 20
-_ENGINE_LOST = "engine lost"
+# Why a request is taken back from its engine, and what that means.
+_TAKEN_BACK = {
+    "engine lost": judge_error(EngineLost("The engine left the fleet.")),
+    "engine shares its layers": Verdict(Ending.SHARES_LAYERS, engine_rests=False),
+}
+_ENGINE_LOST, _SHARES_LAYERS = _TAKEN_BACK
 _HEADERS: RawHeaders = [(b"content-type", b"application/json"), OFFLINE_HEADER]
 
 
@@ -63,11 +68,15 @@ class Executor:
             if batch not in open_batches:
                 task.cancel()
 
-    def abort_lost(self) -> None:
-        """Requests at an engine that is gone are sent elsewhere without waiting for their connections."""
+    def abort_lost(self, engines: Engines) -> None:
+        """Requests at an engine that is gone, or will not run them for a while, are sent elsewhere without
+        waiting for their connections."""
+        shares = {info.engine for info, state in engines if state is not None and state.shares_layers}
         for task, info in list(self._tasks.values()):
             if self._in_flight.lost(info):
                 task.cancel(_ENGINE_LOST)
+            elif info.engine in shares:
+                task.cancel(_SHARES_LAYERS)
 
     async def stop(self) -> None:
         tasks = [task for task, _ in self._tasks.values()]
@@ -88,10 +97,10 @@ class Executor:
         except UpstreamError as error:
             verdict = judge_error(error)
         except asyncio.CancelledError as cancelled:
-            if cancelled.args != (_ENGINE_LOST,):
+            if not cancelled.args or cancelled.args[0] not in _TAKEN_BACK:
                 LOST.labels("cancelled").inc(request.est_tokens)
                 raise
-            verdict = judge_error(EngineLost("The engine left the fleet."))
+            verdict = _TAKEN_BACK[cancelled.args[0]]
         except Exception:  # a fault of ours must not leave a request leased for ever
             log.exception("request failed batch=%d line=%d", request.batch, request.line)
             verdict = Verdict(Ending.FAULT, engine_rests=False)

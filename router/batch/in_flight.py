@@ -113,12 +113,13 @@ class Ending(StrEnum):
     UNREACHABLE = "unreachable"
     ENGINE_LOST = "engine_lost"
     TIMEOUT = "timeout"
+    SHARES_LAYERS = "shares_layers"  # its engine runs nothing offline until that is over
     FAULT = "fault"  # of ours
 
     @property
     def counts(self) -> bool:
         """As one of the request's tries."""
-        return self not in (Ending.BUSY, Ending.UNREACHABLE)
+        return self not in (Ending.BUSY, Ending.UNREACHABLE, Ending.SHARES_LAYERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ STEP_ERRORS = Counter(
 )
 
 from_zero(BATCHES_ENDED, "completed", "failed", "expired", "cancelled")
-from_zero(TRIES, "answered", "busy", "error", "unreachable", "engine_lost", "timeout", "fault")
+from_zero(
+    TRIES, "answered", "busy", "error", "unreachable", "engine_lost", "timeout", "shares_layers", "fault"
+)
 from_zero(HARVESTED, "prompt", "cached", "output")
 from_zero(LOST, "engine_lost", "error", "cancelled")
 from_zero(FLEX, "served", "client_left", "no_capacity")

@@ -20,6 +20,7 @@ from kvtransfer.connector import StepReports
 from kvtransfer.feed import FeedCommand, Reply
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from kvtransfer.relied_on import verify
+from kvtransfer.retention import rank_of
 from placement.engines import SplitState
 from placement.iteration.interface import EngineView, IterationPlan
 from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
@@ -200,7 +201,9 @@ class OverloadScheduler(SchedulerSide):
             return forecast
         if ordered.command == "drop":
             held, cached = internals.used_blocks(self._pool)
-            cached = self._latest(cached)
+            with self._residence.lock:  # what offline requests gave back was used last, and is wanted least
+                ranks = {b: rank_of(self._residence.conversations, self._pool.blocks[b]) for b in cached}
+            cached = self._latest(sorted(cached, key=lambda block: -ranks[block]))
             self._gives = bool(cached)
             return DropOrder(ordered.epoch, ordered.members, ordered.part, held, cached)
         if self.returning:
@@ -418,6 +421,7 @@ class DroppingScheduling(PlannedScheduling):
             self._whole, self.latency = self.latency, copy.deepcopy(self.latency)
         elif self._whole is not None and not self._overload.fenced:
             self.latency, self._whole = self._whole, None
+            self._report_curve(self.clock())
 
     def _say_what_decodes(self) -> None:
         """To engines that share its layers; with prompts in the step their plan says more."""
@@ -438,6 +442,7 @@ class DroppingScheduling(PlannedScheduling):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._overload.after_step(self, _report_in(model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._keep_apart()
         if self.latency.observed % MEASURED_EVERY == 0 and self.latency.observed:
             self._overload.measured(self.latency.model)
         return outputs
@@ -457,12 +462,10 @@ class CoServingDroppingScheduler(DroppingScheduling, CoServingScheduler):
 
     def needs_plan(self) -> bool:
         self.policy = self._shared if self._overload.fenced else self._with_all_layers
-        if self._overload.fenced and not (self.running or self._overload.pending or self._turns_wait()):
+        turns = any(True for _ in self.tracked.online())
+        if self._overload.fenced and not (self.running or self._overload.pending or turns):
             time.sleep(IDLE_S)
         return super().needs_plan()
-
-    def _turns_wait(self) -> bool:
-        return any(True for _ in self.tracked.online())
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
         super().carry_out(plan, now)

@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from placement.engines import EngineState, SplitState
+from placement.overload.dropping import EngineShape
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import FAST, GatewayWithBatch, StaticFleet, engine_info
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
@@ -131,6 +133,28 @@ async def test_work_of_a_lost_engine_goes_elsewhere(sqlite_url: str, tmp_path: P
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))
         await asyncio.wait_for(slow.asked.wait(), 60)
         fleet.infos[0] = engine_info("e0", other.address, epoch=2)  # restarted: the old one answers nobody
+        batch = await ended(client, batch)
+        assert batch.request_counts is not None and batch.request_counts.completed == 40
+        assert sorted(other.served) == sorted(f"r{i}" for i in range(40))
+    await gateway.stop()
+    await slow.stop()
+    await other.stop()
+
+
+async def test_work_of_an_engine_that_shares_its_layers_goes_elsewhere(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    """And is no try of it."""
+    slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
+    fleet = StaticFleet(await slow.start(), await other.start())
+    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, max_tries=1))
+    await gateway.start()
+    async with gateway.client() as client:
+        batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))
+        await asyncio.wait_for(slow.asked.wait(), 60)
+        shape = EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None)
+        shares = EngineState("e0", 1, 1, 0, 0, 0, 90_000, 0, 0, split=SplitState("host:1", shape, epoch=3))
+        fleet.states["e0"] = shares
         batch = await ended(client, batch)
         assert batch.request_counts is not None and batch.request_counts.completed == 40
         assert sorted(other.served) == sorted(f"r{i}" for i in range(40))
