@@ -124,37 +124,24 @@ async def test_a_busy_engine_is_waited_for(gateway: GatewayWithBatch, engine: Of
         assert batch.request_counts is not None and batch.request_counts.completed == 10
 
 
-async def test_work_of_a_lost_engine_goes_elsewhere(sqlite_url: str, tmp_path: Path) -> None:
-    slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
-    fleet = StaticFleet(await slow.start(), await other.start())
-    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, lost_after_s=0.6))
-    await gateway.start()
-    async with gateway.client() as client:
-        batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))
-        await asyncio.wait_for(slow.asked.wait(), 60)
-        fleet.infos[0] = engine_info("e0", other.address, epoch=2)  # restarted: the old one answers nobody
-        batch = await ended(client, batch)
-        assert batch.request_counts is not None and batch.request_counts.completed == 40
-        assert sorted(other.served) == sorted(f"r{i}" for i in range(40))
-    await gateway.stop()
-    await slow.stop()
-    await other.stop()
-
-
-async def test_work_of_an_engine_that_shares_its_layers_goes_elsewhere(
-    sqlite_url: str, tmp_path: Path
+@pytest.mark.parametrize("why", ["restarted", "shares its layers"])
+async def test_work_of_an_engine_that_will_not_do_it_goes_elsewhere(
+    sqlite_url: str, tmp_path: Path, why: str
 ) -> None:
-    """And is no try of it."""
     slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
     fleet = StaticFleet(await slow.start(), await other.start())
-    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, max_tries=1))
+    # What is left at an engine for a while is no try of it.
+    settings = replace(FAST, max_tries=1) if why == "shares its layers" else replace(FAST, lost_after_s=0.6)
+    gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, settings)
     await gateway.start()
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))
         await asyncio.wait_for(slow.asked.wait(), 60)
-        shape = EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None)
-        shares = EngineState("e0", 1, 1, 0, 0, 0, 90_000, 0, 0, split=SplitState("host:1", shape, epoch=3))
-        fleet.states["e0"] = shares
+        if why == "restarted":
+            fleet.infos[0] = engine_info("e0", other.address, epoch=2)  # the old one answers nobody
+        else:
+            split = SplitState("host:1", EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None), epoch=3)
+            fleet.states["e0"] = EngineState("e0", 1, 1, 0, 0, 0, 90_000, 0, 0, split=split)
         batch = await ended(client, batch)
         assert batch.request_counts is not None and batch.request_counts.completed == 40
         assert sorted(other.served) == sorted(f"r{i}" for i in range(40))
