@@ -74,8 +74,9 @@ def test_streams_go_on_equal_to_undisturbed_ones(
     pids = {name: vllm_process(fleet, name, process) for name in ("decode-0", "decode-1")}
     streams = [start(fleet, number, hit) for number in range(count)]
     fleet.until(lambda: all(s.text or s.arguments for s in streams), STREAM_S, "all to have begun")
-    # Of the decoder with the last one that runs; asking which one it is must not take until all have ended.
-    last = max(number for number, stream in enumerate(streams) if not stream.finished)
+    # Of the decoder of the one that has most to come: asking which it is must not take until all have ended.
+    running = [number for number, stream in enumerate(streams) if not stream.finished]
+    last = min(running, key=lambda number: len(streams[number].text + streams[number].arguments))
     os.kill(pids[conversation(fleet, f"{hit}-{last}")["decoder"]], how)
     for stream in streams:
         stream.end(STREAM_S)
