@@ -81,7 +81,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self._ended = 0.0  # the iteration before
         self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
         self._curve_at = 0.0
-        self._report_curve(0.0)
+        self.report_curve(0.0)
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
         """What of the engine's settings this scheduler has a say in."""
@@ -331,12 +331,12 @@ class PlannedScheduling(internals.OpenScheduling):
         # After a prompt at once: an engine that only prefills may end no iteration for a long while.
         due = iteration.prompt_tokens or now >= self._curve_at + CURVE_S
         if due and self._drawn is not self.latency.fitted:
-            self._report_curve(now)
+            self.report_curve(now)
         self.count(iteration, seconds, late)
         if self._log.kept:
             self._log.write(self.entry(iteration, now, seconds, late))
 
-    def _report_curve(self, now: float) -> None:
+    def report_curve(self, now: float) -> None:
         """What a prompt takes here alone, as far as is known: placers go by it."""
         if self._report is None:
             return

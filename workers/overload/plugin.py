@@ -421,7 +421,7 @@ class DroppingScheduling(PlannedScheduling):
             self._whole, self.latency = self.latency, copy.deepcopy(self.latency)
         elif self._whole is not None and not self._overload.fenced:
             self.latency, self._whole = self._whole, None
-            self._report_curve(self.clock())
+            self.report_curve(self.clock())
 
     def _say_what_decodes(self) -> None:
         """To engines that share its layers; with prompts in the step their plan says more."""

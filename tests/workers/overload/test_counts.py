@@ -10,7 +10,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 
+from kvtransfer.config import ConnectorConfig
 from kvtransfer.feed import FeedCommand
+from kvtransfer.residence import Residence
 from tests.workers.overload.workers_here import scheduler_side
 from workers.overload.exchange import LinkOrder
 from workers.overload.orders import (
@@ -81,9 +83,9 @@ class SideWithBlocks:
         self.pool.cache_full_blocks(request, self.blocks, 0, 12, 16, 0)
         self.held, self.cached = self.blocks[:2], self.blocks[2:]
         self.pool.free_blocks(self.cached)  # the last of them was used last
-        residence = SimpleNamespace(clock=lambda: 0.0, split=None, fenced=False, at_rest=True)
+        self.residence = Residence(ConnectorConfig(), 0, lambda: 0.0)
         config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-        context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
+        context: Any = SimpleNamespace(residence=self.residence, commands={}, vllm_config=config)
         self.side = OverloadScheduler(context)
         self.side.bind(SimpleNamespace(block_pool=self.pool))
         facts = WorkerFacts("a:1", 8, 1_000, int(LINK_BYTES_PER_S / 8 / blocks_per_s), 64)
@@ -120,6 +122,18 @@ def test_what_the_link_would_take_too_long_for_is_forgotten_and_counted() -> Non
     assert order.cached == [block.block_id for block in reversed(made.cached[-5:])]
     assert [bool(block.block_hash) for block in made.blocks] == [True] * 2 + [False] * 5 + [True] * 5
     assert made.side.take_counts()["split_forgotten_blocks"] == 5 and "split_forgotten_blocks" in COUNTERS
+
+
+def test_what_offline_requests_gave_back_goes_after_what_conversations_have() -> None:
+    """Though it was used last."""
+    made = SideWithBlocks(5 / EXCHANGE_S)
+    conversations = made.residence.conversations
+    for key, offline, numbers in (("c", False, range(2, 6)), ("offline:r", True, range(6, 12))):
+        hashes = [BlockHash(b"%d" % number) for number in numbers]
+        conversation = conversations.begin_turn(key, hashes, offline)
+        conversations.advance(conversation, hashes)
+    order = made.ordered("drop")
+    assert sorted(order.cached) == ids(*made.cached[:4], made.cached[-1])
 
 
 @pytest.fixture
