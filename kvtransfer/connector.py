@@ -319,9 +319,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._matches[request.request_id] = name, match
                 return match.tokens, match.background
         if brings_back(request) is not None:
-            self.residence.back.add(
-                request.request_id
-            )  # the scheduler ends it: workers/coserving/restores.py
+            # Nothing is computed for it: the scheduler ends it (workers/coserving/restores.py).
+            self.residence.back.add(request.request_id)
             return None, False
         return 0, False
 

@@ -461,9 +461,9 @@ class CoServingDroppingScheduler(DroppingScheduling, CoServingScheduler):
         self._with_all_layers, self._shared = self.policy, TurnsAlone(settings)
 
     def needs_plan(self) -> bool:
-        self.policy = self._shared if self._overload.fenced else self._with_all_layers
-        turns = any(True for _ in self.tracked.online())
-        if self._overload.fenced and not (self.running or self._overload.pending or turns):
+        fenced = self._overload.fenced
+        self.policy = self._shared if fenced else self._with_all_layers
+        if fenced and not (self.running or self._overload.pending or any(self.tracked.online())):
             time.sleep(IDLE_S)
         return super().needs_plan()
 
