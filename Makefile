@@ -27,7 +27,7 @@ types:
 fast:
 	@$(PY) -m tests.run fast
 
-# What the structure is, in numbers; `--trips` starts a fleet and counts the files of a turn too.
+# Print the figures of the structure; `--trips` starts a fleet and counts the files of a turn too.
 structure: install
 	@$(PY) -m benchmarks.structure
 

@@ -1,17 +1,31 @@
-"""Counter of the structure: modules, lines, import circles, class names, and the files of a turn.
+"""Count the lines, import circles, folders and docstring faults of a source tree.
 
-    python -m benchmarks.structure                      what the syntax trees say
-    python -m benchmarks.structure --trips              and the product files that one turn passes through
-    python -m benchmarks.structure --tree ../other ...  the same of another checkout
+    python -m benchmarks.structure                            print the figures
+    python -m benchmarks.structure --json FILE                and write them to FILE
+    python -m benchmarks.structure --list docstring_fragments print each place of one figure
+    python -m benchmarks.structure --trips                    also count the files that one turn runs
+    python -m benchmarks.structure --tree ../other            count another checkout
 
-A *module* is a Python file of a product package that protoc did not write; a *small* one has under 60 lines.
-An *import circle* is a group of modules that reach one another by import statements, wherever they stand:
-under TYPE_CHECKING and inside functions too. What a trip is, `benchmarks.trips` says.
+The figures leave out files that protoc wrote:
+
+    product_lines        lines of the product packages
+    benchmark_lines      lines of benchmarks/
+    circles              groups of product modules that import one another, inside functions too
+    fmt_skips            `# fmt: skip` comments anywhere in the tree
+    docstring_fragments  docstrings anywhere in the tree that begin with a word of FRAGMENTS
+    short_docstrings     docstrings of product and benchmarks with fewer than four words
+    longest_folder       Python files of the product folder that has most, deploy/cli excepted
+    files_over_400       files of product and benchmarks with more than 400 lines
+    first_turn_files     with --trips: product files that the first turn of a conversation runs
+    later_turn_files     with --trips: product files that its second turn runs
 """
 
 import argparse
 import ast
 import gc
+import io
+import json
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +34,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("placement", "kvtransfer", "workers", "router", "deploy", "traces")
-SMALL = 60
+OTHER = ("configs", "tests", "examples", "recipes")
+FRAGMENTS = {
+    *("Of", "Those", "Who", "Whose", "Whoever", "What", "Whatever"),
+    *("Likewise", "It", "Its", "Their", "They", "Them", "None"),
+}
+SHORTEST_DOCSTRING = 4
+LONG_FILE = 400
+SMALL_FILE = 60
+CLI = "deploy/cli"
 
 
 @dataclass(frozen=True)
@@ -41,8 +63,8 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        # What a collection runs in the middle of it may parse, too, which CPython 3.11 takes for an error of
-        # its own: "AST constructor recursion depth mismatch".
+        # A garbage collection in the middle of a parse may run code that parses too. CPython 3.11 then raises
+        # "AST constructor recursion depth mismatch".
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -55,8 +77,23 @@ class Module:
     def classes(self) -> Iterator[ast.ClassDef]:
         return (node for node in self.nodes if isinstance(node, ast.ClassDef))
 
+    def docstrings(self) -> Iterator[tuple[int, str]]:
+        """Yield the line number and the text of each docstring."""
+        for node in self.nodes:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield node.body[0].lineno, text
+
+    def fmt_skips(self) -> Iterator[int]:
+        """Yield the line numbers of `# fmt: skip` comments, strings that quote one excepted."""
+        if "fmt: skip" in self.text:
+            for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+                if token.type == tokenize.COMMENT and "fmt: skip" in token.string:
+                    yield token.start[0]
+
     def imported(self) -> Iterator[tuple[str, list[str]]]:
-        """Module, and what is taken out of it: (a.b, []) for `import a.b`."""
+        """Yield each imported module with the names taken from it: (a.b, []) for `import a.b`."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((alias.name, []) for alias in node.names)
@@ -74,6 +111,7 @@ class Module:
 
 
 def modules(root: Path = ROOT, packages: tuple[str, ...] = PRODUCT) -> dict[str, Module]:
+    """Return the modules of some packages by dotted name, without files that protoc wrote."""
     found = {}
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
@@ -86,6 +124,7 @@ def modules(root: Path = ROOT, packages: tuple[str, ...] = PRODUCT) -> dict[str,
 
 
 def import_graph(found: dict[str, Module]) -> dict[str, set[str]]:
+    """Return the modules that each module imports, among those that were found."""
     graph: dict[str, set[str]] = {}
     for module in found.values():
         targets = set()
@@ -100,7 +139,7 @@ def import_graph(found: dict[str, Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected groups of more than one module (Tarjan)."""
+    """Return the strongly connected groups of more than one module (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -128,6 +167,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def class_names_defined_twice(found: dict[str, Module]) -> dict[str, list[str]]:
+    """Return the modules of each class name that more than one module defines."""
     where: dict[str, list[str]] = defaultdict(list)
     for module in found.values():
         for node in module.classes:
@@ -135,34 +175,121 @@ def class_names_defined_twice(found: dict[str, Module]) -> dict[str, list[str]]:
     return {name: places for name, places in sorted(where.items()) if len(places) > 1}
 
 
+def begins_with_fragment(docstring: str) -> bool:
+    """Tell whether a docstring begins with a word that leaves out its noun or verb."""
+    return docstring.split(maxsplit=1)[0].rstrip(",:;") in FRAGMENTS
+
+
+def is_short(docstring: str) -> bool:
+    return len(docstring.split()) < SHORTEST_DOCSTRING
+
+
+def folder_sizes(root: Path, product: dict[str, Module]) -> dict[str, int]:
+    """Return the number of Python files in each product folder outside the CLI."""
+    sizes: dict[str, int] = defaultdict(int)
+    for module in product.values():
+        folder = module.path.parent.relative_to(root).as_posix()
+        if not f"{folder}/".startswith(f"{CLI}/"):
+            sizes[folder] += 1
+    return dict(sizes)
+
+
+class Structure:
+    """The figures of one source tree, and the places behind each figure."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.product = modules(root)
+        self.benchmarks = modules(root, ("benchmarks",))
+        self.counted = {**self.product, **self.benchmarks}
+        self.everything = {**self.counted, **modules(root, OTHER)}
+
+    def places(self) -> dict[str, list[str]]:
+        """Return what each figure counts, by the figure's name."""
+        docstrings = [
+            (module, line, text) for module in self.everything.values() for line, text in module.docstrings()
+        ]
+        sizes = sorted(folder_sizes(self.root, self.product).items(), key=lambda item: -item[1])
+        return {
+            "circles": [", ".join(group) for group in circles(import_graph(self.product))],
+            "fmt_skips": [
+                self._at(module, line) for module in self.everything.values() for line in module.fmt_skips()
+            ],
+            "docstring_fragments": [
+                f"{self._at(module, line)}: {text.splitlines()[0]}"
+                for module, line, text in docstrings
+                if begins_with_fragment(text)
+            ],
+            "short_docstrings": [
+                f"{self._at(module, line)}: {text}"
+                for module, line, text in docstrings
+                if module.name in self.counted and is_short(text)
+            ],
+            "longest_folder": [f"{folder}: {size}" for folder, size in sizes],
+            "files_over_400": [
+                f"{module.path.relative_to(self.root)}: {module.lines}"
+                for module in self.counted.values()
+                if module.lines > LONG_FILE
+            ],
+        }
+
+    def figures(self) -> dict[str, int]:
+        """Return the figures by name, as `--json` writes them."""
+        counts = {name: len(found) for name, found in self.places().items()}
+        return {
+            "product_lines": sum(module.lines for module in self.product.values()),
+            "benchmark_lines": sum(module.lines for module in self.benchmarks.values()),
+            **counts,
+            "longest_folder": max(folder_sizes(self.root, self.product).values()),
+        }
+
+    def print_packages(self) -> None:
+        """Print a table of the packages: modules, lines, small modules and the longest module."""
+        print(f"{'package':<12}{'modules':>9}{'lines':>9}{f'under {SMALL_FILE}':>10}{'longest':>9}")
+        for package in (*PRODUCT, "benchmarks"):
+            lines = [module.lines for module in self.counted.values() if module.package == package]
+            small = sum(count < SMALL_FILE for count in lines)
+            print(f"{package:<12}{len(lines):>9}{sum(lines):>9}{small:>10}{max(lines, default=0):>9}")
+
+    def _at(self, module: Module, line: int) -> str:
+        return f"{module.path.relative_to(self.root)}:{line}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.structure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to count (default: this one)")
     parser.add_argument("--trips", action="store_true", help="start a fleet and observe two turns")
+    parser.add_argument("--list", metavar="FIGURE", help="print each place that this figure counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = parser.parse_args()
-    root = arguments.tree.resolve()
-    found = modules(root)
+    structure = Structure(arguments.tree.resolve())
 
-    print(f"{'package':<12}{'modules':>9}{'lines':>9}{'under ' + str(SMALL):>10}{'longest':>9}")
-    for package in (*PRODUCT, "all"):
-        ours = [module for module in found.values() if package in (module.package, "all")]
-        small = sum(module.lines < SMALL for module in ours)
-        lines = [module.lines for module in ours]
-        print(f"{package:<12}{len(ours):>9}{sum(lines):>9}{small:>10}{max(lines):>9}")
+    if arguments.list:
+        places = structure.places()
+        if arguments.list not in places:
+            parser.error(f"--list knows {', '.join(places)}")
+        print("\n".join(places[arguments.list]))
+        return
 
-    groups = circles(import_graph(found))
-    print(f"\nimport circles: {len(groups)}")
-    for group in groups:
-        print("  " + ", ".join(group))
-    twice = class_names_defined_twice(found)
-    print(f"\nclass names defined more than once: {len(twice)}")
-    for name, places in twice.items():
-        print(f"  {name}: {', '.join(places)}")
-
+    structure.print_packages()
+    figures = structure.figures()
     if arguments.trips:
         from benchmarks import trips
 
-        trips.report(root)
+        figures |= trips.measure(structure.root)
+    print()
+    for name, value in figures.items():
+        print(f"{name:<20}{value:>8,}")
+    twice = class_names_defined_twice(structure.product)
+    print(f"{'class names twice':<20}{len(twice):>8}")
+    for name, where in twice.items():
+        print(f"  {name}: {', '.join(where)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
