@@ -1,0 +1,97 @@
+"""Decode steps behind the product's safepoint. All that depends on its interface is in this file."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.decode_layers import DecodeLayers, LayerHook
+from workers.coserving.safepoint import RUN_AHEAD, Armed, Flag, LayerFence, SafepointAbort, SafepointWorker
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    host_s: float  # until everything is launched
+    step_s: float  # until the device is done
+    since_signal_s: float  # from the signal until the device is done
+    aborted: bool
+
+
+def timed(launch: Callable[[], object], finish: Callable[[], object]) -> StepTimes:
+    began = time.perf_counter()
+    launch()
+    launched = time.perf_counter()
+    finish()
+    return StepTimes(launched - began, time.perf_counter() - began, 0.0, False)
+
+
+def fence_hooks(device: str, layers: int, ahead: int) -> tuple[LayerHook, LayerHook]:
+    """Return what a step in pieces calls before and after each layer: a fence by itself, without a flag."""
+    event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else _DoneEvent
+    fence = LayerFence(layers, ahead, event)
+    return fence.wait, fence.passed
+
+
+class _DoneEvent:
+    """Stands for a CUDA event on a CPU, where work is done when its call returns."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class AbortableSteps:
+    """Steps in pieces with the safepoint's hooks: with epoch 0 it is not armed, and only called."""
+
+    def __init__(self, device: str, layers: DecodeLayers, flag: Flag) -> None:
+        self._layers = layers
+        self._flag = flag
+        self._epoch = 0
+        self._names = [f"layer{n}" for n in range(layers.layers)]
+        self._worker = SafepointWorker(flag, 1, 0, 1, RUN_AHEAD)
+        self._worker.register({name: torch.empty(1, device=device) for name in self._names})
+
+    def step(self, armed: bool = True, leave_at: int | None = None, *, wait: bool = True) -> StepTimes:
+        """Run a step; the signal for `leave_at` comes just after the layer before it has been checked."""
+        self._epoch += 1
+        worker, signalled = self._worker, [0.0]
+
+        def signal() -> None:
+            signalled[0] = time.perf_counter()
+            self._flag.raise_for(self._epoch)
+
+        def before(layer: int) -> None:
+            worker.before_layer(self._names[layer])
+            if leave_at is not None and layer == leave_at - 1:
+                signal()
+
+        def after(layer: int) -> None:
+            worker.after_layer(self._names[layer])
+
+        worker.before_step(Armed(self._epoch) if armed else None)
+        began, aborted = time.perf_counter(), False
+        if leave_at == 0:
+            signal()
+        try:
+            self._layers.step_in_pieces(before, after)
+        except SafepointAbort:
+            aborted = True
+        launched = time.perf_counter()
+        if wait:
+            self._layers.finish()
+        worker.after_step()
+        ended = time.perf_counter()
+        return StepTimes(launched - began, ended - began, ended - signalled[0], aborted)
+
+
+@contextmanager
+def abortable_steps(device: str, layers: DecodeLayers) -> Iterator[AbortableSteps]:
+    flag = Flag(f"conserve-gpu-{os.getpid()}")
+    try:
+        yield AbortableSteps(device, layers, flag)
+    finally:
+        flag.remove()

@@ -1,0 +1,105 @@
+"""Bytes after an aborted step: of a block that is loaded then, and of input that was on its way."""
+
+import torch
+
+from benchmarks.gpu.abortable_steps import AbortableSteps, abortable_steps
+from benchmarks.gpu.decode_layers import DecodeLayers
+from benchmarks.gpu.figures import Figures
+from benchmarks.gpu.host_tier_copies import made_blocks
+from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
+from kvtransfer.checkpoint.scheduler import BlockCopy
+from kvtransfer.side_stream import cuda_of
+
+INPUT_BYTES = {"64B": 64, "64KiB": 64 << 10}
+LEAVE_AT = (0, 1, 2)
+BEFORE = IDLE, AFTER_ABORT, AFTER_WHOLE = "idle", "after_aborted_step", "behind_whole_step"
+
+
+def aborted_steps(device: str) -> Figures:
+    decode = DecodeLayers(device)
+    found = load_after_abort(device, decode) | abort_inputs(device, decode)
+    found["equal"] = all(value for name, value in found.items() if name.endswith("_equal"))
+    return found
+
+
+def load_after_abort(device: str, decode: DecodeLayers) -> Figures:
+    """A load waits for kernels that an aborted step left, which still write to its block."""
+    rounds = 10 if device == "cuda" else 2
+    kv = made_blocks(device, 4, 16, 64 << 10)
+    layers = list(kv.unbind())
+    wanted = kv[:, 1].clone()
+    mover, memory = CudaMover(layers, cuda_of(kv)), memory_for(layers, 1)
+    mover.store(memory, [BlockCopy(1, slot=0, generation=1)])
+    back = [BlockCopy(5, slot=0, generation=1)]
+    right = overtaken = 0
+    for _ in range(rounds):
+        for marked in (False, True):
+            decode.step_as_whole_graph()
+            kv[:, 5] = 7
+            if marked:
+                mover.mark()
+            known = mover.load(memory, back) == back
+            decode.finish()
+            equal = known and torch.equal(kv[:, 5], wanted)
+            right += marked and equal
+            overtaken += not marked and not equal
+        mover = CudaMover(layers, cuda_of(kv))  # without a mark
+    memory.close()
+    return {
+        "load_after_abort_equal": right == rounds,
+        "load_after_abort_rounds": rounds,
+        "load_after_abort_without_mark_wrong": overtaken,  # more than none on a GPU: the hazard is real
+    }
+
+
+def abort_inputs(device: str, decode: DecodeLayers) -> Figures:
+    """Pinned input is overwritten right after an abort: count the steps in which the device saw later bytes.
+
+    A step copies its input, clones what arrived, and is aborted at the first layers. Before it the device has
+    nothing to do, the last layers of an aborted step, or a whole step: that no engine has, and it shows that
+    later bytes are seen at all.
+    """
+    rounds = 20 if device == "cuda" else 2
+    found: Figures = {"abort_inputs_rounds": rounds}
+    equal = True
+    with abortable_steps(device, decode) as steps:
+        steps.step()
+        for size_name, nbytes in INPUT_BYTES.items():
+            for leave_at in LEAVE_AT:
+                for before in BEFORE:
+                    for synchronised in (False, True):
+                        wrong = sum(
+                            not _saw_its_input(device, steps, decode, nbytes, leave_at, before, synchronised)
+                            for _ in range(rounds)
+                        )
+                        way = "synchronised" if synchronised else "unsynchronised"
+                        found[f"abort_at_{leave_at}_{size_name}_{before}_{way}_wrong"] = wrong
+                        equal &= not (synchronised and wrong)
+    found["abort_inputs_synchronised_equal"] = equal
+    return found
+
+
+def _saw_its_input(
+    device: str,
+    steps: AbortableSteps,
+    decode: DecodeLayers,
+    nbytes: int,
+    leave_at: int,
+    before: str,
+    synchronised: bool,
+) -> bool:
+    pinned = torch.full((nbytes,), 1, dtype=torch.uint8, pin_memory=device == "cuda")
+    arrived = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    decode.finish()
+    if before == AFTER_ABORT:
+        steps.step(leave_at=decode.layers // 2, wait=False)
+    elif before == AFTER_WHOLE:
+        decode.step_as_whole_graph()
+    arrived.copy_(pinned, non_blocking=True)
+    seen = arrived.clone()
+    left = steps.step(leave_at=leave_at, wait=False)
+    if synchronised:
+        decode.finish()
+    pinned.numpy()[:] = 2
+    decode.finish()
+    return left.aborted and bool((seen == 1).all())
