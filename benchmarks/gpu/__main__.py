@@ -1,70 +1,73 @@
-"""What only a GPU can show.
+"""Measures on a GPU what only a GPU can show.
 
-    python -m benchmarks.gpu [--mechanisms | --engines] [--page FILE] [--json FILE]
+    python -m benchmarks.gpu [--only STEP,...] [--skip STEP,...] [--limit S] [--out FILE] [--page FILE]
 
---mechanisms needs torch and no vLLM: eight prompts through staging windows, blocks to the host and back,
-kernels beside copies, a load behind kernels that an abort left, the fence between graph pieces and the time
-from signal to abort, parameters whose pages become KV and come back, energy as the driver counts it.
-Bandwidths stand beside plain copies of the same run; bytes are compared. --engines needs vLLM: a model of
-real size with random weights, plain and with ours, on this GPU. Without an option both run. Without CUDA the
-doubles run on the CPU, and engines of the small model, which the page says.
+Every step runs in a process of its own with a time limit, and appends its figures to `--out` as JSON lines
+as soon as they are known: a run that is cut off loses nothing that was measured. Steps of the group `torch`
+need torch alone. Steps of the group `engines` start vLLM with a model of Qwen3 8B's sizes and random
+weights, one engine at a time, with 0.85 of the GPU's memory. Without CUDA the steps run on the CPU with
+small sizes, which shows only that they run. `--list` prints the steps.
 """
 
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from benchmarks.gpu.mechanisms import mechanisms
+from benchmarks.gpu.results import compare_with_plain, failed_steps, page, read_results
+from benchmarks.gpu.runner import SEQUENCE, StepSelectionError, run_step, select
 from benchmarks.output import command, write_json
-
-WITHOUT = (
-    "a machine without CUDA: the mechanisms' doubles ran on its CPU,\nwhere a copy is done when it has been "
-    "called. Times and bandwidths would say nothing of a GPU, and are left out"
-)
+from workers.coserving.profile import on_cuda
 
 
-def page(machine: str, found: dict[str, dict[str, Any]]) -> str:
-    lines = [
-        "# What a GPU shows",
-        "",
-        f"`python -m benchmarks.gpu`, on {machine}.",
-        "Bandwidths are GB/s, the best of the run's rounds.",
-        "",
-        "| | | |",
-        "|---|---|---|",
-    ]
-    for part, figures in found.items():
-        lines.append(f"| **{part}** | {figures.get('failed', 'ran')} | |")
-        for name, value in figures.items():
-            if isinstance(value, bool | int) or (machine != WITHOUT and isinstance(value, float)):
-                shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-                lines.append(f"| {part} | {name} | {shown} |")
-    return "\n".join(lines) + "\n"
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def machine_name(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "a machine without CUDA, with small sizes"
+    from workers.power.nvml import Gpus
+
+    with Gpus() as gpus:
+        return f"{gpus.all()[0].name}, torch {torch.__version__}"
 
 
 def main() -> None:
     parser = command(__doc__)
-    parts = parser.add_mutually_exclusive_group()
-    parts.add_argument("--mechanisms", action="store_true", help="what needs torch and no vLLM")
-    parts.add_argument("--engines", action="store_true", help="what needs vLLM")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="a page to write")
+    parser.add_argument("--only", type=names, default=[], help="steps or groups to run")
+    parser.add_argument("--skip", type=names, default=[], help="steps or groups to leave out")
+    parser.add_argument("--limit", type=float, help="seconds that a step may take, instead of its own limit")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line per figure group here")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a Markdown page here")
+    parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if device == "cuda" else WITHOUT
-    found = {} if arguments.engines else mechanisms(device)
-    if not arguments.mechanisms:
-        from benchmarks.gpu.engines import measure_engines
-
-        found |= measure_engines(device)
-    text = page(machine, found)
+    if arguments.list:
+        for step in SEQUENCE:
+            print(f"{step.name:24}{step.group:10}{step.limit_s:.0f} s")
+        return
+    try:
+        steps = select(arguments.only, arguments.skip)
+    except StepSelectionError as wrong:
+        sys.exit(str(wrong))
+    device = "cuda" if on_cuda() else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        out = arguments.out or Path(folder, "results.jsonl")
+        for step in steps:
+            limit = arguments.limit or step.limit_s
+            run_step(replace(step, limit_s=limit), device, out, Path(folder, "vllm"))
+        found = read_results(out)
+    compare_with_plain(found)
+    machine = machine_name(device)
+    text = page(machine, found, device)
     if arguments.page:
         arguments.page.write_text(text)
     write_json(arguments.json, {"machine": machine, **found})
     print(text)
-    wrong = [name for name, figures in found.items() if "failed" in figures or figures.get("equal") is False]
-    sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
+    failed = [name for name in failed_steps(found) if name in {step.name for step in steps}]
+    sys.exit(f"not as expected: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

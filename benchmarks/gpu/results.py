@@ -1,0 +1,75 @@
+"""Results of the GPU steps: one JSON line per figure group, appended as soon as it is known."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+class ResultLog:
+    """Appends the figures of one step to a file that other steps append to as well."""
+
+    def __init__(self, path: Path, step: str) -> None:
+        self._path = path
+        self._step = step
+
+    def add(self, figures: Figures) -> None:
+        """Write one line and flush it, so that a killed step loses nothing that it measured."""
+        line = json.dumps({"step": self._step, "at": round(time.time(), 3), "figures": figures})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+
+def read_results(path: Path) -> dict[str, Figures]:
+    """Return the figures of each step. A later line replaces equal keys of an earlier one."""
+    found: dict[str, Figures] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # a line that a killed process did not finish
+        found.setdefault(entry["step"], {}).update(entry["figures"])
+    return found
+
+
+def compare_with_plain(found: dict[str, Figures]) -> None:
+    """Add `*_vs_plain` ratios to every engine step that has a figure of plain vLLM too."""
+    plain = found.get("plain", {})
+    for name, figures in found.items():
+        if name == "plain":
+            continue
+        for figure, value in list(figures.items()):
+            base = plain.get(figure)
+            if figure.startswith(("tbt", "ttft")) and base and isinstance(value, float):
+                figures[f"{figure.removesuffix('_s')}_vs_plain"] = value / base
+        for figure, value in list(figures.items()):
+            base = plain.get(figure.replace("handed_over_", "ttft_of_"))
+            if figure.startswith("handed_over") and base:
+                figures[f"{figure.removesuffix('_s')}_vs_plain"] = value / base
+
+
+def failed_steps(found: dict[str, Figures]) -> list[str]:
+    """Return the steps that failed, ran out of time, or compared unequal bytes or answers."""
+    return [
+        name
+        for name, figures in found.items()
+        if figures.get("outcome", "ok") != "ok" or figures.get("equal") is False
+    ]
+
+
+def page(machine: str, found: dict[str, Figures], device: str) -> str:
+    """Return the results as a Markdown page. Times of a CPU run are left out: they say nothing of a GPU."""
+    lines = ["# GPU steps", "", f"`python -m benchmarks.gpu`, on {machine}.", ""]
+    for name, figures in found.items():
+        lines += [f"## {name}", "", "| figure | value |", "|---|---|"]
+        for figure, value in figures.items():
+            if isinstance(value, float) and not isinstance(value, bool):
+                if device == "cuda" or figure.endswith("_vs_plain"):
+                    lines.append(f"| {figure} | {value:.4g} |")
+            else:
+                lines.append(f"| {figure} | {value} |")
+        lines.append("")
+    return "\n".join(lines)
