@@ -1,11 +1,8 @@
 """Steps that need torch and no vLLM: each takes a device, "cuda" or "cpu", and returns figures."""
 
 import importlib
-import traceback
 from collections.abc import Callable
-from typing import Any
 
-from benchmarks.gpu.energy import joules
 from benchmarks.gpu.figures import Figures
 
 Step = Callable[[str], Figures]
@@ -32,18 +29,3 @@ STEPS: dict[str, Step] = {
     "pages": _step("page_reuse", "pages"),
     "vllm_copy_blocks": _step("host_tier_copies", "vllm_copy_blocks"),
 }
-
-
-def mechanisms(device: str) -> dict[str, dict[str, Any]]:
-    """Run all steps in this process, one after the other."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, step in STEPS.items():
-        before = joules()
-        try:
-            found[name] = dict(step(device))
-        except Exception as error:  # noqa: BLE001  the other steps are worth having; the exit status says so
-            traceback.print_exc()
-            found[name] = {"failed": f"{type(error).__name__}: {error}"}
-        if before is not None and (after := joules()) is not None:
-            found[name]["joules"] = after - before
-    return found

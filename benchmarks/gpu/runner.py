@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.gpu.energy import joules
 from benchmarks.gpu.results import ResultLog
-from workers.power.nvml import Gpus, PowerError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TORCH, ENGINES = "torch", "engines"
@@ -31,6 +31,7 @@ class Step:
 SEQUENCE = (
     Step("step_anatomy", TORCH, 60),
     Step("host_copies", TORCH, 60),
+    Step("vllm_copy_blocks", TORCH, 60),
     Step("registration", TORCH, 30),
     Step("aborted_steps", TORCH, 30),
     Step("between_processes", TORCH, 60),
@@ -73,7 +74,8 @@ def run_step(step: Step, device: str, out: Path, cache: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.step", step.name, "--device", device, "--out", str(out)]
     environment = {
         **os.environ,
-        "VLLM_CACHE_ROOT": str(cache),  # later engines find what the first has compiled
+        # Later engines find what the first has compiled.
+        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(cache),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
     }
     process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, start_new_session=True)
@@ -103,12 +105,3 @@ def end_tree(pid: int) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(tree, timeout=20)
-
-
-def joules() -> float | None:
-    """Return the energy that all GPUs here have used since the driver was loaded, or None without GPUs."""
-    try:
-        with Gpus() as gpus:
-            return sum(gpus.joules(gpu.uuid) for gpu in gpus.all())
-    except (PowerError, ImportError):
-        return None
