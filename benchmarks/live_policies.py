@@ -32,7 +32,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import serving
 from placement.engines import Role
-from placement.fleet.policies import PlacingPolicy
+from placement.routing.placer_settings import PlacingPolicy
 from traces.format import TraceConversation
 from traces.replay import Replay, ReplayOptions, ReplayWatcher
 from traces.replay import replay as play

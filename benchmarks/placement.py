@@ -16,9 +16,10 @@ import numpy as np
 
 from benchmarks.output import command, write_json
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.bindings import Binding, Bindings
-from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
-from placement.fleet.prefillers import PrefillCurve
+from placement.routing.bindings import Binding, Bindings
+from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.placer_settings import PlacerSettings
+from placement.scheduling.prefill_curve import PrefillCurve
 from router.chains import End
 from router.directory.conversations import ConversationRecord
 from router.directory.journal import Journal, node, placed, turn_ended

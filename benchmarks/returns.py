@@ -39,7 +39,7 @@ from benchmarks.prefixes import words
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from deploy.small_model import ModelShape, make_model
-from placement.fleet.policies import ReturnRules
+from placement.prefetch_rules import ReturnRules
 
 ROOT = Path(__file__).parents[1]
 AGENTS, TURNS = 5, 3

@@ -16,7 +16,7 @@ from time import perf_counter, process_time
 from benchmarks.output import command, write_json
 from benchmarks.paper import a40
 from placement.engines import Role
-from placement.fleet.placer import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings
 from traces import generators
 from traces.format import TraceConversation
 from traces.simulator.policies import System, SystemSettings

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvtransfer import KVTransferError
-from placement.fleet.policies import PARK_AFTER_S
+from placement.prefetch_rules import PARK_AFTER_S
 
 SECRET_VARIABLE = "CONSERVE_TRANSFER_SECRET"
 CONNECTOR = "ConServeConnector"

@@ -13,7 +13,7 @@ from kvtransfer.feed import FeedCommand, FeedServer, RecentlyNamed, Reply
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, StepOutcome
 from kvtransfer.residence import block_faults, host_faults
 from placement.engines import EngineState
-from placement.iteration.prompts import PromptRate
+from placement.scheduling.prompt_order import PromptRate
 
 logger = logging.getLogger("conserve.kvtransfer.report")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from placement.overload.dropping import EngineShape
+from placement.overload.drop_plan import EngineShape
 
 
 class Role(StrEnum):

@@ -1,10 +1,10 @@
 """Bindings at one gateway: a turn's conversation, and the engines that serve it, or why none does.
 
 A first turn is placed by the directory: its decoder computes the prompt, or a prefiller does while its KV
-streams to the decoder. Every later turn goes to that decoder as it came. A later turn that appends much,
-most of its prompt, may pass through a prefiller again (`placement/fleet/policies.py`); a conversation whose
-decoder is lost is bound anew. What the directory refuses, or that it cannot be reached, is an error for the
-client, with its status and when to try again (`refused`, `unreachable`).
+streams to the decoder. Every later turn goes to that decoder as it came. A later turn that appends much, most
+of its prompt, may pass through a prefiller again (`Redisaggregation`, placement/routing/placer_settings.py).
+A conversation whose decoder is lost is bound anew. What the directory refuses, or that it cannot be reached,
+is an error for the client, with its status and when to try again (`refused`, `unreachable`).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from placement.engines import EngineInfo
-from placement.fleet.answers import Refusal, RefusalReason
+from placement.routing.receipts import Refusal, RefusalReason
 from router import metrics
 from router.chains import Chain
 from router.config import GatewayConfig

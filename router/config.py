@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from placement.fleet.policies import PlacingPolicy, Redisaggregation, ReturnRules
+from placement.prefetch_rules import ReturnRules
+from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 from router.keys import COMMON, Key, Limits
@@ -52,7 +53,7 @@ class SloClass:
 
     name: str
     targets: SloTargets
-    ahead_s: float = 0.0  # where turns wait, the class with most goes first (`placement/order.py`)
+    ahead_s: float = 0.0  # where turns wait, the class with most goes first (`placement/priorities.py`)
     owners: tuple[str, ...] = ()  # those whose turns are of it, and that alone may ask for it
 
     def open_to(self, owner: str) -> bool:

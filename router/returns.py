@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from placement.fleet.policies import REMEMBERED_WAITS, ReturnRules, may_restore
+from placement.prefetch_rules import REMEMBERED_WAITS, ReturnRules, may_restore
 from router import metrics
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient

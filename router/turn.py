@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xxhash import xxh3_128_digest
 
-from placement.fleet.prefixes import Head
 from placement.objectives import tbt_s, ttfet_s
+from placement.routing.prefix_map import Head
 from router import metrics
 from router.answers import Answers, History
 from router.config import DEFAULT_CLASS, GatewayConfig, ServedModel, SloClass, SloTargets
@@ -46,8 +46,8 @@ class Classes:
     A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective,
     if one is called so; by the caller, where the fleet file says so; else it is `default`. A class, or a
     hint's priority, is worth so many seconds: turns that wait are served the better first, and lesser ones at
-    least once in as long (`placement/order.py`). Among turns that run only classes count, for anybody may
-    send a priority. A class's targets are the tightest that its turns may ask for.
+    least once in as long (`placement/priorities.py`). Among turns that run only classes count, for anybody
+    may send a priority. A class's targets are the tightest that its turns may ask for.
     """
 
     def __init__(self, config: GatewayConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.fleet.policies import Redisaggregation
+from placement.routing.placer_settings import Redisaggregation
 from traces.format import TraceConversation
 
 LARGE_APPEND_TOKENS = Redisaggregation().above_tokens  # a later turn above it is a first turn in all but name

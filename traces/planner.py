@@ -7,11 +7,11 @@ from math import isnan
 import numpy as np
 
 from placement.engines import Role
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import PARK_AFTER_S
-from placement.fleet.provisioning import Capacity, Means, Provision, prefillers_for, provision
-from placement.iteration.interface import DEFAULT_TARGETS
-from placement.iteration.latency import LatencyModel
+from placement.prefetch_rules import PARK_AFTER_S
+from placement.routing.placer_settings import PlacerSettings
+from placement.scheduling.interface import DEFAULT_TARGETS
+from placement.scheduling.latency_model import LatencyModel
+from placement.sizing.provisioning import Capacity, Means, Provision, prefillers_for, provision
 from traces import TraceError, generators
 from traces.describe import LARGE_APPEND_TOKENS
 from traces.format import TraceConversation

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from placement.iteration.latency import LatencyModel, RegionError
+from placement.scheduling.latency_model import LatencyModel, RegionError
 from workers.processes import WorkerError, write_atomically
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths
 from benchmarks.coserving.turns import BLOCK, LAYERS, LoadOutcome, bench
 from benchmarks.output import command, quantile, write_json
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.latency_model import LatencyModel
 from workers.coserving.iterations import IterationRecord
 from workers.coserving.safepoint import Armed, Flag, SafepointWorker
 from workers.profiles import Profile

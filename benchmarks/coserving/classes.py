@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.coserving.engine import SimulatedCoServing, SimulatedRequest, SimulatedShape
 from benchmarks.coserving.simulated import H100
 from benchmarks.output import command, quantile, write_json
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.policies import make_policy
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.policy_registry import make_policy
 
 BETTER, OTHER = "better", "other"
 AHEAD_S = {BETTER: 8.0, OTHER: 0.0}

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from placement.iteration.interface import (
+from placement.scheduling.interface import (
     DEFAULT_TARGETS,
     EngineView,
     IterationDone,
@@ -21,7 +21,7 @@ from placement.iteration.interface import (
     TurnTargets,
     YieldingPrompts,
 )
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 
 @dataclass(frozen=True, slots=True)

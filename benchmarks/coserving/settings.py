@@ -21,10 +21,10 @@ from pathlib import Path
 from benchmarks.coserving.engine import SimulatedCoServing, SimulatedRequest, SimulatedShape
 from benchmarks.coserving.load import PartLengths, gamma_gaps
 from benchmarks.output import command, quantile
-from placement.iteration.conserve import Conserve
-from placement.iteration.interface import ServingPolicy, ServingSettings, TurnTargets
-from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.policies import NonPreemptive, OnlineOnly
+from placement.scheduling.baselines.reference_policies import NonPreemptive, OnlineOnly
+from placement.scheduling.conserve import Conserve
+from placement.scheduling.interface import ServingPolicy, ServingSettings, TurnTargets
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 Make = Callable[[TurnTargets], ServingPolicy]
 

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.coserving.engine import Served, SimulatedCoServing, SimulatedRequest, SimulatedShape
 from benchmarks.coserving.load import gamma_gaps
 from benchmarks.output import command, quantile, write_json
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import LatencyModel
-from placement.iteration.policies import make_policy
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import LatencyModel
+from placement.scheduling.policy_registry import make_policy
 
 H100 = LatencyModel(per_token=1.97e-5, per_attended=8.7e-10, per_context=4e-8, constant=7e-3)
 LLAMA_8B = SimulatedShape(blocks=28_600)

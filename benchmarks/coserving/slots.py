@@ -33,8 +33,8 @@ from benchmarks.coserving.simulated import CONTENDERS, MIXES, BrosMix
 from benchmarks.coserving.turns import BLOCK, LAYERS, TurnBench, bench, choose
 from benchmarks.output import command, quantile, write_json
 from deploy.small_model import ModelShape, make_model
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import LatencyModel
 from workers.profiles import Profile
 
 OFFLINE = 16  # at a time; the next as many when these are done

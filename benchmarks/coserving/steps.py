@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from benchmarks.gpu.engines import SMALL, without_weights
 from benchmarks.output import command, write_json
 from kvtransfer.config import ConnectorConfig
-from placement.iteration.interface import ServingSettings
+from placement.scheduling.interface import ServingSettings
 from workers.coserving.config import PROMPT_SCHEDULER, SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
 
 KINDS = ("plain", "prompts", "coserving")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.output import command, write_json
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import LatencyModel
 from workers.coserving import safepoint as page
 from workers.coserving.config import CoServingConfig
 from workers.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda

@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, PolicyTurn
 from benchmarks.output import quantile
 from deploy.small_model import ModelShape, make_model
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import CONSERVATIVE, LatencyModel, SelfCorrecting
-from placement.iteration.policies import make_policy
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel, SelfCorrecting
+from placement.scheduling.policy_registry import make_policy
 from workers.coserving.config import SAFEPOINT_PLUGIN, CoServingConfig
 from workers.coserving.iterations import IterationRecord
 from workers.coserving.profile import (

@@ -20,7 +20,7 @@ from benchmarks.gpu.step_clock import CLOCK_FILE, advertise, graph_modes
 from benchmarks.kv.engine import KvEngine
 from deploy.small_model import write_tokenizer
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.scheduling.interface import ServingSettings, TurnTargets
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.overload.computed import DROPS, PARK, PREEMPT, Policy
 from benchmarks.overload.setups import A800
-from placement.fleet.placer import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings
 from traces import NotATrace, generators, importers
 from traces.format import TraceConversation
 from traces.format import load as load_trace

@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 
 from benchmarks.overload.setups import SetUp
-from placement.fleet.placer import PlacerSettings
-from placement.overload.dropping import DropLimits
+from placement.overload.drop_plan import DropLimits
+from placement.routing.placer_settings import PlacerSettings
 from traces.format import TraceConversation
 from traces.simulator.dropping import DroppingSettings, OverloadTally
 from traces.simulator.kv import Pressure

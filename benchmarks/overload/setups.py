@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from placement.engines import Role
-from placement.fleet.provisioning import PowerCurve
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.latency_model import LatencyModel
+from placement.sizing.power_curve import PowerCurve
 from traces import generators
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier

@@ -17,8 +17,8 @@ conversations/s at all. The paper's number is used, and the sensitivity table sh
 from dataclasses import dataclass
 
 from placement.engines import Role
-from placement.fleet.provisioning import PowerCurve
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.latency_model import LatencyModel
+from placement.sizing.power_curve import PowerCurve
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 
 PREFILL_TOKENS_PER_S = 25_000.0  # paper

@@ -20,9 +20,8 @@ from benchmarks.output import command, write_json
 from benchmarks.paper import a40, real, workload
 from benchmarks.paper.a40 import A40
 from benchmarks.paper.workload import PaperMix
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import Redisaggregation
-from placement.iteration.latency import BatchWork
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
+from placement.scheduling.latency_model import BatchWork
 from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, percentile
 from traces.simulator.policies import System, SystemSettings

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.paper import a40, workload
 from benchmarks.paper.a40 import A40
 from benchmarks.paper.workload import RATES, PaperMix
-from placement.fleet.placer import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings
 from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, Values, percentile
 from traces.simulator.policies import System, SystemSettings

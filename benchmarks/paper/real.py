@@ -14,8 +14,7 @@ import numpy as np
 
 from benchmarks.paper import a40
 from benchmarks.paper.a40 import A40
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import Redisaggregation
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from traces import NotATrace, generators, importers
 from traces.format import TraceConversation
 from traces.format import load as load_trace

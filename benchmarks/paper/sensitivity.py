@@ -16,7 +16,7 @@ from benchmarks.paper.a40 import A40
 from benchmarks.paper.experiment import PaperBench
 from benchmarks.paper.workload import PaperMix
 from placement.engines import Role
-from placement.fleet.placer import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings
 from traces.simulator.metrics import percentile
 from traces.simulator.policies import System
 from traces.simulator.simulation import Simulation, SimulationSettings

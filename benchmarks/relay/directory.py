@@ -9,8 +9,8 @@ from pathlib import Path
 import uvloop
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.placer import Placer, PlacerSettings
-from placement.fleet.policies import PlacingPolicy
+from placement.routing.placer import Placer
+from placement.routing.placer_settings import PlacerSettings, PlacingPolicy
 from router.directory.directory import DirectorySettings
 from router.directory.server import DirectoryServer
 

@@ -10,14 +10,14 @@ from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
-from placement.fleet.capacity import ScaleLimits, Thresholds
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import PlacingPolicy, Redisaggregation, ReturnRules
-from placement.fleet.prefillers import PrefillCurve
-from placement.iteration.interface import ServingSettings
-from placement.iteration.interface import TurnTargets as ServingSlo
-from placement.overload.dropping import DropLimits
+from placement.overload.drop_plan import DropLimits
+from placement.prefetch_rules import ReturnRules
+from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
+from placement.scheduling.interface import ServingSettings
+from placement.scheduling.interface import TurnTargets as ServingSlo
+from placement.scheduling.prefill_curve import PrefillCurve
+from placement.sizing.autoscaling import ScaleLimits
+from placement.sizing.capacity import Thresholds
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import (
     AnswersConfig,

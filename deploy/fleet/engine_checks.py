@@ -13,8 +13,8 @@ from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
 from deploy.fleet.engine_needs import BYTES, Architecture, Parallel, arguments, find_architecture, parallel
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
-from placement.accelerators import ACCELERATORS, Accelerator
 from placement.engines import Role
+from placement.sizing.accelerators import ACCELERATORS, Accelerator
 
 GIB = 1 << 30
 KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")

@@ -13,10 +13,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
-from placement.fleet.capacity import ScaleLimits, Thresholds
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import Redisaggregation
-from placement.iteration.interface import ServingSettings
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
+from placement.scheduling.interface import ServingSettings
+from placement.sizing.autoscaling import ScaleLimits
+from placement.sizing.capacity import Thresholds
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
@@ -158,7 +158,7 @@ class HardwareSpec(Spec):
     """What a tier's nodes are: for `conserve check`, and for placing."""
 
     accelerator: str | None = None
-    """A name of `placement/accelerators.py`, as in `H100`. Tiers that name the same, with the same
+    """A name of `placement/sizing/accelerators.py`, as in `H100`. Tiers that name the same, with the same
     arguments, environment and power cap, are taken to compute a prompt in the same time."""
     node_gpus: Annotated[int, Field(gt=0, le=256)] = 8
     """GPUs of one node: an engine is on one."""

@@ -14,7 +14,7 @@ from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.lifecycle import status as ask
 from deploy.ray.common import Background, SealedFleet, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
-from placement.fleet.capacity import TierScaler, load_of
+from placement.sizing.autoscaling import TierScaler, load_of
 from workers.profiles import Coefficients
 from workers.status import KeeperPhase
 

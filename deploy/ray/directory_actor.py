@@ -14,7 +14,7 @@ from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.ray.common import Background, SealedFleet, engines_of, keeper_name, log_to_stderr, serve_metrics
 from deploy.ray.control import ControlClient, ControlError
 from placement.engines import EngineInfo
-from placement.fleet.placer import MissingCurve, Placer
+from placement.routing.placer import MissingCurve, Placer
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.process import collect_when_idle, settle_heap

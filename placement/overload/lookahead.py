@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 LEAST_TOKENS = 32  # of a piece: cutting costs reading the context once more
 ROUNDS = 8

@@ -12,14 +12,9 @@ restored: to grow they would have to have whole models first, and what full ones
 a drop needs is in what engines report (`SplitState`); who merges says the plan.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import exp
-
-from placement.engines import SplitState
-from placement.overload.dropping import DropLimits, Member, NotDropped, plan_drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,99 +126,3 @@ class OverloadWatch:
             return False, OverloadReason.BRIEF
         yields = demand.asked + demand.yields > demand.capacity
         return False, OverloadReason.YIELDS if yields else OverloadReason.FITS
-
-
-@dataclass(frozen=True, slots=True)
-class SharingDecoder:
-    """A decoder that takes conversations and can share its layers."""
-
-    engine: str
-    tier: str
-    held_tokens: float  # that cannot give way
-    running: int
-    split: SplitState
-    leaving: bool = False  # it is to end: it shares nothing from now on
-
-    @property
-    def gained_tokens(self) -> int:
-        return self.split.kv_tokens - self.split.shape.kv_tokens if self.split.epoch else 0
-
-
-@dataclass(frozen=True, slots=True)
-class SplitOrders:
-    drops: tuple[tuple[str, ...], ...] = ()  # in the order of their parts of the layers
-    restores: tuple[tuple[str, ...], ...] = ()  # of a group, or of what is left of it
-    why_no_more: NotDropped | None = None  # where KV is lacking and none of it is dropped for
-
-
-def split_orders(
-    state: OverloadState,
-    decoders: Sequence[SharingDecoder],
-    limits: DropLimits,
-    unwilling: Collection[str] = (),
-    *,
-    silent: bool = False,
-) -> SplitOrders:
-    """`unwilling`: engines that failed at it a while ago; their group is left as it is. `silent`: some
-    decoder is not heard, and may be in a group that seems to lack one."""
-    groups = [group for group in _groups(decoders) if not any(one.engine in unwilling for one in group)]
-    parts = tuple(_names(group) for group in groups if _lacks_a_member(group))
-    if parts and not silent:
-        return SplitOrders(restores=parts)
-    lacking = state.lacking_tokens - sum(one.gained_tokens for one in decoders)
-    split = [group for group in groups if group[0].split.epoch and not _lacks_a_member(group)]
-    left = [group for group in split if any(one.leaving for one in group)]
-    if state.overloaded and lacking > 0 and not left:
-        return _drops([group for group in groups if _may_be_planned(group)], lacking, limits)
-    over = left if state.overloaded else [one for one in split if one in left or all(map(_fits, one))]
-    return SplitOrders(restores=tuple(map(_names, over)))
-
-
-def _names(group: Sequence[SharingDecoder]) -> tuple[str, ...]:
-    return tuple(one.engine for one in group)
-
-
-def _lacks_a_member(group: Sequence[SharingDecoder]) -> bool:
-    split = group[0].split
-    return split.epoch != 0 and len(group) <= len(split.partners)
-
-
-def _may_be_planned(group: Sequence[SharingDecoder]) -> bool:
-    return not _lacks_a_member(group) and not any(one.leaving for one in group)
-
-
-def _fits(decoder: SharingDecoder) -> bool:
-    """What it holds, into the KV of its whole model."""
-    return decoder.held_tokens <= decoder.split.shape.kv_tokens
-
-
-def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
-    """Those that share with each other in one epoch are a group, and one with a whole model is by itself. An
-    epoch alone is not enough: a directory that began again may give it to another group before those that are
-    in it have reported."""
-    split: defaultdict[tuple[int, frozenset[str]], list[SharingDecoder]] = defaultdict(list)
-    whole: list[list[SharingDecoder]] = []
-    for one in decoders:
-        if one.split.epoch:
-            split[one.split.epoch, frozenset((one.split.peer, *one.split.partners))].append(one)
-        else:
-            whole.append([one])
-    return [*whole, *split.values()]
-
-
-def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
-    """Tiers do not mix: their engines may have other models' shapes, or other speeds."""
-    drops: list[tuple[str, ...]] = []
-    why = NotDropped.ALONE
-    for tier in sorted({group[0].tier for group in groups}):
-        here = [group for group in groups if group[0].tier == tier]
-        members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in here]
-        # Which of them has a slow link is known of those that have exchanged KV: a plan goes by the slowest.
-        slowest = min(one.split.shape.link_bytes_per_s for group in here for one in group)
-        shape = replace(here[0][0].split.shape, link_bytes_per_s=slowest)
-        plan = plan_drop(members, shape, lacking, replace(limits, grows=False))
-        drops += (merged.engines for merged in plan.merged)
-        lacking, why = lacking - plan.gained_tokens, plan.why_no_more
-        if lacking <= 0:
-            break
-    return SplitOrders(drops=tuple(drops), why_no_more=None if drops else why)

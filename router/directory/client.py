@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from placement.engines import EngineInfo
-from placement.fleet.answers import Refusal
+from placement.routing.receipts import Refusal
 from router import metrics
 from router.chains import Chain, End
 from router.directory import messages as m

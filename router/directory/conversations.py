@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from math import inf
 from typing import Any
 
-from placement.fleet.bindings import Binding
+from placement.routing.bindings import Binding
 
 MAX_NOTES = 8
 LOOK_AGAIN_S = 1.0  # at one that is over and has a turn all the same

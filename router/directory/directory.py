@@ -11,10 +11,10 @@ import grpc
 import orjson
 
 from placement.engines import EngineInfo, EngineState
-from placement.fleet.answers import Why
-from placement.fleet.capacity import Thresholds
-from placement.fleet.placer import Placer
-from placement.overload.dropping import DropLimits
+from placement.overload.drop_plan import DropLimits
+from placement.routing.placer import Placer
+from placement.routing.receipts import Why
+from placement.sizing.capacity import Thresholds
 from router import metrics
 from router.directory.conversations import Timeline
 from router.directory.dropping import DropCommands, Dropper

@@ -15,8 +15,9 @@ from typing import Protocol
 import grpc
 
 from placement.engines import EngineInfo, Role
-from placement.overload.dropping import DropLimits
-from placement.overload.signal import OverloadState, SharingDecoder, SplitOrders, split_orders
+from placement.overload.drop_plan import DropLimits
+from placement.overload.signal import OverloadState
+from placement.overload.split_orders import SharingDecoder, SplitOrders, split_orders
 from router import metrics
 from router.directory.messages import EngineRecord
 

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable
 
 from placement.engines import EngineInfo, EngineState
-from placement.fleet.capacity import Action, Thresholds, advise
-from placement.fleet.placer import Placer
 from placement.overload.signal import OverloadReason, OverloadState
+from placement.routing.placer import Placer
+from placement.sizing.capacity import Action, Thresholds, advise
 from router import metrics
 from router.directory.conversations import ConversationRecords
 from router.directory.messages import CapacityReport, EngineRecord

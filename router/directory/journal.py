@@ -22,7 +22,7 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from placement.engines import EngineInfo
-from placement.fleet.bindings import Binding
+from placement.routing.bindings import Binding
 from router import metrics
 from router.chains import End
 from router.directory import wal

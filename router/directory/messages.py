@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.engines import EngineInfo, EngineState
-from placement.fleet.answers import Refusal
-from placement.fleet.capacity import Recommendation, Signals
-from placement.fleet.prefixes import Head
+from placement.routing.prefix_map import Head
+from placement.routing.receipts import Refusal
+from placement.sizing.capacity import Recommendation, Signals
 from router.chains import End
 from router.directory.rpc import Method
 

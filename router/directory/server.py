@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from placement.fleet.answers import Refusal
-from placement.fleet.placer import Placer
+from placement.routing.placer import Placer
+from placement.routing.receipts import Refusal
 from router.directory import messages as m
 from router.directory.directory import Directory, DirectorySettings, Release, Withdraw
 from router.directory.dropping import DropCommands

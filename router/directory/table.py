@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.engines import EngineInfo, EngineState
-from placement.fleet.answers import Refusal, RefusalReason
-from placement.fleet.bindings import Binding, Bindings, StaleEpoch
-from placement.fleet.placer import FirstTurn, LaterTurn, Placement, Placer
+from placement.routing.bindings import Binding, Bindings, StaleEpoch
+from placement.routing.placer import FirstTurn, LaterTurn, Placement, Placer
+from placement.routing.receipts import Refusal, RefusalReason
 from router.chains import End
 from router.directory import journal
 from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn

@@ -2,7 +2,7 @@
 
 Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise. Within
 a flow turns of a better class or priority come first, but no class is left out for longer than the other is
-worth, whatever others' turns are served meanwhile (`placement/order.py`); those of one class in order of
+worth, whatever others' turns are served meanwhile (`placement/priorities.py`); those of one class in order of
 arrival.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from placement.fleet.answers import Refusal, RefusalReason
-from placement.order import ClassOrder, QueueHead, Rounds
+from placement.priorities import ClassOrder, QueueHead, Rounds
+from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.messages import Ask, Placed
 
 MAX_WAITING = 4096

@@ -11,7 +11,7 @@ from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from placement import PlacementError
 from placement.engines import Role
-from placement.iteration.interface import DEFAULT_TARGETS
+from placement.scheduling.interface import DEFAULT_TARGETS
 from traces import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, write
 from traces.simulator.policies import OverloadPolicy, System

@@ -3,9 +3,9 @@ from collections.abc import Callable
 import pytest
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import Placer, PlacerSettings
-from placement.fleet.prefillers import PrefillCurve
+from placement.routing.placer import Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.scheduling.prefill_curve import PrefillCurve
 
 CURVE = PrefillCurve(a=0.02, b=4e-5, c=2e-10)
 MakeFleet = Callable[..., Placer]

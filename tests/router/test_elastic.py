@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.prefillers import PrefillCurve
+from placement.routing.placer_settings import FirstTurns
+from placement.scheduling.prefill_curve import PrefillCurve
 from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 

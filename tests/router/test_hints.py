@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from placement.fleet.policies import ReturnRules
+from placement.prefetch_rules import ReturnRules
 from router.errors import BadRequest
 from router.reading import Hints, read_hints
 from tests.support.fake_engine import FakeEngine

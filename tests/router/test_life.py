@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from placement.fleet.policies import PlacingPolicy
+from placement.routing.placer_settings import PlacingPolicy
 from router.config import SloTargets
 from router.identity import namespace
 from tests.support.fake_engine import SeenRequest

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from placement.fleet.answers import Refusal
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import FirstTurn, Placement, Placer
+from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.placer_settings import FirstTurns
+from placement.routing.receipts import Refusal
 from tests.support.engines import CURVES
 from tests.support.fake_fleet import FakeFleet, ask, fleet, get, user
 
@@ -36,7 +36,7 @@ async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Pa
 async def test_how_many_will_begin_alike_reaches_who_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes of it: tests/placement/fleet/test_shared_prefixes.py."""
+    """What comes of it: tests/placement/routing/test_prefix_map.py."""
     placed: list[FirstTurn] = []
     place = Placer.place
 

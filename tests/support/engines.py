@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import Placer, PlacerSettings
-from placement.fleet.prefillers import PrefillCurve
+from placement.routing.placer import Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.scheduling.prefill_curve import PrefillCurve
 
 CURVES = {"prefill": PrefillCurve(0.01, 1e-5, 0.0)}
 

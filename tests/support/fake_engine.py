@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.prefillers import PrefillCurve
+from placement.scheduling.prefill_curve import PrefillCurve
 
 _IDS = itertools.count(1)
 

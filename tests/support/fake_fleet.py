@@ -11,8 +11,8 @@ import aiohttp
 import orjson
 
 from placement.engines import EngineInfo, Role
-from placement.fleet.policies import Redisaggregation
-from placement.fleet.prefillers import PrefillCurve
+from placement.routing.placer_settings import Redisaggregation
+from placement.scheduling.prefill_curve import PrefillCurve
 from router.config import GatewayConfig, ServedModel
 from router.directory.directory import DirectorySettings
 from router.directory.server import DirectoryServer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.iteration.latency import CONSERVATIVE, RegionError
+from placement.scheduling.latency_model import CONSERVATIVE, RegionError
 from workers.profiles import Profile, ProfileKey, ProfileStore, ProfileStoreError
 
 KEY = ProfileKey("qwen3-8b", "bfloat16", "H200", 2, 1, 400.0, "graphs piecewise", "0.32.0")

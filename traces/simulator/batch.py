@@ -8,7 +8,7 @@ from math import ceil, sqrt
 
 import numpy as np
 
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 from traces.simulator.kv import LiveConversation
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.engines import Role
-from placement.fleet.placer import Placer
-from placement.overload.dropping import DropLimits, DropPlan, EngineShape, Member, plan_drop
+from placement.overload.drop_plan import DropLimits, DropPlan, EngineShape, Member, plan_drop
 from placement.overload.lookahead import by_tokens, lookahead
+from placement.routing.placer import Placer
 from traces import TraceError
 from traces.simulator.engine import EventQueue, Regrouping, SimulatedEngine
 from traces.simulator.tiers import SimulatedTier

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
-from placement.iteration.latency import BatchWork
-from placement.iteration.prompts import PromptRate, PromptSharing
+from placement.scheduling.latency_model import BatchWork
+from placement.scheduling.prompt_order import PromptRate, PromptSharing
 from traces.simulator.batch import Gaps, Iteration
 from traces.simulator.kv import KvStore, Link, LiveConversation, Pressure
 from traces.simulator.tiers import EngineProfile

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 
-from placement.fleet.answers import Refusal
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import FirstTurn, LaterTurn, Placer, PlacerSettings
-from placement.fleet.policies import PlacingPolicy, Redisaggregation
+from placement.routing.placer import FirstTurn, LaterTurn, Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
+from placement.routing.receipts import Refusal
 from traces.simulator.kv import LiveConversation, Pressure
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from placement.fleet.provisioning import PowerCurve
-from placement.iteration.latency import BatchWork, LatencyModel, Sample, fit
+from placement.scheduling.latency_model import BatchWork, LatencyModel, Sample, fit
+from placement.sizing.power_curve import PowerCurve
 from traces import TraceError
 from traces.replay import results
 from traces.replay.results import Unloaded

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.answers import Refusal, RefusalReason
-from placement.fleet.bindings import Bindings
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import Placer, PlacerSettings
-from placement.fleet.policies import PARK_AFTER_S
-from placement.fleet.prefillers import curve_of
-from placement.iteration.interface import DEFAULT_TARGETS
-from placement.iteration.prompts import PromptSharing
+from placement.prefetch_rules import PARK_AFTER_S
+from placement.routing.bindings import Bindings
+from placement.routing.placer import Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.routing.receipts import Refusal, RefusalReason
+from placement.scheduling.interface import DEFAULT_TARGETS
+from placement.scheduling.prefill_curve import curve_of
+from placement.scheduling.prompt_order import PromptSharing
 from traces.format import TraceConversation
 from traces.simulator.dropping import Dropping, DroppingSettings, tier_that_holds
 from traces.simulator.engine import EventQueue, OnLive, SimulatedEngine

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from placement.engines import Role
-from placement.fleet.prefillers import PrefillCurve, curve_of, prompt_seconds
-from placement.fleet.provisioning import PowerCurve
-from placement.iteration.latency import LatencyModel
-from placement.overload.dropping import EngineShape
+from placement.overload.drop_plan import EngineShape
+from placement.scheduling.latency_model import LatencyModel
+from placement.scheduling.prefill_curve import PrefillCurve, curve_of, prompt_seconds
+from placement.sizing.power_curve import PowerCurve
 from traces import TraceError
 
 

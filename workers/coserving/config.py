@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import CONSERVATIVE, LatencyModel
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel
 from workers.processes import WorkerError
 from workers.profiles import Coefficients, StartingKnowledge
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvtransfer.metrics import CounterSpec, HistogramSpec
-from placement.iteration.interface import RequestView, RunningBatch
-from placement.iteration.latency import BatchWork
+from placement.scheduling.interface import RequestView, RunningBatch
+from placement.scheduling.latency_model import BatchWork
 
 
 @dataclass(frozen=True, slots=True)

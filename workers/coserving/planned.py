@@ -1,6 +1,6 @@
 """vLLM's scheduler with a policy in it: translates its state, lets the policy decide, carries it out.
 
-Decisions are in placement/iteration/. Nothing here decides.
+Decisions are in placement/scheduling/. Nothing here decides.
 """
 
 import logging
@@ -15,8 +15,7 @@ import scipy.optimize  # noqa: F401  what the first correction of the model need
 
 from kvtransfer.relied_on import verify
 from kvtransfer.vllm_internals import GRAMMARS, advance_grammars
-from placement.fleet.prefillers import curve_of
-from placement.iteration.interface import (
+from placement.scheduling.interface import (
     BatchBuilder,
     EngineView,
     IterationDone,
@@ -26,9 +25,10 @@ from placement.iteration.interface import (
     ServingSettings,
     YieldingPrompts,
 )
-from placement.iteration.latency import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
-from placement.iteration.policies import make_policy
-from placement.iteration.prompts import PromptSharing
+from placement.scheduling.latency_model import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
+from placement.scheduling.policy_registry import make_policy
+from placement.scheduling.prefill_curve import curve_of
+from placement.scheduling.prompt_order import PromptSharing
 from workers.coserving import vllm_internals as internals
 from workers.coserving.config import CoServingConfig
 from workers.coserving.iterations import IterationLog, IterationRecord, PendingIteration, ScheduledRequest

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.config import ConnectorConfig
-from placement.iteration.latency import Sample, error_by_region, fit
+from placement.scheduling.latency_model import Sample, error_by_region, fit
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     SAFEPOINT_PLUGIN,

@@ -10,8 +10,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from placement.iteration.interface import RequestView, ServingPolicy, TurnTargets, place_of
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.scheduling.interface import RequestView, ServingPolicy, TurnTargets, place_of
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 from workers.coserving.iterations import PendingIteration
 from workers.coserving.safepoint import Flag
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from placement.iteration.interface import IterationPlan, RequestView
-from placement.iteration.latency import BatchWork
+from placement.scheduling.interface import IterationPlan, RequestView
+from placement.scheduling.latency_model import BatchWork
 from workers.coserving import rollback, safepoint
 from workers.coserving import vllm_internals as internals
 from workers.coserving.iterations import IterationRecord, PendingIteration, count, observe

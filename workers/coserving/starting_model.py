@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from placement.accelerators import accelerator_of
-from placement.iteration.latency import LatencyModel
-from placement.iteration.prior import ModelSize, prior
+from placement.scheduling.latency_model import LatencyModel
+from placement.scheduling.latency_prior import ModelSize, prior
+from placement.sizing.accelerators import accelerator_of
 from workers.coserving.config import CoServingConfig
 from workers.profiles import ProfileKey
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from placement.overload.dropping import MOST_ENGINES, parts_of
+from placement.overload.drop_plan import MOST_ENGINES, parts_of
 from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused
 from workers.overload.orders import DropOrder
 

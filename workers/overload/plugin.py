@@ -22,11 +22,11 @@ from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from kvtransfer.relied_on import verify
 from kvtransfer.retention import rank_of
 from placement.engines import SplitState
-from placement.iteration.interface import EngineView, IterationPlan
-from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
-from placement.iteration.policies import TurnsAlone
-from placement.overload.dropping import MOST_ENGINES, EngineShape
+from placement.overload.drop_plan import MOST_ENGINES, EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
+from placement.scheduling.interface import EngineView, IterationPlan
+from placement.scheduling.latency_model import BatchWork, LatencyModel, SelfCorrecting
+from placement.scheduling.prompts_in_order import TurnsAlone
 from workers.coserving.config import CoServingConfig
 from workers.coserving.planned import PlannedScheduling, PromptScheduler
 from workers.coserving.scheduler import CoServingScheduler

@@ -33,7 +33,7 @@ from deploy.lifecycle.status import (
     write_targets,
 )
 from deploy.lifecycle.status import targets as pages
-from placement.fleet.capacity import Recommendation, Signals
+from placement.sizing.capacity import Recommendation, Signals
 from workers.engine_log import last_lines
 
 app = typer.Typer()

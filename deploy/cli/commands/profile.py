@@ -17,8 +17,8 @@ from deploy.fleet.engine_needs import parallel
 from deploy.fleet.schema import FleetSpec, TierSpec
 from deploy.home import FleetHome
 from deploy.small_model import ensure_model
-from placement.fleet.prefillers import curve_of
-from placement.iteration.latency import Sample
+from placement.scheduling.latency_model import Sample
+from placement.scheduling.prefill_curve import curve_of
 from workers.power.engine_power import EnginePower, visible_gpus
 from workers.power.nvml import PowerError
 from workers.profiles import Profile, ProfileKey, ProfileStore

@@ -20,16 +20,10 @@ from deploy.fleet.components import placer_settings
 from deploy.fleet.overload_checks import in_the_way, model_in_the_way
 from deploy.fleet.schema import FleetSpec
 from placement.engines import Role
-from placement.fleet.policies import PARK_AFTER_S
-from placement.fleet.provisioning import (
-    Capacity,
-    Means,
-    Provision,
-    prefillers_for,
-    provision,
-)
-from placement.iteration.interface import DEFAULT_TARGETS
-from placement.overload.dropping import DropLimits, DropPlan, EngineShape, Member, NotDropped, plan_drop
+from placement.overload.drop_plan import DropLimits, DropPlan, EngineShape, Member, NotDropped, plan_drop
+from placement.prefetch_rules import PARK_AFTER_S
+from placement.scheduling.interface import DEFAULT_TARGETS
+from placement.sizing.provisioning import Capacity, Means, Provision, prefillers_for, provision
 from traces.describe import LARGE_APPEND_TOKENS
 from traces.planner import Candidate, FleetPlan, PlanRequest
 from traces.planner import plan_fleet as make

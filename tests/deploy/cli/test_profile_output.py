@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.commands import profile
-from placement.fleet.prefillers import curve_of
-from placement.iteration.latency import CONSERVATIVE
+from placement.scheduling.latency_model import CONSERVATIVE
+from placement.scheduling.prefill_curve import curve_of
 from tests.workers.power.machine import PERMISSION, GpuMachine, build
 from workers.profiles import Profile, ProfileKey
 

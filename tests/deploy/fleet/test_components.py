@@ -22,7 +22,7 @@ from deploy.fleet.engine_needs import engine_resources
 from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome, FleetKeys
 from placement.engines import Role
-from placement.fleet.policies import PlacingPolicy
+from placement.routing.placer_settings import PlacingPolicy
 from router.config import Handover, dump, load
 from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 

@@ -32,11 +32,11 @@ from deploy.home import FleetHome, FleetKeys
 from deploy.ray.cluster import OwnCluster
 from deploy.ray.common import control_resources, resources
 from kvtransfer.config import ConnectorConfig
-from placement.fleet.capacity import ScaleLimits, Thresholds
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import Redisaggregation
-from placement.iteration.interface import ServingSettings
-from placement.iteration.interface import TurnTargets as ServingSlo
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
+from placement.scheduling.interface import ServingSettings
+from placement.scheduling.interface import TurnTargets as ServingSlo
+from placement.sizing.autoscaling import ScaleLimits
+from placement.sizing.capacity import Thresholds
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.config import AnswersConfig, GatewayConfig, ServedModel, SloTargets, TlsConfig, TracingConfig
 from router.directory.directory import DirectorySettings

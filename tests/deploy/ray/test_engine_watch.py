@@ -12,7 +12,7 @@ from deploy.ray.control import ControlServer
 from deploy.ray.directory_actor import EngineWatch
 from deploy.ray.keepers import end_in_order
 from placement.engines import EngineInfo, EngineState
-from placement.fleet.placer import MissingCurve
+from placement.routing.placer import MissingCurve
 from tests.deploy.ray.test_control import SECRET, Feed
 from tests.workers.test_status import INFO, STATE
 from workers.status import KeeperPhase, StatusStore

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from kvtransfer.config import ConnectorConfig
-from placement.iteration.interface import TurnTargets
+from placement.scheduling.interface import TurnTargets
 from tests.kvtransfer.engine.engines import (
     EngineProcess,
     GeneratedAnswer,

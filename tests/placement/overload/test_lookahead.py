@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.iteration.latency import BatchWork, LatencyModel
 from placement.overload.lookahead import LEAST_TOKENS, Forecast, by_tokens, cut_to, lookahead, own_level
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 MODEL = LatencyModel(1.4e-4, 5e-9, 1.2e-7, 0.02, per_before=1e-9, per_request=1e-5)
 decoding = st.lists(

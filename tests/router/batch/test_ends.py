@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from placement.engines import EngineState, SplitState
-from placement.overload.dropping import EngineShape
+from placement.overload.drop_plan import EngineShape
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import FAST, GatewayWithBatch, StaticFleet, engine_info
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit

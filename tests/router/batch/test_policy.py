@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import EngineState, Role, SplitState
-from placement.overload.dropping import EngineShape
+from placement.overload.drop_plan import EngineShape
 from router.batch.config import DispatchSettings
 from router.batch.policy import (
     SUSPECT_AFTER,

@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from placement.engines import EngineInfo, SplitState
-from placement.iteration.latency import LatencyModel
-from placement.overload.dropping import DropLimits, EngineShape
+from placement.overload.drop_plan import DropLimits, EngineShape
 from placement.overload.signal import OverloadReason, OverloadState
+from placement.scheduling.latency_model import LatencyModel
 from router.directory.dropping import SILENT_S, UNWILLING_S, Dropper
 from router.directory.fleet import unreported
 from router.directory.messages import EngineRecord

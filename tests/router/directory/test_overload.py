@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 from prometheus_client import REGISTRY
 
-from placement.fleet.capacity import Thresholds
-from placement.fleet.placer import FirstTurn, Placement, Placer
 from placement.overload.signal import OverloadReason
+from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.sizing.capacity import Thresholds
 from router.directory.fleet import CapacityWatcher
 from router.directory.messages import Ask
 from router.directory.table import BindingTable

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from placement.fleet.answers import Refusal
+from placement.routing.receipts import Refusal
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
 from tests.support.fake_fleet import FakeFleet, fleet

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from placement.fleet.answers import Refusal
+from placement.routing.receipts import Refusal
 from router.chains import of_body, seed
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Spent

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from placement.engines import EngineInfo, Role
-from placement.fleet.answers import Refusal, RefusalReason
+from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.client import DirectoryClient
 from router.directory.directory import DirectorySettings
 from router.directory.journal import MAX_UNWRITTEN, JournalError

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from placement.engines import EngineInfo, EngineState, Role
-from placement.fleet.answers import Refusal, RefusalReason
-from placement.fleet.capacity import Action, Recommendation, Signals
+from placement.routing.receipts import Refusal, RefusalReason
+from placement.sizing.capacity import Action, Recommendation, Signals
 from router.chains import End
 from router.directory import messages as m
 from router.directory.rpc import BadReply, Method, NoSecret, Service, Stub, encode

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.fleet.answers import Refusal, RefusalReason
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.prefixes import Head
-from placement.order import QUANTUM
+from placement.priorities import QUANTUM
+from placement.routing.placer_settings import FirstTurns
+from placement.routing.prefix_map import Head
+from placement.routing.receipts import Refusal, RefusalReason
 from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from placement.fleet.answers import Refusal, RefusalReason
-from placement.order import QUANTUM, ClassOrder
+from placement.priorities import QUANTUM, ClassOrder
+from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.messages import Ask, Placed
 from router.directory.waiting import FLOWS, MAX_WAITING, Waiter, Waiting
 

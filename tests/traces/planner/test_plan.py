@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper import a40
-from placement.fleet.provisioning import Bound, Capacity, Means, provision
+from placement.sizing.provisioning import Bound, Capacity, Means, provision
 from traces import TraceError
 from traces.format import TraceConversation, TraceTurn, load
 from traces.planner import Candidate, FleetPlanner, PlanRequest, capacity_of, measure, plan_fleet

@@ -1,6 +1,6 @@
 from placement.engines import Role
-from placement.fleet.provisioning import PowerCurve
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.latency_model import LatencyModel
+from placement.sizing.power_curve import PowerCurve
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import LiveConversation
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from placement.fleet.capacity import Action, Signals, Thresholds, advise
-from placement.fleet.placer import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings
+from placement.sizing.capacity import Action, Signals, Thresholds, advise
 from tests.traces.simulator.conftest import fleet
 from traces.format import TraceConversation
 from traces.generators import paper

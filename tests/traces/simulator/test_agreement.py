@@ -2,7 +2,7 @@
 
 import pytest
 
-from placement.fleet.placer import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings
 from tests.support.binding_agreement import LiveBinding, compare
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.policies import System, SystemSettings

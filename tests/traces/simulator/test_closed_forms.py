@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.iteration.latency import BatchWork, LatencyModel
+from placement.scheduling.latency_model import BatchWork, LatencyModel
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.batch import Iteration
 from traces.simulator.engine import EventQueue, SimulatedEngine

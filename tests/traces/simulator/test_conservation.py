@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import Redisaggregation
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.metrics import Leak, check

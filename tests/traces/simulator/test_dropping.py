@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.fleet.placer import PlacerSettings
-from placement.overload.dropping import DropLimits
+from placement.overload.drop_plan import DropLimits
+from placement.routing.placer_settings import PlacerSettings
 from traces import TraceError
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.dropping import DroppingSettings

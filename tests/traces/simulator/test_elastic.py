@@ -5,8 +5,8 @@ from random import Random
 
 from benchmarks.paper import elastic, workload
 from benchmarks.paper.a40 import A40
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.prefillers import prompt_seconds
+from placement.routing.placer_settings import PlacerSettings
+from placement.scheduling.prefill_curve import prompt_seconds
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.metrics import SimulationResult

@@ -9,10 +9,9 @@ import aiohttp
 import pytest
 
 from placement.engines import Role
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.prefillers import PrefillCurve
-from placement.iteration.latency import LatencyModel
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.scheduling.latency_model import LatencyModel
+from placement.scheduling.prefill_curve import PrefillCurve
 from tests.support import fake_fleet
 from tests.support.agreement import SECONDS_A_TOKEN, TOGETHER, TraceAgents, bursts, conversations
 from tests.support.binding_agreement import LiveBinding, compare

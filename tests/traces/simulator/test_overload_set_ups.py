@@ -16,7 +16,7 @@ from benchmarks.overload.setups import (
     SET_UPS,
     Arrivals,
 )
-from placement.iteration.latency import BatchWork
+from placement.scheduling.latency_model import BatchWork
 from traces.simulator.metrics import percentile
 
 pytestmark = pytest.mark.slow

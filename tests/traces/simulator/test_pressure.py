@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from placement.fleet.placer import PlacerSettings
-from placement.fleet.policies import Redisaggregation
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.policies import System, SystemSettings

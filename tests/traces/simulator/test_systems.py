@@ -2,8 +2,8 @@
 
 import pytest
 
-from placement.fleet.elastic import FirstTurns
-from placement.fleet.placer import FirstTurn, Placement, Placer, PlacerSettings
+from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.policies import System, SystemSettings

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.config import SEVERAL, SEVERAL_MODULE, ConnectorConfig
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import LatencyModel
 from workers.coserving import rollback
 from workers.coserving import safepoint as page
 from workers.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from placement.iteration.interface import (
+from placement.scheduling.interface import (
     RequestView,
     RunningBatch,
     ServingSettings,
     TurnTargets,
     YieldingPrompts,
 )
-from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.policies import make_policy
+from placement.scheduling.latency_model import BatchWork, LatencyModel
+from placement.scheduling.policy_registry import make_policy
 from workers.coserving.iterations import PendingIteration
 from workers.coserving.requests import ArrivalWatch
 from workers.coserving.safepoint import RAISED, Flag

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import CONSERVATIVE, LatencyModel
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel
 from workers.coserving.config import CoServingConfig, CoServingConfigError, with_knowledge
 from workers.coserving.starting_model import starting_model
 from workers.profiles import ProfileKey, StartingKnowledge

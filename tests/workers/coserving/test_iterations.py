@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from kvtransfer.metrics import COUNTERS as CONNECTOR_COUNTERS
-from placement.iteration.interface import RunningBatch
-from placement.iteration.latency import BatchWork
+from placement.scheduling.interface import RunningBatch
+from placement.scheduling.latency_model import BatchWork
 from workers.coserving.iterations import COUNTERS, HISTOGRAMS, PendingIteration, count, observe
 
 

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.latency import BatchWork, LatencyModel, SelfCorrecting
-from placement.iteration.policies import make_policy
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import BatchWork, LatencyModel, SelfCorrecting
+from placement.scheduling.policy_registry import make_policy
 from tests.workers.coserving.model_free import EASY, ModelFreeEngine
 
 UNPLANNED = "iteration not planned"

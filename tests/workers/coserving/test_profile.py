@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.iteration.latency import BatchWork, LatencyModel, Sample
+from placement.scheduling.latency_model import BatchWork, LatencyModel, Sample
 from workers.coserving.iterations import IterationLog, IterationRecord, read_iterations
 from workers.coserving.profile import Grid, profile_of, safepoint_every, samples_of
 

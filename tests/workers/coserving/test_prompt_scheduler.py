@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from placement.fleet.prefillers import PrefillCurve, curve_of
-from placement.iteration.interface import TurnTargets
-from placement.iteration.latency import BatchWork, LatencyModel
-from placement.iteration.prompts import PromptSharing
+from placement.scheduling.interface import TurnTargets
+from placement.scheduling.latency_model import BatchWork, LatencyModel
+from placement.scheduling.prefill_curve import PrefillCurve, curve_of
+from placement.scheduling.prompt_order import PromptSharing
 from tests.traces.simulator.conftest import profile, work
 from tests.workers.coserving.model_free import ModelFreeEngine, expected
 from traces.simulator.engine import EventQueue, SimulatedEngine

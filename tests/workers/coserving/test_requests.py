@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from placement.iteration.interface import ServingSettings, TurnTargets
-from placement.iteration.policies import make_policy
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.policy_registry import make_policy
 from workers.coserving.requests import TrackedRequests, slo_of, worths_of
 
 DEFAULT = TurnTargets(2.0, 0.2)

@@ -21,7 +21,7 @@ from benchmarks.coserving.storm import (
     storm_config,
     storm_shape,
 )
-from placement.iteration.interface import ServingSettings, TurnTargets
+from placement.scheduling.interface import ServingSettings, TurnTargets
 from tests.support.architectures import architecture_directory
 from tests.workers.coserving.audit import AUDIT_VARIABLE
 from workers.coserving.profile import coserving_engine

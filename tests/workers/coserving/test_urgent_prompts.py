@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from placement.iteration.interface import TurnTargets
+from placement.scheduling.interface import TurnTargets
 from tests.workers.coserving.model_free import ModelFreeEngine, expected
 
 ASKED = {"a": ([40, 41, 42], 5), "b": ([33 + number % 80 for number in range(400)], 2)}

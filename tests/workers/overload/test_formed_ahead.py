@@ -8,7 +8,7 @@ from statistics import mean, median, quantiles
 import pytest
 
 from deploy.small_model import ModelShape, make_model
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.latency_model import LatencyModel
 from tests.workers.overload.together import Request, SplitTogether, requests, together
 
 pytestmark = pytest.mark.engine

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvtransfer.feed import FeedCommand
-from placement.iteration.latency import LatencyModel
-from placement.overload.dropping import EngineShape
+from placement.overload.drop_plan import EngineShape
 from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
+from placement.scheduling.latency_model import LatencyModel
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
     BLOCK_TOKENS,

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import FeedCommand, Reply
-from placement.iteration.latency import LatencyModel
+from placement.scheduling.latency_model import LatencyModel
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from tests.support.engine_device import dropping_worker
 from workers.coserving.config import SAFEPOINT_PLUGIN

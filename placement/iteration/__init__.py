@@ -1,1 +1,0 @@
-"""Decisions inside an engine: which requests an iteration serves, with how many tokens, at whose expense."""

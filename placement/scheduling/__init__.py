@@ -1,0 +1,1 @@
+"""Decide inside one engine which requests an iteration serves, and with how many tokens."""

@@ -1,0 +1,55 @@
+"""Simple in-engine policies that ConServe is compared with."""
+
+from placement.scheduling import preemption
+from placement.scheduling.conserve import cost_of_losing, online_then_offline
+from placement.scheduling.interface import BatchBuilder, EngineView, IterationPlan, ServingPolicy
+from placement.scheduling.latency_model import BatchWork, LatencyModel
+
+
+class OnlineOnly(ServingPolicy):
+    """Offline work never runs: the best latency that online work can have here."""
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
+        taken = preemption.victims(view, cost_of_losing)
+        builder = BatchBuilder(model, work, 0, None, admit_waiting=False)
+        staying = preemption.without(view.running, taken)
+        return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)
+
+
+class NonPreemptive(ServingPolicy):
+    """Online is admitted first, but offline work that runs keeps its memory, its slot and its turn."""
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        order = tuple(request.key for request in view.running)
+        return IterationPlan(order, (), BatchBuilder(model, BatchWork(), view.max_tokens, None))
+
+
+class Sarathi(ServingPolicy):
+    """Chunked prefill with priorities: offline fills the engine's chunk, and is preempted for memory only."""
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        taken = preemption.victims(view, lambda r: (-r.arrival,))
+        work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
+        builder = BatchBuilder(model, work, view.max_tokens - work.new_tokens, None, admit_waiting=not taken)
+        staying = preemption.without(view.running, taken)
+        return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)
+
+
+class RoundRobin(ServingPolicy):
+    """Online and offline requests take turns, an iteration each: BROS's own baseline."""
+
+    _offline_turn = False
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        online = preemption.online_requests(view)
+        # Waiting offline requests come after waiting online ones: they have a turn only without those.
+        startable = view.offline_waiting and not view.online_waiting
+        offline = startable or any(request.offline for request in view.running)
+        self._offline_turn = bool(offline) and (not online or not self._offline_turn)
+        order = tuple(request.key for request in view.running)
+        if self._offline_turn:
+            left_out = {request.key: 0 for request in online}
+            builder = BatchBuilder(model, BatchWork(), view.max_tokens, None, caps=left_out)
+            return IterationPlan(order, (), builder)
+        return IterationPlan(order, (), BatchBuilder(model, BatchWork(), 0, None, admit_waiting=False))

@@ -1,0 +1,72 @@
+"""Memory that online requests need now, and the offline requests that give it."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from placement.scheduling.interface import EngineView, RequestView
+from placement.scheduling.latency_model import BatchWork
+
+
+def online_demand(view: EngineView) -> int:
+    """Blocks that the online requests served in this iteration lack.
+
+    A request asks for its whole prompt and one token more: admitted for its first chunk only, it would stall
+    between chunks. Waiting requests that get no tokens yet ask for nothing yet. Blocks that a request will
+    find in the prefix cache are not known here, so the demand is an upper bound.
+    """
+    need, tokens_left, block_tokens = 0, view.max_tokens, view.block_tokens
+    for request in online_requests(view):
+        if tokens_left <= 0:
+            break
+        tokens_left -= request.pending
+        lacking = -(-(request.tokens + 1) // block_tokens) - request.blocks
+        if lacking > 0:
+            need += lacking
+    return need
+
+
+def victims(
+    view: EngineView, cheapest_first: Callable[[RequestView], tuple[float, ...]]
+) -> tuple[RequestView, ...]:
+    """As few running offline requests as give online work the blocks and slots it lacks, cheapest first.
+
+    A request's blocks go to the free queue tail first and keep their hashes, so only those that online work
+    really takes are lost to it; the rest it finds again when it resumes.
+    """
+    offline = [request for request in view.running if request.offline]
+    if not offline:
+        return ()
+    lacking = online_demand(view) - view.free_blocks
+    slots = len(view.running) + len(view.online_waiting) - view.max_running
+    chosen: list[RequestView] = []
+    for request in sorted(offline, key=cheapest_first):
+        if lacking <= 0 and slots <= 0:
+            break
+        if slots <= 0 and request.blocks == 0:
+            continue
+        chosen.append(request)
+        lacking -= request.blocks
+        slots -= 1
+    return tuple(chosen)
+
+
+def online_work(requests: Iterable[RequestView], max_tokens: int) -> BatchWork:
+    """What the online requests will compute in an iteration of at most `max_tokens`, in the order given."""
+    taken, left = [], max_tokens
+    for request in requests:
+        tokens = min(request.pending, left)
+        if tokens <= 0:
+            break
+        left -= tokens
+        taken.append((tokens, request.computed))
+    return BatchWork.of(taken)
+
+
+def online_requests(view: EngineView) -> tuple[RequestView, ...]:
+    return (*(request for request in view.running if not request.offline), *view.online_waiting)
+
+
+def without(requests: Sequence[RequestView], gone: Iterable[RequestView]) -> tuple[RequestView, ...]:
+    keys = {request.key for request in gone}
+    if not keys:
+        return tuple(requests)
+    return tuple(request for request in requests if request.key not in keys)

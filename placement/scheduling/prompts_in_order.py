@@ -1,0 +1,66 @@
+"""Policy of engines without co-serving, and of engines while they share their layers."""
+
+import math
+from dataclasses import replace
+
+from placement.priorities import ClassOrder
+from placement.scheduling import preemption
+from placement.scheduling.conserve import Margin, online_then_offline
+from placement.scheduling.interface import (
+    BatchBuilder,
+    EngineView,
+    IterationDone,
+    IterationPlan,
+    ServingPolicy,
+    ServingSettings,
+)
+from placement.scheduling.latency_model import LatencyModel
+from placement.scheduling.prompt_budget import share_out
+from placement.scheduling.prompt_order import PromptSharing
+
+
+class PromptsInOrder(ServingPolicy):
+    """Without co-serving: whoever decodes has a token, prompts what time the TBT targets leave, offline last.
+
+    vLLM's own rules say who has memory, and who gives it.
+    """
+
+    def __init__(self, settings: ServingSettings) -> None:
+        super().__init__(settings)
+        self._margin = Margin(settings.margin, beyond=0.2)
+        self._classes = ClassOrder()
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        decoding = tuple(request for request in view.running if request.decoding)
+        target = min((request.slo.tbt_s for request in decoding), default=math.inf)
+        arriving_s = self._settings.slo.tbt_s
+        sharing = PromptSharing(target * (1 - self._margin.share), arriving_s=arriving_s)
+        prompts = (request for request in preemption.online_requests(view) if not request.decoding)
+        requests = (*decoding, *prompts)
+        first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)
+        forecast = None
+        if view.pipeline is not None:
+            forecast, first = first.forecast(view.pipeline), first.beside(view.pipeline)
+        offline = sum(request.offline for request in decoding)  # take their token from what is left
+        waiting = tuple(request.key for request in first.prompts if not request.running)
+        left = 0 if first.held_back else view.max_tokens - first.work.new_tokens
+        builder = BatchBuilder(
+            model, first.work, left + offline,
+            first.seconds if decoding else None, floor=lambda request: int(request.decoding), caps=first.caps,
+            planned=frozenset(waiting), unplanned_s=first.seconds,
+        )  # fmt: skip
+        order = online_then_offline(view.running, first.prompts)
+        return IterationPlan(order, (), builder, waiting, forecast)
+
+    def observe(self, done: IterationDone) -> None:
+        self._margin.see(done.predicted_s, done.seconds)
+
+
+class TurnsAlone(PromptsInOrder):
+    """While engines share their layers: offline requests give back all they hold, and none starts."""
+
+    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
+        offline = tuple(request for request in view.running if request.offline)
+        plan = super().plan(replace(view, running=preemption.without(view.running, offline)), model)
+        plan.builder.admit_waiting = False
+        return replace(plan, preempt=tuple(request.key for request in offline))

@@ -1,0 +1,1 @@
+"""Size a fleet: capacity signals, advice, autoscaling, provisioning and power."""

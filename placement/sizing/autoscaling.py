@@ -1,0 +1,64 @@
+"""Replicas of a tier, from the share of its capacity in use."""
+
+from dataclasses import dataclass, field
+
+from placement.engines import Role
+from placement.sizing.capacity import Signals, Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLimits:
+    least: int
+    most: int
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    cool_down_s: float = 120.0  # after a change nothing is added: the new engine first has to show
+    calm_s: float = 600.0  # as long as this it must have been too much before one is taken away
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    replicas: int
+    reason: str  # empty where nothing changes
+
+
+class TierScaler:
+    """Adds what the load asks for at once; takes away one at a time, after a calm."""
+
+    def __init__(self, limits: ScaleLimits) -> None:
+        self._limits = limits
+        self._changed_at: float | None = None
+        self._calm_since: float | None = None
+
+    def decide(self, load: float, replicas: int, now: float) -> Decision:
+        """`load`: the share of the tier's capacity in use; `replicas`: those there are or that are coming."""
+        limits = self._limits
+        within = min(max(replicas, limits.least), limits.most)
+        if within != replicas:
+            return self._change(within, f"the limits are {limits.least} to {limits.most}", now)
+        enough = limits.thresholds.enough(load, replicas)
+        if load > limits.thresholds.high:
+            self._calm_since = None
+            wanted = min(max(enough, replicas + 1), limits.most)
+            if wanted > replicas and not self._cooling(now):
+                return self._change(wanted, f"{load:.0%} in use, above {limits.thresholds.high:.0%}", now)
+        elif load < limits.thresholds.low and enough < replicas and replicas > limits.least:
+            if self._calm_since is None:
+                self._calm_since = now
+            if now - self._calm_since >= limits.calm_s and not self._cooling(now):
+                reason = f"{load:.0%} in use, below {limits.thresholds.low:.0%} for {limits.calm_s:.0f} s"
+                return self._change(replicas - 1, reason, now)
+        else:
+            self._calm_since = None
+        return Decision(replicas, "")
+
+    def _change(self, replicas: int, reason: str, now: float) -> Decision:
+        self._changed_at, self._calm_since = now, None
+        return Decision(replicas, reason)
+
+    def _cooling(self, now: float) -> bool:
+        return self._changed_at is not None and now - self._changed_at < self._limits.cool_down_s
+
+
+def load_of(role: Role, signals: Signals) -> float:
+    """The share of a tier's capacity in use: prefillers by their time, all others by their KV."""
+    return signals.prefill_load if role is Role.PREFILL else signals.decoder_pressure

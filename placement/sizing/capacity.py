@@ -1,0 +1,176 @@
+"""How full the fleet is, what to change about it, and how many replicas a tier should have.
+
+Two signals, which the placer observes, averaged over a window so that one long prompt is not an alarm.
+Prefill: seconds of prefiller time that arrive each second (prompt lengths through the curve). Decoders: share
+of the pool's KV that is in use.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, exp, inf, isinf
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    prefillers: int
+    prefill_load: float  # seconds of prompts that arrive a second and a prefiller; 1 is saturation
+    prefill_wait_s: float  # of the shortest queue, now
+    decoders: int
+    decoder_pressure: float  # share of what the decoders may hold that is in use and cannot give way
+    running_share: float  # the same of conversations with a turn under way, now: the rest waits for its turn
+    observed_s: float  # how long has been looked at; less than the window says little
+    prompts_s: float = 0.0  # seconds of prompts that arrive a second
+    lent: float | None = None  # elastic: of decoders' time, in engines, what running turns leave to prompts
+
+    def saturates_in_s(self, longest_wait_s: float) -> float:
+        """Until even the shortest queue is longer than allowed, at this rate; infinite if none grows."""
+        if self.prefill_wait_s >= longest_wait_s:
+            return 0.0
+        growth = self.prefill_load - 1.0
+        return (longest_wait_s - self.prefill_wait_s) / growth if growth > 0 else inf
+
+
+class CapacityWatch:
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began: float | None = None
+        self._demand = 0.0  # prefill seconds a second
+        self._demand_at = 0.0
+        self._pressure: float | None = None
+        self._pressure_at = 0.0
+
+    def arrived(self, prefill_s: float, now: float) -> None:
+        """A turn came that wants a prefiller, whether or not it could be placed."""
+        self._begin(now)
+        self._demand = self._demand * self._kept(now - self._demand_at) + prefill_s / self._window_s
+        self._demand_at = now
+
+    def observed(self, decoder_pressure: float, now: float) -> None:
+        self._begin(now)
+        keep = 0.0 if self._pressure is None else self._kept(now - self._pressure_at)
+        self._pressure = keep * (self._pressure or 0.0) + (1 - keep) * decoder_pressure
+        self._pressure_at = now
+
+    def signals(
+        self, prefillers: int, prefill_wait_s: float, decoders: int, running_share: float, now: float
+    ) -> Signals:
+        demand = self._demand * self._kept(now - self._demand_at)
+        load = demand / prefillers if prefillers else (inf if demand > 1e-3 else 0.0)
+        observed_s = 0.0 if self._began is None else now - self._began
+        pressure = self._pressure or 0.0
+        return Signals(
+            prefillers, load, prefill_wait_s, decoders, pressure, running_share, observed_s, demand
+        )
+
+    def _begin(self, now: float) -> None:
+        if self._began is None:
+            self._began = now
+
+    def _kept(self, elapsed: float) -> float:
+        return exp(-max(0.0, elapsed) / self._window_s)
+
+
+class Action(StrEnum):
+    ADD_PREFILLERS = "add_prefillers"
+    ADD_DECODERS = "add_decoders"
+    NO_PREFILLERS = "no_prefillers"
+    RAISE_HOST_KV = "raise_host_kv"
+    LOWER_PREFILL_CAPS = "lower_prefill_caps"
+    LOWER_DECODE_CAPS = "lower_decode_caps"
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Shares of a tier's capacity."""
+
+    high: float = 0.85  # above: too few engines
+    target: float = 0.7  # what a change aims at
+    low: float = 0.4  # below: more than is needed
+
+    def enough(self, load: float, engines: int) -> int:
+        """Engines with which what these carry would be at the target."""
+        if isinf(load):
+            return engines + 1
+        return max(1, ceil(round(load * engines / self.target, 6)))
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    action: Action
+    count: int  # engines to add, or to do without; 0 where the action has no number
+    reason: str
+
+
+def advise(
+    signals: Signals, thresholds: Thresholds, longest_wait_s: float, *, prefills: bool = True
+) -> tuple[Recommendation, ...]:
+    """Nothing: the fleet fits its work. `prefills`: whether the fleet's policy uses prefillers at all."""
+    found = [_decoders(signals, thresholds)]
+    if prefills:
+        elastic = signals.lent is not None
+        found.insert(0, (_elastic if elastic else _prefillers)(signals, thresholds, longest_wait_s))
+    return tuple(recommendation for recommendation in found if recommendation is not None)
+
+
+def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
+    load, engines = signals.prefill_load, signals.prefillers
+    if not engines and load:
+        return Recommendation(Action.ADD_PREFILLERS, 1, "prompts arrive and no prefiller is up")
+    asks = f"prompts ask for {load:.0%} of the time of {_number(engines, 'prefiller')}"
+    in_s = signals.saturates_in_s(longest_wait_s)
+    if load > limits.high or in_s == 0:
+        count = max(1, limits.enough(load, engines) - engines)
+        passing = f"their queues pass {longest_wait_s:.0f} s in {in_s:.0f} s"
+        when = "" if isinf(in_s) else f"; at this rate {passing}"
+        after = f"{engines + count} would be at {load * engines / (engines + count):.0%}"
+        return Recommendation(Action.ADD_PREFILLERS, count, f"{asks}{when}; {after}")
+    if load < limits.low and engines:
+        reason = f"{asks}: they can be slower without a queue, or fewer"
+        return Recommendation(Action.LOWER_PREFILL_CAPS, 0, reason)
+    return None
+
+
+def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
+    """Decoders compute prompts as well, in the time that running turns leave them."""
+    asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
+    load = asked / (engines + lent) if engines + lent else inf
+    there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"
+    if load > limits.high or signals.prefill_wait_s >= longest_wait_s:
+        count = max(1, ceil(round(asked / limits.target - engines - lent, 6)))
+        after = f"with {count} more {asked / (engines + count + lent):.0%}"
+        return Recommendation(
+            Action.ADD_PREFILLERS, count, f"prompts ask for {load:.0%} of the time of {there}; {after}"
+        )
+    if engines and asked < limits.low * lent:
+        reason = f"decoders have {lent:.1f} engines' time left, of which prompts ask for {asked / lent:.0%}"
+        return Recommendation(
+            Action.NO_PREFILLERS, engines, f"{reason}: a fleet without prefillers would do as well"
+        )
+    if engines and load < limits.low:
+        reason = f"prompts ask for {load:.0%} of the time of {there}: prefillers can be slower, or fewer"
+        return Recommendation(Action.LOWER_PREFILL_CAPS, 0, reason)
+    return None
+
+
+def _decoders(signals: Signals, limits: Thresholds) -> Recommendation | None:
+    pressure, engines, running = signals.decoder_pressure, signals.decoders, signals.running_share
+    if not engines:
+        return Recommendation(Action.ADD_DECODERS, 1, "no decoder is up")
+    holds = f"conversations hold {pressure:.0%} of the KV of {_number(engines, 'decoder')}"
+    if pressure > limits.high:
+        if 0 < running <= limits.target:
+            reason = (
+                f"{holds}, those with a turn under way {running:.0%}: with more host "
+                "memory (kv.host_kv_gib, overload.policy: park) the others could wait there"
+            )
+            return Recommendation(Action.RAISE_HOST_KV, 0, reason)
+        count = max(1, limits.enough(pressure, engines) - engines)
+        after = f"{engines + count} would be at {pressure * engines / (engines + count):.0%}"
+        return Recommendation(Action.ADD_DECODERS, count, f"{holds}; {after}")
+    if pressure < limits.low:
+        return Recommendation(Action.LOWER_DECODE_CAPS, 0, f"{holds}: they can be slower, or fewer")
+    return None
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

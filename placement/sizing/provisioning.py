@@ -1,0 +1,107 @@
+"""Provisioning: how many decoders a prefiller needs, and what accelerators draw.
+
+The two inequalities of the conversation paper, section 4.1:
+
+    (1) throughput   N * T_d >= R * L_d
+    (2) memory       N * B   >= R * W
+
+R is the rate of conversations, R* = T_p / L_in the one that fills the prefillers. N is one more than the
+larger of the two bounds needs, so that the prefillers, whose load can be read off the prompts, fill first.
+
+Power has three levels: idle, busy with decoding (memory-bound), busy with prefill (compute-bound). A cap cuts
+the levels above it. Compute slows down with it, because dynamic power grows faster than the clock: speed
+follows (dynamic power) ** exponent. Reading memory stays as fast, which is what that paper measured.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import floor
+
+from placement import PlacementError
+
+
+class ProvisioningError(PlacementError, ValueError):
+    """Means or rates with which no fleet can be planned."""
+
+
+class Bound(StrEnum):
+    THROUGHPUT = "throughput"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Of a conversation."""
+
+    first_turn_tokens: float  # L_in
+    decoder_tokens: float  # L_d: all that decoders compute for it, outputs and later prompts
+    resident_s: float  # W: how long its KV is on the accelerator; its lifetime, unless idle KV is parked
+    peak_kv_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of one engine of each kind."""
+
+    prefill_tokens_per_s: float  # T_p
+    decode_tokens_per_s: float  # T_d
+    decoder_kv_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceLoad:
+    """Share of each resource that is used; 1 is full."""
+
+    prefill: float
+    decode: float
+    memory: float
+
+    @property
+    def saturates_first(self) -> str:
+        shares = {"prefillers": self.prefill, "decoders": self.decode, "decoder memory": self.memory}
+        return max(shares, key=shares.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Provision:
+    prefillers: int
+    rate: float  # conversations a second that it is made for
+    saturating_rate: float  # R*
+    slots: float  # B: conversations a decoder's KV holds at their peak
+    by_throughput: float
+    by_memory: float
+    decoders: int
+    load: ResourceLoad
+
+    @property
+    def bound(self) -> Bound:
+        return Bound.MEMORY if self.by_memory > self.by_throughput else Bound.THROUGHPUT
+
+
+def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float | None = None) -> Provision:
+    """Decoders for `prefillers` prefillers at R*, or at another `rate`."""
+    values = (
+        *(means.first_turn_tokens, means.decoder_tokens, means.resident_s, means.peak_kv_tokens),
+        *(capacity.prefill_tokens_per_s, capacity.decode_tokens_per_s, capacity.decoder_kv_tokens),
+    )
+    if prefillers < 1 or any(not value > 0 for value in values) or (rate is not None and not rate > 0):
+        raise ProvisioningError(f"means, rates and engine counts must be above zero: {means}, {capacity}")
+    slots = capacity.decoder_kv_tokens / means.peak_kv_tokens
+    if slots < 1:
+        raise ProvisioningError(
+            f"a conversation peaks at {means.peak_kv_tokens:.0f} tokens of KV and a decoder holds "
+            f"{capacity.decoder_kv_tokens:.0f}: not one fits; take decoders with more memory"
+        )
+    saturating = prefillers * capacity.prefill_tokens_per_s / means.first_turn_tokens
+    at = rate if rate is not None else saturating
+    by_throughput = at * means.decoder_tokens / capacity.decode_tokens_per_s
+    by_memory = at * means.resident_s / slots
+    decoders = floor(max(by_throughput, by_memory)) + 1
+    load = ResourceLoad(at / saturating, by_throughput / decoders, by_memory / decoders)
+    return Provision(prefillers, at, saturating, slots, by_throughput, by_memory, decoders, load)
+
+
+def prefillers_for(means: Means, capacity: Capacity, rate: float, load: float = 0.9) -> int:
+    """The fewest prefillers that carry `rate` at no more than `load` of what fills them."""
+    one = provision(means, capacity)
+    return floor(rate / (one.saturating_rate * load)) + 1

@@ -1,0 +1,327 @@
+"""A first turn is computed where its first token comes first, and the placer says what it compared."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.engines import EngineInfo, Role
+from placement.routing.placer import FirstTurn, LaterTurn, Placement, Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.routing.receipts import LOCAL_COST, Refusal, RefusalReason, Why
+from tests.placement.conftest import CURVE, engine, state
+
+
+def a_placer(decoders: int = 2, kv_tokens: int = 1_000_000, first: FirstTurns = FirstTurns.ELASTIC) -> Placer:
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1e9, first_turns=first)
+    placer = Placer(settings, {"prefill": CURVE, "decode": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL, kv_tokens))
+    for number in range(decoders):
+        placer.engine_up(engine(f"d{number}", kv_tokens=kv_tokens))
+    return placer
+
+
+def place(placer: Placer, key: str, tokens: int = 10_000, now: float = 0.0) -> Placement:
+    answer = placer.place(FirstTurn(key, tokens), now)
+    assert isinstance(answer, Placement)
+    return answer
+
+
+@given(
+    queued=st.lists(st.integers(1_000, 40_000), max_size=6),
+    waiting=st.integers(0, 60_000),
+    rate=st.floats(0.0, 40_000),
+    share=st.floats(0.1, 1.0),
+    tokens=st.integers(500, 40_000),
+)
+def test_the_lesser_of_two_estimates_decides_and_both_are_on_the_receipt(
+    queued: list[int], waiting: int, rate: float, share: float, tokens: int
+) -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1, prompt_share=0.01), 0.0)
+    for number, prompt in enumerate(queued):
+        place(placer, f"q{number}", prompt)
+    report = state("d0", 0, 2, waiting_prompt_tokens=waiting, prompt_tokens_per_s=rate, prompt_share=share)
+    assert placer.observe(report, 1e-6)
+    wait_s = placer.prefill_wait_s("p0", 1e-6)
+    answer = place(placer, "new", tokens, now=1e-6)
+    estimates = answer.receipt.estimates
+    assert estimates is not None and estimates.remote_s is not None
+    assert estimates.remote_s == pytest.approx(wait_s + CURVE.seconds(tokens))
+    assert estimates.local_s >= CURVE.seconds(tokens) / share
+    if rate and waiting:
+        assert estimates.local_s >= waiting / rate
+    assert (answer.prefiller is None) == (estimates.local_s * LOCAL_COST <= estimates.remote_s)
+    assert answer.receipt.to_json()["estimates"]["remote_s"] == estimates.remote_s
+
+
+def test_a_prefiller_has_it_when_idle_and_the_decoder_when_the_queue_is_long() -> None:
+    placer = a_placer()
+    placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
+    placer.observe(state("d1", 0, 1, prompt_share=0.7), 0.0)
+    first, second = place(placer, "a"), place(placer, "b")
+    assert first.prefiller == "p0"
+    assert second.prefiller is None and second.receipt.prefiller.why is Why.SOONER_ON_DECODER
+    assert second.receipt.prefiller.runners_up[0].engine == "p0"
+    assert second.decoder == "d1", "the binding is that of the decoder with the least KV in use"
+
+
+def waits_on(placer: Placer, decoder: str, prompt_tokens: int, live_tokens: int = 0) -> None:
+    report = state(decoder, live_tokens, 1, waiting_prompt_tokens=prompt_tokens, prompt_tokens_per_s=20_000.0)
+    assert placer.observe(report, 0.0)
+
+
+def test_of_decoders_with_capacity_the_one_that_is_clearly_sooner_computes_the_prompt() -> None:
+    placer = a_placer()
+    place(placer, "queued", 100_000)
+    waits_on(placer, "d0", 0, live_tokens=50_000)
+    waits_on(placer, "d1", 30_000)
+    found = place(placer, "a")
+    assert (found.prefiller, found.decoder) == (None, "d0"), "d1 holds less, and computes another's prompt"
+    assert found.receipt.decoder.why is Why.SOONER_WITH_CAPACITY
+    assert [one.engine for one in found.receipt.decoder.runners_up] == ["d1"]
+    assert found.receipt.estimates is not None and found.receipt.estimates.local_first
+
+
+@pytest.mark.parametrize(
+    ("queued", "waiting", "live", "preferred"),
+    [
+        (0, 30_000, 50_000, None),  # a prefiller is sooner: least KV in use
+        (100_000, 500, 50_000, None),  # not clearly sooner
+        (100_000, 30_000, 995_000, None),  # no capacity there
+        (100_000, 30_000, 50_000, "d1"),  # its parent's decoder
+    ],
+)
+def test_it_stays_with_the_least_kv_in_use(
+    queued: int, waiting: int, live: int, preferred: str | None
+) -> None:
+    placer = a_placer()
+    if queued:
+        place(placer, "queued", queued)
+    waits_on(placer, "d0", 0, live_tokens=live)
+    waits_on(placer, "d1", waiting)
+    found = placer.place(FirstTurn("a", 10_000, preferred), 0.0)
+    assert isinstance(found, Placement) and found.decoder == "d1"
+    assert found.receipt.decoder.why is (Why.PREFERRED if preferred else Why.LEAST_KV_IN_USE)
+
+
+@pytest.mark.parametrize(("full", "chosen"), [(1, "d0"), (2, "d1")])
+def test_where_many_decoders_are_full_only_kv_counts(full: int, chosen: str) -> None:
+    placer = a_placer(decoders=5)
+    place(placer, "queued", 100_000)
+    waits_on(placer, "d0", 0, live_tokens=50_000)
+    waits_on(placer, "d1", 30_000)
+    for number in range(2, 5):
+        waits_on(placer, f"d{number}", 30_000, live_tokens=995_000 if number < 2 + full else 60_000)
+    assert place(placer, "a").decoder == chosen
+
+
+def test_where_nothing_is_known_of_any_decoder_it_stays_with_the_least_kv_in_use() -> None:
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
+    for number in range(2):
+        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
+    placer.observe(state("d0", 10_000, 1), 0.0)
+    assert place(placer, "a").decoder == "d1"
+
+
+def test_the_papers_rule_estimates_nothing() -> None:
+    assert PlacerSettings().first_turns is FirstTurns.ELASTIC
+    placer = a_placer(first=FirstTurns.PREFILLER)
+    answers = [place(placer, str(number)) for number in range(8)]
+    assert all(answer.prefiller == "p0" and answer.receipt.estimates is None for answer in answers)
+
+
+def test_what_was_placed_on_a_decoder_counts_until_the_decoder_reports_it() -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1), 0.0)
+    for number in range(20):
+        place(placer, f"a{number}")
+    local = sum(place(placer, f"b{number}").prefiller is None for number in range(20))
+    assert 7 <= local <= 13, "a burst without a report is divided, not sent to one side"
+
+
+def test_a_decoder_of_which_nothing_is_known_computes_nothing() -> None:
+    """Safe rather than fast: no curve, no rate yet."""
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, first_turns=FirstTurns.ELASTIC)
+    placer = Placer(settings, {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    placer.engine_up(engine("d0", kv_tokens=10_000_000))
+    assert all(place(placer, str(number)).prefiller == "p0" for number in range(5))
+    placer.observe(state("d0", 0, 1, prompt_tokens_per_s=50_000.0), 0.0)
+    assert place(placer, "new").prefiller is None
+
+
+def test_a_transfer_that_is_not_hidden_counts() -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1, prompt_share=0.8), 0.0)
+    assert place(placer, "a").prefiller == "p0"
+    placer.prefill_done("a", 0.0)
+    placer.transferred(10_000, 0.5)
+    assert place(placer, "b").prefiller is None
+
+
+def test_a_slow_transfer_after_many_quick_ones_is_not_believed_for_long() -> None:
+    placer = a_placer(decoders=1)
+    now = 0.0
+    for number in range(8):  # each after a lull, and each as quick as was thought or quicker
+        now += 2_000.0
+        placer.observe(state("d0", 0, number + 1, prompt_share=0.9), now)
+        placer.transferred(10_000, 0.001 / (number + 1))
+    placer.transferred(10_000, 10.0)
+    assert place(placer, "at once", now=now).prefiller is None
+    placer.release("at once", now)
+    placer.observe(state("d0", 0, 10, prompt_share=0.9), now + 200.0)
+    assert place(placer, "later", now=now + 200.0).prefiller == "p0"
+
+
+def test_second_thoughts_name_turns_whose_decoder_is_sooner_now() -> None:
+    placer = a_placer(decoders=1)
+    busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)
+    placer.observe(busy, 0.0)
+    for key in "abc":
+        assert place(placer, key).prefiller == "p0"
+    assert placer.second_thoughts("d0", 0.0) == ()
+    placer.observe(state("d0", 0, 2), 0.1)
+    assert placer.second_thoughts("d0", 0.1) == ("b", "c")
+    placer.taken_back("c", "d0", 10_000, 0.1)
+    assert placer.second_thoughts("d0", 0.1) == (), "it is busy with the one it took"
+    assert placer.prefill_wait_s("p0", 0.1) == pytest.approx(2 * CURVE.seconds(10_000) - 0.1)
+
+
+def test_a_second_thought_counts_what_its_prefiller_holds_besides() -> None:
+    """A prefiller that decodes conversations of its own has less time for prompts than its queue says."""
+    placer = a_placer(decoders=1)
+    busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)
+    placer.observe(busy, 0.0)
+    assert place(placer, "a").prefiller == "p0"
+    placer.observe(state("d0", 0, 2, prompt_share=0.8), 0.1)
+    assert placer.second_thoughts("d0", 0.1) == (), "as soon there, and begun"
+    placer.observe(state("p0", 0, 1, prompt_share=0.3), 0.1)
+    assert placer.second_thoughts("d0", 0.1) == ("a",)
+
+
+def test_a_large_later_turn_is_computed_where_it_ends_sooner() -> None:
+    placer = a_placer(decoders=1)
+    placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
+    place(placer, "a")
+    placer.prefill_done("a", 0.0)
+    small = placer.place_later(LaterTurn("a", "d0", 12_000, 2_000), 0.0)
+    assert small.prefiller is None and small.receipt.estimates is None, "below the bounds nothing is compared"
+    again = placer.place_later(LaterTurn("a", "d0", 20_000, 20_000), 0.0)
+    assert again.prefiller == "p0"
+    placer.prefill_done("a", 0.0)
+    mostly_cached = placer.place_later(LaterTurn("a", "d0", 40_000, 20_000), 0.0)
+    assert mostly_cached.prefiller is None, "the prefiller would compute twice as much"
+    placer.release("a", 0.0)
+    cached_there = placer.place_later(LaterTurn("a", "d0", 40_000, 20_000, "p0", 20_000), 0.0)
+    assert cached_there.prefiller == "p0", "what the prefiller has cached does not count"
+
+
+def test_a_prefiller_holds_what_fits_on_no_decoder_before_anything_is_refused() -> None:
+    placer = a_placer(decoders=1, kv_tokens=100_000)
+    for engine_name in ("d0", "p0"):
+        placer.observe(state(engine_name, 0, 1), 0.0)
+    place(placer, "a", 90_000)
+    held = place(placer, "b", 30_000)
+    assert (held.decoder, held.prefiller) == ("p0", None)
+    assert held.receipt.decoder.why is Why.LAST_RESORT
+    later = placer.place_later(LaterTurn("b", "p0", 31_000, 31_000), 1.0)
+    assert (later.decoder, later.prefiller) == ("p0", None), "it stays there for life"
+    full = placer.place(FirstTurn("c", 50_000), 1.0)
+    assert isinstance(full, Refusal) and full.reason is RefusalReason.NO_CAPACITY
+    placer.release("b", 2.0)
+    assert place(placer, "c", 50_000, now=2.0).decoder == "p0"
+    assert set(placer.engine_down("p0")) == {"a", "c"}, "one queued there, the other held"
+
+
+def test_an_engine_that_leaves_takes_what_is_known_of_it_along() -> None:
+    placer = a_placer(decoders=2)
+    for key in "abcd":
+        place(placer, key)
+    placer.engine_down("d0")
+    placer.engine_down("p0")
+    assert place(placer, "e").prefiller is None
+    fresh: EngineInfo = replace(engine("p0", Role.PREFILL), epoch=2)
+    placer.engine_up(fresh)
+    assert placer.second_thoughts("d1", 0.0) == ()
+    for key in "abcde":
+        placer.release(key, 1.0)
+    assert placer.prefill_wait_s("p0", 1.0) == 0.0
+
+
+def test_decoders_lend_prompts_what_running_turns_leave_and_the_signals_say_so() -> None:
+    placer = a_placer()
+    placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
+    placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)
+    placer.arrived(10_000, 0.0)
+    seen = placer.signals(0, 0.0)
+    assert seen.lent == pytest.approx(0.75)
+    assert seen.prompts_s == pytest.approx(seen.prefill_load) and seen.prompts_s > 0
+    assert a_placer(first=FirstTurns.PREFILLER).signals(0, 0.0).lent is None
+
+
+def test_a_prefillers_curve_follows_what_prompts_take() -> None:
+    placer = a_placer(first=FirstTurns.PREFILLER)
+    now, slower = 0.0, 3.0
+    for number in range(40):
+        for key in (f"{number}-a", f"{number}-b"):  # the second one waits for the first
+            place(placer, key, 10_000, now)
+        for key in (f"{number}-a", f"{number}-b"):
+            now += slower * CURVE.seconds(10_000)
+            placer.prefill_done(key, now, tokens=10_000)
+        now += 100.0  # nothing to do is no time that a prompt took
+    found = place(placer, "new", 20_000, now).receipt.prefiller.chosen
+    assert found is not None and found.prefill_s == pytest.approx(slower * CURVE.seconds(20_000), rel=0.02)
+    placer.prefill_done("new", now + 1000.0)
+    again = place(placer, "failed", 20_000, now + 1000.0).receipt.prefiller.chosen
+    assert again == found, "a prefill that came to nothing teaches nothing"
+    placer.engine_up(replace(engine("p0", Role.PREFILL), epoch=2))
+    again = place(placer, "restarted", 20_000, now + 1000.0).receipt.prefiller.chosen
+    assert again == found, "an engine that restarts is as fast as it was"
+
+
+def saturated(decoders: int) -> Placer:
+    """Its only prefiller has no time left within the limit; nothing is known of decoders."""
+    settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
+    placer = Placer(settings, {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    for number in range(decoders):
+        placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
+    for number in range(3):
+        assert place(placer, f"queued-{number}").prefiller == "p0"
+    return placer
+
+
+def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
+    placer = saturated(decoders=8)
+    for number in range(7):
+        placer.observe(state(f"d{number}", 0, 1, waiting_prompt_tokens=50_000), 0.0)
+    placer.observe(state("d7", 500_000, 1), 0.0)
+    spared = place(placer, "new")
+    assert (spared.prefiller, spared.decoder) == (None, "d7"), "it has more KV in use than seven others"
+    options = [spared.receipt.decoder.chosen, *spared.receipt.decoder.runners_up]
+    assert [one.engine for one in options].count("d7") == 1
+
+
+def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> None:
+    placer = saturated(decoders=2)
+    placer.observe(state("d1", 0, 1, waiting_prompt_tokens=50_000), 0.0)
+    spared = place(placer, "new")
+    assert (spared.prefiller, spared.decoder) == (None, "d0"), "d1 holds less, and has no time"
+    assert spared.receipt.prefiller.why is Why.PREFILLERS_SATURATED
+    refused = placer.place(FirstTurn("more", 10_000), 0.0)
+    assert isinstance(refused, Refusal) and refused.reason is RefusalReason.SATURATED
+
+
+def test_whom_it_was_to_be_keeps_it_while_that_has_time() -> None:
+    """A fork's beginning is with its parent's decoder, though others hold less."""
+    placer = saturated(decoders=3)
+    placer.observe(state("d2", 500_000, 1), 0.0)
+    fork = placer.place(FirstTurn("fork", 10_000, preferred_decoder="d2"), 0.0)
+    assert isinstance(fork, Placement) and (fork.prefiller, fork.decoder) == (None, "d2")
+    assert fork.receipt.decoder.why is Why.PREFERRED
+    placer.observe(state("d2", 500_000, 2, waiting_prompt_tokens=50_000), 0.1)
+    other = placer.place(FirstTurn("other", 10_000, preferred_decoder="d2"), 0.1)
+    assert isinstance(other, Placement) and other.decoder != "d2"
+    assert other.receipt.decoder.why is Why.HAS_TIME

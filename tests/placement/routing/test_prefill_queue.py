@@ -1,0 +1,204 @@
+"""The chosen prefiller is the one that would finish first; a saturated one says for how long."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.engines import Role
+from placement.routing.placer import FirstTurn, LaterTurn, Placement, Placer
+from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.routing.receipts import Refusal, RefusalReason, Why
+from placement.scheduling.prefill_curve import PrefillCurve
+from tests.placement.conftest import CURVE, MakeFleet, engine, state
+
+FAST, SLOW = PrefillCurve(0.01, 2e-5, 1e-10), PrefillCurve(0.01, 8e-5, 4e-10)
+
+
+def two_speeds() -> Placer:
+    placer = Placer(
+        PlacerSettings(max_prefill_wait_s=1e9, first_turns=FirstTurns.PREFILLER),
+        {"prefill": FAST, "decode": SLOW},
+    )
+    placer.engine_up(engine("fast", Role.PREFILL))
+    placer.engine_up(engine("d", kv_tokens=10**9))
+    placer.engine_up(replace(engine("slow", Role.PREFILL), tier="decode"))
+    return placer
+
+
+@given(st.lists(st.tuples(st.integers(1, 50_000), st.floats(0, 2)), max_size=40))
+def test_each_prompt_goes_where_it_would_end_first(arrivals: list[tuple[int, float]]) -> None:
+    placer = two_speeds()
+    free_at = {"fast": 0.0, "slow": 0.0}
+    curve = {"fast": FAST, "slow": SLOW}
+    running: list[tuple[float, str]] = []
+    now = 0.0
+    for i, (tokens, gap) in enumerate(arrivals):
+        now += gap
+        for end, key in sorted(running):
+            if end <= now:
+                placer.prefill_done(key, end)
+                running.remove((end, key))
+        placed = placer.place(FirstTurn(str(i), tokens), now)
+        assert isinstance(placed, Placement) and placed.prefiller
+        ends = {name: max(free_at[name], now) + curve[name].seconds(tokens) for name in curve}
+        assert ends[placed.prefiller] <= min(ends.values()) + 1e-6
+        free_at[placed.prefiller] = ends[placed.prefiller]
+        running.append((ends[placed.prefiller], str(i)))
+        chosen = placed.receipt.prefiller.chosen
+        assert chosen and now + chosen.wait_s + chosen.prefill_s == pytest.approx(ends[placed.prefiller])
+
+
+def test_the_wait_of_a_saturated_prefiller_is_known(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1.0)
+    each = CURVE.seconds(20_000)
+    accepted = 0
+    while isinstance(answer := placer.place(FirstTurn(f"c{accepted}", 20_000), 0.0), Placement):
+        accepted += 1
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.SATURATED
+    assert answer.retry_after_s == pytest.approx(accepted * each - 1.0)
+    assert isinstance(placer.place(FirstTurn("late", 20_000), answer.retry_after_s), Placement)
+
+
+def test_an_end_reported_early_or_late_moves_the_queue(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9)
+    each = CURVE.seconds(10_000)
+    for key in "abc":
+        placer.place(FirstTurn(key, 10_000), 0.0)
+    placer.prefill_done("a", each / 2)
+    assert placer.prefill_wait_s("p0", each / 2) == pytest.approx(2 * each)
+    overdue = 10 * each
+    assert placer.prefill_wait_s("p0", overdue) == pytest.approx(each), "c waits at least for itself"
+    placer.prefill_done("b", overdue)
+    placer.prefill_done("c", overdue)
+    assert placer.prefill_wait_s("p0", overdue) == 0
+
+
+def test_a_prefiller_that_says_it_is_idle_has_no_queue(fleet: MakeFleet) -> None:
+    placer = fleet(forget_prefill_after_s=5.0)
+    placer.place(FirstTurn("lost", 50_000), 0.0)
+    placer.observe(state("p0", 0, 1, running=0), 4.0)
+    before = placer.prefill_wait_s("p0", 0.1)
+    placer.observe(state("p0", 0, 2, running=0), 6.0)
+    assert before > 0 and placer.prefill_wait_s("p0", 0.1) <= 6.0 and placer.prefill_wait_s("p0", 6.0) == 0
+
+
+def test_a_draining_prefiller_gets_nothing(fleet: MakeFleet) -> None:
+    placer = fleet(prefillers=2)
+    placer.observe(state("p0", 0, 1, draining=True), 0.0)
+    placed = [placer.place(FirstTurn(str(i), 100), 0.0) for i in range(3)]
+    assert [p.prefiller for p in placed if isinstance(p, Placement)] == ["p1"] * 3
+
+
+def test_without_a_prefiller_the_decoder_computes_the_prompt_only_where_that_is_allowed(
+    fleet: MakeFleet,
+) -> None:
+    allowed = fleet(prefillers=0).place(FirstTurn("a", 100), 0.0)
+    assert isinstance(allowed, Placement) and allowed.prefiller is None
+    assert allowed.receipt.prefiller.why is Why.NO_PREFILLER_UP
+    refused = fleet(prefillers=0, local_prefill_without_prefiller=False).place(FirstTurn("a", 100), 0.0)
+    assert isinstance(refused, Refusal) and refused.reason is RefusalReason.NO_PREFILLER
+
+
+def test_a_large_later_turn_goes_through_the_prefiller_to_its_own_decoder(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**6)
+    placer.observe(state("d2", 900_000, 1), 0.0)
+    large = placer.place_later(LaterTurn("c", "d2", 30_000, 20_000), 0.0)
+    assert (large.prefiller, large.decoder) == ("p0", "d2"), "the fullest decoder, because it is bound there"
+    small = placer.place_later(LaterTurn("c", "d2", 30_000, 500), 0.0)
+    assert (small.prefiller, small.decoder, small.receipt.reserved_tokens) == (None, "d2", 0)
+    for i in range(200):
+        placer.place(FirstTurn(f"f{i}", 3_000), 0.0)
+    busy = placer.place_later(LaterTurn("c", "d2", 3_000_000, 2_900_000), 0.0)
+    assert busy.decoder == "d2"
+
+
+def prefill_s(placer: Placer, tokens: int) -> float:
+    answer = placer.place(FirstTurn(f"asked for {tokens}", tokens), 0.0)
+    assert isinstance(answer, Placement) and answer.receipt.prefiller.chosen
+    placer.release(f"asked for {tokens}", 0.0)
+    return answer.receipt.prefiller.chosen.prefill_s
+
+
+def test_the_engines_own_curve_takes_the_place_of_the_guess(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9)
+    assert prefill_s(placer, 20_000) == pytest.approx(CURVE.seconds(20_000))
+    placer.observe(state("p0", 0, 1, prefill_curve=(0.01, 2e-5, 1e-10)), 0.0)
+    assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000))
+    placer.observe(state("p0", 0, 2), 0.0)  # one that says nothing is as it was
+    assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000))
+    placer.engine_up(engine("p0", Role.PREFILL, epoch=2))
+    assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000)), "as fast as it was"
+
+
+def test_what_was_learned_of_a_guess_is_not_learned_twice_when_the_curve_comes(fleet: MakeFleet) -> None:
+    """Prompts took a tenth of the guess; then the engine reports a curve that says so itself."""
+    placer, now = fleet(kv_tokens=10**9), 0.0
+    took = CURVE.seconds(8192) / 10
+    for number in range(60):
+        assert isinstance(placer.place(FirstTurn(f"c{number}", 8192), now), Placement)
+        now += took
+        placer.prefill_done(f"c{number}", now, tokens=8192)
+    assert prefill_s(placer, 8192) == pytest.approx(took, rel=0.05)
+    tenth = (CURVE.a / 10, CURVE.b / 10, CURVE.c / 10)
+    placer.observe(state("p0", 0, 1, prefill_curve=tenth), now)
+    assert prefill_s(placer, 8192) == pytest.approx(took, rel=0.05)
+
+
+def test_a_decoders_curve_counts_once_it_has_computed_prompts() -> None:
+    settings = PlacerSettings(fill=1.0, first_turns=FirstTurns.ELASTIC)
+    placer = Placer(settings, {"prefill": SLOW})
+    placer.engine_up(engine("p0", Role.PREFILL, kv_tokens=10**9))
+    placer.engine_up(engine("d0", kv_tokens=10**9))
+    sooner = (0.0, 1e-6, 0.0)
+    placer.observe(state("d0", 0, 1, prefill_curve=sooner), 0.0)
+    first = placer.place(FirstTurn("a", 20_000), 0.0)
+    assert isinstance(first, Placement) and first.prefiller == "p0"
+    placer.observe(state("d0", 0, 2, prefill_curve=sooner, prompt_tokens_per_s=1000.0, prompts=1), 0.0)
+    second = placer.place(FirstTurn("b", 20_000), 0.0)
+    assert isinstance(second, Placement) and second.prefiller is None
+
+
+def waits(placer: Placer, key: str, ahead_s: float, now: float = 0.0) -> float:
+    placed = placer.place(FirstTurn(key, 20_000, ahead_s=ahead_s), now)
+    assert isinstance(placed, Placement) and placed.receipt.prefiller.chosen
+    return placed.receipt.prefiller.chosen.wait_s
+
+
+def test_a_better_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None:
+    """Engines compute them first: what others have queued saturates no prefiller for it."""
+    placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1.0)
+    each, queued = CURVE.seconds(20_000), 0
+    while isinstance(placer.place(FirstTurn(f"c{queued}", 20_000), 0.0), Placement):
+        queued += 1
+    assert [waits(placer, f"gold{n}", 8.0) for n in range(2)] == [0.0, 0.0]
+    refused = placer.place(FirstTurn("late", 20_000), 0.0)
+    assert isinstance(refused, Refusal), "to others all that is queued counts"
+    assert refused.retry_after_s == pytest.approx((queued + 2) / 2 * each - 1.0)
+    assert waits(placer, "between", 4.0) == pytest.approx(each), "behind the better one's, before others"
+
+
+def test_prompts_of_a_better_class_end_before_those_that_came_first(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
+    each = CURVE.seconds(20_000)
+    for key, ahead_s in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
+        placer.place(FirstTurn(key, 20_000, ahead_s=ahead_s), 0.0)
+    placer.prefill_done("gold", each)
+    assert placer.prefill_wait_s("p0", each) == pytest.approx(2 * each)
+    assert waits(placer, "next", 8.0, each) == 0.0
+    for key in ("next", "a", "b"):
+        placer.prefill_done(key, each)
+    assert placer.prefill_wait_s("p0", each) == 0.0
+    assert waits(placer, "plain", 0.0, each) == 0.0
+    assert waits(placer, "last", 8.0, each) == 0.0, "nothing is left of those that have ended"
+
+
+def test_a_prefiller_that_is_lost_takes_its_queue_along(fleet: MakeFleet) -> None:
+    placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1e9)
+    for number in range(4):
+        placer.place(FirstTurn(f"c{number}", 20_000), 0.0)
+    placer.engine_down("p1")
+    assert waits(placer, "gold", 8.0) == 0.0
+    placer.release("gold", 0.0)
+    assert waits(placer, "plain", 0.0) == pytest.approx(2 * CURVE.seconds(20_000))

@@ -1,0 +1,84 @@
+"""Requests that decode beside an online prompt: they have their token, the prompt what time that leaves."""
+
+from placement.scheduling.interface import IterationDone, ServingSettings, TurnTargets
+from placement.scheduling.latency_model import BatchWork
+from placement.scheduling.policy_registry import make_policy
+from tests.placement.scheduling.views import MODEL, SLO, arrived, fill, offline, online, view
+
+URGENT = arrived("new", 300, at=9.8)  # 35 ms of a target of 45 are its own
+LONG = arrived("new", 1500, at=9.8)
+
+
+def conserve(**settings: float) -> object:
+    return make_policy(ServingSettings(**settings))  # type: ignore[arg-type]
+
+
+def given(*requests: object, **more: object) -> dict[str, int]:
+    return fill(conserve(), view(*requests, **more))  # type: ignore[arg-type]
+
+
+def test_beside_an_urgent_prompt_requests_have_their_token_and_offline_work_has_none() -> None:
+    assert given(online("a"), offline("off"), waiting=(URGENT,)) == {"a": 1, "off": 0, "new": 300}
+
+
+def test_offline_work_joins_a_prompt_that_has_time() -> None:
+    tokens = given(online("a"), offline("off"), waiting=(arrived("new", 300),))
+    assert tokens["a"] == 1
+    assert tokens["new"] == 300
+    assert tokens["off"] > 0
+
+
+def test_the_prompt_has_what_the_requests_deadline_leaves() -> None:
+    fresh = given(online("a"), waiting=(LONG,))
+    set_back = given(online("a", last_token=9.98), waiting=(LONG,))
+    assert 0 < set_back["new"] < fresh["new"] < 1500
+    for tokens, left_s in ((fresh, 0.05), (set_back, 0.03)):
+        assert MODEL.seconds(BatchWork.of([(1, 99), (tokens["new"], 0)])) <= left_s
+
+
+def test_a_prompt_in_its_course_does_not_take_the_requests_tokens() -> None:
+    half = online("half", 3000, 1000, last_token=None, arrival=-5.0)
+    tokens = given(half, online("a", last_token=9.97), max_tokens=60)
+    assert tokens == {"a": 1, "half": 59}
+
+
+def test_requests_without_any_time_leave_a_prompt_half_of_the_iteration() -> None:
+    requests = [online(f"a{i}", 3000, 2999, last_token=9.0) for i in range(20)]
+    tokens = given(*requests, waiting=(LONG,))
+    assert all(tokens[request.key] == 1 for request in requests)
+    requests_s = MODEL.seconds(BatchWork.of([(1, 2999)] * 20))
+    assert MODEL.seconds(BatchWork.of([(1, 2999)] * 20 + [(tokens["new"], 0)])) > 1.9 * requests_s
+
+
+def test_requests_that_wait_longer_leave_offline_work_less_of_the_iteration() -> None:
+    rested, waited = (given(online("a", last_token=at), offline("off"))["off"] for at in (10.0, 9.97))
+    assert 0 < waited < rested
+
+
+def test_a_prompt_without_requests_beside_it_has_the_whole_iteration() -> None:
+    assert given(waiting=(arrived("new", 3000, at=9.0),))["new"] == 2048
+
+
+def test_the_margin_is_what_iterations_take_beyond_their_prediction() -> None:
+    def offline_tokens_after(seconds: float) -> int:
+        policy = make_policy(ServingSettings(margin=0.1))
+        for _ in range(300):
+            policy.observe(IterationDone(10.0, BatchWork(), 0.04, seconds, 1, 1, 0, aborted=False))
+        return fill(policy, view(online("a", slo=TurnTargets(SLO.ttft_s, 0.05)), offline("off")))["off"]
+
+    exact, configured, slow = (
+        offline_tokens_after(0.04), given(online("a"), offline("off"))["off"], offline_tokens_after(0.048),
+    )  # fmt: skip
+    assert slow < configured < exact
+
+
+def test_what_is_late_now_and_then_costs_offline_tokens_but_no_prompt_s() -> None:
+    policy = make_policy(ServingSettings(margin=0.1))
+    for number in range(2_000):
+        seconds = 0.048 if number % 10 == 0 else 0.04
+        policy.observe(IterationDone(10.0, BatchWork(), 0.04, seconds, 1, 1, 0, aborted=False))
+    request = online("a")
+    prompt = fill(policy, view(request, waiting=(LONG,)))["new"]
+    beside = fill(policy, view(request, offline("off", 5000)))["off"]
+    assert MODEL.seconds(BatchWork.of([(1, 99), (prompt, 0)])) > 0.97 * SLO.tbt_s
+    assert MODEL.seconds(BatchWork.of([(1, 99), (beside, 0)])) < 0.88 * SLO.tbt_s

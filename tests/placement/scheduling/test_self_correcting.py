@@ -1,0 +1,121 @@
+"""A model that follows its engine: what it learns, how quickly, and how far it may be moved."""
+
+import random
+from dataclasses import astuple
+
+import pytest
+
+from placement.scheduling.latency_model import (
+    CONSERVATIVE,
+    BatchWork,
+    SelfCorrecting,
+    SpeedFactor,
+    error_by_region,
+)
+from tests.placement.scheduling.test_latency_model import TRUE, measured
+
+DECODE = BatchWork.of([(1, 500)] * 4)
+
+
+def test_an_engine_without_a_profile_learns_its_own_speed() -> None:
+    learning = SelfCorrecting(CONSERVATIVE)
+    for sample in measured(320, noise=0.05):
+        learning.observe(sample.work, sample.seconds)
+    after = error_by_region(learning.fitted, measured(200, noise=0.0, seed=9))[0]
+    before = error_by_region(CONSERVATIVE, measured(200, noise=0.0, seed=9))[0]
+    assert before.median > 0.5
+    assert after.median < 0.1
+
+
+def test_an_engine_that_only_prefills_is_known_after_a_few_prompts() -> None:
+    learning = SelfCorrecting(CONSERVATIVE)
+    wanted = BatchWork.of([(1_500, 0)])
+    assert learning.fitted.seconds(wanted) > 2 * TRUE.seconds(wanted)
+    for tokens in (512, 2_048, 1_024):  # as a keeper warms it
+        prompt = BatchWork.of([(tokens, 0)])
+        learning.observe(prompt, TRUE.seconds(prompt))
+    assert learning.fitted.seconds(wanted) == pytest.approx(TRUE.seconds(wanted), rel=0.1)
+
+
+def test_a_long_stretch_of_decoding_does_not_make_it_forget_prefills() -> None:
+    learning = SelfCorrecting(CONSERVATIVE)
+    for sample in measured(320, noise=0.02):
+        learning.observe(sample.work, sample.seconds)
+    decode = BatchWork.of([(1, 500)] * 4)
+    for _ in range(2000):
+        learning.observe(decode, TRUE.seconds(decode))
+    prefill = BatchWork.of([(2048, 0)])
+    assert learning.model.seconds(prefill) == pytest.approx(TRUE.seconds(prefill), rel=0.15)
+
+
+def test_iterations_that_something_else_disturbed_teach_nothing() -> None:
+    learning = SelfCorrecting(TRUE)
+    rng = random.Random(5)
+    for sample in measured(640, noise=0.02):
+        disturbance = rng.choice((1.0, 1.0, 1.0, 2.5))
+        learning.observe(sample.work, sample.seconds * disturbance)
+    after = error_by_region(learning.fitted, measured(200, noise=0.0, seed=9))[0]
+    assert after.p90 < 0.05
+
+
+def test_an_engine_that_became_slower_is_followed() -> None:
+    learning = SelfCorrecting(TRUE)
+    for sample in measured(640, noise=0.02):
+        learning.observe(sample.work, 2 * sample.seconds)
+    decode = BatchWork.of([(1, 500)] * 4)
+    assert learning.model.seconds(decode) == pytest.approx(2 * TRUE.seconds(decode), rel=0.05)
+
+
+def test_corrections_are_bounded() -> None:
+    learning = SelfCorrecting(TRUE, bound=3.0)
+    for _ in range(200):
+        learning.observe(BatchWork.of([(64, 0)]), 60.0)
+    for now, base in zip(astuple(learning.fitted), astuple(TRUE), strict=True):
+        assert base / 3 * 0.999 <= now <= base * 3 * 1.001
+
+
+def test_a_machine_that_is_slower_for_seconds_is_followed_within_one() -> None:
+    learning = SelfCorrecting(TRUE)
+    prefill = BatchWork.of([(256, 1000)])
+    second = int(1 / TRUE.seconds(prefill))
+    for slower in (1.3, 0.85, 1.2):
+        for _ in range(2 * second):
+            learning.observe(prefill, slower * TRUE.seconds(prefill))
+        assert learning.model.seconds(prefill) == pytest.approx(slower * TRUE.seconds(prefill), rel=0.03)
+
+
+def test_at_another_speed_every_term_is() -> None:
+    learning = SelfCorrecting(TRUE, every=10_000)
+    prefill = BatchWork.of([(256, 1000)])
+    for _ in range(200):
+        learning.observe(prefill, 1.3 * TRUE.seconds(prefill))
+    assert learning.fitted == TRUE
+    assert learning.model.seconds(DECODE) == pytest.approx(1.3 * TRUE.seconds(DECODE), rel=0.01)
+
+
+def test_one_disturbed_iteration_is_no_change_of_speed() -> None:
+    speed = SpeedFactor()
+    speed.see(0.1, 1.0)
+    assert speed.factor < 1.15
+    for _ in range(10):
+        speed.see(0.1, 0.1)
+    assert speed.factor == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_factor_is_bounded() -> None:
+    for seconds, bound in ((60.0, 1.5), (1e-6, 1 / 1.5)):
+        speed = SpeedFactor(memory_s=1e-6)
+        for _ in range(1000):
+            speed.see(0.1, seconds)
+        assert speed.factor == pytest.approx(bound)
+
+
+def test_a_new_fit_does_not_move_what_is_said_of_the_latest_work() -> None:
+    learning = SelfCorrecting(TRUE, every=64)
+    prefill = BatchWork.of([(256, 1000)])
+    said = []
+    for _ in range(65):
+        learning.observe(prefill, 1.3 * TRUE.seconds(prefill))
+        said.append(learning.model.seconds(prefill))
+    assert learning.fitted != TRUE
+    assert max(said[40:]) / min(said[40:]) < 1.02

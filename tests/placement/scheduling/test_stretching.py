@@ -1,0 +1,68 @@
+"""How long offline work makes an iteration beside online requests that decode."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from placement.scheduling.interface import TurnTargets
+from placement.scheduling.latency_model import BatchWork, LatencyModel
+from placement.scheduling.prompt_budget import worth_stretching
+from tests.placement.scheduling.views import fill, offline, online, policy_with, view
+
+MODEL = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.010, per_request=0.001)
+MODEL_BY_TOKEN = replace(MODEL, per_token=1e-4)
+TBT_S = 0.1
+
+
+def requests(count: int, slo: TurnTargets = TurnTargets(1.0, TBT_S)) -> list[object]:  # noqa: B008
+    return [online(f"a{number}", 1000, 999, slo=slo) for number in range(count)]  # 2 ms each
+
+
+def stretched(count: int) -> float:
+    return worth_stretching(requests(count), MODEL, 2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 5, 10])
+def test_requests_that_cost_no_more_than_twice_the_constant_have_the_whole_target(count: int) -> None:
+    assert stretched(count) == pytest.approx(TBT_S)
+
+
+def test_requests_that_cost_four_times_the_constant_leave_offline_work_half_of_the_rest() -> None:
+    alone = 0.010 + 20 * 0.002
+    assert stretched(20) == pytest.approx(alone + (TBT_S - alone) / 2)
+
+
+def test_more_requests_never_have_longer_iterations_until_they_fill_them_themselves() -> None:
+    lengths = [stretched(count) for count in range(1, 46)]
+    shortest = lengths.index(min(lengths))
+    assert lengths[: shortest + 1] == sorted(lengths[: shortest + 1], reverse=True)
+    assert all(MODEL.seconds(BatchWork.of([(1, 999)] * n)) <= stretched(n) for n in range(1, 60))
+
+
+def test_some_of_the_target_is_offline_work_s_however_long_the_contexts_are() -> None:
+    long = [online(f"a{number}", 9000, 8999, slo=TurnTargets(1.0, 0.2)) for number in range(10)]  # 10 ms each
+    assert worth_stretching(long, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
+    free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
+    assert worth_stretching(long, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
+
+
+def test_the_strictest_target_counts() -> None:
+    mixed = [*requests(2), online("strict", 1000, 999, slo=TurnTargets(1.0, 0.05))]
+    assert worth_stretching(mixed, MODEL, 2.0) == pytest.approx(0.05)  # type: ignore[arg-type]
+
+
+def test_a_target_that_requests_break_by_themselves_leaves_nothing() -> None:
+    assert stretched(100) == pytest.approx(0.010 + 100 * 0.002)
+
+
+def test_an_operator_may_have_the_whole_target_always() -> None:
+    assert worth_stretching(requests(30), MODEL, math.inf) == pytest.approx(TBT_S)  # type: ignore[arg-type]
+
+
+def test_offline_work_has_less_of_an_iteration_beside_many_requests() -> None:
+    def offline_tokens(decoding_per_constant: float) -> int:
+        policy = policy_with({"decoding_per_constant": decoding_per_constant})
+        return fill(policy, view(*requests(20), offline("off")), MODEL_BY_TOKEN)["off"]  # type: ignore[arg-type]
+
+    assert 0 < offline_tokens(1.0) < offline_tokens(2.0) < offline_tokens(math.inf)

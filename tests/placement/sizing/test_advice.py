@@ -1,0 +1,80 @@
+"""Advice names the tier that is short, how many engines it lacks, and the numbers it comes from."""
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.sizing.capacity import Action, Recommendation, Signals, Thresholds, advise
+
+LIMITS = Thresholds(high=0.85, target=0.7, low=0.4)
+LONGEST_WAIT_S = 10.0
+
+
+def signals(load: float = 0.6, pressure: float = 0.6, **more: float) -> Signals:
+    values = {"prefillers": 2, "prefill_wait_s": 0.0, "decoders": 4, "running_share": 0.9}
+    values |= {"prefill_load": load, "decoder_pressure": pressure, "observed_s": 600.0, **more}
+    return Signals(**values)  # type: ignore[arg-type]
+
+
+def given_for(seen: Signals, *, prefills: bool = True) -> dict[Action, int]:
+    return {one.action: one.count for one in advise(seen, LIMITS, LONGEST_WAIT_S, prefills=prefills)}
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (signals(), {}),
+        (signals(load=1.2), {Action.ADD_PREFILLERS: 2}),
+        (signals(pressure=0.95), {Action.ADD_DECODERS: 2}),
+        (signals(load=0.86, pressure=0.86), {Action.ADD_PREFILLERS: 1, Action.ADD_DECODERS: 1}),
+        (signals(pressure=0.95, running_share=0.4), {Action.RAISE_HOST_KV: 0}),
+        (signals(pressure=0.95, running_share=0.8), {Action.ADD_DECODERS: 2}),
+        (signals(load=0.1), {Action.LOWER_PREFILL_CAPS: 0}),
+        (signals(pressure=0.1), {Action.LOWER_DECODE_CAPS: 0}),
+        (signals(prefill_wait_s=12.0), {Action.ADD_PREFILLERS: 1}),
+        (signals(prefillers=0, load=inf), {Action.ADD_PREFILLERS: 1}),
+        (signals(decoders=0, pressure=1.0), {Action.ADD_DECODERS: 1}),
+    ],
+)
+def test_what_is_advised(seen: Signals, expected: dict[Action, int]) -> None:
+    assert given_for(seen) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts_s", "lent", "expected"),
+    [
+        (2.2, 2.0, {}),
+        (6.0, 2.0, {Action.ADD_PREFILLERS: 5}),  # 6 / 0.7 = 8.6 engines, of which there are 4
+        (1.9, 4.0, {Action.LOWER_PREFILL_CAPS: 0}),
+        (1.5, 4.0, {Action.NO_PREFILLERS: 2}),
+        (1.5, 0.0, {}),
+    ],
+)
+def test_elastic_fleets_count_what_decoders_have_left(
+    prompts_s: float, lent: float, expected: dict[Action, int]
+) -> None:
+    """Whatever the prefillers alone would be asked for: here, as if they were far too few."""
+    assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
+
+
+def test_a_fleet_that_does_not_disaggregate_hears_nothing_of_prefillers() -> None:
+    assert given_for(signals(load=0.0, prefillers=0), prefills=False) == {}
+
+
+def test_the_reason_has_the_numbers() -> None:
+    (one,) = advise(signals(load=1.2, prefill_wait_s=4.0), LIMITS, LONGEST_WAIT_S)
+    assert one == Recommendation(
+        Action.ADD_PREFILLERS,
+        2,
+        "prompts ask for 120% of the time of 2 prefillers; at this rate their queues pass 10 s in 30 s; "
+        "4 would be at 60%",
+    )
+
+
+@given(st.floats(0.86, 20), st.integers(1, 500))
+def test_what_is_added_is_enough_and_one_less_would_not_be(load: float, engines: int) -> None:
+    count = given_for(signals(pressure=load, decoders=engines))[Action.ADD_DECODERS]
+    assert load * engines / (engines + count) <= LIMITS.target + 1e-6
+    assert count == 1 or load * engines / (engines + count - 1) > LIMITS.target

@@ -1,0 +1,80 @@
+"""The two signals are what arrives and what is held, averaged; who has looked too briefly says so."""
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.engines import Role
+from placement.routing.placer import FirstTurn
+from placement.sizing.capacity import CapacityWatch, Signals
+from tests.support.engines import info, placer, state
+
+
+def signals(watch: CapacityWatch, prefillers: int, now: float) -> Signals:
+    return watch.signals(prefillers, 0.0, 1, 0.0, now)
+
+
+@given(st.floats(0.1, 3), st.floats(0.05, 2))
+def test_a_steady_demand_is_seen_as_what_it_is(load: float, gap: float) -> None:
+    watch, now = CapacityWatch(window_s=20), 0.0
+    while now < 200:
+        now += gap
+        watch.arrived(load * gap, now)
+    assert signals(watch, 1, now).prefill_load == pytest.approx(load, rel=gap / 20 + 0.01)
+    assert signals(watch, 2, now).prefill_load == pytest.approx(load / 2, rel=gap / 20 + 0.01)
+
+
+def test_demand_fades_when_nobody_comes_any_more() -> None:
+    watch = CapacityWatch(window_s=10)
+    watch.arrived(1_000, 0.0)
+    assert signals(watch, 1, 0.0).prefill_load == pytest.approx(100)
+    assert signals(watch, 1, 200.0).prefill_load < 0.001
+
+
+def test_demand_without_a_prefiller_has_no_measure() -> None:
+    watch = CapacityWatch(window_s=60)
+    assert signals(watch, 0, 0.0).prefill_load == 0
+    watch.arrived(0.1, 0.0)
+    assert signals(watch, 0, 0.0).prefill_load == inf
+
+
+def test_one_full_second_is_no_full_minute() -> None:
+    watch = CapacityWatch(window_s=60)
+    watch.observed(0.2, 0.0)
+    watch.observed(1.0, 1.0)
+    assert signals(watch, 1, 1.0).decoder_pressure == pytest.approx(0.2, abs=0.03)
+    watch.observed(1.0, 301.0)
+    assert signals(watch, 1, 301.0).decoder_pressure == pytest.approx(1.0, abs=0.01)
+    assert signals(watch, 1, 301.0).observed_s == 301
+
+
+@pytest.mark.parametrize(
+    ("load", "wait_s", "expected"), [(0.5, 3.0, inf), (1.5, 4.0, 12.0), (3.0, 10.0, 0.0), (0.1, 11.0, 0.0)]
+)
+def test_saturation_comes_when_the_shortest_queue_has_grown_to_its_limit(
+    load: float, wait_s: float, expected: float
+) -> None:
+    assert Signals(2, load, wait_s, 2, 0.5, 0.0, 60.0).saturates_in_s(10.0) == expected
+
+
+def test_the_placer_sees_demand_it_refuses_and_room_it_does_not_have() -> None:
+    made = placer(capacity_window_s=10.0)
+    made.engine_up(info("p0", Role.PREFILL))
+    for decoder in ("d0", "d1"):
+        made.engine_up(info(decoder, kv_tokens=10_000))
+    for second in range(100):
+        made.arrived(300_000, float(second))  # three seconds of prompt a second, none placed
+        made.look(float(second))
+    seen = made.signals(0, 99.0)
+    assert seen.prefill_load == pytest.approx(3.0, rel=0.1)
+    assert (seen.prefillers, seen.decoders, seen.decoder_pressure) == (1, 2, 0.0)
+
+    made.place(FirstTurn("c", 4650), 99.0)  # with 100 of headroom, a quarter of 2 x 9,500
+    made.look(1_000.0)
+    assert made.signals(0, 1_000.0).decoder_pressure == pytest.approx(0.25, abs=0.001)
+    made.observe(state("d1", 1, draining=True), 1_000.0)
+    made.look(2_000.0)
+    seen = made.signals(0, 2_000.0)
+    assert (seen.decoders, seen.decoder_pressure) == (1, pytest.approx(0.5, abs=0.001))
