@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from placement.engines import Role
-from placement.routing.elastic import HALF_LIFE_S
 from placement.routing.engine_speed import Speeds
 from placement.routing.placer import FirstTurn, Placement, Placer
 from placement.routing.placer_settings import PlacerSettings
+from placement.routing.prefill_queue import HALF_LIFE_S
 from placement.scheduling.prefill_curve import PrefillCurve
 from tests.placement.conftest import engine, state
 
