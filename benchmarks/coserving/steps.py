@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.gpu.engines import SMALL, without_weights
+from benchmarks.gpu.engines import write_model
+from benchmarks.gpu.sizes import SMALL
 from benchmarks.output import command, write_json
 from kvtransfer.config import ConnectorConfig
 from placement.scheduling.interface import ServingSettings
@@ -159,7 +160,7 @@ class HostSteps:
 
 def host_time(kind: str, batches: tuple[int, ...], steps: int) -> dict[int, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
-        without_weights(Path(name) / "model", SMALL)
+        write_model(Path(name) / "model", SMALL)
         engine = HostSteps(kind, Path(name))
         try:
             return {count: engine.of_batch(count, steps) for count in batches}

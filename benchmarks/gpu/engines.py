@@ -116,11 +116,16 @@ class RunFolder:
         self.path, self.sizes = path, sizes
         self.model = path / "model"
         self.port, self.secret = free_port("127.0.0.1"), secrets.token_hex(16)
-        self.model.mkdir()
-        config = {**sizes.model.hugging_face_config(), "vocab_size": sizes.vocabulary}
-        (self.model / "config.json").write_text(json.dumps(config))
-        write_tokenizer(self.model, sizes.model.max_context)
+        write_model(self.model, sizes)
         advertise(path / "plugin")
+
+
+def write_model(directory: Path, sizes: EngineSizes) -> None:
+    """Write a model that vLLM fills with random weights: its configuration and a tokenizer."""
+    directory.mkdir()
+    config = {**sizes.model.hugging_face_config(), "vocab_size": sizes.vocabulary}
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory, sizes.model.max_context)
 
 
 @asynccontextmanager
@@ -199,7 +204,7 @@ def own_parts(
         plugins=(SAFEPOINT_PLUGIN,) if variant.coserves else (),
         safepoint=f"conserve-gpu-{uuid.uuid4().hex[:8]}" if variant.coserves else "",
     )
-    options = {
+    options: dict[str, Any] = {
         "kv_transfer_config": connector.to_kv_transfer_config(),
         "additional_config": settings.to_additional_config(),
         "scheduler_cls": SCHEDULER_CLASS if variant.coserves else PROMPT_SCHEDULER,

@@ -243,8 +243,8 @@ async def paper_load(under: EngineUnderTest) -> Figures:
 
     async def play(seed: int) -> list[EngineAnswer]:
         rng = random.Random(seed)
-        tasks, began = [], time.monotonic()
-        due = 0.0
+        tasks: list[asyncio.Task[EngineAnswer]] = []
+        began, due = time.monotonic(), 0.0
         while (due := due + rng.expovariate(rate)) < seconds:
             await asyncio.sleep(max(0.0, began + due - time.monotonic()))
             asked = under.prompt(seed + len(tasks), prompt)
