@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -15,8 +16,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from placement.engines import Role
 from router import openapi
 from router.answers import Answers
-from router.batch.forwarding import PREFIXES as BATCH_PREFIXES
 from router.batch.forwarding import BatchForwarding
+from router.batch.routes import PREFIXES as BATCH_PREFIXES
+from router.batch.routes import ROUTES as BATCH_ROUTES
 from router.config import GatewayConfig
 from router.dashboard import PREFIX as DASHBOARD
 from router.dashboard import DashboardRoutes
@@ -51,6 +53,7 @@ from router.identity import PrefixGroups, clean_id, conversation_id, conversatio
 from router.keys import Key, Keys
 from router.life import Life
 from router.metrics import HttpCounts
+from router.prompt_limit import PromptLimit
 from router.rates import Addresses, Meters, Shares
 from router.readers import Readers
 from router.reading import Api, Reading
@@ -110,7 +113,9 @@ class Routes:
         self.http_counts: HttpCounts | None = None  # of the server that these routes are the handler of
         tokens = TokenRatio(config.tokens_per_byte).tokens
         charging = meters, self._address, tokens
-        passing = PassingRoutes(self._models_of, directory, pool, readers, self._groups, *charging)
+        self._prompt_bytes_per_token = config.prompt_bytes_per_token
+        reading = readers, self._prompt_limit, self._groups
+        passing = PassingRoutes(self._models_of, directory, pool, reading, *charging)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -133,7 +138,7 @@ class Routes:
         }
         named = {f"{path}{{id}}": methods for path, methods in self._below.items()}
         self._described = openapi.document(
-            {**self._open, **self._routes, **named, **(openapi.BATCH_ROUTES if batch is not None else {})}
+            {**self._open, **self._routes, **named, **(BATCH_ROUTES if batch is not None else {})}
         )
 
     async def __call__(self, request: Request, responder: Responder) -> None:
@@ -209,13 +214,16 @@ class Routes:
             raise NotFound(f"there is no {request.method} {request.path[:200]} here; /metrics is")
         await route(request, responder)
 
+    def _prompt_limit(self) -> PromptLimit:
+        return PromptLimit(self._directory.engines.max_context, self._prompt_bytes_per_token)
+
     async def _generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
         known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
-        context = self._directory.engines.max_context
+        limit = self._prompt_limit()
         pieces = await request.body.read_pieces()
         with self._meters.turn(key, responder, self._address(request)) as charge:
-            turn = await read_turn(api, request, pieces, key.owner, *known, context, self._answers)
+            turn = await read_turn(api, request, pieces, key.owner, *known, limit, self._answers)
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder, self._answers.observer(turn.space, turn.history))
@@ -354,7 +362,7 @@ def _conversation(key: Key, request: Request) -> str:
 
 
 def _limit(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= _MAX_PAGE:
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= _MAX_PAGE:
         raise BadRequest(f"limit must be a number from 1 to {_MAX_PAGE}", param="limit")
     return int(text)
 
@@ -384,8 +392,7 @@ class PassingRoutes:
         models_of: Callable[[tuple[str, ...]], Models],
         directory: DirectoryClient,
         pool: UpstreamPool,
-        readers: Readers,
-        groups: PrefixGroups,
+        reading: tuple[Readers, Callable[[], PromptLimit], PrefixGroups],
         meters: Meters,
         address: Callable[[Request], str],
         tokens: Callable[[int], int],
@@ -393,7 +400,7 @@ class PassingRoutes:
         """`address`: a caller's; `tokens`: what so many bytes are estimated at."""
         self._models_of = models_of
         self._meters, self._address, self._estimate = meters, address, tokens
-        self._readers, self._groups = readers, groups
+        self._readers, self._prompt_limit, self._groups = reading
         self._directory = directory
         self._pool = pool
 
@@ -430,7 +437,7 @@ class PassingRoutes:
             headers=text_headers(request.headers),
             space=key.owner,
             models=frozenset(self._models_of(key.models)),
-            max_context=self._directory.engines.max_context,
+            limit=self._prompt_limit(),
         )
         read = await self._readers.read(asked, raw)
         return raw, read.fields

@@ -35,6 +35,8 @@ _MEDIA = frozenset(
         *("document", "file", "file_data", "input_file", "computer_screenshot"),
     }
 )  # types of parts and items, and fields by which vLLM knows parts without a type
+# Fields of such parts that are text, and those that the canonical form leaves out.
+_SHOWN = frozenset({"text", "content", "title", "context", "name"}) | _UNSTABLE | _ITEM_UNSTABLE
 
 
 def canonical(message: object) -> bytes:
@@ -109,11 +111,17 @@ def _size_of(message: object, data: bytes) -> tuple[int, int]:
     """Bytes of text that a message counts as, and how many images, sounds and files are in it."""
     if isinstance(message, Mapping) and isinstance(message.get("content"), str) and "type" not in message:
         return len(data), 0
-    media = [_characters(part) for part in _media_in([message])]
-    return len(data) - sum(media) + len(media) * MEDIA_BYTES, len(media)
+    characters, media = media_in(message)
+    return len(data) - characters + media * MEDIA_BYTES, media
 
 
-def _media_in(parts: object) -> Iterator[Mapping[str, Any]]:
+def media_in(messages: object) -> tuple[int, int]:
+    """Return the characters of images, sounds and files in messages, and how many of these there are."""
+    media = [_characters(part) for part in _media_parts(messages)]
+    return sum(media), len(media)
+
+
+def _media_parts(parts: object) -> Iterator[Mapping[str, Any]]:
     """What tools return may have some too."""
     for part in parts if isinstance(parts, list) else [parts]:
         if isinstance(part, Mapping) and _is_media(part):
@@ -121,28 +129,27 @@ def _media_in(parts: object) -> Iterator[Mapping[str, Any]]:
         elif isinstance(part, Mapping):
             for field in ("content", "output"):
                 if isinstance(part.get(field), list | Mapping):
-                    yield from _media_in(part[field])
+                    yield from _media_parts(part[field])
 
 
 def _is_media(part: Mapping[str, Any]) -> bool:
+    if "role" in part:  # a message, whatever else it says
+        return False
     kind = part.get("type")
     if kind == "document":
         source = part.get("source")
         return not (isinstance(source, Mapping) and source.get("type") in ("text", "content"))
     if isinstance(kind, str):
         return kind in _MEDIA
-    return "role" not in part and not _MEDIA.isdisjoint(
-        part
-    )  # a message is none for a field that says nothing
+    return not _MEDIA.isdisjoint(part)
 
 
 def _characters(value: object) -> int:
-    """Never more than the bytes of the canonical form."""
+    """Return the characters of a part that no template can show. Never more than its canonical form has."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        left_out = _UNSTABLE | _ITEM_UNSTABLE
-        return sum(_characters(one) for name, one in value.items() if name not in left_out)
+        return sum(_characters(one) for name, one in value.items() if name not in _SHOWN)
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 

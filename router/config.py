@@ -13,6 +13,7 @@ from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 from router.keys import COMMON, Key, Limits
+from router.prompt_limit import MAX_BYTES_PER_TOKEN
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -120,6 +121,7 @@ class GatewayConfig:
     returns: ReturnRules = field(default_factory=ReturnRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     longest_ttl_s: float = 24 * 3600.0  # of silence, that a client may ask for its conversation
+    prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN  # of the longest prompt that engines are given
     tokens_per_byte: float = 0.3  # of text, until the engines have said how it really is
     slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
     classes: tuple[SloClass, ...] = ()

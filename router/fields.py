@@ -8,6 +8,7 @@ store must not be the first to find out that 10^30 tokens or an infinite SLO tar
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import orjson
@@ -20,10 +21,19 @@ OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offlin
 # Beside the field of that name: engines read none in the body of Anthropic's messages.
 OFFLINE_HEADER = (b"x-vllm-priority", str(OFFLINE_PRIORITY).encode())
 MAX_GRAMMAR_BYTES = 64 * 1024  # of JSON: an engine compiles it, in time and memory that grow with it
+MAX_OTHER_BYTES = 64 * 1024  # of JSON, of all that is neither prompt nor grammar
 MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1
 _INT32 = 2**31 - 1
+
+
+class BodyPart(Enum):
+    """Parts of a body, each with a bound of its own."""
+
+    PROMPT = auto()  # what engines tokenise: as much as a context holds (`router/prompt_limit.py`)
+    GRAMMAR = auto()  # what engines compile: `MAX_GRAMMAR_BYTES` a field
+    OTHER = auto()  # all else: `MAX_OTHER_BYTES` together
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +42,16 @@ class Check:
 
     apply: Callable[[str, Any], None]
     schema: Mapping[str, Any] = field(default_factory=dict)
+    part: BodyPart = BodyPart.OTHER
 
     def __call__(self, name: str, value: Any) -> None:
         self.apply(name, value)
 
 
-def checks(**schema: Any) -> Callable[[Callable[[str, Any], None]], Check]:
-    return lambda apply: Check(apply, schema)
+def checks(
+    part: BodyPart = BodyPart.OTHER, /, **schema: Any
+) -> Callable[[Callable[[str, Any], None]], Check]:
+    return lambda apply: Check(apply, schema, part)
 
 
 def _wrong(name: str, expected: str, value: object) -> BadRequest:
@@ -133,7 +146,7 @@ def nested(name: str, value: Any) -> None:
         raise BadRequest(f"{name} is nested too deeply", param=name) from None
 
 
-@checks()
+@checks(BodyPart.GRAMMAR)
 def _grammar(name: str, value: Any) -> None:
     """A schema, grammar, expression or list of choices that an answer has to follow."""
     nested(name, value)
@@ -167,7 +180,7 @@ def _extra_arguments(name: str, value: Any) -> None:
         _SLO(f"{name}.{key}", one)
 
 
-@checks(type="object")
+@checks(BodyPart.PROMPT, type="object")
 def _template_arguments(name: str, value: Any) -> None:
     if type(value) is not dict:
         raise _wrong(name, "an object", None)
@@ -183,9 +196,22 @@ def _not_in_background(name: str, value: Any) -> None:
         raise BadRequest("answers are not kept to be fetched later: leave background out", param=name)
 
 
+@checks(type="boolean", const=False)
+def _no_beam_search(name: str, value: Any) -> None:
+    """vLLM makes a request of its own of each step of a beam, which no class, priority or limit reaches."""
+    flag(name, value)
+    if value:
+        raise BadRequest(f"{name} is not served: leave it out, and ask for n sampled answers", param=name)
+
+
 @checks()
 def _as_it_is(name: str, value: Any) -> None:
     """The engine checks it, and answers 400."""
+
+
+@checks(BodyPart.PROMPT)
+def _prompt(name: str, value: Any) -> None:
+    """The engine checks more than its size, and answers 400."""
 
 
 _TOKENS = integer(1, MAX_TOKENS)
@@ -214,9 +240,10 @@ _SAMPLING: Mapping[str, Check] = {
     "structured_outputs": _grammar,
     "vllm_xargs": _extra_arguments,
     "cache_salt": text(128),
+    "use_beam_search": _no_beam_search,
     **dict.fromkeys(
         (
-            *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "use_beam_search"),
+            *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
             *("include_stop_str_in_output", "add_special_tokens", "stream", "return_token_ids"),
             *("return_tokens_as_token_ids",),
         ),
@@ -232,35 +259,39 @@ _ANY: Mapping[str, Check] = dict.fromkeys(
     ),
     _as_it_is,
 )
-_TOOLS: Mapping[str, Check] = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _as_it_is)
+_TOOLS: Mapping[str, Check] = {
+    "tools": _prompt,
+    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), _as_it_is),
+}
 _CHOICES: Mapping[str, Check] = {"n": integer(1, MAX_CHOICES), "best_of": integer(1, MAX_CHOICES)}
 _TEMPLATE: Mapping[str, Check] = {
     "chat_template_kwargs": _template_arguments,
-    "documents": nested,
+    "documents": _prompt,
     **dict.fromkeys(("add_generation_prompt", "continue_final_message", "echo"), flag),
 }
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "/v1/chat/completions": {
         **_ANY, **_SAMPLING, **_TOOLS, **_CHOICES, **_TEMPLATE,
-        "messages": _as_it_is,
+        "messages": _prompt,
         "max_tokens": _TOKENS,
         "max_completion_tokens": _TOKENS,
         "logprobs": flag,
         "include_reasoning": flag,
         "response_format": _grammar,
+        **dict.fromkeys(("functions", "prediction"), _prompt),
         **dict.fromkeys(
             (
-                *("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
-                *("verbosity", "web_search_options"),
+                *("audio", "function_call", "modalities", "reasoning_effort", "verbosity"),
+                "web_search_options",
             ),
             _as_it_is,
         ),
     },
     "/v1/completions": {
         **_ANY, **_SAMPLING, **_CHOICES,
-        "prompt": _as_it_is,
-        "suffix": _as_it_is,
+        "prompt": _prompt,
+        "suffix": _prompt,
         "echo": flag,
         "response_format": _grammar,
         "max_tokens": integer(0, MAX_TOKENS),
@@ -268,8 +299,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "/v1/responses": {
         **_ANY, **_SAMPLING, **_TOOLS,
-        "input": _as_it_is,
-        "instructions": _as_it_is,
+        "input": _prompt,
+        "instructions": _prompt,
         "max_output_tokens": _TOKENS,
         "max_tool_calls": integer(0, _INT32),
         "background": _not_in_background,
@@ -284,8 +315,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "/v1/messages": {
         "max_tokens": _TOKENS,
-        "messages": _as_it_is,
-        "system": _as_it_is,
+        "messages": _prompt,
+        "system": _prompt,
         "temperature": number(0.0, 100.0),
         "top_p": number(0.0, 1.0),
         "top_k": integer(-1, _INT32),
@@ -295,10 +326,11 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "chat_template_kwargs": _template_arguments,
         "cache_salt": text(128),
         "thinking": nested,
+        "tools": _prompt,
         "output_config": _grammar,
         **dict.fromkeys(
             (
-                *("model", "metadata", "service_tier", "tools", "tool_choice", "cache_control", "container"),
+                *("model", "metadata", "service_tier", "tool_choice", "cache_control", "container"),
                 *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"),
                 *("billing_policy", "compaction", "context_management", "fallback_credit_token", "fallbacks"),
                 *("mcp_servers", "thread", "session_id", "conversation", "prompt_cache_key"),
@@ -308,8 +340,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         ),
     },
     "/v1/embeddings": {
-        "input": _as_it_is,
-        "messages": _as_it_is,
+        "input": _prompt,
+        "messages": _prompt,
         "cache_salt": text(128),
         "dimensions": integer(1, 65_536),
         "truncate_prompt_tokens": integer(-1, MAX_TOKENS),
@@ -328,15 +360,16 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "/tokenize": {
         "chat_template_kwargs": _template_arguments,
+        **dict.fromkeys(("prompt", "messages", "tools"), _prompt),
         **dict.fromkeys(
             (
-                *("model", "prompt", "messages", "tools", "add_generation_prompt", "return_token_strs"),
-                *("continue_final_message", "add_special_tokens"),
+                *("model", "add_generation_prompt", "return_token_strs", "continue_final_message"),
+                "add_special_tokens",
             ),
             _as_it_is,
         ),
     },
-    "/detokenize": dict.fromkeys(("model", "tokens"), _as_it_is),
+    "/detokenize": {"model": _as_it_is, "tokens": _prompt},
 }  # fmt: skip
 _COUNTED = {"/v1/messages/count_tokens": "/v1/messages"}
 
@@ -383,8 +416,13 @@ def check_fields(path: str, body: Mapping[str, Any]) -> None:
         check = known.get(name)
         if check is None:
             raise _refused(name, path)
-        if value is not None and check is not _as_it_is:
+        if value is not None:
             check.apply(name, value)
+    others = {name: value for name, value in body.items() if known[name].part is BodyPart.OTHER}
+    if (size := len(orjson.dumps(others))) > MAX_OTHER_BYTES:
+        largest = max(others, key=lambda name: len(orjson.dumps(others[name])))
+        text = f"the fields beside the prompt have {size} bytes as JSON, most of them in {largest}"
+        raise BadRequest(f"{text}; they may have {MAX_OTHER_BYTES} together", param=largest)
 
 
 def _refused(name: str, path: str) -> BadRequest:

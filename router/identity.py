@@ -56,8 +56,11 @@ MAX_ID_BYTES = 512
 MAX_NODES = 500_000  # ends of prompts remembered, by the directory and by each gateway
 _NAME_BYTES = 64  # of a hint, in the id of a conversation that is named after it
 _UNNAMED = "c-"
-_PLAIN = re.compile(r"[!-~]+")
-_GIVEN = re.compile(r"c-[0-9a-f]{32}|[!-~]{1,64}\.[0-9a-f]{12}")  # as `Explicit.new_id` makes them
+_ALPHABET = r"[A-Za-z0-9._~:/@+=,|#-]"  # nothing that HTML, a shell or a log line gives a meaning to
+_PLAIN = re.compile(f"{_ALPHABET}{{1,128}}")
+_GIVEN = re.compile(
+    f"c-[0-9a-f]{{32}}|{_ALPHABET}{{1,64}}[.][0-9a-f]{{12}}"
+)  # as `Explicit.new_id` makes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +138,27 @@ def owner_of(key: str) -> str:
 
 
 def clean_id(raw: object, source: str) -> str | None:
-    """The id as visible ASCII. Others are replaced by their hash: ids travel in headers and URLs."""
+    """Return the id, or its hash where it is long or has other characters than `_ALPHABET`.
+
+    Ids travel in headers and URLs, and are shown in logs and on dashboards.
+    """
     if raw is None or raw == "":
         return None
     if not isinstance(raw, str):
         raise BadIdentity(f"{source} must be a string naming the conversation")
-    encoded = raw.encode("utf-8", "surrogatepass")
-    if len(encoded) > MAX_ID_BYTES:
-        raise BadIdentity(f"{source} has {len(encoded)} bytes; a conversation id has at most {MAX_ID_BYTES}")
-    return raw if _PLAIN.fullmatch(raw) else f"hash-{xxh3_128_hexdigest(encoded)}"
+    size = len(raw.encode("utf-8", "surrogatepass"))
+    if size > MAX_ID_BYTES:
+        raise BadIdentity(f"{source} has {size} bytes; a conversation id has at most {MAX_ID_BYTES}")
+    return hint_of(raw)
 
 
 def hint_of(raw: object) -> str | None:
-    """What only hints refuses nothing: of what is no name, nothing is learned."""
+    """Like `clean_id`, but ignores a malformed value instead of raising."""
     if not isinstance(raw, str) or not raw:
         return None
-    plain = len(raw) <= MAX_ID_BYTES and _PLAIN.fullmatch(raw)
-    return raw if plain else f"hash-{xxh3_128_hexdigest(raw.encode('utf-8', 'surrogatepass'))}"
+    return (
+        raw if _PLAIN.fullmatch(raw) else f"hash-{xxh3_128_hexdigest(raw.encode('utf-8', 'surrogatepass'))}"
+    )
 
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Explicit:

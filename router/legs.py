@@ -42,7 +42,7 @@ _LIMIT = {
 _DROPPED: Mapping[str, Any] = {
     **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs", "best_of", "include", "seed")),
     **dict.fromkeys(("min_tokens", "top_logprobs"), 0),
-    **dict.fromkeys(("use_beam_search", "echo", "background"), False),
+    **dict.fromkeys(("echo", "background"), False),
 }
 
 

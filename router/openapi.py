@@ -56,15 +56,6 @@ _NEW_FILE = {
     "required": ["file", "purpose"],
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
 }
-# Of the batch process, which has its own table of routes (tests/router/test_openapi.py compares them).
-BATCH_ROUTES: Mapping[str, tuple[str, ...]] = {
-    "/v1/files": ("GET", "POST"),
-    "/v1/files/{file_id}": ("GET", "DELETE"),
-    "/v1/files/{file_id}/content": ("GET",),
-    "/v1/batches": ("GET", "POST"),
-    "/v1/batches/{batch_id}": ("GET",),
-    "/v1/batches/{batch_id}/cancel": ("POST",),
-}
 
 
 def document(routes: Mapping[str, Iterable[str]]) -> bytes:

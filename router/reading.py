@@ -15,10 +15,11 @@ from xxhash import xxh3_128_digest
 
 from router import chains
 from router.chains import Chain
-from router.errors import BadRequest, ContextTooLong, ModelNotFound
+from router.errors import BadRequest, ModelNotFound
 from router.fields import check_fields
 from router.identity import Explicit, explicit_identity
 from router.items import Span, find_items, write_items
+from router.prompt_limit import PromptLimit, token_ids
 
 HIGHEST_PRIORITY = 10
 LONGEST_HINT_S = 7 * 24 * 3600.0
@@ -175,8 +176,6 @@ MOST_MARKS = 1_000_000  # beyond it a body's memory is many times its bytes
 MOST_ITEMS = 10_000  # messages of a prompt and parts of them, or tools
 MOST_PROMPTS = 1_024  # of one request: each is one of the engine's
 DEEPEST = 200  # arrays and objects in one another: an engine's parser gives up at some 900
-_DEEPEST_TEXT = 8  # of a prompt's lists and objects: what is deeper is no text
-MOST_BYTES_A_TOKEN = 256  # the longest tokens of the vocabularies we know are 128 spaces
 _SMALL = 16 * 1024  # of a field's value, to be of use beside the prompt
 
 _TARGETS = {
@@ -213,7 +212,7 @@ class Reading:
     headers: Mapping[str, str]
     space: str  # scope of the caller's conversation ids
     models: frozenset[str]  # by every name they answer to
-    max_context: int  # of the largest engine; 0 while none is known
+    limit: PromptLimit
     items: bool = False  # those of the input are asked, unless nobody is to have them
 
     def read(self, pieces: Sequence[bytes]) -> "ReadBody":
@@ -258,12 +257,7 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
         check_model(body, asked.models)
     check_items(body)
     check_fields(asked.path, body)
-    ids = body.get("tokens")
-    if asked.max_context and isinstance(ids, list) and len(ids) > asked.max_context:
-        raise ContextTooLong(
-            f"tokens has {len(ids)}; the largest engine of this fleet takes {asked.max_context}",
-            param="tokens",
-        )
+    asked.limit.check(asked.path, body)
     prompt = _prompt(asked, asked.api, body) if asked.api is not None else None
     alone = body.get("store") is False and not (body.get("previous_response_id") or body.get("conversation"))
     items: bytes | Span = b""
@@ -283,9 +277,6 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
         raise BadRequest(f"{field} is missing", param=field)
     tools = body.get("tools")
     definitions = _written("tools", tools) if tools else b""
-    documents = body.get("documents")
-    beside = len(definitions) + (len(_written("documents", documents)) if documents else 0)
-    _check_size(field, body, beside, asked.max_context)
     user = body.get("user")
     seed = chains.seed(asked.space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(asked.headers, body)
@@ -297,7 +288,7 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
         tool_bytes=len(definitions),
         tools_digest=tools_digest,
         marks=chains.marks_of(body),
-        exact_tokens=_exact_tokens(body.get("prompt")),
+        exact_tokens=len(ids) if (ids := token_ids(body.get("prompt"))) is not None else None,
         hints=read_hints(asked.headers, body),
         heads=chains.heads_of(tools_digest, body),
         leading=chains.leading_of(body),
@@ -310,9 +301,10 @@ def check_items(body: Mapping[str, Any]) -> None:
         value = body.get(field)
         if not isinstance(value, list):
             continue
-        many = field == "prompt" and _exact_tokens(value) is None
-        items, most = (len(value), MOST_PROMPTS) if many else (_items(value), MOST_ITEMS)
-        if items > most and (many or _exact_tokens(value) is None):
+        if token_ids(value) is not None:
+            continue
+        items, most = (len(value), MOST_PROMPTS) if field == "prompt" else (_items(value), MOST_ITEMS)
+        if items > most:
             raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
     counts = (body.get(name) for name in ("n", "best_of"))
     answers = max((count for count in counts if isinstance(count, int | float)), default=1)
@@ -323,46 +315,12 @@ def check_items(body: Mapping[str, Any]) -> None:
 
 def prompts_of(body: Mapping[str, Any]) -> int:
     prompt = body.get("prompt")
-    return len(prompt) if isinstance(prompt, list) and _exact_tokens(prompt) is None else 1
-
-
-def _check_size(field: str, body: Mapping[str, Any], bytes_beside: int, max_context: int) -> None:
-    """Each prompt of several is one of its own. An engine may be asked to cut a long one itself."""
-    prompt = body.get(field)
-    several = field == "prompt" and isinstance(prompt, list) and _exact_tokens(prompt) is None
-    each = prompt if several and isinstance(prompt, list) else [prompt]
-    beside = _text_size(body.get("system")) + _text_size(body.get("instructions")) + bytes_beside
-    least = max(
-        (_exact_tokens(one) or (_text_size(one) + beside) // MOST_BYTES_A_TOKEN for one in each), default=0
-    )
-    if max_context and least > max_context and not body.get("truncate_prompt_tokens"):
-        raise ContextTooLong(
-            f"{field} has at least {least} tokens; the largest engine of this fleet takes {max_context}",
-            param=field,
-        )
+    return len(prompt) if isinstance(prompt, list) and token_ids(prompt) is None else 1
 
 
 def _items(messages: list[object]) -> int:
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     return len(messages) + sum(len(content) for content in contents if isinstance(content, list))
-
-
-def _exact_tokens(prompt: object) -> int | None:
-    ids = isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int
-    return len(prompt) if ids and isinstance(prompt, list) else None
-
-
-def _text_size(prompt: object, depth: int = 0) -> int:
-    """Characters of text: of a prompt's own, of messages and their parts. Images are no text."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if depth == _DEEPEST_TEXT:
-        return 0
-    if isinstance(prompt, list):
-        return sum(_text_size(part, depth + 1) for part in prompt)
-    if isinstance(prompt, dict):
-        return _text_size(prompt.get("content"), depth + 1) + _text_size(prompt.get("text"), depth + 1)
-    return 0
 
 
 def _is_small(value: object) -> bool:

@@ -54,7 +54,7 @@ def why_not(turn: Turn) -> str | None:
     if not turn.prompt.hints.resume:
         return "opted_out"
     several = any(_number(body.get(name)) > 1 for name in ("n", "best_of"))
-    if several or body.get("use_beam_search") or _several_prompts(turn):
+    if several or _several_prompts(turn):
         return "several_answers"
     said = [body.get(name) for name in _PROBABILITIES]
     listed = "logprobs" in str(body.get("include")) or unread & {"include", "logprob_token_ids"}

@@ -20,9 +20,11 @@ from router.config import DEFAULT_CLASS, GatewayConfig, ServedModel, SloClass, S
 from router.directory.cache import Known
 from router.errors import BadRequest
 from router.fields import positive, with_fields
+from router.forwarded import forwarded
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
 from router.identity import PrefixGroups, hint_of
 from router.metrics import SLO_TARGETS_RAISED
+from router.prompt_limit import PromptLimit
 from router.rates import FREE, Charge
 from router.readers import Readers
 from router.reading import HINT_FIELDS, Api, Hints, Prompt, Reading
@@ -127,10 +129,6 @@ def _milliseconds(header: str, text: str) -> float:
 if TYPE_CHECKING:
     from router.tracing import TurnTrace
 
-# What an engine may see of a client's headers: tracing and content negotiation. No keys, no cookies, no ids.
-_FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-request-id"})
-
-
 FLOW_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")  # llm-d's
 
 Models: TypeAlias = Mapping[str, ServedModel]  # by every name they answer to
@@ -186,12 +184,12 @@ async def read_turn(
     classes: Classes,
     now: float,
     readers: Readers,
-    max_context: int,
+    limit: PromptLimit,
     answers: Answers,
 ) -> Turn:
     """`pieces`: of the request's body."""
     history, headers = None, text_headers(request.headers)
-    asked = Reading(api.target.decode(), api, headers, space, frozenset(models), max_context)
+    asked = Reading(api.target.decode(), api, headers, space, frozenset(models), limit)
     if api is not Api.RESPONSES:
         read = await readers.read(asked, pieces)
     else:
@@ -211,7 +209,7 @@ async def read_turn(
         api=api,
         raw=with_fields(pieces, ours),
         body=read.fields,
-        headers=[*_forwarded(request.headers), *(history.headers if history is not None else ())],
+        headers=[*forwarded(request.headers), *(history.headers if history is not None else ())],
         space=space,
         prompt=prompt,
         salt=f"{models[str(read.fields['model'])].name}\0{ours.get('cache_salt', '')}",
@@ -220,15 +218,6 @@ async def read_turn(
         history=history,
         flow=next((found for name in FLOW_HEADERS if (found := hint_of(headers.get(name)))), ""),
     )
-
-
-def _forwarded(headers: Headers) -> RawHeaders:
-    """One of each: what a client says twice, engines would take as they like."""
-    first: dict[bytes, bytes] = {}
-    for name, value in headers:
-        if (lower := name.lower()) in _FORWARDED:
-            first.setdefault(lower, value)
-    return list(first.items())
 
 
 def text_headers(headers: Headers) -> dict[str, str]:

@@ -30,7 +30,6 @@ MOST_READ = 65_536  # tokens of one prompt that are compared as text, some 0.1 s
 BESIDE_TOKENS = 1_024  # bytes that a turn takes beside its tokens
 VOCABULARY_S = 5.0  # for which a turn waits for it
 _AT_A_TIME = 4_096
-_BEAM = "-beam-"  # in the ids of a beam search's hypotheses: their text is the prompt's alone
 
 KEPT = Counter(
     "conserve_prefix_exact_tokens_total",
@@ -218,7 +217,7 @@ class ExactTokens:
         turn_of = options.get("session_id")
         conversation = turn_of or _ON_BEHALF_OF.get()
         transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
-        a_leg = "do_remote_decode" in transfer or _BEAM in request_id
+        a_leg = "do_remote_decode" in transfer
         if not conversation or a_leg or not rendered_from_text(prompt, sampling_params):
             async with aclosing(generating(llm, prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:

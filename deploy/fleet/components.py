@@ -322,6 +322,7 @@ def gateway_config(
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,
         bodies_bytes=int(fleet.gateway.limits.bodies_mib * MIB),
+        prompt_bytes_per_token=fleet.gateway.limits.prompt_bytes_per_token,
         hosts=_hosts(fleet),
         audit=fleet.observe.audit,
         answers=AnswersConfig(answers, kept.keep, int(kept.gib * (1 << 30))),
@@ -404,7 +405,11 @@ def batch_config(
         engine_key=keys.of(Purpose.ENGINES),
         host=host,
         port=port,
-        limits=BatchLimits(file_bytes=_file_bytes(fleet), requests_per_batch=batch.max_requests),
+        limits=BatchLimits(
+            file_bytes=_file_bytes(fleet),
+            requests_per_batch=batch.max_requests,
+            prompt_bytes_per_token=fleet.gateway.limits.prompt_bytes_per_token,
+        ),
         dispatch=configured(
             DispatchSettings,
             batch,

@@ -195,6 +195,10 @@ class GatewayLimitsSpec(Spec):
     bodies_mib: Annotated[float, Field(gt=0)] = default(GatewayConfig, "bodies_bytes") / MIB
     """Of a gateway process's memory, for bodies of requests under way. One owner's may take as much as is
     left to others, half where it is alone; then 429."""
+    prompt_bytes_per_token: Annotated[int, Field(gt=0, le=1024)] = default(
+        GatewayConfig, "prompt_bytes_per_token"
+    )
+    """Prose has 4 to 5. Prompts with more for each token of the largest context are refused untokenised."""
     request_timeout: Duration = default(ServerLimits, "body_timeout_s")
     """Longest silence of a client that sends its request; all of a body has a minute and 64 KiB/s."""
     first_token_timeout: Duration = default(UpstreamLimits, "first_byte_timeout_s")

@@ -21,6 +21,7 @@ from router.batch.blobs import Blobs, UploadForm, receive_form
 from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S, BatchConfig
 from router.batch.forwarding import MOST_BATCHES, MOST_BYTES
 from router.batch.records import ENDPOINTS, BatchStatus, FileRecord, NewBatch
+from router.batch.routes import ROUTES
 from router.batch.store import Store
 from router.errors import (
     ApiError,
@@ -82,15 +83,9 @@ class BatchApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/files", self.upload, methods=["POST"]),
-            Route("/v1/files", self.list_files, methods=["GET"]),
-            Route("/v1/files/{file_id}", self.get_file, methods=["GET"]),
-            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
-            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
-            Route("/v1/batches", self.create_batch, methods=["POST"]),
-            Route("/v1/batches", self.list_batches, methods=["GET"]),
-            Route("/v1/batches/{batch_id}", self.get_batch, methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", self.cancel_batch, methods=["POST"]),
+            Route(path, getattr(self, answering), methods=[method])
+            for path, methods in ROUTES.items()
+            for method, answering in methods.items()
         ]
 
     async def upload(self, request: Request) -> Response:
@@ -164,7 +159,7 @@ class BatchApi:
         file = await self._file(request)
         headers = {
             "content-length": str(file.bytes),
-            "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename)}",
+            "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
         }
         chunks = self._blobs.chunks(file.id)
         return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)

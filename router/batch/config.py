@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass as checked
 from router.config import ServedModel
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
+from router.prompt_limit import MAX_BYTES_PER_TOKEN
 
 HOUR_S = 3600
 MIN_WINDOW_S = HOUR_S
@@ -20,6 +21,7 @@ class BatchLimits:
     file_bytes: int = 2 << 30
     line_bytes: int = 16 << 20
     requests_per_batch: int = 1_000_000
+    prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN
     reported_errors: int = 100  # bad lines named in one failed batch; scanning stops there
 
 

@@ -54,7 +54,16 @@ class Dispatcher:
         self._in_flight = InFlight(settings, clock)
         self._results = ResultWriter(store, self._in_thread)
         groups = PrefixGroups(config.shared_prefixes)
-        self._executor = Executor(pool, self._in_flight, self._results, settings, self._tried, clock, groups)
+        self._executor = Executor(
+            pool,
+            self._in_flight,
+            self._results,
+            settings,
+            self._tried,
+            clock,
+            groups,
+            config.limits.prompt_bytes_per_token,
+        )
         self.flex = FlexQueue(self._in_flight, config.flex_timeout_s, self._wake.set, clock)
         validator = Validator(store, blobs, config, clock)
         self._lifecycle = BatchLifecycle(

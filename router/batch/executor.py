@@ -17,10 +17,11 @@ from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SE
 from router.batch.records import ClaimedRequest, Result, Usage, offline_body
 from router.batch.request_table import PutBack
 from router.batch.store import Store
-from router.errors import EngineGarbled, EngineLost, UpstreamError
-from router.fields import OFFLINE_HEADER
+from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
+from router.fields import OFFLINE_HEADER, check_fields
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity import PrefixGroups
+from router.prompt_limit import PromptLimit
 
 log = logging.getLogger("conserve.router.batch.executor")
 
@@ -44,6 +45,7 @@ class Executor:
         tried: Callable[[ClaimedRequest, int | None], None],
         clock: Callable[[], float],
         groups: PrefixGroups,
+        prompt_bytes_per_token: int,
     ) -> None:
         """`tried` hears of every try's end, with the tokens it really took where they are known."""
         self._pool = pool
@@ -52,6 +54,7 @@ class Executor:
         self._settings = settings
         self._tried = tried
         self._groups = groups
+        self._prompt_bytes_per_token = prompt_bytes_per_token
         self._clock = clock
         self._tasks: dict[tuple[int, int], tuple[asyncio.Task[None], EngineInfo]] = {}
 
@@ -94,6 +97,9 @@ class Executor:
                 result = answered(request, response.status, response.body)
                 tokens = result.usage.input_tokens + result.usage.output_tokens
                 self._results.add(result)
+        except BadRequest as refused:  # as an engine's own 400: the result, at the first try
+            self._results.add(answered(request, refused.status, refused.body()))
+            verdict = judge_status(refused.status)
         except UpstreamError as error:
             verdict = judge_error(error)
         except asyncio.CancelledError as cancelled:
@@ -110,11 +116,15 @@ class Executor:
         self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
+        """Raises BadRequest of a line that no engine is to see: it may be older than the checks of today."""
+        body = orjson.loads(line)["body"]
+        check_fields(request.endpoint, body)
+        PromptLimit(info.max_context, self._prompt_bytes_per_token).check(request.endpoint, body)
         sent = UpstreamRequest(
             method="POST",
             target=request.endpoint.encode(),
             headers=_HEADERS,
-            body=(offline_body(self._own_body(request.owner, orjson.loads(line)["body"])),),
+            body=(offline_body(self._own_body(request.owner, body)),),
             repeatable=True,
             first_byte_timeout_s=self._settings.request_timeout_s,
         )

@@ -1,14 +1,16 @@
 """The gateway's side of the batch process: requests passed on to it, and how it knows whose they are.
 
 The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
-key, one that no client has. Of the client's own headers only those below go on.
+key, one that no client has. Of the client's own headers only those of `router/forwarded.py` go on.
 """
 
 import hmac
 import math
 
+from router.batch.routes import canonical_target
 from router.config import BatchAddress
 from router.errors import Unauthorized
+from router.forwarded import forwarded
 from router.http import (
     Endpoint,
     Headers,
@@ -23,12 +25,9 @@ from router.http import (
 from router.keys import Key
 from router.turn import Turn
 
-PREFIXES = ("/v1/files", "/v1/batches")
-
 _CALLER = b"x-conserve-caller"
 MOST_BYTES, MOST_BATCHES = "x-conserve-most-bytes", "x-conserve-most-batches"  # that its owner may have
 GIB = 1 << 30
-_PASSED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"x-request-id"})
 _FORM_BYTES = 1 << 20  # of an upload, beside the file
 _ABSENT = "Batches and flex requests are not served at this moment; try again. Other requests are."
 
@@ -44,10 +43,10 @@ class BatchForwarding:
         self._short = UpstreamPool(pool.limits)
 
     async def handle(self, request: Request, responder: Responder, key: Key) -> None:
-        """A request below `PREFIXES`, both bodies streamed."""
+        """Pass a request of the Files and Batch APIs on, both bodies streamed."""
         passed = UpstreamRequest(
             method=request.method,
-            target=request.raw_path + (b"?" + request.query if request.query else b""),
+            target=canonical_target(request.path) + (b"?" + request.query if request.query else b""),
             headers=[*self._headers(request.headers.raw, key.owner), *_limits(key)],
             stream=request.body if request.body.length != 0 else None,
             max_bytes=self._address.max_file_bytes + _FORM_BYTES,
@@ -69,8 +68,7 @@ class BatchForwarding:
         await self._short.close()
 
     def _headers(self, client: RawHeaders, space: str) -> RawHeaders:
-        passed = [pair for pair in client if pair[0].lower() in _PASSED]
-        return [*passed, (b"authorization", b"Bearer " + self._key), (_CALLER, space.encode())]
+        return [*forwarded(client), (b"authorization", b"Bearer " + self._key), (_CALLER, space.encode())]
 
 
 def _limits(key: Key) -> RawHeaders:

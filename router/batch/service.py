@@ -17,10 +17,11 @@ from router.batch.api import make_app
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig, load
 from router.batch.dispatcher import Dispatcher
-from router.batch.forwarding import PREFIXES, caller_of
+from router.batch.forwarding import caller_of
 from router.batch.in_flight import Engines
 from router.batch.metrics import REQUEUED
 from router.batch.records import OfflineReading
+from router.batch.routes import PREFIXES
 from router.batch.store import Store
 from router.directory.client import DirectoryClient
 from router.directory.push import BATCH

@@ -10,6 +10,7 @@ bytes were split.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote
@@ -244,6 +245,7 @@ FRAMING_ALLOWANCE = 16 * 1024
 FRAMING_PER_BODY_BYTE = 8
 # llhttp shows a header only when it is complete: a head is fed in slices, so that an endless one is noticed.
 HEAD_SLICE = 4096
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # routers may disagree on what such a path is
 
 
 class RequestHead(NamedTuple):
@@ -429,10 +431,12 @@ class RequestParser:
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise self._bad_http("A request has exactly one Host header.")
         raw_path, query = self._split_target(self._url)
-        path = raw_path.decode("ascii")
+        path = unquote(raw_path.decode("ascii"))
+        if _CONTROL.search(path):
+            raise self._bad_http("The path has a control character; leave it out.")
         return RequestHead(
             method=method,
-            path=unquote(path) if "%" in path else path,
+            path=path,
             raw_path=raw_path,
             query=query,
             headers=Headers(self._headers),

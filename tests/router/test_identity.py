@@ -91,8 +91,18 @@ def test_what_is_only_a_hint_refuses_nothing() -> None:
     assert long.id is None and long.group.startswith("hash-")
 
 
-def test_ids_that_cannot_stand_in_a_header_are_replaced_by_their_hash() -> None:
-    for wild in ("a b", "a\r\nx: y", "é", "\ud800"):
+def test_ids_that_are_not_plain_are_replaced_by_their_hash() -> None:
+    for wild in (
+        "a b",
+        "a\r\nx: y",
+        "é",
+        "\ud800",
+        "<img/src=x/onerror=alert(1)>",
+        "a'b",
+        'a"b',
+        "a&b",
+        "x" * 129,
+    ):
         cleaned = clean_id(wild, "f")
         assert cleaned is not None
         assert cleaned.startswith("hash-")

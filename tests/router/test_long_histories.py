@@ -29,6 +29,7 @@ from router.items import (
     without_brackets,
     write_items,
 )
+from router.prompt_limit import PromptLimit
 from router.readers import MOST_WAITING, Readers
 from router.reading import CHEAP_MARKS, Api, Reading
 from tests.router.test_large_bodies import BOUND_S, Stalls
@@ -84,9 +85,8 @@ async def test_a_large_history_costs_the_loop_no_more_than_its_transport(tmp_pat
     answers, readers = Answers(stored(tmp_path)), Readers()
     await answers.start()
     asking: dict[str, Any] = {"model": "small", "input": junk(6 * MIB)}
-    asked = Reading(
-        PATH, Api.RESPONSES, {"content-type": "application/json"}, "o", frozenset({"small"}), 0, True
-    )
+    json = {"content-type": "application/json"}
+    asked = Reading(PATH, Api.RESPONSES, json, "o", frozenset({"small"}), PromptLimit(10**9), True)
     longest = []
     for number in range(5):
         pieces = tuple(cut(orjson.dumps(asking)))
@@ -257,7 +257,7 @@ async def test_a_folder_that_cannot_be_made_is_tried_again(tmp_path: Path) -> No
 
 async def test_a_body_that_never_can_be_read_is_not_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.readers.MOST_WAITING_BYTES", 1000)
-    asked = Reading(PATH, Api.RESPONSES, {}, "o", frozenset(), 0)
+    asked = Reading(PATH, Api.RESPONSES, {}, "o", frozenset(), PromptLimit(0))
     with pytest.raises(PayloadTooLarge, match="1000"):
         await Readers().read_beside(asked, (b"x" * 1001,))
 

@@ -2,15 +2,12 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import Route
 
-from router import fields, openapi
-from router.batch.api import make_app
+from router import fields
 from router.config import AnswersConfig, BatchAddress
 from router.errors import BadRequest
 from tests.support.fake_fleet import FakeFleet, ask, fleet, user
@@ -41,15 +38,6 @@ async def test_every_path_that_it_names_is_there_and_no_other_method(made: FakeF
             for method in ("GET", "POST", "DELETE", "PUT"):
                 answer = await http.request(method, path.replace("{id}", "x"), json={})
                 assert (answer.status_code == 405) is (method.lower() not in operations), (method, path)
-
-
-def test_the_batch_process_has_the_routes_that_are_described() -> None:
-    nothing: Any = SimpleNamespace(files=None, batches=None)
-    theirs: dict[str, set[str]] = {}
-    for route in make_app(nothing, nothing, nothing, nothing, nothing, nothing).routes:
-        assert isinstance(route, Route)
-        theirs.setdefault(route.path, set()).update((route.methods or set()) - {"HEAD"})
-    assert {path: set(methods) for path, methods in openapi.BATCH_ROUTES.items()} == theirs
 
 
 async def test_bodies_are_described_as_they_are_checked(made: FakeFleet) -> None:

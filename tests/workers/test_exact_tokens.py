@@ -214,13 +214,6 @@ async def test_what_is_sent_on_a_conversations_behalf_is_its_tokens_and_no_turn_
     assert await turn(exact, llm, third, []) == [*second, *A, ord("c")], "the restore's answer is nobody's"
 
 
-async def test_hypotheses_of_a_beam_search_are_left_alone(llm: Llm, exact: ExactTokens) -> None:
-    """Each begins with the prompt's text and has tokens of its own behind it, which may say the same."""
-    await turn(exact, llm, Q, A)
-    assert await turn(exact, llm, NEXT, [ord("c")], request="cmpl-1-beam-0") == NEXT
-    assert await turn(exact, llm, NEXT, []) == [*Q, *A, ord("c"), END]
-
-
 async def test_a_tokenizer_that_raises_costs_no_turn(llm: Llm) -> None:
     class Broken:
         def get_tokenizer(self) -> Any:

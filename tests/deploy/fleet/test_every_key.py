@@ -214,6 +214,7 @@ CASES = {
         2, lambda got: [one.max_head_bytes for one in server_limits(got)], [2048, 2048]
     ),
     "gateway.limits.connections": case(99, lambda got: got.gateway.limits.max_connections),
+    "gateway.limits.prompt_bytes_per_token": case(8, lambda got: got.gateway.prompt_bytes_per_token),
     "gateway.limits.owner_share": case(0.25, lambda got: got.gateway.owner_share),
     "gateway.limits.bodies_mib": case(98, lambda got: got.gateway.bodies_bytes, 98 << 20),
     "gateway.limits.request_timeout": case(

@@ -16,6 +16,7 @@ from router.config import AnswersConfig, BatchAddress, GatewayConfig, ServedMode
 from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
 from router.identity import PrefixGroups
 from router.keys import Keys
+from router.prompt_limit import PromptLimit
 from router.readers import Readers
 from router.reading import Api
 from router.turn import Classes, read_turn
@@ -81,9 +82,9 @@ class FrontGateway:
         key = self.keys.caller(request.headers)
         if request.path == "/v1/chat/completions":
             models = self._config.models_by_name
-            known = models, PrefixGroups(), Classes(self._config), 0.0, Readers(), 0, self._answers
+            known = models, PrefixGroups(), Classes(self._config), 0.0, Readers(), PromptLimit(1_000_000)
             pieces = await request.body.read_pieces()
-            turn = await read_turn(Api.CHAT, request, pieces, key.owner, *known)
+            turn = await read_turn(Api.CHAT, request, pieces, key.owner, *known, self._answers)
             await self._forwarding.flex(turn, responder, StreamObserver())
         else:
             await self._forwarding.handle(request, responder, key)

@@ -98,6 +98,7 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
         "invalid_value",
         "body.vllm_xargs.slo_tbt_ms",
     ),
+    "a beam search": (body(use_beam_search=True), "invalid_request", "body.use_beam_search"),
     "a request id": (body(request_id="other"), "invalid_request", "body.request_id"),
     "a parameter of nobody": (body(frobnicate=1), "unknown_parameter", "body.frobnicate"),
     "a conversation": (body(conversation="c"), "invalid_request", "body.conversation"),
@@ -264,7 +265,7 @@ async def test_refused_uploads(small: GatewayWithBatch, tmp_path: Any) -> None:
             answer = await http.get(path)
             assert answer.status_code == status and answer.json()["error"]["message"]
         assert (await http.put("/v1/files")).status_code == 405
-        assert (await http.get("/v1/files/file%00x")).status_code == 404
+        assert (await http.get("/v1/files/file%00x")).status_code == 400
         for bad in ("limit=0", "limit=x", "order=up", "limit=10001"):
             assert (await http.get(f"/v1/files?{bad}")).status_code == 400, bad
     left = [path.name for path in (tmp_path / "files").iterdir()]

@@ -70,6 +70,13 @@ async def test_files_are_listed_in_pages_and_deleted(gateway: GatewayWithBatch) 
             await client.files.delete(files[2].id)
 
 
+async def test_a_files_name_is_one_name_where_it_is_downloaded(gateway: GatewayWithBatch) -> None:
+    async with gateway.client() as client:
+        file = await upload(client, jsonl([line("f")]), "../../etc/passwd")
+        content = await client.files.content(file.id)
+        assert content.response.headers["content-disposition"].endswith("''..%2F..%2Fetc%2Fpasswd")
+
+
 async def test_batches_are_listed_newest_first(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batches = [await submit(client, jsonl([line("a")])) for _ in range(5)]

@@ -1,0 +1,30 @@
+"""Paths of the Files and Batch APIs: one table for the gateway, the batch process and `/openapi.json`."""
+
+import re
+from collections.abc import Mapping
+from urllib.parse import quote
+
+from router.errors import NotFound
+
+PREFIXES = ("/v1/files", "/v1/batches")
+# By path and method, the method of `BatchApi` that answers.
+ROUTES: Mapping[str, Mapping[str, str]] = {
+    "/v1/files": {"GET": "list_files", "POST": "upload"},
+    "/v1/files/{file_id}": {"GET": "get_file", "DELETE": "delete_file"},
+    "/v1/files/{file_id}/content": {"GET": "content"},
+    "/v1/batches": {"GET": "list_batches", "POST": "create_batch"},
+    "/v1/batches/{batch_id}": {"GET": "get_batch"},
+    "/v1/batches/{batch_id}/cancel": {"POST": "cancel_batch"},
+}
+_PATTERNS = tuple(re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in ROUTES)
+
+
+def canonical_target(path: str) -> bytes:
+    """Return a decoded path as the request target that only this path has; raise NotFound outside the table.
+
+    The gateway's checks are made on `path`. The batch process gets this target instead of the client's, so
+    that both see the same path whatever the client encoded.
+    """
+    if not any(pattern.fullmatch(path) for pattern in _PATTERNS):
+        raise NotFound(f"there is no {path[:200]}; see the README for the API")
+    return quote(path).encode()

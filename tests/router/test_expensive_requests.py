@@ -1,0 +1,227 @@
+"""Requests that cost more than they weigh are refused, or made small, before an engine sees them."""
+
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from router.batch.routes import canonical_target
+from router.config import BatchAddress, ServedModel
+from router.errors import ContextTooLong, NotFound, Unavailable
+from router.fields import MAX_OTHER_BYTES
+from router.keys import inline
+from router.prompt_limit import MAX_BYTES_PER_TOKEN, UNKNOWN_CONTEXT, PromptLimit
+from router.reading import Api, Reading, read_body
+from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
+    async with fleet(tmp_path) as one:
+        yield one
+
+
+SHORT = {
+    "x-request-id": "r-1",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "tracestate": "vendor=1, other=2",
+}
+LONG = {"x-request-id": "R" * 129, "traceparent": "0" * 129, "tracestate": "a=" + "1" * 511}
+
+
+async def test_ids_and_trace_headers_go_on_only_while_they_are_short_and_printable(made: FakeFleet) -> None:
+    """vLLM writes `X-Request-Id` into every event of a stream."""
+    unprintable = {"x-request-id": "two words", "traceparent": "\xe9", "tracestate": "\xe9=1"}
+    for headers, passed in ((SHORT, SHORT), (LONG, {}), (unprintable, {})):
+        prompt = [user(f"a new conversation {headers}")]  # so that it has both legs
+        assert (await ask(made.urls[0], prompt, headers=headers)).status == 200
+        for leg in (made.prefills()[-1], made.decoder_requests()[-1]):
+            seen = {name.lower(): value for name, value in leg.headers.items()}
+            assert {name: seen[name] for name in SHORT if name in seen} == passed
+
+
+@pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
+async def test_beam_search_is_refused_with_a_sentence(made: FakeFleet, tier: dict[str, str]) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        answer = await ask(made.urls[0], [user("x")], path=path, use_beam_search=True, n=8, **tier)
+        assert (answer.status, answer.error["param"]) == (400, "use_beam_search")
+        assert "sampled answers" in answer.error["message"]
+    assert not made.decoder_requests()
+    assert (await ask(made.urls[0], [user("x")], use_beam_search=False)).status == 200
+
+
+@pytest.mark.parametrize("limit", ["%C2%B2", "%D9%A3", "9" * 4400, "0", "-1"])
+async def test_a_limit_that_is_no_number_is_the_clients_fault(made: FakeFleet, limit: str) -> None:
+    status, answer = await get(f"{made.urls[0]}/v1/conversations?limit={limit}")
+    assert (status, answer["error"]["param"]) == (400, "limit")
+
+
+async def test_an_id_that_is_markup_names_a_conversation_by_its_hash(made: FakeFleet) -> None:
+    markup = {"x-conversation-id": "<img/src=x/onerror=alert(1)>"}
+    answer = await ask(made.urls[0], [user("x")], headers=markup)
+    assert answer.conversation.startswith("hash-")
+
+
+CONTROL = ["/v1/batches%0A", "/v1/batches%0D", "/v1/batches%00", "/v1/batches%7F", "/v1/files%0A"]
+UNKNOWN = ["/v1/batches/", "/v1/batchesX", "/v1/files/a%2F..%2F..%2Fb", "/v1/files/%3F/more"]
+
+
+@pytest.fixture
+async def restricted(tmp_path: Path) -> AsyncIterator[FakeFleet]:
+    """A fleet of two models with a key for one of them, which may create no batches."""
+    models = (ServedModel(MODEL), ServedModel("another"))
+    some = replace(inline(("some",), ())[0], models=("another",))
+    async with fleet(tmp_path, models=models, keys=(some,), batch=BatchAddress("127.0.0.1:9")) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/v1/batches", 403), *((path, 400) for path in CONTROL), *((path, 404) for path in UNKNOWN)],
+)
+async def test_only_paths_of_the_table_reach_the_batch_process(
+    restricted: FakeFleet, path: str, status: int
+) -> None:
+    """The gateway's check of a path has to see the one that the batch process will see."""
+    key = {"authorization": "Bearer some"}
+    async with httpx.AsyncClient(base_url=restricted.urls[0], headers=key) as http:
+        assert (await http.post(path, json={})).status_code == status
+        assert (await http.get("/v1/batches/batch_1")).status_code == 503  # passed on, and nobody is there
+
+
+def test_the_batch_process_gets_a_path_in_one_spelling() -> None:
+    assert canonical_target("/v1/files/a b?%\u20ac/content") == b"/v1/files/a%20b%3F%25%E2%82%AC/content"
+    for path in ("/v1/batches\n", "/v1/files/a/b", "/v1/files//content"):
+        with pytest.raises(NotFound):
+            canonical_target(path)
+
+
+CONTEXT = 1000
+JSON = {"content-type": "application/json"}
+API = {api.target.decode(): api for api in Api}
+BOUND = CONTEXT * MAX_BYTES_PER_TOKEN
+WORDS = "word " * (BOUND // 5)  # with the brackets around it, more than the context can have
+ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments": WORDS}}
+TOOL = {"type": "function", "function": {"name": "f", "description": WORDS}}
+
+
+def said(**message: Any) -> list[dict[str, Any]]:
+    return [user("x"), {"role": "assistant", "content": "", **message}]
+
+
+def image(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image_url", **fields}]}]
+
+
+ONE_TOKEN: dict[str, Any] = {"max_tokens": 1}
+TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "content": ("/v1/chat/completions", {"messages": [user(WORDS)]}),
+    "content that is to be cut": (
+        "/v1/chat/completions",
+        {"messages": [user(WORDS)], "truncate_prompt_tokens": 10},
+    ),
+    "arguments of a tool call": ("/v1/chat/completions", {"messages": said(tool_calls=[ARGUMENTS])}),
+    "reasoning": ("/v1/chat/completions", {"messages": said(reasoning_content=WORDS)}),
+    "a name": ("/v1/chat/completions", {"messages": said(name=WORDS)}),
+    "a field of a message that nobody knows": ("/v1/chat/completions", {"messages": said(index=WORDS)}),
+    "a message that says it is an image": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "type": "image_url", "content": WORDS}]},
+    ),
+    "text of an image": ("/v1/chat/completions", {"messages": image(image_url={"url": "x"}, text=WORDS)}),
+    "an image of empty lists": ("/v1/chat/completions", {"messages": image(image_url=[[]] * BOUND)}),
+    "tools": ("/v1/chat/completions", {"messages": [user("x")], "tools": [TOOL]}),
+    "functions": ("/v1/chat/completions", {"messages": [user("x")], "functions": [TOOL["function"]]}),
+    "documents": ("/v1/chat/completions", {"messages": [user("x")], "documents": [{"text": WORDS}]}),
+    "arguments of the template": (
+        "/v1/chat/completions",
+        {"messages": [user("x")], "chat_template_kwargs": {"more": WORDS}},
+    ),
+    "a plain prompt": ("/v1/completions", {"prompt": WORDS}),
+    "one of several prompts": ("/v1/completions", {"prompt": ["x", WORDS]}),
+    "several prompts": ("/v1/completions", {"prompt": [WORDS[:-100]] * 200}),
+    "token ids": ("/v1/completions", {"prompt": [1] * (CONTEXT + 1)}),
+    "token ids that are to be cut": (
+        "/v1/completions",
+        {"prompt": [1] * (CONTEXT + 1), "truncate_prompt_tokens": 10},
+    ),
+    "token ids that are none": ("/v1/completions", {"prompt": [1, WORDS]}),
+    "a suffix": ("/v1/completions", {"prompt": "x", "suffix": WORDS}),
+    "instructions": ("/v1/responses", {"input": "x", "instructions": WORDS}),
+    "a tool's output": (
+        "/v1/responses",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": WORDS}]},
+    ),
+    "a system prompt": ("/v1/messages", {"messages": [user("x")], "system": WORDS, **ONE_TOKEN}),
+    "a tool's input": (
+        "/v1/messages",
+        {
+            "messages": said(content=[{"type": "tool_use", "id": "t", "name": "f", "input": {"a": WORDS}}]),
+            **ONE_TOKEN,
+        },
+    ),
+    "what is only counted": ("/v1/messages/count_tokens", {"messages": [user(WORDS)]}),
+    "what is only tokenised": ("/tokenize", {"prompt": WORDS}),
+    "messages that are only tokenised": ("/tokenize", {"messages": [user(WORDS)]}),
+    "what is only detokenised": ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}),
+    "what is embedded": ("/v1/embeddings", {"input": WORDS}),
+    "what is embedded and cut": ("/v1/embeddings", {"input": [WORDS], "truncate_prompt_tokens": -1}),
+}
+
+
+@pytest.mark.parametrize("name", list(TOO_LONG))
+def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) -> None:
+    path, body = TOO_LONG[name]
+    asked = Reading(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
+    with pytest.raises(ContextTooLong) as refused:
+        read_body(asked, (orjson.dumps({"model": MODEL, **body}),))
+    assert ("Cut it before" in refused.value.message) == ("truncate_prompt_tokens" in body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [user(WORDS[:-100])]}),
+        ("/v1/chat/completions", {"messages": [user(WORDS[:-100])], "truncate_prompt_tokens": 10}),
+        ("/v1/chat/completions", {"messages": image(image_url={"url": "data:" + "A" * 1_000_000})}),
+        ("/v1/completions", {"prompt": [WORDS[:-100]] * 100}),
+        ("/v1/completions", {"prompt": [1] * CONTEXT}),
+        ("/v1/embeddings", {"input": ["word " * 100] * 2000}),
+    ],
+)
+def test_text_that_a_context_may_hold_is_passed_on(path: str, body: dict[str, Any]) -> None:
+    asked = Reading(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
+    read_body(asked, (orjson.dumps({"model": MODEL, **body}),))
+
+
+def test_while_no_engine_is_known_a_long_prompt_comes_too_early() -> None:
+    for size, error in ((UNKNOWN_CONTEXT * MAX_BYTES_PER_TOKEN - 10, None), (2_000_000, Unavailable)):
+        with pytest.raises(error) if error else nullcontext():
+            PromptLimit(0).check("/v1/completions", {"prompt": "x" * size})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"metadata": {"a": ["x" * 70_000]}},
+        {"metadata": {"a": [[]] * 30_000}},
+        {"user": "x" * 70_000},
+        {"stop": ["x" * 4096] * 16, "user": "x" * 10_000},
+        {"bad_words": ["x" * 1000] * 100},
+        {"allowed_token_ids": list(range(100_000))},
+        {"logit_bias": {str(token): 1.0 for token in range(1000)}, "user": "x" * 60_000},
+        {"kv_hints": {"actions": [{"action_type": "another's", "payload": "x" * 70_000}]}},
+        {"tool_choice": {"type": "function", "function": {"name": "x" * 70_000}}},
+        {"prompt_cache_key": "x" * 70_000},
+    ],
+)
+async def test_all_that_is_no_prompt_has_kilobytes_together(made: FakeFleet, beside: dict[str, Any]) -> None:
+    answer = await ask(made.urls[0], [user("x")], **beside)
+    assert (answer.status, answer.error["param"] in beside) == (400, True), answer.error
+    assert str(MAX_OTHER_BYTES) in answer.error["message"]
+    assert not made.decoder_requests() and not made.prefills()
