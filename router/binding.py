@@ -30,7 +30,7 @@ from router.errors import (
 )
 from router.http import Responder
 from router.identity import How, conversation_key, resolve_prefix
-from router.turn import TokenRatio, Turn, TurnMetrics, ahead_s
+from router.turn import PRIORITY_S, TokenRatio, Turn, TurnMetrics
 
 log = logging.getLogger("conserve.router.binding")
 
@@ -149,7 +149,8 @@ class Binder:
             lost=lost,
             end=who.chain.end,
             turn=who.turn,
-            ahead_s=ahead_s(turn.slo_class, turn.prompt.hints),
+            ahead_s=turn.slo_class.ahead_s,
+            priority_s=turn.prompt.hints.priority * PRIORITY_S,
             heads=self._ratio.heads(turn) if uncached is None else (),
             shared=turn.prompt.leading if turn.prompt.hints.sharing else 0,
             flow=turn.flow,

@@ -27,7 +27,7 @@ from router.metrics import SLO_TARGETS_RAISED
 from router.prompt_limit import PromptLimit
 from router.rates import FREE, Charge
 from router.readers import Readers
-from router.reading import HINT_FIELDS, Api, Hints, Prompt, Reading
+from router.reading import HINT_FIELDS, Api, Prompt, Reading
 
 CLASS_HEADER, CLASS_FIELD = "x-slo-class", "slo_class"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
@@ -46,10 +46,11 @@ class Classes:
     """SLO classes: which one a turn is of, and what engines are told of it.
 
     A class is named by the header `X-SLO-Class` or the body's `slo_class`; by llm-d's header of an objective,
-    if one is called so; by the caller, where the fleet file says so; else it is `default`. A class, or a
-    hint's priority, is worth so many seconds: turns that wait are served the better first, and lesser ones at
-    least once in as long (`placement/priorities.py`). Among turns that run only classes count, for anybody
-    may send a priority. A class's targets are the tightest that its turns may ask for.
+    if one is called so; by the caller, where the fleet file says so; else it is `default`. A class is worth
+    so many seconds: turns that wait are served the better first, and lesser ones at least once in as long
+    (`placement/priorities.py`). A hint's priority, which anybody may send, is worth something where turns of
+    one owner wait in the directory; engines hear of classes only. A class's targets are the tightest that
+    its turns may ask for.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -78,7 +79,7 @@ class Classes:
         return own
 
     def engine_arguments(
-        self, of: SloClass, hints: Hints, headers: Mapping[str, str], body: Mapping[str, Any]
+        self, of: SloClass, headers: Mapping[str, str], body: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What is said in a body in the place of its own `vllm_xargs`; what a client asks for itself stays,
         but for less time than its class has: an engine's iterations are as short as its tightest turn wants
@@ -90,10 +91,8 @@ class Classes:
         for header, argument in TARGETS.items():
             if header in headers:
                 said[argument] = _milliseconds(header, headers[header])
-        if ahead := ahead_s(of, hints):
-            said["ahead_s"] = ahead
-        if hints.priority:
-            said["priority_s"] = hints.priority * PRIORITY_S
+        if of.ahead_s:
+            said["ahead_s"] = of.ahead_s
         asked = body.get("vllm_xargs") or {}
         said |= asked
         raised = {name: least_ms for name, least_ms in least.items() if said.get(name, math.inf) < least_ms}
@@ -111,10 +110,6 @@ class Classes:
 def _own(of: SloClass) -> SloTargets:
     """Those of `default` are of answers to users: engines have theirs."""
     return SloTargets() if of.name == DEFAULT_CLASS else of.targets
-
-
-def ahead_s(of: SloClass, hints: Hints) -> float:
-    return of.ahead_s + hints.priority * PRIORITY_S
 
 
 def _milliseconds(header: str, text: str) -> float:
@@ -204,7 +199,7 @@ async def read_turn(
     assert prompt is not None
     slo_class = classes.choose(space, headers, read.fields)
     ours = groups.fields(space, read.fields) | dict.fromkeys(read.fields.keys() & HINT_FIELDS)
-    ours |= classes.engine_arguments(slo_class, prompt.hints, headers, read.fields)
+    ours |= classes.engine_arguments(slo_class, headers, read.fields)
     return Turn(
         api=api,
         raw=with_fields(pieces, ours),

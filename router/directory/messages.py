@@ -26,7 +26,8 @@ class Ask:
     end: End | None = None  # of the prompt, recorded as the conversation's newest node
     turn: int = 0  # the gateway's number of it, by which its end is known
     again: bool = False  # an earlier call with this very ask got no answer: what it placed did not run
-    ahead_s: float = 0.0  # what its class and priority are worth
+    ahead_s: float = 0.0  # what its class is worth, among all turns
+    priority_s: float = 0.0  # what its client's priority is worth, among turns of its owner
     alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
     heads: tuple[Head, ...] = ()  # beginnings that other prompts may share, by length
     shared: int = 0  # of them those with which others will begin, as its client says
@@ -37,6 +38,11 @@ class Ask:
     def owner(self) -> str:
         owner, colon, _ = self.key.partition(":")
         return owner if colon else ""
+
+    @property
+    def own_s(self) -> float:
+        """What its class and priority are worth among turns of its owner."""
+        return self.ahead_s + self.priority_s
 
 
 @dataclass(frozen=True, slots=True)

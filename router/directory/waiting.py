@@ -1,9 +1,9 @@
 """Turns that wait in the directory for a place, each for a bounded time.
 
-Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise. Within
-a flow turns of a better class or priority come first, but no class is left out for longer than the other is
-worth, whatever others' turns are served meanwhile (`placement/priorities.py`); those of one class in order of
-arrival.
+Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise. Among
+owners turns of a better class come first. Within an owner the clients' priorities count as well. No turn is
+left out for longer than others are worth more, whatever else is served meanwhile (`placement/priorities.py`);
+those worth the same go in order of arrival.
 """
 
 from bisect import bisect_right, insort
@@ -31,9 +31,9 @@ class Waiter:
     settle: Callable[[Placed | Refusal], None] = field(repr=False)
 
     @property
-    def place(self) -> tuple[float, float]:
+    def place(self) -> tuple[float, float, float]:
         """In its flow."""
-        return -self.ask.ahead_s, self.due
+        return -self.ask.own_s, -self.ask.ahead_s, self.due
 
     @property
     def arrival(self) -> float:
@@ -50,13 +50,19 @@ class Flow:
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
         """Who is next in it, beside one that comes, and what that counts as among other flows: a turn that
         was left out goes in the place of a better one."""
-        best_s = max(coming_s, self.waiters[0].ask.ahead_s)
+        best_s = max(coming_s, self.waiters[0].ask.own_s)
         levels = (
-            (self.classes.level(one.ask.ahead_s, one.arrival, best_s, now), one)
-            for one in _first_of_each_class(self.waiters)
+            (self.classes.level(one.ask.own_s, one.arrival, best_s, now), one)
+            for one in _first_of_each_worth(self.waiters)
         )
         level, first = min(levels, key=lambda pair: (-pair[0], pair[1].due))
         return first, min(level, best_s)
+
+    def class_of(self, first: Waiter, counts_s: float) -> float:
+        """What its next turn counts as among owners: its class, or the class whose place it takes."""
+        if counts_s <= first.ask.own_s:
+            return first.ask.ahead_s
+        return max(one.ask.ahead_s for one in _first_of_each_worth(self.waiters))
 
 
 class OwnerQueue:
@@ -65,6 +71,7 @@ class OwnerQueue:
     def __init__(self) -> None:
         self.flows: dict[str, Flow] = {}  # by lane
         self.rounds = Rounds()
+        self.classes = ClassOrder()
         self.size = 0
         self._lanes: dict[str, str] = {}  # of flows that wait
         self._waiting = Counter[str]()  # turns of each of these
@@ -105,20 +112,45 @@ class OwnerQueue:
         """While others of its owner wait, or it did itself."""
         lane = self.lane(ask.flow)
         self.rounds.served(lane, tokens)
+        self.classes.served(ask.own_s, now)
         if lane in self.flows:
-            self.flows[lane].classes.served(ask.ahead_s, now)
+            self.flows[lane].classes.served(ask.own_s, now)
 
-    def may_pass(self, ask: Ask, tokens: int) -> bool:
-        """Its flow has not had its share of what the others wait for."""
-        lane = self.lane(ask.flow)
-        return self.flows.keys() <= {lane} or tokens <= self.rounds.left(lane)
+    def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
+        """A turn that comes now goes before all that wait here: its flow has not had its share of what the
+        others wait for, and it is worth more, or due sooner."""
+        own = self.lane(ask.flow)
+        if not self.flows.keys() <= {own} and tokens > self.rounds.left(own):
+            return False
+        best_s = max(ask.own_s, self._best_s())
+        for lane, flow in self.flows.items():
+            first = flow.first(now, ask.own_s if lane == own else -inf)
+            if self._head(*first, best_s, now).rank <= (-ask.own_s, due):
+                return False
+        return True
+
+    def first(self, now: float) -> tuple[Waiter, float]:
+        """Who is next of all its flows, and what that counts as among owners."""
+        best_s = self._best_s()
+        firsts = {lane: flow.first(now) for lane, flow in self.flows.items()}
+        heads = {lane: self._head(*first, best_s, now) for lane, first in firsts.items()}
+        lane = self.rounds.order(heads)[0]
+        return firsts[lane][0], self.flows[lane].class_of(*firsts[lane])
+
+    def _best_s(self) -> float:
+        return max(flow.waiters[0].ask.own_s for flow in self.flows.values())
+
+    def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
+        """Among other flows."""
+        level = self.classes.level(waiter.ask.own_s, waiter.arrival, best_s, now)
+        return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 
 
-def _first_of_each_class(waiters: list[Waiter]) -> Iterator[Waiter]:
+def _first_of_each_worth(waiters: list[Waiter]) -> Iterator[Waiter]:
     at = 0
     while at < len(waiters):
         yield waiters[at]
-        at = bisect_right(waiters, -waiters[at].ask.ahead_s, lo=at, key=lambda one: one.place[0])
+        at = bisect_right(waiters, -waiters[at].ask.own_s, lo=at, key=lambda one: one.place[0])
 
 
 class Waiting:
@@ -147,14 +179,8 @@ class Waiting:
         """A turn that comes now goes before those that wait: what they need is not there, none of its owner
         goes before it, and its owner has not had its share of what others wait for."""
         mine = self._owners.get(ask.owner)
-        if mine is not None:
-            if not mine.may_pass(ask, tokens):
-                return False
-            best_s, own = max(ask.ahead_s, *self._worths), mine.lane(ask.flow)
-            for lane, flow in mine.flows.items():
-                first = flow.first(now, ask.ahead_s if lane == own else -inf)
-                if self._head(*first, best_s, now).rank <= (-ask.ahead_s, due):
-                    return False
+        if mine is not None and not mine.may_pass(ask, tokens, due, now):
+            return False
         alone = not self._size or (mine is not None and mine.size == self._size)
         return alone or tokens <= self._rounds.left(ask.owner)
 
@@ -165,11 +191,6 @@ class Waiting:
             self._rounds.served(ask.owner, tokens)
         if (mine := self._owners.get(ask.owner)) is not None:
             mine.served(ask, tokens, now)
-
-    def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
-        """Among other flows, or owners."""
-        level = self._classes.level(waiter.ask.ahead_s, waiter.arrival, best_s, now)
-        return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 
     def add(self, waiter: Waiter) -> None:
         ask = waiter.ask
@@ -224,7 +245,6 @@ class Waiting:
         return next((firsts[owner][1] for owner in order if owner not in blocked), None)
 
     def _first_of(self, queue: OwnerQueue, best_s: float, now: float) -> tuple[QueueHead, Waiter]:
-        firsts = {lane: flow.first(now) for lane, flow in queue.flows.items()}
-        heads = {lane: self._head(*first, best_s, now) for lane, first in firsts.items()}
-        lane = queue.rounds.order(heads)[0]
-        return heads[lane], firsts[lane][0]
+        first, class_s = queue.first(now)
+        level = self._classes.level(first.ask.ahead_s, first.arrival, best_s, now)
+        return QueueHead(first.tokens, first.due, max(level, class_s)), first

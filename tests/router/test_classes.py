@@ -11,8 +11,7 @@ from prometheus_client import REGISTRY
 from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
 from router.errors import BadRequest
 from router.identity import namespace
-from router.reading import Hints
-from router.turn import FLOW_HEADERS, Classes, ahead_s
+from router.turn import FLOW_HEADERS, Classes
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 
@@ -47,26 +46,14 @@ def test_a_class_that_is_not_there_or_not_for_this_key_is_refused(body: dict[str
 
 def test_what_engines_hear() -> None:
     default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
-    assert engine_arguments(default, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
-    assert engine_arguments(GOLD, Hints(priority=2), {}, {}) == {
-        "vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 32.0, "priority_s": 2.0}
-    }
-    own = engine_arguments(GOLD, Hints(), {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
+    assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
+    assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 30.0}}
+    own = engine_arguments(GOLD, {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
     assert own["vllm_xargs"]["slo_tbt_ms"] == 90
     llm_d = {"x-llm-d-slo-ttft-ms": "500", "x-llm-d-slo-tpot-ms": "70"}
-    assert engine_arguments(default, Hints(), llm_d, {}) == {
-        "vllm_xargs": {"slo_ttft_ms": 500.0, "slo_tbt_ms": 70.0}
-    }
+    assert engine_arguments(default, llm_d, {}) == {"vllm_xargs": {"slo_ttft_ms": 500.0, "slo_tbt_ms": 70.0}}
     with pytest.raises(BadRequest, match="x-llm-d-slo-ttft-ms"):
-        engine_arguments(default, Hints(), {"x-llm-d-slo-ttft-ms": "soon"}, {})
-    assert ahead_s(default, Hints(priority=-3)) == -3.0
-
-
-def test_engines_hear_what_of_it_is_a_priority() -> None:
-    """Among those that run it is worth nothing: whoever asks may choose it."""
-    said = engine_arguments(GOLD, Hints(priority=3), {}, {})["vllm_xargs"]
-    assert (said["ahead_s"], said["priority_s"]) == (33.0, 3.0)
-    assert "priority_s" not in engine_arguments(GOLD, Hints(), {}, {})["vllm_xargs"]
+        engine_arguments(default, {"x-llm-d-slo-ttft-ms": "soon"}, {})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +67,7 @@ def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
     """All of an engine's turns would pay for it."""
     tight = SloClass("tight", SloTargets(last_turn_tbt_s=0.02))
     for of, least in ((SloClass("default", SloTargets()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
-        said = engine_arguments(of, Hints(), headers, body)
+        said = engine_arguments(of, headers, body)
         assert said["vllm_xargs"]["slo_tbt_ms"] == least
 
 
@@ -98,10 +85,10 @@ def test_a_turn_asks_for_no_sooner_first_token_than_its_class_or_its_engines_hav
     tight = SloClass("tight", SloTargets(ttfet_s=0.5))
     for of, least in ((default, 2000), (PAID, 2000), (GOLD, 2000), (tight, 500)):
         before = raised(of)
-        said = Classes(config).engine_arguments(of, Hints(), headers, body)
+        said = Classes(config).engine_arguments(of, headers, body)
         assert said["vllm_xargs"]["slo_ttft_ms"] == least
         assert raised(of) == before + 1
-    later = Classes(config).engine_arguments(GOLD, Hints(), {"x-slo-ttft-ms": "2500"}, {})
+    later = Classes(config).engine_arguments(GOLD, {"x-slo-ttft-ms": "2500"}, {})
     assert later["vllm_xargs"]["slo_ttft_ms"] == 2500
 
 

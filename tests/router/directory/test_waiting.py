@@ -22,13 +22,21 @@ class Queue:
         self.served: list[str] = []
         self._turns = 0
 
-    def ask(self, key: str, flow: str = "", ahead_s: float = 0.0) -> Ask:
+    def ask(self, key: str, flow: str = "", ahead_s: float = 0.0, priority_s: float = 0.0) -> Ask:
         self._turns += 1
-        more = {"turn": self._turns, "flow": flow, "ahead_s": ahead_s}
+        more = {"turn": self._turns, "flow": flow, "ahead_s": ahead_s, "priority_s": priority_s}
         return Ask(key=key, gateway="g", prompt_tokens=TURN, wait_s=1000.0, **more)
 
-    def waits(self, key: str, now: float, flow: str = "", ahead_s: float = 0.0, tokens: int = TURN) -> None:
-        asked = self.ask(key, flow, ahead_s)
+    def waits(
+        self,
+        key: str,
+        now: float,
+        flow: str = "",
+        ahead_s: float = 0.0,
+        priority_s: float = 0.0,
+        tokens: int = TURN,
+    ) -> None:
+        asked = self.ask(key, flow, ahead_s, priority_s)
         self.waiting.add(Waiter(asked, tokens, now - ahead_s, now + 1000.0, FULL, lambda outcome: None))
 
     def serve(self, now: float, count: int = 1) -> None:
@@ -84,6 +92,40 @@ def test_a_lesser_turn_that_was_left_out_is_passed_by_no_better_one_of_its_flow(
     better = queue.ask("b:better", ahead_s=BETTER_S)
     assert queue.waiting.may_pass(better, TURN, 5.0 - BETTER_S, 5.0)
     assert not queue.waiting.may_pass(better, TURN, 12.0 - BETTER_S, 12.0)
+
+
+@pytest.mark.parametrize("flow", ["", "x"])
+def test_a_priority_counts_among_turns_of_its_owner_and_not_among_owners(flow: str) -> None:
+    """Whoever sends one may choose it."""
+    queue = Queue()
+    queue.waits("b:first", 0.0)
+    queue.waits("a:second", 1.0)
+    queue.waits("a:urgent", 2.0, flow=flow, priority_s=10.0)
+    queue.waits("b:third", 3.0)
+    queue.serve(4.0, count=4)
+    assert queue.served == ["b:first", "a:urgent", "a:second", "b:third"]
+
+
+def test_an_owner_whose_turns_are_all_urgent_has_no_more_than_another() -> None:
+    queue = Queue()
+    for number in range(40):
+        queue.waits(f"a:{number}", number / 100, priority_s=10.0)
+        queue.waits(f"b:{number}", number / 100 + 0.001)
+    queue.serve(30.0, count=40)
+    assert sum(key.startswith("a:") for key in queue.served) == 20
+    assert queue.served[:4] == ["a:0", "b:0", "a:1", "b:1"]
+
+
+def test_a_turn_of_low_priority_that_was_left_out_takes_no_place_from_another_owner() -> None:
+    queue = Queue()
+    queue.waits("a:low", 0.0, priority_s=-10.0)
+    queue.waits("b:first", 1.0)
+    for number in range(3):
+        queue.waits(f"a:high{number}", 2.0 + number, priority_s=10.0)
+    queue.waits("b:second", 6.0)
+    queue.serve(30.0, count=6)
+    assert queue.served[:3] == ["a:low", "b:first", "a:high0"]
+    assert queue.served.index("b:second") < 6
 
 
 def test_better_turns_of_one_flow_pass_those_of_another_for_a_round() -> None:
