@@ -1,29 +1,26 @@
-"""What offline work costs the interactive users of a running fleet, and what it gets done beside them.
+"""Cost of offline work for the interactive users of a running fleet, and offline throughput beside them.
 
-python -m benchmarks.batch --url http://127.0.0.1:8000 [--quick] [--json FILE] [--requests 2000]
-python -m benchmarks.batch --validation [--quick] [--json FILE]   what validation costs: batch_validation.py
+    python -m benchmarks.batch --url http://127.0.0.1:8000 [--quick] [--json FILE] [--requests 2000]
 
-Three kinds of phases take turns in one run: agents alone, agents beside a batch, a batch alone. Agents are
-closed loops of conversations with tool waits. Batches are handed in with the OpenAI SDK, mixed in length,
-half of the requests with a common beginning.
+Three kinds of phases take turns: agents alone, agents beside a batch, a batch alone. Agents are closed loops
+of conversations with tool waits. Batches are submitted with the OpenAI SDK; their lengths are mixed, and half
+of their requests begin alike.
 """
 
-import argparse
 import asyncio
 import json
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from itertools import count, pairwise
 from typing import Any
 
 import aiohttp
 from openai import AsyncOpenAI
-from openai.types import Batch
 
-from benchmarks import batch_validation
-from benchmarks.output import quantile
+from benchmarks.harness.output import command, print_figures, print_rows, quantile, write_json
+from benchmarks.harness.rounds import rotated
 from traces import ReplayError
 from traces.replay.client import (
     Calibration,
@@ -36,31 +33,36 @@ from traces.replay.client import (
     text,
 )
 
-_ENDED = ("completed", "failed", "expired", "cancelled")
+ALONE, BESIDE, BATCH = "agents", "agents_and_batch", "batch"
+ENDED = ("completed", "failed", "expired", "cancelled")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT_SHARE = 0.75  # of offline requests
 
 
 @dataclass(frozen=True)
 class BatchLoad:
+    """Sizes of agents and of batches."""
+
     agents: int
     turns: int
     first_prompt: int  # tokens
     append: int
     output: int
     tool_s: float  # mean wait between turns
-    offline_prompts: tuple[int, ...]  # tokens
     offline_output: int
     requests: int  # of one batch phase
-    agents_s: float  # how long a phase of agents alone lasts
-    most_s: float  # a batch is cancelled after this long
+    agents_s: float  # of a phase of agents alone
+    most_s: float  # then a batch is cancelled
     rounds: int
+    offline_prompts: tuple[int, ...] = (60, 240, 480)  # tokens
 
 
-QUICK = BatchLoad(3, 3, 200, 60, 12, 0.2, (60, 240, 480), 16, 60, 4.0, 6.0, 2)
+QUICK = BatchLoad(3, 3, 200, 60, 12, 0.2, 16, 60, 4.0, 6.0, 2)
 
 
 @dataclass
 class Phase:
-    """What was seen in all phases of one kind."""
+    """Measurements of all phases of one kind."""
 
     ttft_s: list[float] = field(default_factory=list)
     tbt_s: list[float] = field(default_factory=list)
@@ -72,6 +74,7 @@ class Phase:
 
     @property
     def harvest(self) -> float:
+        """Offline tokens a second."""
         return self.offline_tokens / self.offline_s if self.offline_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -86,23 +89,37 @@ class Phase:
         }
 
 
-class ChatAgents:
-    def __init__(self, chat: ChatClient, sizes: Calibration, load: BatchLoad, seed: int) -> None:
-        self._chat = chat
-        self._sizes = sizes
-        self._load = load
-        self._random = random.Random(seed)
-        self._numbers = iter(range(1 << 30))
+class BatchBench:
+    """Agents and batches on one fleet."""
 
-    async def talk(self, phase: Phase, until: asyncio.Event) -> None:
+    def __init__(
+        self, chat: ChatClient, api: AsyncOpenAI, sizes: Calibration, load: BatchLoad, seed: int
+    ) -> None:
+        self._chat, self._api, self._sizes, self._load = chat, api, sizes, load
+        self._random = random.Random(seed)
+        self._numbers = count()
+
+    async def play(self, kind: str, phase: Phase) -> None:
+        """Play one phase. Batch files are made first, since that would hold up the agents' clocks."""
+        files = {endpoint: self._file(endpoint) for endpoint in (CHAT, COMPLETIONS)} if kind != ALONE else {}
+        if kind == BATCH:
+            await self._offline(phase, files)
+            return
+        over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for _ in range(self._load.agents):
-                group.create_task(self._agent(phase, until))
+                group.create_task(self._agent(phase, over))
+            await (self._offline(phase, files) if files else asyncio.sleep(self._load.agents_s))
+            over.set()
 
-    async def _agent(self, phase: Phase, until: asyncio.Event) -> None:
-        while not until.is_set():
+    async def warm_up(self) -> None:
+        messages = [self._message("warm up", self._load.first_prompt)]
+        await self._chat.ask(messages, self._load.output, f"bench-warm-{self._random.getrandbits(48):x}")
+
+    async def _agent(self, phase: Phase, over: asyncio.Event) -> None:
+        while not over.is_set():
             name = f"bench-{self._random.getrandbits(48):x}-{next(self._numbers)}"
-            messages = [self.says(name, self._load.first_prompt)]
+            messages = [self._message(name, self._load.first_prompt)]
             for turn in range(self._load.turns):
                 asked = time.monotonic()
                 try:
@@ -112,167 +129,100 @@ class ChatAgents:
                     break
                 phase.ttft_s.append(answer.first_at - asked)
                 phase.tbt_s += [later - earlier for earlier, later in pairwise(answer.arrivals)]
-                messages += [{"role": "assistant", "content": answer.text}]
-                messages += [self.says(f"{name}/{turn}", self._load.append)]
-                if until.is_set():
+                messages.append({"role": "assistant", "content": answer.text})
+                messages.append(self._message(f"{name}/{turn}", self._load.append))
+                if over.is_set():
                     return
                 await asyncio.sleep(self._random.expovariate(1 / self._load.tool_s))
 
-    def says(self, stream: str, tokens: int) -> Message:
+    def _message(self, stream: str, tokens: int) -> Message:
         return {"role": "user", "content": text(stream, self._sizes.characters(tokens))}
 
-
-class Offline:
-    """Two batches at a time: chat and completions."""
-
-    def __init__(self, api: AsyncOpenAI, model: str, sizes: Calibration, load: BatchLoad, seed: int) -> None:
-        self._api = api
-        self._sizes = sizes
-        self._model = model
-        self._load = load
-        self._random = random.Random(seed)
-
-    def files(self) -> dict[str, bytes]:
-        """What is to be handed in, by endpoint. Made before a phase: it would hold up the agents' clocks."""
-        chat = self._load.requests * 3 // 4
-        return {
-            "/v1/chat/completions": self._file("/v1/chat/completions", chat),
-            "/v1/completions": self._file("/v1/completions", self._load.requests - chat),
-        }
-
-    async def run(self, phase: Phase, files: dict[str, bytes]) -> None:
-        batches = [await self._submit(endpoint, data) for endpoint, data in files.items()]
-        started = time.monotonic()
-        try:
+    async def _offline(self, phase: Phase, files: dict[str, bytes]) -> None:
+        """Submit a batch for each endpoint and wait until both end or `most_s` are over."""
+        batches = []
+        for endpoint, data in files.items():
+            file = await self._api.files.create(file=("benchmark.jsonl", data), purpose="batch")
+            wanted: Any = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h"}
+            batches.append(await self._api.batches.create(**wanted))
+        began = time.monotonic()
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._load.most_s):
-                while not all(batch.status in _ENDED for batch in batches):
+                while not all(batch.status in ENDED for batch in batches):
                     await asyncio.sleep(0.25)
                     batches = [await self._api.batches.retrieve(batch.id) for batch in batches]
-        except TimeoutError:
-            pass
-        phase.offline_s += time.monotonic() - started
+        phase.offline_s += time.monotonic() - began
         for batch in batches:
-            self._note(phase, batch)
-            if batch.status not in _ENDED:
+            if batch.usage is not None:
+                phase.offline_tokens += batch.usage.total_tokens
+            if batch.request_counts is not None:
+                phase.offline_done += batch.request_counts.completed
+                phase.offline_failed += batch.request_counts.failed
+            if batch.status not in ENDED:
                 await self._api.batches.cancel(batch.id)
 
-    async def _submit(self, endpoint: Any, data: bytes) -> Batch:
-        file = await self._api.files.create(file=("benchmark.jsonl", data), purpose="batch")
-        return await self._api.batches.create(
-            input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"by": "benchmark"}
-        )
-
-    def _file(self, endpoint: str, count: int) -> bytes:
+    def _file(self, endpoint: str) -> bytes:
+        chats = int(self._load.requests * CHAT_SHARE)
+        lines = chats if endpoint == CHAT else self._load.requests - chats
         salt = f"{self._random.getrandbits(48):x}"
-        lines = (json.dumps(self._line(endpoint, salt, number)) for number in range(count))
-        return "\n".join(lines).encode()
+        return "\n".join(json.dumps(self._line(endpoint, salt, number)) for number in range(lines)).encode()
 
     def _line(self, endpoint: str, salt: str, number: int) -> dict[str, Any]:
         tokens = self._random.choice(self._load.offline_prompts)
-        shared = tokens // 2 if number % 2 else 0  # half of the requests begin alike
+        shared = tokens // 2 if number % 2 else 0
         prompt = text(f"shared {salt}", self._sizes.characters(shared))
         prompt += text(f"{salt} {number}", self._sizes.characters(tokens - shared))
-        asked = (
-            {"messages": [{"role": "user", "content": prompt}]} if "chat" in endpoint else {"prompt": prompt}
-        )
-        body = {"model": self._model, "max_tokens": self._load.offline_output, "temperature": 0.0, **asked}
+        chat = {"messages": [{"role": "user", "content": prompt}]}
+        body = {"model": self._chat.model, "max_tokens": self._load.offline_output, "temperature": 0.0}
+        body |= chat if endpoint == CHAT else {"prompt": prompt}
         return {"custom_id": f"r{number}", "method": "POST", "url": endpoint, "body": body}
-
-    @staticmethod
-    def _note(phase: Phase, batch: Batch) -> None:
-        if batch.usage is not None:
-            phase.offline_tokens += batch.usage.total_tokens
-        if batch.request_counts is not None:
-            phase.offline_done += batch.request_counts.completed
-            phase.offline_failed += batch.request_counts.failed
 
 
 async def measure(url: str, key: str, load: BatchLoad, seed: int) -> dict[str, Phase]:
-    phases = {"agents": Phase(), "agents_and_batch": Phase(), "batch": Phase()}
-    headers = {"Authorization": f"Bearer {key}"}
+    phases = {ALONE: Phase(), BESIDE: Phase(), BATCH: Phase()}
     async with (
-        aiohttp.ClientSession(headers=headers) as session,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
         AsyncOpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=key, timeout=600) as api,
     ):
-        model = await first_model(session, url)
-        chat = ChatClient(session, ReplayOptions(url), model)
-        sizes = await calibrate(session, url, chat, ToolStyle.TEXT)
-        agents, offline = ChatAgents(chat, sizes, load, seed), Offline(api, model, sizes, load, seed)
-        await chat.ask([agents.says("warm up", load.first_prompt)], load.output, f"bench-warm-{seed}")
-        order = list(phases)
+        chat = ChatClient(session, ReplayOptions(url), await first_model(session, url))
+        bench = BatchBench(chat, api, await calibrate(session, url, chat, ToolStyle.TEXT), load, seed)
+        await bench.warm_up()
         for number in range(load.rounds):
-            for kind in order[number % 3 :] + order[: number % 3]:  # so that drift meets each kind alike
+            for kind in rotated(list(phases), number):
                 print(f"round {number + 1} of {load.rounds}: {kind}", flush=True)
-                await _one(kind, phases[kind], agents, offline, load)
+                await bench.play(kind, phases[kind])
     return phases
 
 
-async def _one(kind: str, phase: Phase, agents: ChatAgents, offline: Offline, load: BatchLoad) -> None:
-    over = asyncio.Event()
-    files = offline.files() if kind != "agents" else {}
-    if kind == "batch":
-        await offline.run(phase, files)
-        return
-    talking = asyncio.create_task(agents.talk(phase, over))
-    if kind == "agents":
-        await asyncio.sleep(load.agents_s)
-    else:
-        await offline.run(phase, files)
-    over.set()
-    await talking
-
-
-def figures(phases: dict[str, Phase]) -> dict[str, Any]:
-    alone, both, batch = phases["agents"], phases["agents_and_batch"], phases["batch"]
-
-    def ratio(above: float, below: float) -> float | None:
-        return above / below if below else None
-
-    return {
-        "ttft_p99_vs_no_batch": ratio(quantile(both.ttft_s, 0.99), quantile(alone.ttft_s, 0.99)),
-        "tbt_p99_vs_no_batch": ratio(quantile(both.tbt_s, 0.99), quantile(alone.tbt_s, 0.99)),
-        "harvest_vs_batch_only": ratio(both.harvest, batch.harvest),
-        "phases": {name: phase.to_json() for name, phase in phases.items()},
-    }
+def ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--validation", action="store_true", help="without a fleet: see batch_validation.py")
-    options.add_argument("--lines", type=int, default=1_000_000, help="of the batch that is validated")
-    options.add_argument("--url", default="http://127.0.0.1:8000")
-    options.add_argument("--api-key", default="benchmark")
-    options.add_argument("--quick", action="store_true", help="within 45 seconds")
-    options.add_argument("--json", type=Path)
-    options.add_argument("--requests", type=int, default=2_000, help="of all phases beside agents together")
-    options.add_argument("--rounds", type=int, default=4)
-    options.add_argument("--agents", type=int, default=6)
-    options.add_argument("--agents-seconds", type=float, default=30.0, help="of a phase of agents alone")
-    options.add_argument("--seed", type=int, default=1)
-    given = options.parse_args()
-    if given.validation:
-        write(batch_validation.main(given), given.json)
-        return
-    load = QUICK
-    if not given.quick:
-        each = given.requests // given.rounds
-        load = BatchLoad(
-            given.agents, 6, 800, 150, 32, 1.0, (60, 240, 480), 32, each, given.agents_seconds, 900.0,
-            given.rounds,
-        )  # fmt: skip
-    found = figures(asyncio.run(measure(given.url, given.api_key, load, given.seed)))
-    for name, phase in found["phases"].items():
-        print(name, " ".join(f"{key} {value:.4g}" for key, value in phase.items()))
-    for name in ("ttft_p99_vs_no_batch", "tbt_p99_vs_no_batch", "harvest_vs_batch_only"):
-        print(f"{name} {found[name]:.3f}" if found[name] is not None else f"{name} not measured")
-    write(found, given.json)
-
-
-def write(found: dict[str, Any], file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+    parser = command(__doc__, quick="within 45 seconds")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--api-key", default="benchmark")
+    parser.add_argument("--requests", type=int, default=2_000, help="of all phases beside agents together")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--agents", type=int, default=6)
+    parser.add_argument("--agents-seconds", type=float, default=30.0, help="of a phase of agents alone")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    load, rounds = QUICK, options.rounds
+    if not options.quick:
+        each, agents_s = options.requests // rounds, options.agents_seconds
+        load = BatchLoad(options.agents, 6, 800, 150, 32, 1.0, 32, each, agents_s, 900.0, rounds)
+    phases = asyncio.run(measure(options.url, options.api_key, load, options.seed))
+    alone, beside, batch = phases[ALONE], phases[BESIDE], phases[BATCH]
+    figures = {
+        "ttft_p99_vs_no_batch": ratio(quantile(beside.ttft_s, 0.99), quantile(alone.ttft_s, 0.99)),
+        "tbt_p99_vs_no_batch": ratio(quantile(beside.tbt_s, 0.99), quantile(alone.tbt_s, 0.99)),
+        "harvest_vs_batch_only": ratio(beside.harvest, batch.harvest),
+    }
+    tables = {name: phase.to_json() for name, phase in phases.items()}
+    print_rows("phases", ({"phase": name, **row} for name, row in tables.items()))
+    print_figures(figures)
+    write_json(options.json, figures | {"phases": tables})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""What a decision costs at scale: the product's own placer and binding table, full, with reports coming in.
+"""Cost of a placement decision on a full fleet, and placements a second that reach the journal.
 
-python -m benchmarks.placement [--quick] [--json FILE]
-python -m benchmarks.placement --journal [--quick] [--json FILE]
+    python -m benchmarks.placement [--quick] [--json FILE]
+    python -m benchmarks.placement --journal [--quick] [--json FILE]
+
+The product's placer and binding table run with engine reports coming in. For every conversation that is
+placed the oldest one ends.
 """
 
 import asyncio
@@ -14,7 +17,7 @@ from time import perf_counter, perf_counter_ns
 
 import numpy as np
 
-from benchmarks.output import command, write_json
+from benchmarks.harness.output import command, write_json
 from placement.engines import EngineInfo, EngineState, Role
 from placement.routing.bindings import Binding, Bindings
 from placement.routing.placer import FirstTurn, Placement, Placer
@@ -27,10 +30,13 @@ from router.directory.journal import Journal, node, placed, turn_ended
 KV_TOKENS = 4_000_000
 REPORTS_PER_DECISION = 10
 PERCENTILES = (50, 90, 99, 99.9)
+JOURNAL_RATES = (1_000, 3_000, 0)  # 0: all at once
 
 
 @dataclass(frozen=True)
-class Size:
+class FleetSize:
+    """Size of the fleet, and how many decisions are measured."""
+
     decoders: int
     prefillers: int
     conversations: int
@@ -38,19 +44,19 @@ class Size:
 
 
 class PlacedFleet:
-    """A fleet in steady state: for every conversation that is placed, the oldest one ends."""
+    """A placer and its bindings in steady state."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: FleetSize) -> None:
         self.random = random.Random(1)
         self.now = 0.0
         self.seq = 0
         self.decoders = [f"decode-{i}" for i in range(size.decoders)]
         self.placer = Placer(PlacerSettings(max_prefill_wait_s=1e9), {"t": PrefillCurve(0.02, 4e-5, 2e-10)})
         self.bindings = Bindings()
-        for i in range(size.prefillers):
-            self.placer.engine_up(self._engine(f"prefill-{i}", Role.PREFILL))
-        for name in self.decoders:
-            self.placer.engine_up(self._engine(name, Role.DECODE))
+        prefillers = [f"prefill-{i}" for i in range(size.prefillers)]
+        for name in (*prefillers, *self.decoders):
+            role = Role.PREFILL if name.startswith("prefill") else Role.DECODE
+            self.placer.engine_up(EngineInfo(name, "t", role, 1, "", "", "", KV_TOKENS, 16, 1 << 20))
         self.live = dict.fromkeys(self.decoders, 0)
         self.held: dict[str, tuple[str, int]] = {}
         self.unconfirmed: dict[str, list[str]] = {name: [] for name in self.decoders}
@@ -59,7 +65,7 @@ class PlacedFleet:
             self.report(self.random.choice(self.decoders))
 
     def bind(self, key: str) -> float:
-        """Place and bind one conversation; returns the microseconds that took."""
+        """Place and bind one conversation; return the microseconds that this took."""
         self.now += 0.001
         turn = FirstTurn(key, self.random.randrange(1_000, 40_000))
         began = perf_counter_ns()
@@ -80,17 +86,15 @@ class PlacedFleet:
         self.live[engine] -= tokens
 
     def report(self, engine: str) -> None:
+        """Report an engine's state to the placer."""
         self.seq += 1
         confirmed, self.unconfirmed[engine] = dict.fromkeys(self.unconfirmed[engine], self.seq), []
         state = EngineState(engine, 1, self.seq, self.live[engine], 0, 0, 0, 1, 0, confirmed=confirmed)
         self.placer.observe(state, self.now)
 
-    @staticmethod
-    def _engine(name: str, role: Role) -> EngineInfo:
-        return EngineInfo(name, "t", role, 1, "", "", "", KV_TOKENS, 16, 1 << 20)
 
-
-def measure(size: Size) -> dict[str, dict[str, float]]:
+def measure(size: FleetSize) -> dict[str, dict[str, float]]:
+    """Return percentiles of a first and of a later turn's decision."""
     fleet = PlacedFleet(size)
     first: list[float] = []
     later: list[float] = []
@@ -105,11 +109,11 @@ def measure(size: Size) -> dict[str, dict[str, float]]:
             found = fleet.bindings.look_up(key)
             later.append((perf_counter_ns() - began) / 1000)
             assert found is not None
-    return {"first turn: place and bind": _percentiles(first), "later turn: look up": _percentiles(later)}
+    return {"first turn: place and bind": percentiles(first), "later turn: look up": percentiles(later)}
 
 
 async def measure_journal(rate: float, placements: int) -> dict[str, float]:
-    """Placements a second that reach the disk, of `rate` offered (0: all at once), and how long each took."""
+    """Return how many placements a second reach the disk at an offered rate, and how long each takes."""
     record = ConversationRecord("", None, 0.0, 0.0, notes=[{"receipt": "x" * 700}])
     took: list[float] = []
     with TemporaryDirectory() as folder:
@@ -133,11 +137,15 @@ async def measure_journal(rate: float, placements: int) -> dict[str, float]:
                 await asyncio.sleep(max(0.0, ahead))
         seconds = perf_counter() - began
         await journal.close()
-    return {"per_s": round(placements / seconds), **_percentiles(took)}
+    return {"per_s": round(placements / seconds), **percentiles(took)}
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p:g}_us": round(float(np.percentile(values, p)), 2) for p in PERCENTILES}
+
+
+def show(name: str, row: dict[str, float]) -> None:
+    print(f"  {name:32}", "  ".join(f"{key} {value:9.2f}" for key, value in row.items()))
 
 
 def main() -> None:
@@ -145,21 +153,22 @@ def main() -> None:
     parser.add_argument("--decoders", type=int, default=1_000)
     parser.add_argument("--prefillers", type=int, default=300)
     parser.add_argument("--conversations", type=int, default=100_000)
-    parser.add_argument("--journal", action="store_true", help="placements a second that reach the disk")
+    parser.add_argument("--journal", action="store_true", help="measure placements that reach the disk")
     options = parser.parse_args()
     if options.journal:
-        count = 3_000 if options.quick else 20_000
-        durable = {str(rate): asyncio.run(measure_journal(rate, count)) for rate in (1_000, 3_000, 0)}
-        for offered, row in durable.items():
-            print(f"  {offered:>6} a second", "  ".join(f"{key} {value:9.1f}" for key, value in row.items()))
+        durable = {}
+        for rate in JOURNAL_RATES:
+            row = asyncio.run(measure_journal(rate, 3_000 if options.quick else 20_000))
+            durable[str(rate)] = row
+            show(f"{rate} a second" if rate else "all at once", row)
         write_json(options.json, durable)
         return
     decisions = 5_000 if options.quick else 30_000
-    size = Size(options.decoders, options.prefillers, options.conversations, decisions)
+    size = FleetSize(options.decoders, options.prefillers, options.conversations, decisions)
     table = measure(size)
     print(f"{size.decoders} decoders, {size.prefillers} prefillers, {size.conversations} live conversations")
     for name, row in table.items():
-        print(f"  {name:32}", "  ".join(f"{key} {value:8.2f}" for key, value in row.items()))
+        show(name, row)
     first, later = table.values()
     figures = {"first_turn_p99_us": first["p99_us"], "later_turn_p99_us": later["p99_us"]}
     write_json(options.json, figures | {"table": table})

@@ -34,8 +34,8 @@ import httpx
 
 from benchmarks.chaos.agents import AgentLengths, Agents
 from benchmarks.chaos.faults import Fault, faults, inflict
-from benchmarks.live_policies import brought_up
-from benchmarks.output import command, write_json
+from benchmarks.harness.fleet import brought_up
+from benchmarks.harness.output import command, write_json
 from benchmarks.overload import live
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, load_fleet

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths
 from benchmarks.coserving.turns import BLOCK, LAYERS, LoadOutcome, bench
-from benchmarks.output import command, quantile, write_json
+from benchmarks.harness.output import command, quantile, write_json
 from placement.scheduling.latency_model import LatencyModel
 from workers.coserving.iterations import IterationRecord
 from workers.coserving.safepoint import Armed, Flag, SafepointWorker

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.coserving.engine import Served, SimulatedCoServing, SimulatedRequest, SimulatedShape
 from benchmarks.coserving.load import gamma_gaps
-from benchmarks.output import command, quantile, write_json
+from benchmarks.harness.output import command, quantile, write_json
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
 from placement.scheduling.policy_registry import make_policy

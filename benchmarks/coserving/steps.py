@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu.engines import write_model
 from benchmarks.gpu.sizes import SMALL
-from benchmarks.output import command, write_json
+from benchmarks.harness.output import command, write_json
 from kvtransfer.config import ConnectorConfig
 from placement.scheduling.interface import ServingSettings
 from workers.coserving.config import PROMPT_SCHEDULER, SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.output import command, write_json
+from benchmarks.harness.output import command, write_json
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
 from workers.coserving import safepoint as page

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, PolicyTurn
-from benchmarks.output import quantile
+from benchmarks.harness.output import quantile
 from deploy.small_model import ModelShape, make_model
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel, SelfCorrecting

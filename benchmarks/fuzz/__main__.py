@@ -30,8 +30,8 @@ import psutil
 from benchmarks.fuzz.described import Described, described
 from benchmarks.fuzz.mutations import Attack, attack
 from benchmarks.fuzz.stalls import held, watch
-from benchmarks.live_policies import brought_up
-from benchmarks.output import command, write_json
+from benchmarks.harness.fleet import brought_up
+from benchmarks.harness.output import command, write_json
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import EngineStatus, fleet_status, serving

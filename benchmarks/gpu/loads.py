@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks.gpu.results import Figures
 from benchmarks.gpu.sizes import EngineSizes
 from benchmarks.gpu.step_clock import parts_between
+from benchmarks.harness.output import quantile
 from benchmarks.kv.engine import EngineAnswer, KvEngine, counter
 from benchmarks.kv.restore import leave_accelerator, restored_blocks
-from benchmarks.output import quantile
 from workers.coserving.iterations import read_iterations
 
 OFFLINE = 10  # priority of offline requests

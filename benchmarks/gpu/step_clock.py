@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.output import quantile
+from benchmarks.harness.output import quantile
 
 CLOCK_FILE = "CONSERVE_STEP_CLOCK"  # environment variable: file that gets the times of the parts of each step
 FLUSH_EVERY = 64  # steps

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.output import command, write_json
 from benchmarks.kv.measure import FULL, QUICK, measure
-from benchmarks.output import command, write_json
 
 
 def show(found: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What gives way when the KV does not suffice: plain preemption, parking, or parameters."""
+"""Overload of the KV: plain preemption, parking and parameter drop under the same bursts."""

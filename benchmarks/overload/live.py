@@ -1,21 +1,19 @@
-"""The same bursts on plain vLLM, on a fleet that parks only, and on one whose decoders share layers: one run.
+"""Bursts on plain vLLM, on a fleet that parks and on a fleet that drops layers, in turns of one run.
 
-Two engines with little KV each, and turns that want 1.5 times what both have. Within half a second: requests
-with BurstGPT's lengths, and conversations with those of real agents, whose tools answer at once so that all
-of it is in use. Over two thirds of a minute: requests with long answers, so that those who come late wait
-for KV that others hold; of a model whose weights take most of an iteration's time, as on a GPU, for what the
-small one takes grows with all that runs, and KV is not what is short. On plain vLLM, which preempts,
-conversations go to the two by turns. Each burst has words of its own, so that nothing of it is cached, and
-is played by all three, forwards and back; then calmly, by plain vLLM: an answer that differs from that one
-is wrong. TBT is the time between two tokens, of all of them; TPOT is of an answer, from its first token to
-its last by the number between, with what it stood still meanwhile.
+Two engines have little KV, and turns ask for 1.5 times what both have. `requests` have BurstGPT's lengths and
+`agents` those of real agents whose tools answer at once; both come within half a second. `long answers` come
+over 40 seconds, so that late ones wait for KV that others hold, on a model whose weights take most of an
+iteration's time, as on a GPU. On plain vLLM, which preempts, conversations alternate between the engines.
+Each burst has its own words, so that nothing is cached, and is played by all three, forwards and back, and
+then calmly by plain vLLM: an answer that differs from the calm one is wrong. TBT is the time between two
+tokens; TPOT is an answer's mean of it.
 """
 
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
@@ -24,9 +22,10 @@ from statistics import median
 import aiohttp
 import httpx
 
-from benchmarks.live_policies import brought_up
+from benchmarks.harness.engines import Bench, PlainEngines
+from benchmarks.harness.fleet import LAPTOP, UP_LIMIT_S, brought_up
+from benchmarks.harness.rounds import forth_and_back
 from benchmarks.overload.setups import BURST_GPT, LONG_ANSWERS
-from benchmarks.peers.contenders import Bench, PlainEngines
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import fleet_status, serving
@@ -38,46 +37,30 @@ from traces.replay.client import Calibration, ChatClient, ToolStyle, calibrate
 from traces.replay.player import Dialogue
 from traces.simulator.metrics import percentile
 
-ROOT = Path(__file__).parents[2]
-FLEET = ROOT / "configs" / "laptop.yaml"
-SAMPLE = ROOT / "traces" / "samples" / "laptop.jsonl.gz"
+SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 PREEMPT, PARK, DROP = "preempt", "park", "drop"
-MODEL = "small"
-BLOCK = 32
-TEMPLATE = 128  # tokens: what a template adds is not in a trace
-ASKED = 1.5  # of the KV that both have
-AT_ONCE = 40.0  # conversations a second: all within half a second
-SHRINK, LEAST = 4, 400  # of the laptop sample, which is the agents' lengths / 16; shorter ones fill nothing
+MODEL, BLOCK = "small", 32
+TEMPLATE_TOKENS = 128  # at most what a chat template adds to a trace's tokens
+ASKED = 1.5  # times the KV that both engines have
+BURST_RATE = 40.0  # conversations a second
+SHRINK, LEAST_TOKENS = 4, 400  # of the laptop sample
 HEAVY = ModelShape(hidden=1_024, heads=16, kv_heads=4, intermediate=3_072)  # 400 MB that each token reads
-SHORTER = 5  # of long answers' lengths
-LASTING_S, LASTING_RATE = 40.0, 0.8  # at that rate they want `ASKED`, at the speed of two idle cores
-CALM = 4  # conversations at a time: nothing gives way
+SHORTER = 5  # divisor of long answers' lengths
+LASTING_S, LASTING_RATE = 40.0, 0.8  # asks for `ASKED` at the speed of two idle cores
+CALM = 4  # conversations at a time: KV suffices
 ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
-LIMIT_S, START_S = 400.0, 600.0
-KEPT_S = 2.0  # an idle connection: uvicorn closes it after 5 s, perhaps as it is used again
-PREEMPTIONS = "vllm:num_preemptions_total"
-DROPPED, RESTORED = (
-    f'conserve_overload_changes_total{{change="{change}",outcome="done"}}' for change in ("drop", "restore")
-)
-# For the first two an engine stands still; while parameters return it serves.
-TIMES = tuple(f"conserve_split_{what}_seconds" for what in ("drop", "restore", "return"))
-COUNTED = (PREEMPTIONS, "conserve_overload_changes_total", "conserve_split")
+LIMIT_S = 400.0
+KEEP_ALIVE_S = 2.0  # uvicorn closes an idle connection after 5 s, perhaps as it is used again
+PREEMPTIONS, CHANGES = "vllm:num_preemptions_total", "conserve_overload_changes_total"
+DROPPED, RESTORED = (f'{CHANGES}{{change="{change}",outcome="done"}}' for change in ("drop", "restore"))
+TIMES = ("drop", "restore", "return")  # the engine stands still in the first two and serves in the third
+FIGURES = ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "tpot_p50", "tpot_p99", "e2e_p50", "burst")
 Answers = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
-class Burst:
-    number: int
-    conversations: tuple[TraceConversation, ...]  # arrivals from 0
-
-    @property
-    def salt(self) -> str:
-        return f"burst-{self.number}"
-
-
-@dataclass(frozen=True)
 class EngineKv:
-    """What each of the two engines has, what is kept of it for an answer, and what model it is of."""
+    """KV of each engine, tokens kept for an answer, and the model."""
 
     blocks: int
     context: int
@@ -86,49 +69,52 @@ class EngineKv:
 
     @property
     def longest(self) -> int:
-        return self.context - TEMPLATE
+        return self.context - TEMPLATE_TOKENS
 
 
 BRIEF, LASTING = EngineKv(128, 2_048, 262, ModelShape()), EngineKv(34, 1_024, 300, HEAVY)
 
 
-def requests(number: int) -> Burst:
-    return _at_once(number, generators.fit(BURST_GPT.draw(1_000, number), BRIEF.longest))
+def requests(number: int) -> Iterable[TraceConversation]:
+    return within_kv(number, generators.fit(BURST_GPT.draw(1_000, number), BRIEF.longest))
 
 
-def agents(number: int) -> Burst:
+def agents(number: int) -> Iterable[TraceConversation]:
     sample = [replace(one, parent=None) for one in load(SAMPLE).conversations]
     generators.stream(number, "agents").shuffle(sample)
     shrunk = generators.fit(generators.scale(sample, generators.Scale(lengths=1 / SHRINK)), BRIEF.longest)
-    long = (one for one in shrunk if one.turns[-1].context_tokens >= LEAST)
-    at_once = (replace(one, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns)) for one in long)
-    return _at_once(number, at_once)
+    long = (one for one in shrunk if one.turns[-1].context_tokens >= LEAST_TOKENS)
+    return within_kv(
+        number,
+        (replace(one, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns)) for one in long),
+    )
 
 
-def long_answers(number: int) -> Burst:
+def long_answers(number: int) -> Iterable[TraceConversation]:
     drawn = generators.scale(LONG_ANSWERS.draw(1_000, number), generators.Scale(lengths=1 / SHORTER))
     times = generators.poisson(LASTING_RATE, generators.stream(number, "burst"))
     within = takewhile(lambda at: at < LASTING_S, times)
-    return Burst(number, tuple(generators.arriving(generators.fit(drawn, LASTING.longest), within)))
+    return generators.arriving(generators.fit(drawn, LASTING.longest), within)
 
 
-def _at_once(number: int, conversations: Iterable[TraceConversation]) -> Burst:
-    """As many as want `ASKED` times the KV at the end of their last turns."""
+def within_kv(number: int, conversations: Iterable[TraceConversation]) -> Iterable[TraceConversation]:
+    """Return conversations that ask for `ASKED` times the KV at the end of their last turns."""
     taken: list[TraceConversation] = []
-    wanted = 0
+    asked = 0
     for one in conversations:
         taken.append(one)
-        wanted += one.turns[-1].context_tokens
-        if wanted >= ASKED * 2 * BLOCK * BRIEF.blocks:
+        asked += one.turns[-1].context_tokens
+        if asked >= ASKED * 2 * BLOCK * BRIEF.blocks:
             break
-    times = generators.poisson(AT_ONCE, generators.stream(number, "burst"))
-    return Burst(number, tuple(generators.arriving(taken, times)))
+    return generators.arriving(taken, generators.poisson(BURST_RATE, generators.stream(number, "burst")))
 
 
 @dataclass(frozen=True)
 class BurstLoad:
+    """The engines of a load, and its conversations by the burst's number."""
+
     kv: EngineKv
-    burst: Callable[[int], Burst]
+    burst: Callable[[int], Iterable[TraceConversation]]
 
 
 LOADS = {
@@ -140,17 +126,17 @@ LOADS = {
 
 @dataclass
 class PolicyBursts:
-    """What one policy saw of one load."""
+    """Measurements of one policy under one load."""
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)  # of each answer, the mean of its gaps
+    tpot_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each burst
     tokens: int = 0
-    again: int = 0  # prompt tokens that the conversation's turn before had, and that were not found
+    recomputed: int = 0  # prompt tokens of the turn before that were not cached
     preemptions: float = 0.0
-    drops: int = 0  # of layers, by a group
+    drops: int = 0
     wrong: int = 0
 
     def figures(self) -> dict[str, float]:
@@ -166,130 +152,82 @@ class PolicyBursts:
             "burst_least_s": min(self.seconds),
             "burst_most_s": max(self.seconds),
             "tokens_per_s": self.tokens / sum(self.seconds),
-            "recomputed_tokens": self.again,
+            "recomputed_tokens": self.recomputed,
             "preemptions": self.preemptions,
             "drops": self.drops,
         }
 
 
 def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> FleetSpec:
-    """`model`: where one of that shape is; a fleet makes the small one."""
-    content = load_fleet(FLEET).model_dump(mode="json", exclude_unset=True)
+    """Return a fleet of two mixed engines; without a model's path it makes the small one."""
+    content = load_fleet(LAPTOP).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
     content["model"] |= {"max_context": kv.context} | ({"path": str(model)} if model else {})
     content["engine"]["args"] |= {"num-gpu-blocks-override": kv.blocks, "block-size": BLOCK}
     content["engine"]["start_together"] = 2
     content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
     content["conversation"] |= {"headroom_tokens": kv.headroom, "decoder_wait": f"{LIMIT_S:.0f}s"}
-    content["coserving"] = {"tbt": "10s"}  # a plan is not refused for what two busy cores take
+    content["coserving"] = {"tbt": "10s"}  # so that two busy cores do not refuse a drop plan
     return FleetSpec.model_validate(content)
 
 
-@contextmanager
-def plain_engines(fleet: FleetSpec) -> Iterator[list[str]]:
-    """vLLM with the options of the fleet's engines, as many as it has."""
-    with tempfile.TemporaryDirectory(prefix="overload-") as folder:
-        work = Path(folder)
-        (work / "home").mkdir()
-        with PlainEngines(Bench(fleet, work, None, START_S)) as engines:
-            yield engines.urls()
-
-
 class BurstSubject:
-    """What bursts are played on: a fleet, or engines without one."""
+    """A fleet, or engines without a fleet, that bursts are played on."""
 
     def __init__(self, urls: Sequence[str], home: FleetHome | None = None) -> None:
         self._urls, self._home = urls, home
 
-    @classmethod
-    def of_fleet(cls, home: FleetHome) -> "BurstSubject":
-        return cls([serving(home).endpoint], home)
-
-    def burst(self, burst: Burst, seen: PolicyBursts) -> Answers:
-        self._until_whole()
-        before = self.counted()
-        said = asyncio.run(self._played(burst, len(burst.conversations), seen))
-        after = self.counted()
+    def burst(self, salt: str, conversations: Sequence[TraceConversation], seen: PolicyBursts) -> Answers:
+        self._wait_until_whole()
+        before = self.counts()
+        answers = asyncio.run(self._play(salt, conversations, len(conversations), seen))
+        after = self.counts()
         seen.preemptions += total(after, PREEMPTIONS) - total(before, PREEMPTIONS)
         seen.drops += int(after.get(DROPPED, 0.0) - before.get(DROPPED, 0.0))
-        return said
+        return answers
 
-    def _until_whole(self) -> None:
-        """What was dropped in the burst before has come back."""
+    def calm(self, salt: str, conversations: Sequence[TraceConversation]) -> Answers:
+        """Return the answers of a few conversations at a time."""
+        at_once = [replace(one, arrival_s=0.0) for one in conversations]
+        return asyncio.run(self._play(salt, at_once, CALM, PolicyBursts()))
+
+    def _wait_until_whole(self) -> None:
+        """Wait until layers that the burst before dropped are restored."""
         end = time.monotonic() + LIMIT_S
-        while (counted := self.counted()).get(DROPPED, 0.0) > counted.get(RESTORED, 0.0):
+        while (counts := self.counts()).get(DROPPED, 0.0) > counts.get(RESTORED, 0.0):
             if time.monotonic() > end:
                 raise SystemExit(f"layers were not restored within {LIMIT_S:.0f} s")
             time.sleep(0.5)
 
-    def calm(self, burst: Burst) -> Answers:
-        """A few conversations at a time, so that nothing gives way."""
-        slowly = replace(
-            burst, conversations=tuple(replace(one, arrival_s=0.0) for one in burst.conversations)
-        )
-        return asyncio.run(self._played(slowly, CALM, PolicyBursts()))
-
-    async def _played(self, burst: Burst, at_once: int, seen: PolicyBursts) -> Answers:
+    async def _play(
+        self, salt: str, conversations: Sequence[TraceConversation], at_once: int, seen: PolicyBursts
+    ) -> Answers:
         slots = asyncio.Semaphore(at_once)
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            clients, sizes = await self._clients(session)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        no_limit = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=no_limit, connector=connector) as session:
+            options = [
+                ReplayOptions(url, MODEL, request_timeout_s=LIMIT_S, conversation_header="x-conversation-id")
+                for url in self._urls
+            ]
+            clients = [ChatClient(session, one, MODEL) for one in options]
+            sizes = await calibrate(session, self._urls[0], clients[0], ToolStyle.CALLS)
             began = time.monotonic()
 
-            async def arriving(number: int, one: TraceConversation) -> tuple[str, list[str]]:
+            async def arrive(number: int, one: TraceConversation) -> tuple[str, list[str]]:
                 await asyncio.sleep(began + one.arrival_s - time.monotonic())
                 async with slots:
-                    dialogue = Dialogue(one, sizes, ToolStyle.CALLS, burst.salt, one.id)
-                    return one.id, await self._conversation(
-                        clients[number % len(clients)], dialogue, f"{burst.salt}-{one.id}", one, seen
-                    )
+                    return one.id, await converse(clients[number % len(clients)], one, salt, sizes, seen)
 
-            found = await asyncio.gather(*(arriving(n, one) for n, one in enumerate(burst.conversations)))
+            found = await asyncio.gather(*(arrive(n, one) for n, one in enumerate(conversations)))
             seen.seconds.append(time.monotonic() - began)
-            if self._home is not None:
-                for one in burst.conversations:
-                    path = f"{self._urls[0]}/v1/conversations/{burst.salt}-{one.id}"
-                    async with session.delete(path):
-                        pass
+            for one in conversations if self._home is not None else ():
+                async with session.delete(f"{self._urls[0]}/v1/conversations/{salt}-{one.id}"):
+                    pass
         return dict(found)
 
-    async def _clients(self, session: aiohttp.ClientSession) -> tuple[list[ChatClient], Calibration]:
-        options = [
-            ReplayOptions(url, MODEL, request_timeout_s=LIMIT_S, conversation_header="x-conversation-id")
-            for url in self._urls
-        ]
-        clients = [ChatClient(session, one, MODEL) for one in options]
-        return clients, await calibrate(session, self._urls[0], clients[0], ToolStyle.CALLS)
-
-    async def _conversation(
-        self,
-        client: ChatClient,
-        dialogue: Dialogue,
-        name: str,
-        conversation: TraceConversation,
-        seen: PolicyBursts,
-    ) -> list[str]:
-        began, said = time.monotonic(), []
-        for index, turn in enumerate(conversation.turns):
-            messages, asked = dialogue.prompt(index), time.monotonic()
-            answer = await client.ask(messages, turn.output_tokens, name)
-            seen.again += (
-                max(0, dialogue.retained_tokens - BLOCK - (answer.cached_tokens or 0)) if index else 0
-            )
-            dialogue.answered(index, answer)
-            seen.ttft_s.append(answer.first_at - asked)
-            seen.gaps_s += (later - earlier for earlier, later in pairwise(answer.arrivals))
-            tokens = answer.completion_tokens or len(answer.arrivals)
-            seen.tokens += tokens
-            if tokens > 1:
-                seen.tpot_s.append((answer.last_at - answer.first_at) / (tokens - 1))
-            said.append(answer.text)
-        seen.e2e_s.append(time.monotonic() - began)
-        return said
-
-    def counted(self) -> dict[str, float]:
-        """Of the directory and of engines, by name and labels."""
+    def counts(self) -> dict[str, float]:
+        """Return what the directory and the engines have counted, by name and labels."""
         pages = list(self._urls)
         if self._home is not None:
             status = fleet_status(self._home)
@@ -297,79 +235,96 @@ class BurstSubject:
         found: dict[str, float] = {}
         for page in pages:
             for line in httpx.get(f"{page}/metrics", timeout=30).text.splitlines():
-                if line.startswith(COUNTED):
+                if line.startswith((PREEMPTIONS, CHANGES, "conserve_split")):
                     name, _, value = line.rpartition(" ")
                     found[name] = found.get(name, 0.0) + float(value)
         return found
 
 
-def total(counted: dict[str, float], name: str) -> float:
-    return sum(value for labelled, value in counted.items() if labelled.partition("{")[0] == name)
+async def converse(
+    client: ChatClient, conversation: TraceConversation, salt: str, sizes: Calibration, seen: PolicyBursts
+) -> list[str]:
+    """Play all turns of a conversation and return its answers."""
+    dialogue = Dialogue(conversation, sizes, ToolStyle.CALLS, salt, conversation.id)
+    began, answers = time.monotonic(), []
+    for index, turn in enumerate(conversation.turns):
+        messages, asked = dialogue.prompt(index), time.monotonic()
+        answer = await client.ask(messages, turn.output_tokens, f"{salt}-{conversation.id}")
+        if index:
+            seen.recomputed += max(0, dialogue.retained_tokens - BLOCK - (answer.cached_tokens or 0))
+        dialogue.answered(index, answer)
+        seen.ttft_s.append(answer.first_at - asked)
+        seen.gaps_s += (later - earlier for earlier, later in pairwise(answer.arrivals))
+        tokens = answer.completion_tokens or len(answer.arrivals)
+        seen.tokens += tokens
+        if tokens > 1:
+            seen.tpot_s.append((answer.last_at - answer.first_at) / (tokens - 1))
+        answers.append(answer.text)
+    seen.e2e_s.append(time.monotonic() - began)
+    return answers
 
 
-def measured(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Figures, the worst of all loads, and each policy's own by load."""
-    rounds = QUICK_ROUNDS if quick else ROUNDS
+def total(counts: dict[str, float], name: str) -> float:
+    return sum(value for labelled, value in counts.items() if labelled.partition("{")[0] == name)
+
+
+def measure(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the figures, the worst of all loads, and a table by load and policy."""
     seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in loads}
-    counted: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for kv, alike in groupby(loads, lambda load: LOADS[load].kv):
-        for metric, value in _played(kv, {name: seen[name] for name in alike}, rounds).items():
-            counted[metric] = counted.get(metric, 0.0) + value
+        played = play_all(kv, {name: seen[name] for name in alike}, QUICK_ROUNDS if quick else ROUNDS)
+        for metric, value in played.items():
+            counts[metric] = counts.get(metric, 0.0) + value
     table = {f"{load}, {policy}": one.figures() for load, by in seen.items() for policy, one in by.items()}
     ratios = {
         load: {
             f"{name}_vs_{other}": table[f"{load}, {DROP}"][f"{name}_s"]
             / table[f"{load}, {other}"][f"{name}_s"]
             for other in (PREEMPT, PARK)
-            for name in (
-                "ttft_p99",
-                "ttft_p50",
-                "tbt_p50",
-                "tbt_p99",
-                "tpot_p50",
-                "tpot_p99",
-                "e2e_p50",
-                "burst",
-            )
+            for name in FIGURES
         }
         for load in loads
     }
-    table |= ratios
     figures = {name: max(ratios[load][name] for load in loads) for name in ratios[loads[0]]}
     figures["wrong"] = sum(one.wrong for by in seen.values() for one in by.values())
     for name in TIMES:
-        seconds, count = (total(counted, f"{name}_{part}") for part in ("sum", "count"))
-        figures[name.removeprefix("conserve_split_").removesuffix("econds")] = seconds / max(1.0, count)
-    unread = ("_bucket", "_created")
-    changes = {name: value for name, value in counted.items() if not any(part in name for part in unread)}
-    return figures, {**table, "changes": changes}
+        metric = f"conserve_split_{name}_seconds"
+        figures[f"{name}_s"] = total(counts, f"{metric}_sum") / max(1.0, total(counts, f"{metric}_count"))
+    changes = {
+        name: value for name, value in counts.items() if "_bucket" not in name and "_created" not in name
+    }
+    return figures, {**table, **ratios, "changes": changes}
 
 
-def _played(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
-    """Bursts of these loads on engines with so much KV; what the fleet that drops has counted."""
+def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
+    """Play the bursts of loads on engines with the same KV; return the counts of the fleet that drops."""
     with ExitStack() as stack:
-        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-model-"))) / "model"
-        make_model(model, kv.shape)
-        fleets = {policy: prepared(policy, kv, model) for policy in (PARK, DROP)}
-        plain = BurstSubject(stack.enter_context(plain_engines(fleets[PARK])))
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-")))
+        make_model(work / "model", kv.shape)
+        (work / "home").mkdir()
+        fleets = {policy: prepared(policy, kv, work / "model") for policy in (PARK, DROP)}
+        engines = stack.enter_context(PlainEngines(Bench(fleets[PARK], work, None, UP_LIMIT_S)))
+        plain = BurstSubject(engines.urls())
         subjects = {PREEMPT: plain}
         for policy, fleet in fleets.items():
-            subjects[policy] = BurstSubject.of_fleet(stack.enter_context(brought_up(fleet)))
-        for subject in subjects.values():  # the first drop of all is a warm-up, too
-            subject.burst(LOADS[next(iter(loads))].burst(-1), PolicyBursts())
+            home = stack.enter_context(brought_up(fleet))
+            subjects[policy] = BurstSubject([serving(home).endpoint], home)
+        for subject in subjects.values():  # the first drop of all is part of the warm-up
+            first = next(iter(loads))
+            subject.burst("burst--1", tuple(LOADS[first].burst(-1)), PolicyBursts())
         for load, seen in loads.items():
             for number in range(2 * rounds):
-                burst = LOADS[load].burst(number)
-                order = list(subjects)[:: -1 if number % 2 else 1]
-                said = {policy: subjects[policy].burst(burst, seen[policy]) for policy in order}
+                salt, burst = f"burst-{number}", tuple(LOADS[load].burst(number))
+                answers = {
+                    policy: subjects[policy].burst(salt, burst, seen[policy])
+                    for policy in forth_and_back(list(subjects), number)
+                }
                 took = ", ".join(f"{policy} {one.seconds[-1]:.1f} s" for policy, one in seen.items())
-                took += f"; {seen[DROP].drops} drops so far"
-                print(f"{load}, burst {number + 1} of {2 * rounds}: {took}", flush=True)
-                right = plain.calm(burst)
-                for policy, answers in said.items():
-                    seen[policy].wrong += sum(
-                        one != wanted
-                        for name in right
-                        for one, wanted in zip(answers[name], right[name], strict=True)
-                    )
-        return subjects[DROP].counted()
+                drops = f"{seen[DROP].drops} drops so far"
+                print(f"{load}, burst {number + 1} of {2 * rounds}: {took}; {drops}", flush=True)
+                right = plain.calm(salt, burst)
+                for policy, given in answers.items():
+                    pairs = (zip(given[name], right[name], strict=True) for name in right)
+                    seen[policy].wrong += sum(one != other for pair in pairs for one, other in pair)
+        return subjects[DROP].counts()

@@ -1,11 +1,12 @@
-"""The KunServe paper's set-ups: Qwen2.5-14B on 8 A800 and Qwen2.5-72B on 2 x 8 H800, BurstGPT-like arrivals.
+"""The KunServe paper's set-ups: Qwen2.5-14B on 8 A800, Qwen2.5-72B on 2 x 8 H800, BurstGPT-like arrivals.
 
-Every constant names where it comes from; none was chosen by looking at a result. Traces and data sets are
-not here: lengths and arrivals are drawn from the statistics that the paper states, so they are synthetic.
+Every constant names its source; none was chosen by a result. Lengths and arrivals are drawn from the
+statistics that the paper states, so they are synthetic.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from placement.engines import Role
 from placement.scheduling.latency_model import LatencyModel
@@ -17,16 +18,15 @@ from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 GIB = 1 << 30
 # Assumed: large matrix products reach 60 % of the data sheet's rate, and reading memory 80 %.
 COMPUTE_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.6, 0.8, 0.8
-ITERATION_S = 3e-3  # assumed: what an iteration takes beside computing and reading
+ITERATION_S = 3e-3  # assumed: of an iteration, beside computing and reading
 PER_REQUEST_S = 2e-5  # assumed: sampling and bookkeeping of a request in an iteration
-# Assumed: with it a LongBench prompt's iteration on full KV takes 0.22 s, as the paper says ("221 ms for
-# prefill and 60 ms for decode").
+# Assumed: an iteration with a LongBench prompt on full KV then takes 0.22 s, as the paper says.
 CHUNK_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Of the model's config.json and card."""
+    """Sizes from the model's config.json and card."""
 
     name: str
     layers: int
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Embedding and output stay on every engine."""
+        """Bytes of a layer's parameters; embedding and output stay on every engine."""
         return (self.weights_gib * GIB - 2 * self.vocabulary * self.hidden * 2) / self.layers
 
 
@@ -53,6 +53,8 @@ QWEN_72B = Model("Qwen2.5-72B", 80, 8_192, 64, 8, 128, weights_gib=136.0)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """Engines of one model on one kind of GPU."""
+
     name: str
     model: Model
     engines: int
@@ -66,14 +68,12 @@ class Cluster:
 
     def profile(self) -> EngineProfile:
         model = self.model
-        parameters = model.layers * model.layer_bytes / 2
         computing = self.gpus * self.flops * COMPUTE_SHARE * self.tensor_share
         reading = self.gpus * self.bandwidth * BANDWIDTH_SHARE
         kv = self.gpus * (80 * self.utilisation - self.reserve_gib) - model.weights_gib
-        attended = 4.0 * model.layers * model.heads * model.head_dim / computing
         latency = LatencyModel(
-            per_token=2 * parameters / computing,
-            per_attended=attended,
+            per_token=model.layers * model.layer_bytes / computing,
+            per_attended=4.0 * model.layers * model.heads * model.head_dim / computing,
             per_context=model.kv_bytes_per_token / reading,
             constant=model.weights_gib * GIB / reading + ITERATION_S,
             per_request=PER_REQUEST_S,
@@ -92,9 +92,8 @@ class Cluster:
             activation_bytes=2.0 * model.hidden,
         )
 
-    def fleet(self, engines: int | None = None) -> SimulatedFleet:
-        count = engines or self.engines
-        return SimulatedFleet((SimulatedTier("engine", Role.MIXED, count, self.profile()),))
+    def fleet(self) -> SimulatedFleet:
+        return SimulatedFleet((SimulatedTier("engine", Role.MIXED, self.engines, self.profile()),))
 
 
 A800 = Cluster("8 x A800", QWEN_14B, 8, 1, 312e12, 2.04e12, 25e9, tensor_share=1.0)
@@ -103,7 +102,7 @@ H800 = Cluster("2 x 8 H800", QWEN_72B, 4, 4, 989e12, 3.35e12, 50e9, tensor_share
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Means are the paper's; the spread of a lognormal is assumed."""
+    """Lengths of requests. Means are the paper's; the spread of a lognormal is assumed."""
 
     name: str
     prompt: float
@@ -124,11 +123,13 @@ class Lengths:
 BURST_GPT = Lengths("BurstGPT", 642, 262, 1.2, 1.3, 8_192)
 SHARE_GPT = Lengths("ShareGPT", 1_660, 373, 0.7, 0.9, 4_096)
 LONG_BENCH = Lengths("LongBench", 5_900, 499, 0.7, 0.7, 30_000)
+# Answers as agents and reasoning models write them: the KV stays long, and little is computed for it.
+LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """BurstGPT-like: the rate doubles at 45 s and at 440 s, as in the paper's figures 2 and 16."""
+    """Poisson arrivals whose rate doubles at 45 s and at 440 s, as in the paper's figures 2 and 16."""
 
     rate: float  # outside of bursts, of the whole fleet
     burst_s: float = 60.0
@@ -137,45 +138,34 @@ class Arrivals:
     seconds: float = 640.0
     seed: int = 0
 
-    def pattern(self) -> tuple[generators.RateStep, ...]:
+    def of(self, lengths: Lengths) -> list[TraceConversation]:
         steps, at = [], 0.0
         for begin in self.begins:
             steps.append(generators.RateStep(self.rate, begin - at))
             steps.append(generators.RateStep(self.rate * self.factor, self.burst_s))
             at = begin + self.burst_s
-        return (*steps, generators.RateStep(self.rate, max(1e-3, self.seconds - at)))
-
-    def of(self, lengths: Lengths) -> list[TraceConversation]:
-        found = lengths.draw(10_000_000, self.seed)
-        times = generators.steps(self.pattern(), generators.stream(self.seed, "arrivals"))
-        arrived = generators.arriving(found, times)
-        return [*_until(arrived, self.seconds)]
-
-
-def _until(found: Iterator[TraceConversation], seconds: float) -> Iterator[TraceConversation]:
-    for conversation in found:
-        if conversation.arrival_s >= seconds:
-            return
-        yield conversation
+        steps.append(generators.RateStep(self.rate, max(1e-3, self.seconds - at)))
+        times = generators.steps(steps, generators.stream(self.seed, "arrivals"))
+        arriving = generators.arriving(lengths.draw(10_000_000, self.seed), times)
+        return [*takewhile(lambda conversation: conversation.arrival_s < self.seconds, arriving)]
 
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
+    """A cluster under a load; `paper` says whether the lengths are the paper's."""
+
     cluster: Cluster
     lengths: Lengths
     arrivals: Arrivals
-    paper: bool = True  # its lengths, as it states them
+    paper: bool = True
 
     @property
     def name(self) -> str:
         return f"{self.lengths.name}, {self.cluster.name}"
 
 
-# Answers as agents and reasoning models write them: the KV stays long, and little is computed for it.
-LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192)
-
 # Rates: without limit, 1/2.1 of the KV there is would be in use on average, as the paper provisions it; with
-# long answers, the larger burst asks for 1.25 times the KV. `asked` in the tables shows it.
+# long answers, the larger burst asks for 1.25 times the KV.
 SET_UPS = (
     SetUp(A800, BURST_GPT, Arrivals(28.8)),
     SetUp(A800, SHARE_GPT, Arrivals(11.5)),
@@ -184,6 +174,3 @@ SET_UPS = (
     SetUp(A800, LONG_ANSWERS, Arrivals(8.05), paper=False),
     SetUp(H800, LONG_ANSWERS, Arrivals(9.0), paper=False),
 )
-
-THRICE = Arrivals(4.0, factor=6.5, begins=(45.0, 345.0, 645.0), seconds=900.0)
-BURSTS_THRICE = SetUp(A800, LONG_ANSWERS, THRICE, paper=False)

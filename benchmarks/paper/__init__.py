@@ -1,1 +1,1 @@
-"""The conversation paper's evaluation again, in simulation, at its set-up: `python -m benchmarks.paper`."""
+"""The conversation paper's evaluation in simulation: `python -m benchmarks.paper`."""

@@ -1,132 +1,149 @@
-"""The conversation paper's evaluation in simulation: Figures 10 to 13, sensitivity, and real conversations.
+"""The conversation paper's evaluation in simulation: Figures 10 and 13, and where a first turn is computed.
 
-python -m benchmarks.paper [--quick] [--json FILE] [--out DIR] [--traces FILE] [--rate R]
+    python -m benchmarks.paper [--quick] [--json FILE] [--traces FILE]
 
-`--traces` takes our format and any that `conserve trace import` knows; by default, the shipped sample.
+`--traces` takes our format and any format that `conserve trace import` knows (default: the shipped sample).
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from benchmarks.output import command, write_json
-from benchmarks.paper import a40, elastic, real, sensitivity
-from benchmarks.paper.a40 import A40
-from benchmarks.paper.claims import Claim, claims
-from benchmarks.paper.experiment import PaperBench, PaperFigures, run_all
+from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.paper import a40, elastic, workload
 from benchmarks.paper.workload import PaperMix
-from traces.simulator.policies import System
+from placement.routing.placer_settings import PlacerSettings
+from traces.format import TraceConversation
+from traces.simulator.metrics import SimulationResult, Values, percentile
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
 
-console = Console(width=180)
+RATES = (0.5, 0.75, 1.0, 1.25, 1.5)  # paper: Poisson
+SYSTEMS = (System.PREFILLER, System.AMPD, System.COLLOCATED, System.FULL_DISAGGREGATION)
+ALSO_SATURATED = (System.PULL_BACK, System.STICKY)
+WRONG_PREDICTIONS = 0.1  # share of AMPD's decisions
+PARK_AFTER_S = 30.0
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """Figures of one system at one rate, relative to the unloaded latency of the same conversation."""
+
+    system: str
+    rate: float
+    cap_w: float
+    ttfet_gmean: float
+    ttfet_p95: float
+    ttfet_p95_s: float
+    last_tbt_gmean: float
+    last_tbt_p95: float
+    e2e_gmean: float
+    e2e_p95: float
+    violations: float  # worst share of the three above 5 x the mean unloaded latency
+    late_tokens: float  # share later than 5 x the unloaded time between tokens
+    drain_s: float
+    tokens_per_joule: float
+    transfers: int
+
+
+class PaperBench:
+    """The paper's mix, with the unloaded latencies that every run is compared with."""
+
+    def __init__(self) -> None:
+        self.found = workload.conversations(PaperMix())
+        self.full = workload.saturating(self.found)
+        self.unloaded = self.play(System.PREFILLER, workload.far_apart(self.found))
+
+    def play(
+        self, system: System, trace: Iterable[TraceConversation], cap_w: float = a40.LIMIT_W
+    ) -> SimulationResult:
+        fleet = a40.collocated(cap_w) if system in elastic.MIXED else a40.disaggregated(cap_w)
+        settings = SimulationSettings(
+            SystemSettings(system, error_rate=WRONG_PREDICTIONS),
+            PlacerSettings(max_prefill_wait_s=float("inf")),
+            park_after_s=PARK_AFTER_S,
+        )
+        return Simulation(fleet, settings).run(trace)
+
+    def row(
+        self, system: System, rate: float, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W
+    ) -> PaperRow:
+        result, alone = self.play(system, trace, cap_w), self.unloaded
+        pairs = [
+            (result.ttfet, alone.ttfet),
+            (result.last_tbt, alone.last_tbt),
+            (result.e2e, alone.e2e),
+        ]
+        ttfet, last_tbt, e2e = (values / unloaded for values, unloaded in pairs)
+        target_s = a40.SLO_FACTOR * float(alone.last_tbt.mean())
+        return PaperRow(
+            system.value,
+            rate,
+            cap_w,
+            ttfet_gmean=gmean(ttfet),
+            ttfet_p95=percentile(ttfet, 95),
+            ttfet_p95_s=percentile(result.ttfet, 95),
+            last_tbt_gmean=gmean(last_tbt),
+            last_tbt_p95=percentile(last_tbt, 95),
+            e2e_gmean=gmean(e2e),
+            e2e_p95=percentile(e2e, 95),
+            violations=max(
+                float(np.mean(values > a40.SLO_FACTOR * unloaded.mean())) for values, unloaded in pairs
+            ),
+            late_tokens=result.recorder.gaps.share_above(target_s),
+            drain_s=result.totals.horizon_s,
+            tokens_per_joule=result.totals.tokens_per_joule,
+            transfers=result.totals.transfers,
+        )
+
+    def at_saturation(self, system: System, cap_w: float = a40.LIMIT_W) -> PaperRow:
+        return self.row(system, a40.SATURATED_RATE, self.full, cap_w)
+
+
+def gmean(ratios: Values) -> float:
+    return float(np.exp(np.log(np.maximum(ratios, 1e-9)).mean()))
+
+
+def headlines(
+    by_rate: Sequence[PaperRow], saturated: Sequence[PaperRow], capped: PaperRow
+) -> dict[str, float]:
+    """Return the named figures. Reductions and gains are shares: 0.51 is 51 %."""
+    at = {row.system: row for row in saturated}
+    ours = at[System.PREFILLER.value]
+    every_rate = [row.violations for row in by_rate if row.system == ours.system]
+    return {
+        "p95_ttfet_vs_ampd10": round(1 - ours.ttfet_p95_s / at[System.AMPD.value].ttfet_p95_s, 4),
+        "slo_violations": max(ours.violations, *every_rate),
+        "tokens_per_joule_gain_capped": round(capped.tokens_per_joule / ours.tokens_per_joule - 1, 4),
+        "full_disagg_gmean_ttfet": round(at[System.FULL_DISAGGREGATION.value].ttfet_gmean, 3),
+        "ours_gmean_ttfet": round(ours.ttfet_gmean, 3),
+    }
 
 
 def main() -> None:
-    parser = command(__doc__, quick="fewer rates and variants")
-    parser.add_argument("--out", type=Path, help="folder for the plots")
-    parser.add_argument("--traces", type=Path, default=real.SAMPLE)
-    parser.add_argument(
-        "--rate", type=float, default=0.2, help="arrivals of the real conversations, a second"
-    )
+    parser = command(__doc__, quick="fewer rates and systems")
+    parser.add_argument("--traces", type=Path, default=workload.SAMPLE)
     options = parser.parse_args()
-
-    calibration = A40()
-    console.print(f"engine: {calibration.latency()}\npower: {calibration.power()}")
-    found = run_all(PaperBench(calibration, PaperMix()), options.quick)
-    told = claims(found)
-    _show_claims(told)
-    _show("Every run", [_flat(run.row()) for run in (*found.by_rate, *found.saturated.values())])
-    _show("AMPD by error rate", [_flat(run.row()) for run in found.by_error])
-    moved = [asdict(row) for row in sensitivity.table(options.quick)]
-    _show("Sensitivity: each claim when one constant or assumption moves", _turned(moved))
-    trace = real.load(options.traces, options.rate)
-    rows = [asdict(row) for row in real.table(trace, calibration)]
-    _show(f"{len(trace)} real conversations, lengths / {real.SHRINK}, {options.rate}/s", rows)
-    rules = [asdict(row) for row in sensitivity.fit_rules(calibration)]
-    _show("When a conversation fits on a decoder: what counts against it", rules)
-    elastic_rows = list(elastic.table(options.traces, calibration, options.quick))
-    elastic.show(elastic_rows, console)
-    if options.out:
-        from benchmarks.paper import plots
-
-        for path in plots.draw(found, options.out):
-            console.print(f"drawn: {path}")
-    table: dict[str, Any] = {
-        "claims": [asdict(claim) for claim in told],
-        "by_rate": [run.row() for run in found.by_rate],
-        "saturated": [run.row() for run in found.saturated.values()],
-        "by_error": [run.row() for run in found.by_error],
-        "capped": [run.row() for run in found.capped.values()],
-        "sensitivity": moved,
-        "real": rows,
-        "fit_rules": rules,
-        "elastic": [asdict(row) for row in elastic_rows],
-    }
-    named = headlines(found) | elastic.headlines(elastic_rows)
-    write_json(options.json, named | {"table": table})
-
-
-def headlines(found: PaperFigures) -> dict[str, float]:
-    """The named figures. Reductions and gains are shares: 0.51 is 51 %."""
-    ours = found.saturated[System.PREFILLER.value]
-    ampd = found.saturated[System.AMPD.value]
-    return {
-        "p95_ttfet_vs_ampd10": round(1 - ours.ttfet.p95_s / ampd.ttfet.p95_s, 4),
-        "slo_violations": max(run.violations for run in found.of(System.PREFILLER.value)),
-        "tokens_per_joule_gain_capped": round(
-            found.capped[System.PREFILLER.value].tokens_per_joule / ours.tokens_per_joule - 1, 4
-        ),
-        "full_disagg_gmean_ttfet": round(found.saturated[System.FULL_DISAGGREGATION.value].ttfet.gmean, 3),
-        "ours_gmean_ttfet": round(ours.ttfet.gmean, 3),
-    }
-
-
-def _show_claims(told: Iterable[Claim]) -> None:
-    table = Table(
-        title=f"The paper's claims ({a40.SATURATED_RATE} conv/s saturates; holds: its direction does)",
-        title_justify="left",
-    )
-    for field in fields(Claim):
-        table.add_column(field.name, overflow="fold")
-    for claim in told:
-        holds = "yes" if claim.holds else "[bold red]no[/]"
-        table.add_row(claim.figure, claim.what, claim.paper, claim.ours, holds, claim.why)
-    console.print(table)
-
-
-def _show(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(rows[0]):
-        table.add_column(name.replace("_", " "), justify="right" if number else "left", no_wrap=not number)
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    console.print(table)
-
-
-def _turned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a claim and a column a variant, numbered: twenty claims are too wide for a terminal."""
-    for number, row in enumerate(rows, 1):
-        console.print(f"  {number}: {row['name'].strip()}")
-    return [
-        {"claim": name.replace("_", " "), **{str(n): f"{row[name]:.3g}" for n, row in enumerate(rows, 1)}}
-        for name in rows[0]
-        if name != "name"
+    bench = PaperBench()
+    saturated = [bench.at_saturation(system) for system in (*SYSTEMS, *ALSO_SATURATED)]
+    by_rate = [
+        bench.row(system, rate, workload.poisson(bench.found, rate))
+        for rate in RATES
+        for system in (SYSTEMS[:1] if options.quick else SYSTEMS)
     ]
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Nested latencies as columns, only those that fit in a terminal."""
-    kept = ("gmean", "p95", "violations")
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            flat |= {f"{name} {part}": value[part] for part in kept}
-        elif name not in ("cap_w", "transfers"):
-            flat[name] = value
-    return flat
+    capped = [bench.at_saturation(system, a40.CAP_W) for system in SYSTEMS]
+    elastic_rows = list(elastic.table(options.traces, options.quick))
+    tables = {"by_rate": by_rate, "saturated": saturated, "capped": capped}
+    for name, rows in tables.items():
+        print_rows(name.replace("_", " "), rows)
+    print_rows("Where a first turn is computed", elastic_rows)
+    named = headlines(by_rate, saturated, capped[0]) | elastic.headlines(elastic_rows)
+    print_figures(named)
+    table = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
+    table["elastic"] = [asdict(row) for row in elastic_rows]
+    write_json(options.json, named | {"table": table})
 
 
 if __name__ == "__main__":

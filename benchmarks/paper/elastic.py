@@ -1,11 +1,11 @@
-"""Elastic placing beside the paper's rule and collocated engines: where a first turn is computed.
+"""Elastic placement of first turns beside the paper's rule and collocated engines, in simulation.
 
-python -m benchmarks.paper.elastic [--quick] [--json FILE] [--traces FILE]
+    python -m benchmarks.paper.elastic [--quick] [--json FILE] [--traces FILE]
 
-The paper's mix at 0.5 to 2.5 conversations/s and at the prefiller's saturation, and real conversations at 0.2
-to 1.5/s. The TBT target, to which elastic engines cut prompts and above which a token is late, is 5 x the
-unloaded time between tokens. Ratios are to the better of the others, figure by figure. Where conversations
-wait for KV on collocated engines as well, memory is the bound and the ratio is named apart.
+Loads are the paper's mix at 0.5 to 2.5 conversations/s and at the prefiller's saturation, and real
+conversations at 0.2 to 1.5/s. The TBT target, by which elastic engines cut prompts, is 5 x the unloaded time
+between tokens. Ratios are to the better of the other systems, figure by figure. Where conversations wait for
+KV on collocated engines too, memory is the bound, and the ratio is a figure of its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,25 +13,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.output import command, write_json
-from benchmarks.paper import a40, real, workload
-from benchmarks.paper.a40 import A40
+from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.paper import a40, workload
 from benchmarks.paper.workload import PaperMix
 from placement.routing.placer_settings import PlacerSettings, Redisaggregation
-from placement.scheduling.latency_model import BatchWork
 from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, percentile
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
 
-RATES = (0.5, 1.0, 1.5, 2.0, 2.5)  # of the paper's mix, Poisson
-REAL_RATES = (0.2, 0.5, 1.0, 1.5)
+RATES, REAL_RATES = (0.5, 1.0, 1.5, 2.0, 2.5), (0.2, 0.5, 1.0, 1.5)
 OTHERS = (System.PREFILLER, System.COLLOCATED)
 SYSTEMS = (System.ELASTIC, *OTHERS, System.STICKY)
+MIXED = (System.COLLOCATED, System.STICKY)
+PARK_AFTER_S, LINGER_S = 60.0, 1800.0  # the fleet file's defaults
+LARGE_APPEND = 8_192 // workload.SHRINK  # twice the fleet file's default, in shrunk tokens
 KV_BOUND_GATE_S = 0.1  # mean wait for KV on collocated engines from which on memory is the bound
+CAPPED = "elastic, decoders at 200 W"
 RATIOS = {
     "ttfet": "ttfet_p95_s",
     "first_ttft": "first_ttft_p95_s",
@@ -42,6 +41,8 @@ RATIOS = {
 
 @dataclass(frozen=True)
 class ElasticRow:
+    """Figures of one system under one load."""
+
     load: str
     system: str
     ttfet_p50_s: float
@@ -58,73 +59,62 @@ class ElasticRow:
     last_resorts: int
 
 
-def tbt_target_s(calibration: A40) -> float:
-    context = int(a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2)
-    return a40.SLO_FACTOR * calibration.latency().seconds(BatchWork.of([(1, context)]))
-
-
 def play(
-    system: System,
-    trace: Sequence[TraceConversation],
-    calibration: A40,
-    cap_w: float = a40.LIMIT_W,
-    agents: bool = False,
+    system: System, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W, agents: bool = False
 ) -> SimulationResult:
-    """`agents`: real ones, who break prefixes and do not say that they are done."""
-    rule = Redisaggregation(above_tokens=real.LARGE_APPEND) if agents else Redisaggregation()
+    """Play a trace; `agents` are real ones, who break prefixes and never say that they are done."""
+    rule = Redisaggregation(above_tokens=LARGE_APPEND) if agents else Redisaggregation()
     settings = SimulationSettings(
         SystemSettings(system),
         PlacerSettings(max_prefill_wait_s=float("inf"), redisaggregation=rule),
-        park_after_s=real.PARK_AFTER_S,
-        linger_s=real.LINGER_S if agents else 0.0,
+        park_after_s=PARK_AFTER_S,
+        linger_s=LINGER_S if agents else 0.0,
         prefillers_cache=agents,
-        tbt_s=tbt_target_s(calibration),
+        tbt_s=a40.tbt_target_s(),
     )
-    build = a40.collocated if system in (System.COLLOCATED, System.STICKY) else a40.disaggregated
-    return Simulation(build(calibration, cap_w), settings).run(trace)
+    fleet = a40.collocated(cap_w) if system in MIXED else a40.disaggregated(cap_w)
+    return Simulation(fleet, settings).run(trace)
 
 
-def row(load: str, system: str, result: SimulationResult, target_s: float) -> ElasticRow:
-    totals, recorder, gaps = result.totals, result.recorder, result.recorder.gaps
+def row(load: str, system: str, result: SimulationResult) -> ElasticRow:
+    totals, recorder = result.totals, result.recorder
     ttft, first = np.asarray(recorder.turn_ttft), np.asarray(recorder.turn_is_first, dtype=bool)
     return ElasticRow(
         load,
         system,
-        percentile(result.ttfet, 50),
-        percentile(result.ttfet, 95),
-        percentile(ttft[first], 50),
-        percentile(ttft[first], 95),
-        percentile(ttft[~first], 95),
-        percentile(result.e2e, 95),
-        gaps.share_above(target_s * 1.001),  # sums are rounded
-        totals.tokens_per_joule,
-        totals.gate_wait_s / totals.conversations,
-        totals.transfers,
-        totals.taken_back,
-        totals.last_resorts,
+        ttfet_p50_s=percentile(result.ttfet, 50),
+        ttfet_p95_s=percentile(result.ttfet, 95),
+        first_ttft_p50_s=percentile(ttft[first], 50),
+        first_ttft_p95_s=percentile(ttft[first], 95),
+        later_ttft_p95_s=percentile(ttft[~first], 95),
+        e2e_p95_s=percentile(result.e2e, 95),
+        late_share=recorder.gaps.share_above(a40.tbt_target_s() * 1.001),  # sums are rounded
+        tokens_per_joule=totals.tokens_per_joule,
+        gate_wait_mean_s=totals.gate_wait_s / totals.conversations,
+        transfers=totals.transfers,
+        taken_back=totals.taken_back,
+        last_resorts=totals.last_resorts,
     )
 
 
-def table(traces: Path, calibration: A40, quick: bool) -> Iterator[ElasticRow]:
-    found, target_s = workload.conversations(PaperMix()), tbt_target_s(calibration)
+def table(traces: Path, quick: bool) -> Iterator[ElasticRow]:
+    found = workload.conversations(PaperMix())
     for rate in RATES[1::2] if quick else RATES:
         trace = workload.poisson(found, rate)
         for system in SYSTEMS:
-            yield row(f"paper's mix {rate}/s", system.value, play(system, trace, calibration), target_s)
-    full = workload.saturating(found, calibration.engine(a40.PREFILL_CHUNK))
+            yield row(f"paper's mix {rate}/s", system.value, play(system, trace))
+    full = workload.saturating(found)
     for system in SYSTEMS:
-        yield row("saturation", system.value, play(system, full, calibration), target_s)
-    capped = play(System.ELASTIC, full, calibration, a40.CAP_W)
-    yield row("saturation", "elastic, decoders at 200 W", capped, target_s)
+        yield row("saturation", system.value, play(system, full))
+    yield row("saturation", CAPPED, play(System.ELASTIC, full, a40.CAP_W))
     for rate in REAL_RATES[1:2] if quick else REAL_RATES:
-        agents = real.load(traces, rate)
+        agents = workload.real(traces, rate)
         for system in SYSTEMS:
-            result = play(system, agents, calibration, agents=True)
-            yield row(f"{len(agents)} real {rate}/s", system.value, result, target_s)
+            yield row(f"{len(agents)} real {rate}/s", system.value, play(system, agents, agents=True))
 
 
 def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
-    """Ratios to the better of collocated and the paper's rule, the worst of all loads."""
+    """Return ratios to the better of collocated engines and the paper's rule, the worst of all loads."""
     by_load: dict[str, dict[str, ElasticRow]] = {}
     for one in rows:
         by_load.setdefault(one.load, {})[one.system] = one
@@ -142,38 +132,24 @@ def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
             best = min(getattr(systems[system.value], field) for system in OTHERS)
             worst[name] = max(worst[name], getattr(ours, field) / best)
     saturated = by_load["saturation"]
-    capped = saturated["elastic, decoders at 200 W"].tokens_per_joule
+    capped = saturated[CAPPED].tokens_per_joule / saturated[System.COLLOCATED.value].tokens_per_joule
     return {
         **{f"elastic_worst_{name}": round(ratio, 4) for name, ratio in worst.items()},
         "elastic_late_share": round(late, 6),
         "elastic_tokens_per_joule_vs_collocated": round(min(joules), 4),
-        "elastic_capped_tokens_per_joule_vs_collocated": round(
-            capped / saturated[System.COLLOCATED.value].tokens_per_joule, 4
-        ),
+        "elastic_capped_tokens_per_joule_vs_collocated": round(capped, 4),
         "elastic_kv_bound_ttfet_vs_collocated": round(bound, 4),
     }
 
 
-def show(rows: Sequence[ElasticRow], console: Console) -> None:
-    shown = Table(title="Where a first turn is computed: elastic beside the others", title_justify="left")
-    for number, name in enumerate(asdict(rows[0])):
-        shown.add_column(name.replace("_", " "), justify="left" if number < 2 else "right")
-    for one in rows:
-        shown.add_row(
-            *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in asdict(one).values())
-        )
-    console.print(shown)
-
-
 def main() -> None:
     parser = command(__doc__, quick="fewer rates")
-    parser.add_argument("--traces", type=Path, default=real.SAMPLE)
+    parser.add_argument("--traces", type=Path, default=workload.SAMPLE, help="real conversations, any format")
     options = parser.parse_args()
-    rows, console = list(table(options.traces, A40(), options.quick)), Console(width=180)
-    show(rows, console)
+    rows = list(table(options.traces, options.quick))
+    print_rows("Where a first turn is computed", rows)
     found = headlines(rows)
-    for name, value in found.items():
-        console.print(f"{name} = {value}")
+    print_figures(found)
     write_json(options.json, found | {"table": {"elastic": [asdict(one) for one in rows]}})
 
 

@@ -1,30 +1,31 @@
-"""Conversations as the paper describes its traces, and the arrivals it uses.
+"""Conversations of the paper's mix and of real agents, and the arrivals that the paper uses.
 
-The paper gives means (15k tokens in, 1k out) and shapes: first turns are between the upper 20 and 30 % of all
-turns (section 5.2: 3.3 to 5 turns a conversation), appends of hundreds of tokens (section 3). Conversations
-have 2 to 5 turns here. That the paper sees no SLO violation against a single baseline number says that none
-of its conversations was several times longer than the baseline one, so outputs spread moderately; the
-sensitivity table has a heavy-tailed mix beside it.
-
-How many conversations were played it does not say. All 2,294 tasks of the SWE-bench test set are, here.
+The paper gives means (15k tokens in, 1k out) and shapes: 3.3 to 5 turns a conversation, appends of hundreds
+of tokens. Here a conversation has 2 to 5 turns and a moderate spread of lengths, and all 2,294 tasks of the
+SWE-bench test set are played, since the paper does not say how many it plays.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from benchmarks.paper import a40
-from traces import generators
-from traces.format import TraceConversation, TraceTurn, TurnEnding
+from traces import NotATrace, generators, importers
+from traces.format import TraceConversation, TraceTurn, TurnEnding, load
 from traces.simulator.engine import EventQueue, SimulatedEngine
 from traces.simulator.kv import LiveConversation, Pressure
-from traces.simulator.tiers import EngineProfile, prefill_seconds
+from traces.simulator.tiers import prefill_seconds
 
-RATES = (0.5, 0.75, 1.0, 1.25, 1.5)  # paper: Poisson
 FAR_APART_S = 10_000.0
+SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "agents.jsonl.gz"
+SHRINK = 8  # divisor of real lengths, so that the longest contexts fit the paper's decoders
+LONGEST = int(a40.ENGINE.kv_tokens * 0.4)
 
 
 @dataclass(frozen=True, slots=True)
 class PaperMix:
+    """Means and coefficients of variation of the paper's conversations."""
+
     conversations: int = 2_294
     turns: tuple[int, int] = (2, 5)
     first_tokens: float = a40.INPUT_TOKENS
@@ -38,9 +39,9 @@ class PaperMix:
 
 
 def conversations(mix: PaperMix) -> tuple[TraceConversation, ...]:
-    """Without generators."""
+    """Return the conversations of a mix, all arriving at 0."""
     random = generators.stream(mix.seed, "paper")
-    a_turn = mix.output_tokens * 2 / sum(mix.turns)
+    turn_output = mix.output_tokens * 2 / sum(mix.turns)
     found: list[TraceConversation] = []
     for number in range(mix.conversations):
         count, context, turns = random.randint(*mix.turns), 0, []
@@ -49,7 +50,7 @@ def conversations(mix: PaperMix) -> tuple[TraceConversation, ...]:
             turn = TraceTurn(
                 appended_tokens=generators.tokens(random, mean, cv),
                 cached_tokens=context,
-                output_tokens=generators.tokens(random, a_turn, mix.output_cv, least=2),
+                output_tokens=generators.tokens(random, turn_output, mix.output_cv, least=2),
                 wait_s=generators.lognormal(random, mix.tool_s, 1.0) if index else 0.0,
                 ending=TurnEnding.END_OF_TURN if index == count - 1 else TurnEnding.TOOL_USE,
             )
@@ -60,16 +61,15 @@ def conversations(mix: PaperMix) -> tuple[TraceConversation, ...]:
 
 
 def poisson(found: Sequence[TraceConversation], rate: float, seed: int = 0) -> list[TraceConversation]:
-    return list(
-        generators.arriving(found, generators.poisson(rate, generators.stream(seed, f"arrivals {rate}")))
-    )
+    times = generators.poisson(rate, generators.stream(seed, f"arrivals {rate}"))
+    return list(generators.arriving(found, times))
 
 
-def saturating(found: Sequence[TraceConversation], prefiller: EngineProfile) -> list[TraceConversation]:
-    """Spaced so that the prefiller is exactly full: in proportion to each prompt's cost."""
-    alone = [prefill_seconds(prefiller, conversation.turns[0].prompt_tokens) for conversation in found]
+def saturating(found: Sequence[TraceConversation]) -> list[TraceConversation]:
+    """Space arrivals in proportion to each prompt's cost, so that the prefiller is exactly full."""
+    alone = [prefill_seconds(a40.ENGINE, conversation.turns[0].prompt_tokens) for conversation in found]
     # A busy prefiller packs the end of one prompt and the start of the next into one iteration.
-    packed = _drain_seconds(found, prefiller) / sum(alone)
+    packed = _drain_seconds(found) / sum(alone)
     at, spaced = 0.0, []
     for conversation, seconds in zip(found, alone, strict=True):
         spaced.append(replace(conversation, arrival_s=at))
@@ -78,18 +78,30 @@ def saturating(found: Sequence[TraceConversation], prefiller: EngineProfile) -> 
 
 
 def far_apart(found: Sequence[TraceConversation]) -> Iterator[TraceConversation]:
-    """Nobody meets anybody: the unloaded latencies."""
+    """Space arrivals so that no two conversations meet: the unloaded latencies."""
     for number, conversation in enumerate(found):
         yield replace(conversation, arrival_s=number * FAR_APART_S)
 
 
-def _drain_seconds(found: Sequence[TraceConversation], prefiller: EngineProfile) -> float:
+def real(path: Path, rate: float) -> list[TraceConversation]:
+    """Return recorded conversations with lengths / `SHRINK`, each up to the turn that does not fit."""
+    try:
+        found = load(path).conversations
+    except NotATrace:
+        found = importers.import_files([path]).conversations
+    alone = (replace(conversation, parent=None) for conversation in found if conversation.parent is None)
+    fitting = tuple(generators.fit(generators.scale(alone, generators.Scale(lengths=1 / SHRINK)), LONGEST))
+    return list(generators.arriving(fitting, generators.poisson(rate, generators.stream(0, "arrivals"))))
+
+
+def _drain_seconds(found: Sequence[TraceConversation]) -> float:
+    """Return how long one engine takes for all first prompts, submitted at once."""
     events = EventQueue()
 
-    def nothing(engine: SimulatedEngine, live: LiveConversation) -> None:
+    def ignore(engine: SimulatedEngine, live: LiveConversation) -> None:
         return None
 
-    engine = SimulatedEngine("prefiller", prefiller, events, Pressure.PIN, nothing, nothing)
+    engine = SimulatedEngine("prefiller", a40.ENGINE, events, Pressure.PIN, ignore, ignore)
     for conversation in found:
         live = LiveConversation(conversation, 0, 0.0)
         live.todo = live.turn.prompt_tokens

@@ -1,1 +1,1 @@
-"""What people would run instead, on the same engines: `python -m benchmarks.peers`."""
+"""Our fleets beside the routers that people would run instead: `python -m benchmarks.peers`."""

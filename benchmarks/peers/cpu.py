@@ -1,8 +1,8 @@
-"""CPU time of one play: a contender's processes by kind, and everybody else's on the machine.
+"""CPU time of one play: a contender's processes by kind, and all other processes of the machine.
 
-A contender's processes have a mark in their environment or descend from one that has: Ray's daemons leave
-the process tree of the command that starts them, and engines write their titles over their environment.
-Times to the first token on two shared cores stray by half; CPU seconds of the same conversations hardly do.
+A contender's processes have a mark in their environment or descend from one that has it: Ray's daemons leave
+the process tree of the command that starts them, and engines write their titles over their environment. Times
+to the first token on two shared cores vary by half; CPU seconds of the same conversations hardly vary.
 """
 
 import os
@@ -16,7 +16,7 @@ import psutil
 from workers.launch import SERVER
 
 MARK = "CONSERVE_BENCHMARK_RUN"
-# The first that a command line holds is its kind.
+# A process is of the first kind whose text its command line contains.
 KINDS = (
     ("VLLM::Worker", "model"),
     ("VLLM::EngineCore", "engine core"),  # and the model, where there is no worker
@@ -31,18 +31,20 @@ KINDS = (
 
 
 def mark() -> None:
+    """Mark this process, and so all that it starts."""
     os.environ[MARK] = token_hex(8)
 
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Seconds so far, by process, and of the whole machine."""
+    """CPU seconds so far, by process and kind, and of the whole machine."""
 
     processes: dict[tuple[int, str], float]
     machine: float
 
     def since(self, before: "CpuTime") -> tuple[dict[str, float], float]:
-        """By kind, and what nobody of the run took. A process that ended in between is nobody's."""
+        """Return the seconds of each kind, and of all other processes. An ended process counts among
+        others."""
         took: defaultdict[str, float] = defaultdict(float)
         for process, seconds in self.processes.items():
             took[process[1]] += seconds - before.processes.get(process, 0.0)
@@ -54,24 +56,24 @@ def now() -> CpuTime:
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error), process.oneshot():
-            if _is_of_the_run(process, marked):
+            if _is_marked(process, marked):
                 times = process.cpu_times()
                 found[process.pid, _kind(process)] = times.user + times.system
     busy = psutil.cpu_times()
     return CpuTime(found, sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0))
 
 
-def _is_of_the_run(process: psutil.Process, known: dict[int, bool]) -> bool:
+def _is_marked(process: psutil.Process, known: dict[int, bool]) -> bool:
     if process.pid not in known:
-        known[process.pid] = False  # also of one that ends while it is asked
+        known[process.pid] = False  # stays so when the process ends during the look-up
         parent = process.parent()
         own = process.environ().get(MARK) == os.environ[MARK]
-        known[process.pid] = own or (parent is not None and _is_of_the_run(parent, known))
+        known[process.pid] = own or (parent is not None and _is_marked(parent, known))
     return known[process.pid]
 
 
 def _kind(process: psutil.Process) -> str:
     if process.pid == os.getpid():
         return "player"
-    said = " ".join(process.cmdline())
-    return next((kind for part, kind in KINDS if part in said), "others of it")
+    line = " ".join(process.cmdline())
+    return next((kind for part, kind in KINDS if part in line), "other")

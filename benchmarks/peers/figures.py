@@ -1,4 +1,5 @@
-"""Figures of a run: one row a play, medians of rounds, and ratios to the best peer of the same round."""
+"""Figures of `benchmarks.peers`: a row a play, medians of rounds, ratios to the best peer of the same
+round."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,12 +9,12 @@ from traces.replay import Replay, summarise
 from traces.replay.results import PlayOutcome
 
 OURS = "ours"
-BAD_SHARE = 0.05  # of its conversations that a peer may fail before its times say nothing
+MOST_FAILED = 0.05  # share of conversations; the times of a peer that fails more do not count
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """What one contender took for one trace in one round, seconds, tools and people left out."""
+    """Figures of one contender for one trace in one round, in seconds, without tools and people."""
 
     contender: str
     trace: str
@@ -21,7 +22,7 @@ class PeerRow:
     peer: bool
     conversations: int
     failed: int
-    refused: int  # answers of 429 or 503; the client came again
+    refused: int  # answers of 429 or 503, which the client repeats
     ttfet_p50_s: float
     ttfet_p95_s: float
     first_ttft_p50_s: float
@@ -30,8 +31,8 @@ class PeerRow:
     e2e_p95_s: float
     gap_p99_s: float  # over answers, of the longest time between two pieces of text
     recomputed_tokens: int
-    cpu_s: float  # of its engines, router and all that stands beside them
-    others_cpu_s: float  # of everybody else on the machine: how quiet it was
+    cpu_s: float  # of engines, router and all helpers
+    others_cpu_s: float  # of other processes: how quiet the machine was
     cpu_by_kind: Mapping[str, float]
 
 
@@ -44,12 +45,14 @@ RATIOS = {
     "cpu_vs_best_peer": "cpu_s",
 }
 TIMES = tuple(name for name in PeerRow.__dataclass_fields__ if name.endswith("_s"))
+SUMS = ("conversations", "failed", "refused", "recomputed_tokens")
+Table = dict[str, dict[str, dict[str, float]]]  # by trace, contender and figure
 
 
 def row(
     contender: str,
     trace: str,
-    turn: int,
+    number: int,
     peer: bool,
     run: Replay,
     cpu_s: Mapping[str, float],
@@ -61,12 +64,18 @@ def row(
         found = summary.spreads.get(name)
         return found.at(percentile) if found else float("nan")
 
-    failed = sum(one.outcome is not PlayOutcome.DONE for one in run.conversations)
     return PeerRow(
-        *(contender, trace, turn, peer, len(run.conversations), failed, summary.refusals),
-        *(at("ttfet_served", 50), at("ttfet_served", 95)),
-        *(at("ttft_first_turn", 50), at("ttft_first_turn", 95), at("ttft_later_turns", 95)),
-        *(at("e2e_served", 95), at("longest_gap", 99)),
+        *(contender, trace, number, peer),
+        conversations=len(run.conversations),
+        failed=sum(one.outcome is not PlayOutcome.DONE for one in run.conversations),
+        refused=summary.refusals,
+        ttfet_p50_s=at("ttfet_served", 50),
+        ttfet_p95_s=at("ttfet_served", 95),
+        first_ttft_p50_s=at("ttft_first_turn", 50),
+        first_ttft_p95_s=at("ttft_first_turn", 95),
+        later_ttft_p95_s=at("ttft_later_turns", 95),
+        e2e_p95_s=at("e2e_served", 95),
+        gap_p99_s=at("longest_gap", 99),
         recomputed_tokens=summary.recomputed_tokens or 0,
         cpu_s=sum(seconds for kind, seconds in cpu_s.items() if kind != "player"),
         others_cpu_s=others_cpu_s,
@@ -74,18 +83,15 @@ def row(
     )
 
 
-def medians(rows: Iterable[PeerRow]) -> dict[str, dict[str, dict[str, float]]]:
-    """By trace and contender, over rounds; failures and refusals are summed."""
+def medians(rows: Iterable[PeerRow]) -> Table:
+    """Return medians over rounds; failures, refusals and recomputed tokens are summed."""
     by: dict[str, dict[str, list[PeerRow]]] = {}
     for one in rows:
         by.setdefault(one.trace, {}).setdefault(one.contender, []).append(one)
     return {
         trace: {
             contender: {name: statistics.median(getattr(one, name) for one in played) for name in TIMES}
-            | {
-                name: sum(getattr(one, name) for one in played)
-                for name in ("conversations", "failed", "refused", "recomputed_tokens")
-            }
+            | {name: sum(getattr(one, name) for one in played) for name in SUMS}
             for contender, played in contenders.items()
         }
         for trace, contenders in by.items()
@@ -93,22 +99,23 @@ def medians(rows: Iterable[PeerRow]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def by_round(rows: Sequence[PeerRow]) -> dict[str, dict[str, list[float]]]:
-    """By figure and trace, ours to the best peer's in each round; nothing where no peer ran."""
-    traces = dict.fromkeys(one.trace for one in rows)
-    return {
-        name: {
-            trace: ratios
-            for trace in traces
-            if (ratios := [*_ratios([one for one in rows if one.trace == trace], field)])
-        }
-        for name, field in RATIOS.items()
-    }
+    """Return ratios of ours to the best peer, by figure and trace, one for each round with a peer."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in RATIOS}
+    for trace in dict.fromkeys(one.trace for one in rows):
+        for number in dict.fromkeys(one.round for one in rows):
+            played = [one for one in rows if (one.trace, one.round) == (trace, number)]
+            ours = [one for one in played if one.contender == OURS]
+            peers = [one for one in played if one.peer and one.failed <= MOST_FAILED * one.conversations]
+            for name, field in RATIOS.items() if ours and peers else ():
+                best = max(min(getattr(one, field) for one in peers), 1e-6)
+                found[name].setdefault(trace, []).append(getattr(ours[0], field) / best)
+    return found
 
 
 def named(rows: Sequence[PeerRow], lost: int = 0) -> dict[str, float | None]:
-    """Ratios are medians of the rounds' own; of the traces, the worst. None: no peer ran.
+    """Return the worst trace's median ratio for each figure; None where no peer ran.
 
-    `lost`: conversations of plays that ours did not end; they have no row.
+    `lost` counts conversations of plays that ours did not end; they have no row.
     """
     worst: dict[str, float | None] = {}
     for name, traces in by_round(rows).items():
@@ -119,20 +126,8 @@ def named(rows: Sequence[PeerRow], lost: int = 0) -> dict[str, float | None]:
     return worst | {"failed": failed, "refused": sum(one.refused for one in ours)}
 
 
-def _ratios(rows: Sequence[PeerRow], field: str) -> Iterable[float]:
-    for turn in dict.fromkeys(one.round for one in rows):
-        ours = [one for one in rows if one.round == turn and one.contender == OURS]
-        peers = [one for one in rows if one.round == turn and one.peer and _counts(one)]
-        if ours and peers:
-            yield getattr(ours[0], field) / max(min(getattr(one, field) for one in peers), 1e-6)
-
-
-def _counts(peer: PeerRow) -> bool:
-    return peer.failed <= BAD_SHARE * peer.conversations
-
-
-def failures(table: Mapping[str, Mapping[str, Mapping[str, float]]], lost: int = 0) -> dict[str, int]:
-    """Of each contender, over traces and rounds; `lost` of ours as above."""
+def failures(table: Table, lost: int = 0) -> dict[str, int]:
+    """Return the failed conversations of each contender, over traces and rounds."""
     found = {OURS: lost} if lost else {}
     for contenders in table.values():
         for contender, figures in contenders.items():

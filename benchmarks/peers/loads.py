@@ -18,41 +18,39 @@ BURST = "steps:0.15*20,1.5*6"  # conversations/s for so many s: half of the mix'
 
 @dataclass(frozen=True)
 class Play:
+    """A trace with a name, and a sentence about it."""
+
     name: str
     about: str
     conversations: tuple[TraceConversation, ...]
 
 
 def plays(trace: Path | None, quick: bool) -> list[Play]:
-    """All three, or one that is given."""
+    """Return all three traces, or the one that is given."""
     if trace is not None:
         given = load(trace).conversations
         found = tuple(given[:QUICK_COUNT] if quick else given)
         return [Play(trace.stem.removesuffix(".jsonl"), f"{trace.name} as it is", found)]
     count = QUICK_COUNT if quick else COUNT
-    real = generators.scale(load(SAMPLE).conversations, generators.Scale(lengths=1 / REAL_SHRINK))
-    mix = list(
-        generators.scale(
-            workload.conversations(PaperMix(conversations=count)), generators.Scale(lengths=1 / MIX_SHRINK)
-        )
-    )
-    every = [
-        Play(
+    mixed = workload.conversations(PaperMix(conversations=count))
+    real = list(generators.scale(load(SAMPLE).conversations, generators.Scale(lengths=1 / REAL_SHRINK)))
+    mix = list(generators.scale(mixed, generators.Scale(lengths=1 / MIX_SHRINK)))
+    described = (
+        (
             "real",
             f"{count} conversations of real coding agents (the shipped sample, lengths / {16 * REAL_SHRINK}) "
             f"at {REAL_RATE}/s",
-            _arriving(real, f"poisson:{REAL_RATE}", count),
+            *(real, f"poisson:{REAL_RATE}"),
         ),
-        Play(
+        (
             "paper's mix",
             f"{count} conversations of the paper's mix, lengths / {MIX_SHRINK}, {MIX_RATE}/s",
-            _arriving(mix, f"poisson:{MIX_RATE}", count),
+            *(mix, f"poisson:{MIX_RATE}"),
         ),
-        Play(
-            "burst",
-            "the same, at 0.15/s for 20 s and 1.5/s for 6 s, in turns",
-            _arriving(mix, BURST, count),
-        ),
+        ("burst", "the same, at 0.15/s for 20 s and 1.5/s for 6 s, in turns", mix, BURST),
+    )
+    every = [
+        Play(name, about, _arriving(found, arrivals, count)) for name, about, found, arrivals in described
     ]
     return every[:1] if quick else every
 

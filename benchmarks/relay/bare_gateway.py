@@ -1,9 +1,7 @@
-"""Our relay with nothing around it: one endpoint, the observer on.
+"""Our relay alone, as a server of one endpoint with the observer on.
 
-``python -m … PORT ENGINE_URL [CERT KEY]``.
+python -m benchmarks.relay.bare_gateway PORT ENGINE_URL [CERTIFICATE KEY]
 """
-
-from __future__ import annotations
 
 import asyncio
 import sys
@@ -25,7 +23,7 @@ from router.http import (
 from router.process import collect_when_idle, settle_heap
 
 
-async def serve(port: int, engine: str, cert: str = "", key: str = "") -> None:
+async def serve(port: int, engine: str, certificate: str = "", key: str = "") -> None:
     pool = UpstreamPool()
     endpoint = Endpoint.parse(engine)
 
@@ -40,7 +38,7 @@ async def serve(port: int, engine: str, cert: str = "", key: str = "") -> None:
         observer.observation()
 
     server = Server(handle)
-    await server.start("127.0.0.1", port, certificate=Certificate(cert, key) if cert else None)
+    await server.start("127.0.0.1", port, certificate=Certificate(certificate, key) if certificate else None)
     settle_heap()
     collecting = asyncio.create_task(collect_when_idle(lambda: server.idle))
     await server.run_until_signal(1.0)

@@ -1,12 +1,10 @@
-"""A load generator that believes nothing: status, framing, order and number of tokens are checked.
+"""A load generator that checks status, framing, order and number of tokens of every answer.
 
     python -m benchmarks.relay.client '{"port": 1, "connections": 64, "tokens": 40, "rate": 40, ...}'
 
-Streams: every connection sends one request; figures cover all of them from the first byte to the last.
-Without tokens: every connection asks again and again for ``seconds``. Prints one line of JSON.
+With tokens every connection sends one request, and figures cover all streams from the first byte to the last.
+Without tokens every connection asks again and again for `seconds`. The output is one line of JSON.
 """
-
-from __future__ import annotations
 
 import asyncio
 import itertools
@@ -22,30 +20,33 @@ from dataclasses import dataclass, field
 import httptools
 import uvloop
 
-from benchmarks.output import quantile
+from benchmarks.harness.output import quantile
 
-API_KEY = "sk-bench"  # LiteLLM's proxy does not start without one
+API_KEY = "sk-bench"
 TOKEN = re.compile(rb'"content":\s*"t(\d+)"')
+LATE_S = 0.5  # after the engine's schedule: a busy machine may take so long
 
 
 @dataclass(frozen=True)
 class Load:
+    """Connections of one run and the streams that they ask for."""
+
     port: int
     connections: int
-    tokens: int = 0
-    """Per stream; 0 for requests that do not stream."""
+    tokens: int = 0  # of a stream; 0: whole answers
     rate: int = 0
     in_step: bool = False
     seconds: float = 1.0
     timeout_s: float = 30.0
     prompt_bytes: int = 512
-    fresh: bool = False
-    """Each request is the first of a conversation of its own."""
+    fresh: bool = False  # each request is the first of a conversation of its own
     tls: bool = False
 
 
 @dataclass
 class Tally:
+    """Counts and times of all connections."""
+
     requests: int = 0
     tokens: int = 0
     errors: list[str] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Tally:
 
 
 class Asker(asyncio.Protocol):
-    """One connection."""
+    """A connection that sends requests and checks the answers."""
 
     def __init__(self, load: Load, tally: Tally, requests: Iterator[bytes], until: float) -> None:
         self._load = load
@@ -70,10 +71,10 @@ class Asker(asyncio.Protocol):
 
     def _ask(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._seen = 0
+        self._tokens = 0
         self._last_stamp = 0
         self._rest = b""
-        self._finished = self._marked_done = False
+        self._finished = self._saw_done = False
         self._asked_at = time.monotonic_ns()
         self._transport.write(next(self._requests))
 
@@ -106,27 +107,26 @@ class Asker(asyncio.Protocol):
             self._rest = text
             return
         self._rest = text[end:]
-        self._marked_done = self._marked_done or b"data: [DONE]" in text[:end]
+        self._saw_done = self._saw_done or b"data: [DONE]" in text[:end]
         for stamp in TOKEN.findall(text, 0, end):
             sent = int(stamp)
-            if self._seen == 0:
+            if self._tokens == 0:
                 self._tally.first_token_s.append((self._now - self._asked_at) / 1e9)
             if sent < self._last_stamp:
                 self._fail("tokens out of order")
             self._last_stamp = sent
-            self._seen += 1
+            self._tokens += 1
             self._tally.delay_s.append((self._now - sent) / 1e9)
 
     def on_message_complete(self) -> None:
         self._finished = True
 
     def _end_stream(self) -> None:
-        self._tally.tokens += self._seen
-        if self._seen != self._load.tokens or not self._marked_done:
-            self._fail(f"{self._seen} of {self._load.tokens} tokens, [DONE]: {self._marked_done}")
+        self._tally.tokens += self._tokens
+        if self._tokens != self._load.tokens or not self._saw_done:
+            self._fail(f"{self._tokens} of {self._load.tokens} tokens, [DONE]: {self._saw_done}")
         took = (self._now - self._asked_at) / 1e9
-        # The engine's schedule, one period for the first step, and half a second for a busy machine.
-        if took > (self._load.tokens + 1) / self._load.rate + 0.5:
+        if took > (self._load.tokens + 1) / self._load.rate + LATE_S:  # one period for the first step
             self._tally.late_streams += 1
         self._end()
 
@@ -147,7 +147,7 @@ class Asker(asyncio.Protocol):
 
 
 def requests_of(load: Load, number: int) -> Iterator[bytes]:
-    """What connection ``number`` asks, one after another."""
+    """Yield the requests of one connection."""
     if load.fresh:
         run = random.randrange(1 << 30)
         return (request_of(load, f"{run}-{number}-{turn}") for turn in itertools.count())
@@ -163,31 +163,29 @@ def request_of(load: Load, conversation: str) -> bytes:
             "max_tokens": max(load.tokens, 1),
             "stream": load.tokens > 0,
         }
-    ).encode()
-    return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-        b"authorization: Bearer %b\r\n"
-        b"x-session-id: conversation-%b\r\nx-smg-routing-key: conversation-%b\r\n"
-        b"accept: */*\r\nuser-agent: benchmark\r\ncontent-length: %d\r\n\r\n%b"
-        % (API_KEY.encode(), conversation.encode(), conversation.encode(), len(body), body)
     )
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {API_KEY}\r\n"
+        f"x-session-id: conversation-{conversation}\r\nx-smg-routing-key: conversation-{conversation}\r\n"
+        f"accept: */*\r\nuser-agent: benchmark\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return (head + body).encode()
 
 
 async def ask_all(load: Load) -> Tally:
     loop = asyncio.get_running_loop()
     tally = Tally()
     until = time.monotonic() + load.seconds
-    sealed = ssl._create_unverified_context() if load.tls else None
-    spread = 1.0 / load.rate if load.rate and not load.in_step else 0.0
+    context = ssl._create_unverified_context() if load.tls else None
+    spread_s = 1.0 / load.rate if load.rate and not load.in_step else 0.0
 
     async def ask(number: int) -> None:
-        await asyncio.sleep(random.random() * max(spread, load.connections / 5000))
+        await asyncio.sleep(random.random() * max(spread_s, load.connections / 5000))
+        requests = requests_of(load, number)
         try:
             _, asker = await loop.create_connection(
-                lambda: Asker(load, tally, requests_of(load, number), until),
-                "127.0.0.1",
-                load.port,
-                ssl=sealed,
+                lambda: Asker(load, tally, requests, until), "127.0.0.1", load.port, ssl=context
             )
         except OSError as error:
             tally.errors.append(f"connect: {error}")
@@ -205,24 +203,20 @@ async def ask_all(load: Load) -> Tally:
 
 def main() -> None:
     load = Load(**json.loads(sys.argv[1]))
-    begin = time.monotonic()
+    began = time.monotonic()
     tally = uvloop.run(ask_all(load))
-    took = time.monotonic() - begin
-    print(
-        json.dumps(
-            {
-                "seconds": took,
-                "requests": tally.requests,
-                "tokens": tally.tokens,
-                "errors": len(tally.errors),
-                "first_error": tally.errors[0] if tally.errors else None,
-                "late_streams": tally.late_streams,
-                "first_token_p50_s": quantile(tally.first_token_s, 0.5) if tally.first_token_s else None,
-                "delay_p50_s": quantile(tally.delay_s, 0.5) if tally.delay_s else None,
-                "delay_p99_s": quantile(tally.delay_s, 0.99) if tally.delay_s else None,
-            }
-        )
-    )
+    found = {
+        "seconds": time.monotonic() - began,
+        "requests": tally.requests,
+        "tokens": tally.tokens,
+        "errors": len(tally.errors),
+        "first_error": tally.errors[0] if tally.errors else None,
+        "late_streams": tally.late_streams,
+        "first_token_p50_s": quantile(tally.first_token_s, 0.5) if tally.first_token_s else None,
+        "delay_p50_s": quantile(tally.delay_s, 0.5) if tally.delay_s else None,
+        "delay_p99_s": quantile(tally.delay_s, 0.99) if tally.delay_s else None,
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

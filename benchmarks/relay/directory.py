@@ -1,6 +1,7 @@
-"""A directory with one engine, for our whole gateway. ``python -m … PORT ENGINE_PORT FOLDER SECRET``."""
+"""A directory that knows one fake engine, for the whole gateway.
 
-from __future__ import annotations
+python -m benchmarks.relay.directory PORT ENGINE_PORT FOLDER SECRET
+"""
 
 import asyncio
 import sys
@@ -19,8 +20,8 @@ KV_TOKENS = 1_000_000_000
 REPORT_S = 0.5
 
 
-async def release(_: EngineInfo, __: str) -> None:
-    """The fake engine keeps nothing."""
+async def release(engine: EngineInfo, conversation: str) -> None:
+    """Do nothing: the fake engine keeps no KV."""
 
 
 async def serve(port: int, engine_port: int, folder: Path, secret: str) -> None:

@@ -1,6 +1,7 @@
-"""The proxy usually written first: FastAPI in front, httpx behind. ``python -m … PORT ENGINE_URL``."""
+"""A proxy as it is usually written first: FastAPI in front, httpx behind.
 
-from __future__ import annotations
+python -m benchmarks.relay.httpx_proxy PORT ENGINE_URL
+"""
 
 import sys
 from collections.abc import AsyncIterator

@@ -1,48 +1,65 @@
-"""Medians, named figures, a table and a plot."""
-
-from __future__ import annotations
+"""Medians, named figures and the page of `benchmarks.relay`."""
 
 import statistics
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from traces import charts
+from benchmarks.harness.page import machine, shown, table_lines
 
-STEP, MANY, FEW, WHOLE = "256x40 in step", "1000x40", "100x20", "whole answers"
-FIRST = "first turns"
+STEP, MANY, FEW = "256x40 in step", "1000x40", "100x20"
+WHOLE, FIRST = "whole answers", "first turns"
+OURS, SEALED, GATEWAY = "conserve", "conserve tls", "conserve gateway"
+SLOW = "fastapi+httpx"
 RUST_PEERS = ("sglang-router", "vllm-router")
-OURS = "conserve"
-SEALED = "conserve tls"
-GATEWAY = "conserve gateway"
-
 CPU = "cpu_ms_per_1k_tokens"
-
-Table = dict[str, dict[str, dict[str, float | None]]]
-Results = Mapping[str, Mapping[str, list[dict[str, Any]]]]
-"""By scenario and subject, one entry a repetition."""
-COLUMNS = (
-    ("connections", "conns", 1.0),
-    (CPU, "CPU ms/1k tok", 1.0),
-    ("first_token_p50_s", "first token ms", 1e3),
-    ("delay_p50_s", "delay p50 ms", 1e3),
-    ("delay_p99_s", "p99 ms", 1e3),
-    ("late_streams", "late", 1.0),
-    ("requests_per_s", "req/s", 1.0),
-    ("requests_per_core_s", "req/s/core", 1.0),
-    ("memory_mb", "RSS MB", 1.0),
-    ("errors", "errors", 1.0),
-)
+COLUMNS = {
+    "connections": ("conns", 1.0),
+    CPU: ("CPU ms/1k tok", 1.0),
+    "first_token_p50_s": ("first token ms", 1e3),
+    "delay_p50_s": ("delay p50 ms", 1e3),
+    "delay_p99_s": ("p99 ms", 1e3),
+    "late_streams": ("late", 1.0),
+    "requests_per_s": ("req/s", 1.0),
+    "requests_per_core_s": ("req/s/core", 1.0),
+    "memory_mb": ("RSS MB", 1.0),
+    "errors": ("errors", 1.0),
+}
 WORST = ("late_streams", "errors")
+ABOUT = {
+    STEP: "256 streams at 40 tokens/s that advance together, as in a decode batch",
+    MANY: "1,000 streams at 40 tokens/s, begun within a fifth of a second",
+    FEW: "100 streams at 20 tokens/s: latency",
+    WHOLE: "64 connections ask for whole answers without a pause",
+    FIRST: "the same, each request the first turn of a new conversation",
+}
+HEAD = """# Cost of a token on its way through the gateway
+
+`{command}` writes this page. {machine}
+
+A fake engine emits events in the shape of vLLM's, and a client checks status, framing, order and number of
+tokens. One subject at a time stands between them, alone on its processor; engine, client and our directory
+have the other. Processor time is the scheduler's count of the subject's threads, kernel work included,
+which on loopback delivers the packets and is most of each subject's cost. Figures are medians of the
+repetitions, for `late` and `errors` the worst one. A ratio is the median of the repetitions' own ratios;
+with several peers, the least favourable one. A stream is late when it ends more than half a second after
+the engine's schedule.
+
+`conserve` is the relay alone, `conserve gateway` the whole gateway with identity, binding by a directory,
+relay, observer, metrics and a log line a turn. `fastapi+httpx` is the proxy that is usually written first,
+and gets an eighth of each load.
+"""
+
+Results = dict[str, dict[str, list[dict[str, Any]]]]  # by scenario and subject, one entry a repetition
+Table = dict[str, dict[str, dict[str, float | None]]]  # by scenario, subject and figure
 
 
 def medians(results: Results) -> Table:
-    """One row a scenario and subject: medians over repetitions, for lateness and errors the worst."""
+    """Return medians over repetitions; for lateness and errors the worst value."""
     table: Table = {}
     for scenario, by_subject in results.items():
         for subject, repetitions in by_subject.items():
             row: dict[str, float | None] = {}
-            for key, _, _ in COLUMNS:
+            for key in COLUMNS:
                 values = [run[key] for run in repetitions if run.get(key) is not None]
                 pick = max if key in WORST else statistics.median
                 row[key] = pick(values) if values else None
@@ -55,14 +72,16 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
         return table.get(scenario, {}).get(subject, {}).get(key)
 
     def against(scenario: str, mine: str, theirs: str, key: str = CPU) -> float | None:
-        """The median of the repetitions' own ratios: a machine drifts more between them than within one."""
+        """Return the median of the repetitions' own ratios: a machine drifts more between repetitions."""
         runs = results.get(scenario, {})
         pairs = zip(runs.get(mine, ()), runs.get(theirs, ()), strict=False)
         ratios = [own[key] / other[key] for own, other in pairs if own.get(key) and other.get(key)]
         return statistics.median(ratios) if ratios else None
 
-    def against_rust(scenario: str, mine: str, pick: Any = max, key: str = CPU) -> float | None:
-        """Beside the peer that does best: the largest ratio of a cost, the smallest of a rate."""
+    def against_rust(
+        scenario: str, mine: str, pick: Callable[[list[float]], float] = max, key: str = CPU
+    ) -> float | None:
+        """Return the ratio to the best peer: the largest ratio of a cost, the smallest of a rate."""
         found = [ratio for peer in RUST_PEERS if (ratio := against(scenario, mine, peer, key)) is not None]
         return pick(found) if found else None
 
@@ -70,7 +89,7 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
     return {
         "cpu_ms_per_1k_tokens": of(STEP, OURS, CPU),
         "cpu_vs_haproxy": against(STEP, OURS, "haproxy"),
-        "cpu_vs_httpx_proxy": against(STEP, OURS, "fastapi+httpx"),
+        "cpu_vs_httpx_proxy": against(STEP, OURS, SLOW),
         "cpu_vs_best_peer": against_rust(STEP, OURS),
         "cpu_vs_best_peer_1000_streams": against_rust(MANY, OURS),
         "cpu_vs_haproxy_1000_streams": against(MANY, OURS, "haproxy"),
@@ -92,37 +111,24 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
     }
 
 
-def render(table: Table, figures: Mapping[str, float | None]) -> str:
-    lines: list[str] = []
+def page(table: Table, figures: Mapping[str, float | None], *, quick: bool) -> str:
+    """Return the Markdown of a page with all tables."""
+    command = f"python -m benchmarks.relay{' --quick' if quick else ''} --page docs/measurements/relay-run.md"
+    parts = [HEAD.format(command=command, machine=machine())]
     for scenario, rows in table.items():
-        lines.append(f"\n{scenario}")
-        lines.append(f"{'':18}" + "".join(f"{title:>15}" for _, title, _ in COLUMNS))
-        for subject, row in rows.items():
-            cells = (
-                "" if (value := row[key]) is None else f"{value * scale:.4g}" for key, _, scale in COLUMNS
-            )
-            lines.append(f"{subject:18}" + "".join(f"{cell:>15}" for cell in cells))
-    lines.append("")
-    lines += [f"{name:32} {'–' if value is None else f'{value:.3f}'}" for name, value in figures.items()]
-    return "\n".join(lines)
-
-
-def plot(table: Table, path: Path) -> None:
-    panels = (
-        (STEP, "cpu_ms_per_1k_tokens", "CPU, ms per 1,000 tokens (256 × 40 in step)"),
-        (MANY, "cpu_ms_per_1k_tokens", "CPU, ms per 1,000 tokens (1,000 × 40)"),
-        (WHOLE, "requests_per_core_s", "requests per second and core (not streaming)"),
-    )
-    figure, axes = charts.panels(len(panels), columns=len(panels))
-    for axis, (scenario, key, title) in zip(axes, panels, strict=True):
-        rows = {
-            subject: value
-            for subject, row in table.get(scenario, {}).items()
-            if subject != "direct" and (value := row[key]) is not None
-        }
-        colours = [charts.COLOURS[subject in (OURS, GATEWAY)] for subject in rows]
-        axis.barh(list(rows), list(rows.values()), color=colours)
-        axis.set_xscale("log")
-        axis.set_title(title, fontsize=9)
-        axis.invert_yaxis()
-    charts.save(figure, path)
+        keys = [key for key in COLUMNS if any(row.get(key) is not None for row in rows.values())]
+        lines = [
+            [
+                subject,
+                *("" if (value := row[key]) is None else shown(value * COLUMNS[key][1]) for key in keys),
+            ]
+            for subject, row in rows.items()
+        ]
+        parts += [
+            f"## {ABOUT[scenario]}\n",
+            *table_lines(["", *(COLUMNS[key][0] for key in keys)], lines),
+            "",
+        ]
+    named = [[f"`{name}`", "–" if value is None else shown(value)] for name, value in figures.items()]
+    parts += ["## Named figures\n", *table_lines(["figure", "value"], named)]
+    return "\n".join(parts) + "\n"

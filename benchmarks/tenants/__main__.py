@@ -22,8 +22,8 @@ from random import Random
 import aiohttp
 import orjson
 
-from benchmarks.live_policies import brought_up
-from benchmarks.output import command, quantile, write_json
+from benchmarks.harness.fleet import brought_up
+from benchmarks.harness.output import command, quantile, write_json
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import KeyLimitsSpec

@@ -21,7 +21,7 @@ from placement.scheduling.prompt_order import PromptSharing
 
 
 class Conserve(ServingPolicy):
-    # What measurement chose: `python -m benchmarks.coserving.settings` compares others.
+    # What measurement chose: docs/measurements/coserving.md compares others.
     # Of its TTFT, what an arrival may use up before the running iteration is aborted for it. The paper has
     # all of it; but a prompt that waits makes those wait that arrive behind it.
     ttft_share = 0.35

@@ -18,7 +18,7 @@ class ProfileError(TraceError):
 
 
 NAMED = {
-    # The conversation paper's accelerator and model, derived from what it states: benchmarks/paper/a40.py.
+    # The conversation paper's accelerator and model, by two of its statements: benchmarks/paper/a40.py.
     "a40-qwen3-0.6b": EngineProfile(
         latency=LatencyModel(
             per_token=9.606759808555602e-06,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import a40
-from placement.sizing.provisioning import Bound, Capacity, Means, provision
+from placement.sizing.power_curve import Bound, Capacity, Means, provision
 from traces import TraceError
 from traces.format import TraceConversation, TraceTurn, load
 from traces.planner import Candidate, FleetPlanner, PlanRequest, capacity_of, measure, plan_fleet
@@ -17,7 +16,7 @@ from traces.simulator.profiles import NAMED
 pytestmark = pytest.mark.slow
 
 SAMPLE = Path(__file__).parents[3] / "traces" / "samples" / "laptop.jsonl.gz"
-ENGINE = a40.A40().engine(a40.PREFILL_CHUNK)
+ENGINE = NAMED["a40-qwen3-0.6b"]
 
 
 def candidate(prefillers: int, decoders: int, first_s: float = 1.0) -> Candidate:

@@ -1,15 +1,14 @@
-"""The calibration says what the paper says, and nothing else was put in."""
+"""The profile `a40-qwen3-0.6b` says what the conversation paper says of its accelerators."""
 
 import pytest
 
 from benchmarks.paper import a40
-from benchmarks.paper.a40 import A40
-from traces.simulator.profiles import find
 from traces.simulator.tiers import prefill_curve, prefill_seconds
 
-ENGINE = A40().engine(a40.PREFILL_CHUNK)
-MODEL = A40().latency()
-READ = MODEL.per_attended + MODEL.per_context  # of a token of context
+ENGINE = a40.ENGINE
+MODEL = ENGINE.latency
+CONTEXT_S = MODEL.per_attended + MODEL.per_context  # of a token of context
+FLOPS_PER_TOKEN = 2 * 0.44e9  # Qwen3-0.6B's parameters without embeddings
 
 
 def test_a_mean_prompt_is_prefilled_at_25k_tokens_a_second() -> None:
@@ -19,21 +18,22 @@ def test_a_mean_prompt_is_prefilled_at_25k_tokens_a_second() -> None:
 
 
 def test_a_full_decoder_gives_1k_tokens_a_second() -> None:
-    slots = a40.KV_TOKENS / (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS)
-    iteration = MODEL.constant + READ * a40.KV_TOKENS
+    assert ENGINE.kv_tokens == 300_000
+    slots = ENGINE.kv_tokens / (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS)
+    iteration = MODEL.constant + CONTEXT_S * ENGINE.kv_tokens
     assert slots / iteration == pytest.approx(1_000, rel=1e-6)
 
 
 def test_a_collocated_chunk_is_the_slo_times_the_baseline() -> None:
     chunk = a40.COLLOCATED_CHUNK
-    baseline = MODEL.constant + READ * (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2)
+    baseline = MODEL.constant + CONTEXT_S * (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2)
     iteration = MODEL.constant + chunk * (MODEL.per_token + MODEL.per_attended * chunk)
     assert iteration == pytest.approx(a40.SLO_FACTOR * baseline, rel=1e-6)
 
 
 def test_prefill_stays_below_the_cards_peak() -> None:
-    """149.7 TFLOPS of dense bf16: a calibration above it would be an error in the arithmetic."""
-    assert 0.2 < a40.FLOPS_PER_TOKEN / MODEL.per_token / 149.7e12 < 1
+    """The card has 149.7 TFLOPS of dense bf16; more than that would be an error in the arithmetic."""
+    assert 0.2 < FLOPS_PER_TOKEN / MODEL.per_token / 149.7e12 < 1
 
 
 def test_the_curve_fits_the_chunked_engine() -> None:
@@ -47,7 +47,3 @@ def test_a_cap_slows_prefill_and_leaves_decoding() -> None:
     assert prefill_seconds(capped, 15_000) > 1.15 * prefill_seconds(ENGINE, 15_000)
     one = prefill_seconds(capped, 15_001, cached=15_000)
     assert one < 1.01 * prefill_seconds(ENGINE, 15_001, cached=15_000)
-
-
-def test_the_profile_by_its_name_is_this_one() -> None:
-    assert find("a40-qwen3-0.6b") == ENGINE

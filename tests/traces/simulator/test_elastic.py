@@ -4,7 +4,6 @@ from dataclasses import replace
 from random import Random
 
 from benchmarks.paper import elastic, workload
-from benchmarks.paper.a40 import A40
 from placement.routing.placer_settings import PlacerSettings
 from placement.scheduling.prefill_curve import prompt_seconds
 from traces.format import TraceConversation, TraceTurn
@@ -108,10 +107,10 @@ def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> No
 
 def test_on_the_papers_mix_it_is_about_as_good_as_the_better_of_the_two_others() -> None:
     """A short run of what `python -m benchmarks.paper.elastic` measures: its bars, less tight."""
-    calibration, found = A40(), workload.conversations(workload.PaperMix(conversations=500))
-    trace, target_s = workload.poisson(found, 1.5), elastic.tbt_target_s(A40())
+    found = workload.conversations(workload.PaperMix(conversations=500))
+    trace = workload.poisson(found, 1.5)
     rows = [
-        elastic.row("load", system.value, elastic.play(system, trace, calibration), target_s)
+        elastic.row("load", system.value, elastic.play(system, trace))
         for system in (System.ELASTIC, *elastic.OTHERS)
     ]
     ours, *others = rows

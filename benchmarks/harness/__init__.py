@@ -1,0 +1,1 @@
+"""Parts that benchmarks share: fleets, processes, rounds of variants, tables and JSON output."""

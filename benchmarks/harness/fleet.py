@@ -1,0 +1,95 @@
+"""Fleets of real engines: changed fleet files, start and stop by the command line, and metrics pages."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
+
+from deploy.fleet import FleetSpec
+from deploy.home import FleetHome
+from deploy.lifecycle.status import serving
+from workers.processes import free_port
+
+ROOT = Path(__file__).parents[2]
+LAPTOP = ROOT / "configs" / "laptop.yaml"
+CO_SERVING = ROOT / "configs" / "co-serving.yaml"
+UP_LIMIT_S, DOWN_LIMIT_S = 600.0, 60.0
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+def changed(spec: Spec, **changes: Any) -> Spec:
+    """Return a copy of a spec. A mapping changes only the keys that it names, in nested specs too."""
+    return spec.model_copy(
+        update={name: _merged(getattr(spec, name), value) for name, value in changes.items()}
+    )
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(new, dict):
+        if isinstance(old, BaseModel):
+            return changed(old, **new)
+        if isinstance(old, dict):
+            return {**old, **new}
+    return new
+
+
+@contextmanager
+def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetHome]:
+    """Run a fleet as `conserve up` does, and take it down afterwards, on SIGTERM too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix="bench-") as base:
+        file, port = Path(base) / "fleet.yaml", free_port("127.0.0.1")
+        file.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_unset=True)))
+        try:
+            _conserve(base, "up", str(file), "--detach", "--port", str(port), limit_s=limit_s)
+            yield FleetHome.of(fleet.name, base)
+        finally:
+            _conserve(base, "down", fleet.name, limit_s=DOWN_LIMIT_S)
+
+
+@contextmanager
+def up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[str]:
+    """Run a fleet and yield the URL of its gateway."""
+    with brought_up(fleet, limit_s) as home:
+        yield serving(home).endpoint
+
+
+def _conserve(base: str, *arguments: str, limit_s: float) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        env={**os.environ, "CONSERVE_HOME": base, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"conserve {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+
+
+def counted(url: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples on a process's /metrics page, for the given labels."""
+    page = httpx.get(f"{url}/metrics", timeout=30).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def counted_in_all(engines: Iterable[str], name: str, **labels: str) -> float:
+    """Return the sum of a metric over engines that are given as host:port."""
+    return sum(counted(f"http://{engine}", name, **labels) for engine in engines)

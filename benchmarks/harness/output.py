@@ -1,0 +1,61 @@
+"""Command lines, quantiles, tables and JSON files of benchmarks."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+
+def command(doc: str | None, quick: str = "", json_file: bool = True) -> argparse.ArgumentParser:
+    """Return a parser that shows the module's text, with `--json` and, given its help, `--quick`."""
+    spec = sys.modules["__main__"].__spec__
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if json_file:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    return parser
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the values lies; 0 where there are no values.
+
+    Unlike `traces.simulator.metrics.percentile`, the result is always one of the values.
+    """
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def print_figures(figures: Mapping[str, float | None]) -> None:
+    """Print one figure a line."""
+    for name, value in figures.items():
+        print(f"{name} = {'–' if value is None else f'{value:.4g}' if isinstance(value, float) else value}")
+
+
+def print_rows(title: str, rows: Iterable[Any], width: int = 200) -> None:
+    """Print dataclasses or mappings with the same keys as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found = [asdict(row) if is_dataclass(row) and not isinstance(row, type) else dict(row) for row in rows]
+    table = Table(title=title, title_justify="left", box=None)
+    for name, value in (found[0] if found else {}).items():
+        is_text = isinstance(value, str)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text)
+    for row in found:
+        table.add_row(*(f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()))
+    Console(width=width).print(table)
