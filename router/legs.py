@@ -38,9 +38,12 @@ _LIMIT = {
     Api.RESPONSES: ("max_output_tokens",),
     Api.MESSAGES: ("max_tokens",),
 }
-# Without a meaning for one token that nobody reads, or in conflict with it; and what says none of it.
+# Fields that the prefill leg overwrites with a neutral value: they shape or describe an answer, and its one
+# token is thrown away. `response_format` and `tool_choice` stay: some templates write them into the prompt.
 _DROPPED: Mapping[str, Any] = {
     **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs", "best_of", "include", "seed")),
+    **dict.fromkeys(("structured_outputs", "bad_words", "logit_bias", "allowed_token_ids")),
+    **dict.fromkeys(("logprob_token_ids", "stop", "stop_token_ids", "stop_sequences")),
     **dict.fromkeys(("min_tokens", "top_logprobs"), 0),
     **dict.fromkeys(("echo", "background"), False),
 }
@@ -49,7 +52,7 @@ _DROPPED: Mapping[str, Any] = {
 def one_token_body(
     api: Api, raw: tuple[bytes, ...], body: Mapping[str, Any], more: Mapping[str, Any]
 ) -> tuple[bytes, ...]:
-    """The same prompt, one token, no stream: what it generates is thrown away. `body`: what `raw` says."""
+    """Return a body with the same prompt that asks for one token, no stream. `body`: `raw` as it was read."""
     leg = {name: value for name, value in _DROPPED.items() if name in body}
     limits = _LIMIT[api]
     for limit in limits:

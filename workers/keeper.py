@@ -15,6 +15,7 @@ from workers.engine_log import Diagnosis, diagnose
 from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.leased import LeasedProcess, last_epoch, start_slot
 from workers.lmcache_server import LmcacheServer
+from workers.memory import MemoryLimit, machine_bytes
 from workers.processes import Backoff, WorkerError, free_port
 from workers.profiles import StartingKnowledge
 from workers.status import ConnectorFeed, KeeperPhase, StatusStore
@@ -32,6 +33,8 @@ class KeeperSettings:
     health_interval_s: float = 1.0
     health_timeout_s: float = 5.0
     health_misses: int = 10  # in a row, before a restart
+    memory_gib: float | None = None  # of the engine's processes, before a restart; None: see `MemoryLimit.of`
+    kv_gib: float = 0.0  # KV that the engine keeps in host memory
     lease_s: float = 60.0
     end_grace_s: float = 10.0
     backoff_first_s: float = 1.0
@@ -245,7 +248,12 @@ class Keeper:
 
     async def _until_lost(self, running: Running) -> tuple[str, str]:
         misses = 0
+        limit = await asyncio.to_thread(self._memory_limit, running.process)
         while running.process.alive():
+            has = await asyncio.to_thread(running.process.memory_bytes, limit.limit_bytes)
+            metrics.MEMORY_BYTES.labels(self._spec.engine).set(has)
+            if reached := limit.reached(has):
+                return "memory", reached
             if await running.http.healthy(self._settings.health_timeout_s):
                 misses = 0
             else:
@@ -255,6 +263,12 @@ class Keeper:
                     return "unhealthy", f"missed {misses} health checks in a row"
             await asyncio.sleep(self._settings.health_interval_s)
         return "exited", "its process ended"
+
+    def _memory_limit(self, process: LeasedProcess) -> MemoryLimit:
+        settings = self._settings
+        limit = MemoryLimit.of(settings.memory_gib, settings.kv_gib, process.idle_bytes(), machine_bytes())
+        metrics.MEMORY_LIMIT_BYTES.labels(self._spec.engine).set(limit.limit_bytes)
+        return limit
 
     async def _renew(self) -> None:
         while True:

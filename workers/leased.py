@@ -18,8 +18,9 @@ import psutil
 
 from workers import processes
 from workers.launch import ProcessCommand
+from workers.memory import session_bytes
 
-RECORD, LEASE, LOG = "engine.json", "lease", "log"
+RECORD, LEASE, LOG, IDLE = "engine.json", "lease", "log", "idle_bytes"
 KEEP_LOGS_BELOW = 64 << 20
 LOOK_EVERY_S = 0.2
 
@@ -72,6 +73,7 @@ class LeasedProcess:
         directory.mkdir(parents=True, exist_ok=True)
         lease = directory / LEASE
         lease.touch()
+        (directory / IDLE).unlink(missing_ok=True)
         host = [sys.executable, "-m", "workers.host", "--lease", str(lease), "--lease-s", str(lease_s)]
         host += ["--grace-s", str(grace_s), "--", *command.argv]
         log = directory / LOG
@@ -111,6 +113,20 @@ class LeasedProcess:
         if self._child is not None and self._child.poll() is not None:
             return False
         return processes.find(self.record.pid, self.record.started) is not None
+
+    def memory_bytes(self, enough: int = 0) -> int:
+        """Return the memory of the whole tree; exact only where it may be above `enough`."""
+        return session_bytes(self.record.pid, enough)
+
+    def idle_bytes(self) -> int:
+        """Return the memory that the tree had when this was first asked, also after an adoption."""
+        file = self.directory / IDLE
+        try:
+            return int(file.read_text())
+        except (OSError, ValueError):
+            idle = self.memory_bytes()
+            processes.write_atomically(file, str(idle))
+            return idle
 
     def end(self, grace_s: float) -> bool:
         """End the host and everything under it; also what a killed host left in its session."""

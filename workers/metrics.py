@@ -10,7 +10,8 @@ ENGINE_STARTS = Counter(
 )
 ENGINE_LOST = Counter(
     "conserve_engine_lost_total",
-    "Times a serving engine was lost, by cause: exited, or unhealthy (it missed its health checks).",
+    "Times a serving engine was lost, by cause: exited, unhealthy (it missed its health checks), or memory "
+    "(its processes had more than they may have).",
     ["engine", "cause"],
 )
 ENGINE_START_SECONDS = Histogram(
@@ -21,6 +22,14 @@ ENGINE_START_SECONDS = Histogram(
 )
 HEALTH_MISSES = Counter(
     "conserve_engine_health_misses_total", "Health checks of a serving engine that failed.", ["engine"]
+)
+MEMORY_BYTES = Gauge(
+    "conserve_engine_memory_bytes",
+    "Anonymous memory of the engine's processes; pages that they share count more than once below the limit.",
+    ["engine"],
+)
+MEMORY_LIMIT_BYTES = Gauge(
+    "conserve_engine_memory_limit_bytes", "Memory at which the keeper restarts the engine.", ["engine"]
 )
 FAULTS_FOUND = Counter(
     "conserve_engine_faults_total",
@@ -60,7 +69,7 @@ def from_zero(engine: str) -> None:
     """Shown before the first of its kind: otherwise Prometheus does not see that one as an increase."""
     for outcome in ("served", "failed", "adopted"):
         ENGINE_STARTS.labels(engine, outcome)
-    for cause in ("exited", "unhealthy"):
+    for cause in ("exited", "unhealthy", "memory"):
         ENGINE_LOST.labels(engine, cause)
     HEALTH_MISSES.labels(engine)
     NOT_WARMED.labels(engine)

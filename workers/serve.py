@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from kvtransfer.parent_death import die_with_parent
+from workers.memory import be_ended_first
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -55,6 +56,7 @@ def let_go_of_the_server() -> None:
 
 
 def main() -> None:
+    be_ended_first()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     if os.environ.get(BINDING) == NOT_BOUND and os.environ.get(METHOD) != "spawn":

@@ -224,7 +224,19 @@ def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> Lmcach
 
 def keeper_settings(fleet: FleetSpec) -> KeeperSettings:
     together = fleet.engine.start_together or (1 if fleet.engine.device == "cpu" else None)
-    return configured(KeeperSettings, fleet.engine, start_together=together)
+    return configured(KeeperSettings, fleet.engine, start_together=together, kv_gib=_kv_in_host_memory(fleet))
+
+
+def _kv_in_host_memory(fleet: FleetSpec) -> float:
+    """Return GiB of KV that an engine may keep in host memory; without a limit on a CPU all there is."""
+    parked = fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0
+    if fleet.engine.device != "cpu":
+        return parked
+    said = [{**fleet.engine.env, **tier.env}.get("VLLM_CPU_KVCACHE_SPACE", "inf") for tier in fleet.tiers]
+    try:
+        return parked + max(map(float, said))
+    except ValueError:
+        return parked  # vLLM refuses it
 
 
 def power_settings(

@@ -143,6 +143,11 @@ class EngineSpec(Spec):
     health_interval: Duration = default(KeeperSettings, "health_interval_s")
     health_misses: Annotated[int, Field(gt=0)] = default(KeeperSettings, "health_misses")
     """Failed health checks in a row before an engine is restarted."""
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = default(
+        KeeperSettings, "memory_gib"
+    )
+    """Memory at which an engine is restarted: that of its processes together, without libraries and shared
+    memory. By default what it has after its start, KV in host memory, and a quarter of the machine's."""
     lease: Duration = default(KeeperSettings, "lease_s")
     """An engine whose keeper is gone for so long ends itself; until then it can be adopted with its KV."""
 

@@ -70,6 +70,31 @@ def test_the_prefill_leg_has_the_same_prompt_and_asks_for_one_token(api: Api) ->
     assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": "t"}
 
 
+ANSWER_ONLY = {
+    "structured_outputs": {"regex": "(a{1,999}b){1,999}"},
+    "bad_words": ["w"] * 1000,
+    "logit_bias": {"1": 1.0},
+    "allowed_token_ids": [1],
+    "logprob_token_ids": [1],
+    "stop": ["x"] * 16,
+    "stop_token_ids": [2],
+    "stop_sequences": ["x"],
+}
+
+
+def test_the_prefill_leg_carries_nothing_that_only_shapes_an_answer() -> None:
+    body = {"model": "m", "messages": [], **ANSWER_ONLY}
+    leg = orjson.loads(b"".join(prefill_body(Api.CHAT, (orjson.dumps(body),), body, "t")))
+    assert {name: leg[name] for name in ANSWER_ONLY} == dict.fromkeys(ANSWER_ONLY)
+
+
+def test_the_prefill_leg_keeps_what_some_templates_write_into_the_prompt() -> None:
+    formed = {"response_format": {"type": "json_object"}, "tool_choice": "required", "tools": [{}]}
+    body = {"model": "m", "messages": [], **formed}
+    leg = orjson.loads(b"".join(prefill_body(Api.CHAT, (orjson.dumps(body),), body, "t")))
+    assert {name: leg[name] for name in formed} == formed
+
+
 def test_the_decoder_is_told_where_the_kv_will_be() -> None:
     prefiller = info("p0", Role.PREFILL, epoch=7)
     params = pull_from(type(prefiller)(**{**_fields(prefiller), "transfer": "10.0.0.1:4001"}), "t")

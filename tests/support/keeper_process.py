@@ -42,7 +42,11 @@ async def keep(directory: Path, model: str, options: dict[str, object]) -> None:
     control = ControlServer(board, feed, SECRET)
     address = await control.start("127.0.0.1")
     (directory / "control").write_text(address)
-    settings = KeeperSettings(lease_s=LEASE_S, backoff_first_s=1.0, health_interval_s=0.5)
+    memory_gib = options.pop("memory_gib", None)
+    assert memory_gib is None or isinstance(memory_gib, float)
+    settings = KeeperSettings(
+        lease_s=LEASE_S, backoff_first_s=1.0, health_interval_s=0.5, memory_gib=memory_gib
+    )
     wanted = spec(directory, model, options)
     await Keeper(wanted, settings, board, feed, keys=KEYS, control=address).run()
 

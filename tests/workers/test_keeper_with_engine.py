@@ -179,3 +179,18 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         assert any("--max-numb-seqs" in line for line in status.log_lines)
     finally:
         rig.close()
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_with_more_memory_than_it_may_have_is_ended_and_started_again() -> None:
+    rig = KeeperRig(Path(tempfile.mkdtemp(prefix="keeper-")))
+    rig.start_keeper({"memory_gib": 0.2})
+    try:
+        until(lambda: rig.info().status.failure, START_S, "the engine to be ended")
+        status = rig.info().status
+        assert status.failure.startswith("its processes had "), status.failure
+        assert "may have 0.2 GiB" in status.failure and "engine.memory_gib" in status.failure
+        first = rig.record().epoch
+        until(lambda: rig.record().epoch > first or rig.info().status.restarts > 1, 120, "another start")
+    finally:
+        rig.close()

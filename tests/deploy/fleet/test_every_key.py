@@ -169,6 +169,7 @@ CASES = {
     "engine.stall_limit": case(12, lambda got: got.keeper.stall_limit_s),
     "engine.health_interval": case(13, lambda got: got.keeper.health_interval_s),
     "engine.health_misses": case(14, lambda got: got.keeper.health_misses),
+    "engine.memory_gib": case(15, lambda got: got.keeper.memory_gib),
     "engine.lease": case(
         15, lambda got: (got.keeper.lease_s, got.directory.settle_s, got.power.grace_s), (15, 15, 45)
     ),
@@ -375,6 +376,7 @@ DERIVED = {
     (GatewayConfig, "hosts"),  # localhost, where no key is asked for
     (GatewayConfig, "classes"),  # `default` is one of them
     (KeeperSettings, "start_together"),  # by the device
+    (KeeperSettings, "kv_gib"),  # by kv.host_kv_gib, kv.kv_tiers and VLLM_CPU_KVCACHE_SPACE
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers and overload.policy
     (ConnectorConfig, "plugins"),  # by coserving.enabled and overload.policy
     (DispatchSettings, "coserving"),  # by coserving.enabled

@@ -1,0 +1,95 @@
+"""Memory of an engine's processes: how much they have, how much they may have, and what is ended first.
+
+Counted is anonymous memory: caches in shared memory, files and libraries are not an engine's growth. Reading
+it exactly walks page tables, so the sum of what each process maps by itself, which counts pages that forked
+processes share more than once, decides first whether that is needed.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GIB = 1 << 30
+ENDED_FIRST = (
+    800  # of an engine's processes, when a machine has no memory left: gateways and directory have less
+)
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_GROWTH_SHARE = 0.25  # of the machine's memory
+_MOST_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """The most that an engine's processes may have together."""
+
+    limit_bytes: int
+    idle_bytes: int
+
+    @classmethod
+    def of(
+        cls, memory_gib: float | None, kv_gib: float, idle_bytes: int, machine_bytes: int
+    ) -> "MemoryLimit":
+        """`memory_gib` if it is set, else idle memory, KV in host memory, and a quarter of the machine's."""
+        if memory_gib is not None:
+            return cls(int(memory_gib * GIB), idle_bytes)
+        grown = idle_bytes + kv_gib * GIB + _GROWTH_SHARE * machine_bytes
+        return cls(int(min(grown, _MOST_SHARE * machine_bytes)), idle_bytes)
+
+    def reached(self, has_bytes: int) -> str:
+        """A sentence for the log and for `conserve status` if the limit is reached, else an empty string."""
+        if has_bytes <= self.limit_bytes:
+            return ""
+        has, may, idle = (
+            f"{value / GIB:.1f} GiB" for value in (has_bytes, self.limit_bytes, self.idle_bytes)
+        )
+        return (
+            f"its processes had {has} of memory and may have {may} (idle: {idle}); "
+            "if that was ordinary work, raise engine.memory_gib"
+        )
+
+
+def machine_bytes() -> int:
+    """Return the memory of this machine or, where it is less, of the container that we are in."""
+    total = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def session_bytes(leader: int, enough: int = 0) -> int:
+    """Return the memory of the session that `leader` leads; exact only where it may be above `enough`."""
+    pids = list(_session(leader))
+    upper = sum(map(_unshared_bytes, pids))
+    return upper if upper <= enough else sum(map(_exact_bytes, pids))
+
+
+def be_ended_first() -> None:
+    """Raise this process's score for the kernel's out-of-memory killer; forked processes inherit it."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(ENDED_FIRST))
+
+
+def _session(leader: int) -> Iterator[int]:
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if os.getsid(pid) == leader:
+                yield pid
+
+
+def _unshared_bytes(pid: int) -> int:
+    with suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+        return (int(fields[1]) - int(fields[2])) * _PAGE
+    return 0
+
+
+def _exact_bytes(pid: int) -> int:
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss_Anon:"):
+                return int(line.split()[1]) << 10
+    return _unshared_bytes(pid)
