@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.fleet.schema import MIB, SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
+from deploy.fleet.key_types import MIB
+from deploy.fleet.schema import SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role

@@ -1,16 +1,25 @@
 """The fleet file: what a fleet is made of. One class a block of the YAML file.
 
-Strict: an unknown key is an error, and a number in quotes is not a number. A default stands in one place:
-where a key sets a field of a component's configuration, it is that field's.
+Strict: an unknown key is an error, and a number in quotes is not a number.
 """
 
-import re
-from dataclasses import MISSING, fields
-from ipaddress import ip_network
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from deploy.fleet.key_types import (
+    MIB,
+    Arguments,
+    Duration,
+    Gib,
+    Name,
+    Period,
+    Port,
+    Tokens,
+    Watts,
+    default,
+    network,
+)
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.routing.placer_settings import PlacerSettings, Redisaggregation
@@ -26,78 +35,8 @@ from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import LaunchSpec as Engine
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_PATTERN = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)$")
-
-
-def seconds(value: object) -> object:
-    """Turn `10m` into 600.0; leave anything else to pydantic's own check."""
-    if not isinstance(value, str):
-        return value
-    match = _PATTERN.match(value.strip())
-    if match is None:
-        raise ValueError(
-            "a time is seconds, or a number with ms, s, m, h or d, as in 30s or 10m, never negative"
-        )
-    return float(match[1]) * _UNITS[match[2]]
-
-
-Duration = Annotated[
-    float,
-    Field(ge=0, allow_inf_nan=False),
-    BeforeValidator(seconds),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "string", "pattern": r"^\d+(\.\d+)?\s*(ms|s|m|h|d)$"},
-            ],
-            "description": "seconds, or a number with ms, s, m, h or d",
-        }
-    ),
-]
-
-
-Period = Annotated[Duration, Field(gt=0)]  # where none at all would mean nothing
-LongestTtl = Annotated[
-    Duration, Field(gt=0, le=LONGEST_HINT_S)
-]  # clients may not ask for more than that at all
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
-Port = Annotated[int, Field(ge=0, le=65_535)]
-Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Tokens = Annotated[int, Field(ge=0)]
-Watts = Annotated[int, Field(gt=0)]
-
-
-def _option_value(value: object) -> object:
-    if not isinstance(value, bool | int | float | str | dict | list):
-        raise ValueError("Input should be true, false, a number, a text, a list or a mapping")
-    return value
-
-
-Arguments = dict[
-    str,
-    Annotated[
-        Any,
-        AfterValidator(_option_value),
-        WithJsonSchema({"type": ["boolean", "integer", "number", "string", "array", "object"]}),
-    ],
-]
-
-
-def _network(text: str) -> str:
-    ip_network(text)  # says itself what it expects
-    return text
-
-
+LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_HINT_S)]  # clients may not ask for more at all
 SMALL_MODEL = "small"
-MIB = 1 << 20
-
-
-def default(config: type[Any], name: str) -> Any:
-    """Of that field of a component's configuration."""
-    values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
-    return values[name]
 
 
 class Spec(BaseModel):
@@ -258,7 +197,7 @@ class GatewaySpec(Spec):
     processes: Annotated[int, Field(gt=0, le=64)] = 1
     tls: TlsSpec | None = None
     """Without it the port speaks plain HTTP."""
-    trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = []
+    trusted_proxies: list[Annotated[str, AfterValidator(network)]] = []
     """Addresses or networks (10.0.0.0/8) whose `X-Forwarded-For` says who calls: for limits of callers
     without keys, connections and the audit. What others say there is ignored."""
     open: bool = False

@@ -18,7 +18,7 @@ from rich.table import Table
 from deploy.cli.common import FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
-from deploy.fleet.schema import seconds
+from deploy.fleet.key_types import seconds
 from router.keys import Key, Limits, Scope, hash_of, load, parse
 from workers.processes import write_atomically
 
