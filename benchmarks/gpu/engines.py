@@ -156,6 +156,7 @@ async def started(
         "load_format": "dummy",
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
+        "kernel_config": {"enable_jit_warmup": False},  # a minute; each step warms up by itself
         **made.sizes.arguments,
     }
     if not variant.plain:

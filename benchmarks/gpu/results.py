@@ -1,6 +1,7 @@
 """Results of the GPU steps: one JSON line per figure group, appended as soon as it is known."""
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,39 @@ class ResultLog:
         self._path = path
         self._step = step
 
-    def add(self, figures: Figures) -> None:
+    def add(self, figures: Figures, repeat: int | None = None) -> None:
         """Write one line and flush it, so that a killed step loses nothing that it measured."""
-        line = json.dumps({"step": self._step, "at": round(time.time(), 3), "figures": figures})
+        line = json.dumps(
+            {"step": self._step, "at": round(time.time(), 3), "repeat": repeat, "figures": figures}
+        )
         with self._path.open("a") as file:
             file.write(line + "\n")
         print(line, flush=True)
 
 
 def read_results(path: Path) -> dict[str, Figures]:
-    """Return the figures of each step. A later line replaces equal keys of an earlier one."""
+    """Return the figures of each step.
+
+    A figure that was measured repeatedly is the median, with the lowest and the highest as `NAME_range`.
+    Otherwise a later line replaces equal keys of an earlier one.
+    """
     found: dict[str, Figures] = {}
+    repeated: dict[tuple[str, str], list[float]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             entry = json.loads(line)
         except ValueError:
             continue  # a line that a killed process did not finish
-        found.setdefault(entry["step"], {}).update(entry["figures"])
+        step = found.setdefault(entry["step"], {})
+        step.update(entry["figures"])
+        if entry.get("repeat") is None:
+            continue
+        for name, value in entry["figures"].items():
+            if isinstance(value, float):
+                values = repeated.setdefault((entry["step"], name), [])
+                values.append(value)
+                step[name] = statistics.median(values)
+                step[f"{name}_range"] = [min(values), max(values)]
     return found
 
 

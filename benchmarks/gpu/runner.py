@@ -16,12 +16,12 @@ from benchmarks.gpu.energy import joules
 from benchmarks.gpu.results import ResultLog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TORCH, ENGINES = "torch", "engines"
+TORCH, ENGINES, TOGETHER = "torch", "engines", "together"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the sequence. Steps of the group `torch` need no vLLM."""
+    """A step of the sequence. Steps of the group `torch` need no vLLM; `together` runs only when named."""
 
     name: str
     group: str
@@ -47,6 +47,7 @@ SEQUENCE = (
     Step("plain-v2", ENGINES, 120),
     Step("kept-blhnc", ENGINES, 120),
     Step("handover", ENGINES, 200),
+    Step("together", TOGETHER, 480),
 )
 
 
@@ -56,7 +57,7 @@ class StepSelectionError(ValueError):
 
 def select(only: Sequence[str], skip: Sequence[str]) -> list[Step]:
     """Return the steps to run, in the order of the sequence. Names may be steps or groups."""
-    known = {step.name for step in SEQUENCE} | {TORCH, ENGINES}
+    known = {step.name for step in SEQUENCE} | {TORCH, ENGINES, TOGETHER}
     if unknown := sorted({*only, *skip} - known):
         raise StepSelectionError(
             f"no step or group {', '.join(unknown)}; there are {', '.join(sorted(known))}"
@@ -65,7 +66,8 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[Step]:
     def named(step: Step, names: Iterable[str]) -> bool:
         return step.name in names or step.group in names
 
-    return [step for step in SEQUENCE if (not only or named(step, only)) and not named(step, skip)]
+    wanted = only or (TORCH, ENGINES)
+    return [step for step in SEQUENCE if named(step, wanted) and not named(step, skip)]
 
 
 def run_step(step: Step, device: str, out: Path, cache: Path) -> None:

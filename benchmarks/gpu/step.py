@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from benchmarks.gpu.results import ResultLog
-from benchmarks.gpu.runner import SEQUENCE, TORCH
+from benchmarks.gpu.runner import SEQUENCE, TOGETHER, TORCH
 
 
 def main() -> None:
@@ -23,6 +23,11 @@ def main() -> None:
         from benchmarks.gpu.mechanisms import STEPS
 
         log.add(STEPS[arguments.name](arguments.device))
+        return
+    if group == TOGETHER:
+        from benchmarks.gpu.together import measure_together
+
+        measure_together(arguments.device, arguments.out)
         return
     from benchmarks.gpu.engines import measure_engine
 

@@ -49,15 +49,22 @@ class KvEngine:
         session: str | None = None,
         priority: int = 0,
         transfer: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> EngineAnswer:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         self.index += 1
+        extra = dict(arguments or {})
+        if transfer:
+            extra["kv_transfer_params"] = dict(transfer)
         sampling = SamplingParams(
-            max_tokens=output, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": dict(transfer)} if transfer else None,
-        )  # fmt: skip
+            max_tokens=output,
+            temperature=0,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra or None,
+        )
         start = time.monotonic()
         tokens: list[int] = []
         arrivals: list[float] = []
