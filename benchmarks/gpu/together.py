@@ -31,7 +31,7 @@ ONCE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-class EngineProcess:
+class EngineInTurn:
     """One engine in a process of its own, which plays the loads that it is told."""
 
     def __init__(self, name: str, device: str, out: Path) -> None:
@@ -106,7 +106,7 @@ async def _serve(name: str, device: str, log: ResultLog, connection: Connection)
 
 def measure_together(device: str, out: Path, names: tuple[str, ...] = ENGINES) -> None:
     """Start all engines, then play the repeated load in rounds and the others once."""
-    engines = [EngineProcess(name, device, out) for name in names]
+    engines = [EngineInTurn(name, device, out) for name in names]
     try:
         for engine in engines:
             engine.answer(START_LIMIT_S)
