@@ -56,6 +56,23 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: GatewayWithBatch) -> 
             await client.batches.cancel(batch.id)
 
 
+@pytest.mark.parametrize("more", [{}, {"truncate_prompt_tokens": 10}], ids=["whole", "to be cut"])
+async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
+    gateway: GatewayWithBatch, engine: OfflineEngine, more: dict[str, Any]
+) -> None:
+    """An engine would tokenise all of it, and another one at each further try."""
+    async with gateway.client() as client:
+        long = line("long", "word " * 30_000)  # of 8,192 tokens
+        long["body"] |= more
+        batch = await ended(client, await submit(client, jsonl([line("a"), long, line("b")])))
+        output, error = await results_of(client, batch)
+        assert output.keys() == {"a", "b"} and error.keys() == {"long"}
+        response = error["long"]["response"]
+        assert response["status_code"] == 400
+        assert response["body"]["error"]["code"] == "context_length_exceeded"
+        assert len(engine.bodies) == 2
+
+
 async def test_an_expired_batch_keeps_what_was_done(
     gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
