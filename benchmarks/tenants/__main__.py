@@ -4,9 +4,11 @@
 
 The fleet is brought up for it, with co-serving, a key for each tenant and the same limits for both. The
 victim's agents hold conversations, in turns alone and beside an attack, on the same engines: floods of
-streams, giant prompts, streams that are cut off, bodies that come byte by byte, batches one after another.
-Wanted: the victim's P99 of the time to the first token of its turns at most 1.25 times that of alone, and no
-turn of it refused or failed. Everything shares the machine, the attack's client too.
+streams, giant prompts, streams that are cut off, bodies that come byte by byte, batches one after another,
+and requests that would cost more than they weigh: 10 MiB of text to be cut or counted, or in a line of a
+batch, request ids of 60 kB, beams, the highest priority. Wanted: the victim's P99 of the time to the first
+token of its turns at most 1.25 times that of alone, that of the longest gap within a turn at most 1.5 times,
+and no turn of it refused or failed. Everything shares the machine, the attack's client too.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -41,12 +44,13 @@ GROWS_S = 5.0  # of an attack, before the victim begins
 AGENTS, TURNS, TOKENS = 3, 4, 16
 PROMPT, APPEND = 1200, 250  # characters
 THINKS_S = 0.5
-AIM = 1.25
+AIM, GAP_AIM = 1.25, 1.5
 
 
 @dataclass
 class VictimSeen:
     ttft_s: list[float] = field(default_factory=list)
+    gap_s: list[float] = field(default_factory=list)  # the longest of each turn
     failed: list[str] = field(default_factory=list)
 
 
@@ -72,6 +76,7 @@ class Victim:
                     seen.failed.append(str(wrong))
                     break
                 seen.ttft_s.append(answer.first_at - asked)
+                seen.gap_s.append(max((b - a for a, b in pairwise(answer.arrivals)), default=0.0))
                 messages += [{"role": "assistant", "content": answer.text}]
                 messages += [{"role": "user", "content": text(f"{name}/{turn}", APPEND)}]
                 await asyncio.sleep(self._random.expovariate(1 / THINKS_S))
@@ -115,6 +120,11 @@ async def play(
     return alone, beside, answers
 
 
+def ratio(beside: list[float], alone: list[float]) -> float:
+    """Return how the P99 of one compares with that of the other."""
+    return quantile(beside, 0.99) / p99 if (p99 := quantile(alone, 0.99)) else 0.0
+
+
 def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_ROUNDS} rounds of {QUICK_PHASE_S:.0f} s")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,9 +136,9 @@ def main() -> None:
         with brought_up(fleet) as home:
             url = serving(home).endpoint
             alone, beside, answers = asyncio.run(play(url, fleet.model.name, options.seed, rounds, phase_s))
-    p99 = {name: quantile(seen.ttft_s, 0.99) for name, seen in (("alone", alone), ("beside", beside))}
     figures = {
-        "victim_ttft_p99_vs_alone": p99["beside"] / p99["alone"] if p99["alone"] else 0.0,
+        "victim_ttft_p99_vs_alone": ratio(beside.ttft_s, alone.ttft_s),
+        "victim_gap_p99_vs_alone": ratio(beside.gap_s, alone.gap_s),
         "victim_failed": len(beside.failed),
         "victim_failed_alone": len(alone.failed),
         **{f"victim_ttft_p{q}_{name}_s": quantile(seen.ttft_s, q / 100)
@@ -142,7 +152,8 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name} = {value if isinstance(value, int) else round(value, 3)}")
     write_json(options.json, figures | {"attack": answers})
-    sys.exit(1 if figures["victim_failed"] or figures["victim_ttft_p99_vs_alone"] > AIM else 0)
+    late = figures["victim_ttft_p99_vs_alone"] > AIM or figures["victim_gap_p99_vs_alone"] > GAP_AIM
+    sys.exit(1 if figures["victim_failed"] or late else 0)
 
 
 if __name__ == "__main__":

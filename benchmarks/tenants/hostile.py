@@ -17,7 +17,9 @@ import aiohttp
 from traces.replay.client import text
 
 FLOODERS, GIANTS, CANCELLERS, SLOW, BATCHERS = 32, 6, 12, 20, 4
+DEAR = 2  # of each kind of requests that would cost more than they weigh
 FLOOD_TOKENS, GIANT_CHARACTERS = 128, 80_000
+LONG_CHARACTERS, LONG_ID = 10 << 20, "R" * 60_000
 LINES = 50  # of a batch
 PAUSE_S = 0.1  # after a refusal: `retry-after` is not kept to
 SLOW_BYTE_S = 1.0
@@ -42,6 +44,12 @@ class HostileTenant:
                 (CANCELLERS, self._cancel),
                 (BATCHERS, self._batch),
                 (SLOW, self._slow),
+                (DEAR, self._cut),
+                (DEAR, self._tokenize),
+                (DEAR, self._named),
+                (DEAR, self._urgent),
+                (DEAR, self._beam),
+                (DEAR, self._dear_batch),
             ]
             async with asyncio.TaskGroup() as group:
                 for number, kind in kinds:
@@ -65,8 +73,16 @@ class HostileTenant:
         sizes = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
         return {"model": self._model, "messages": [{"role": "user", "content": said}], **sizes, **more}
 
-    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any], read: int = -1) -> str:
-        async with session.post(f"{self._url}/v1/chat/completions", json=body) as answer:
+    async def _ask(
+        self,
+        session: aiohttp.ClientSession,
+        body: dict[str, Any],
+        read: int = -1,
+        path: str = "/v1/chat/completions",
+        **headers: str,
+    ) -> str:
+        said = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with session.post(f"{self._url}{path}", json=body, headers=said) as answer:
             await answer.content.read(read)
             return str(answer.status)
 
@@ -80,13 +96,38 @@ class HostileTenant:
         """Its first bytes are read, and the connection is closed."""
         return await self._ask(session, self._body(4000, FLOOD_TOKENS, stream=True), read=16)
 
+    async def _cut(self, session: aiohttp.ClientSession) -> str:
+        """Text that an engine would tokenise to cut it."""
+        return await self._ask(session, self._body(LONG_CHARACTERS, 1, truncate_prompt_tokens=10))
+
+    async def _tokenize(self, session: aiohttp.ClientSession) -> str:
+        body = {"model": self._model, "prompt": text("long", LONG_CHARACTERS)}
+        return await self._ask(session, body, path="/tokenize")
+
+    async def _named(self, session: aiohttp.ClientSession) -> str:
+        """Under an id that would stand in every event of its stream."""
+        return await self._ask(session, self._body(400, FLOOD_TOKENS, stream=True), x_request_id=LONG_ID)
+
+    async def _urgent(self, session: aiohttp.ClientSession) -> str:
+        body = self._body(10_000, 1)
+        return await self._ask(session, body, x_conversation_priority="10")
+
+    async def _beam(self, session: aiohttp.ClientSession) -> str:
+        return await self._ask(session, self._body(400, FLOOD_TOKENS, use_beam_search=True, n=8))
+
     async def _batch(self, session: aiohttp.ClientSession) -> str:
+        return await self._submit(session, LINES, 2000)
+
+    async def _dear_batch(self, session: aiohttp.ClientSession) -> str:
+        return await self._submit(session, 1, LONG_CHARACTERS)
+
+    async def _submit(self, session: aiohttp.ClientSession, count: int, characters: int) -> str:
         lines = "\n".join(
             json.dumps({
                 "custom_id": f"{number}", "method": "POST", "url": "/v1/chat/completions",
-                "body": self._body(2000, 64),
+                "body": self._body(characters, 64),
             })
-            for number in range(LINES)
+            for number in range(count)
         )  # fmt: skip
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", lines, filename="in.jsonl")
