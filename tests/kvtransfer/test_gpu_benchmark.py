@@ -1,42 +1,86 @@
-"""`python -m benchmarks.gpu` runs without CUDA, and its mechanisms without vLLM; the page says what ran."""
+"""`python -m benchmarks.gpu` runs without CUDA and loses no figure when a step is killed."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-WITHOUT_VLLM = """
-import runpy, sys
-sys.modules["vllm"] = None
-runpy.run_module("benchmarks.gpu", run_name="__main__")
-"""
+from benchmarks.gpu.results import ResultLog, compare_with_plain, read_results
+from benchmarks.gpu.runner import SEQUENCE, StepSelectionError, select
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(path: Path, *options: str, before: str = "") -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, [before, *sys.path])),
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(path), *options]
+    return subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+
+
+def test_steps_are_selected_by_name_and_by_group_in_the_order_of_the_sequence() -> None:
+    assert [step.name for step in select(["plain", "pages"], [])] == ["pages", "plain"]
+    without_engines = select([], ["engines"])
+    assert {step.group for step in without_engines} == {"torch"}
+    assert "together" not in {step.name for step in select([], [])}, "it needs a GPU of 110 GiB"
+    assert "together" in {step.name for step in SEQUENCE}
+
+
+def test_an_unknown_step_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(StepSelectionError, match=r"no step or group coservin; there are .*coserving"):
+        select(["coservin"], [])
+
+
+def test_repeated_figures_become_medians_and_a_torn_line_is_ignored(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    for repeat, value in enumerate((3.0, 1.0, 2.0)):
+        ResultLog(out, "coserving").add({"tbt_of_1_p50_s": value}, repeat)
+    ResultLog(out, "plain").add({"tbt_of_1_p50_s": 1.0})
+    with out.open("a") as file:
+        file.write('{"step": "plain", "figures": {"tbt')
+    found = read_results(out)
+    compare_with_plain(found)
+    assert found["coserving"]["tbt_of_1_p50_s"] == 2.0
+    assert found["coserving"]["tbt_of_1_p50_s_range"] == [1.0, 3.0]
+    assert found["coserving"]["tbt_of_1_p50_vs_plain"] == 2.0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_mechanisms_doubles_run_and_their_bytes_are_equal(tmp_path: Path) -> None:
-    options = ["--mechanisms", "--page", str(tmp_path / "gpu.md"), "--json", str(tmp_path / "gpu.json")]
-    run = [sys.executable, "-c", WITHOUT_VLLM, *options]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
-    subprocess.run(run, check=True, timeout=170, env=environment, cwd=Path(__file__).parents[2])
-    page, found = (tmp_path / "gpu.md").read_text(), json.loads((tmp_path / "gpu.json").read_text())
-    assert "without CUDA" in page and "| host_copies | equal | True |" in page
-    assert {name for name, figures in found.items() if "equal" in figures} > {"pages", "aborted_steps"}
+@pytest.mark.timeout(240)
+def test_a_killed_step_loses_no_figure_of_others_and_the_run_goes_on(tmp_path: Path) -> None:
+    out, no_vllm = tmp_path / "results.jsonl", tmp_path / "blocked"
+    (no_vllm / "vllm").mkdir(parents=True)
+    (no_vllm / "vllm" / "__init__.py").write_text("raise ImportError('these steps need no vLLM')\n")
+    running = run(out, "--only", "registration,aborted_steps,pages", before=str(no_vllm))
+    while "aborted_steps" not in (out.read_text() if out.exists() else ""):
+        for step in psutil.Process(running.pid).children():
+            if "aborted_steps" in step.cmdline():
+                step.send_signal(signal.SIGKILL)
+        time.sleep(0.05)
+        assert running.poll() is None, "the run ended before the step could be killed"
+    assert running.wait(200) != 0, "a failed step is the exit status"
+    found = read_results(out)
+    assert found["registration"]["outcome"] == "ok" and found["registration"]["equal"]
+    assert found["aborted_steps"]["outcome"] == "failed with status -9"
+    assert found["pages"]["outcome"] == "ok" and found["pages"]["equal"]
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
-def test_its_engines_run_and_stand_beside_plain_vllm(tmp_path: Path) -> None:
-    options = ["--engines", "--json", str(tmp_path / "gpu.json")]
-    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
-    run = [sys.executable, "-m", "benchmarks.gpu", *options]
-    subprocess.run(run, check=True, timeout=290, env=environment, cwd=Path(__file__).parents[2])
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["kept"]["restored_blocks_of_512"] > 10 and found["kept"]["tbt_of_4_vs_plain"] > 0
-    assert found["kept"]["handed_over_512_vs_plain"] > 0 and found["kept"]["transfers_refused"] == 0
-    for kind in ("coserving", "coserving-piecewise"):
-        assert found[kind]["iterations"] > 10 and found[kind]["offline_tokens_per_s"] > 0
-        assert found[kind]["tbt_of_4_vs_plain"] > 0
+@pytest.mark.timeout(580)
+def test_engine_steps_run_one_at_a_time_and_stand_beside_plain_vllm(tmp_path: Path) -> None:
+    out, json_file = tmp_path / "results.jsonl", tmp_path / "gpu.json"
+    running = run(out, "--only", "coserving,plain,handover", "--json", str(json_file))
+    assert running.wait(570) == 0
+    found = json.loads(json_file.read_text())
+    assert found["coserving"]["iterations"] > 10 and found["coserving"]["offline_tokens_per_s"] > 0
+    assert found["coserving"]["tbt_of_4_p50_vs_plain"] > 0 and found["coserving"]["schedule_p50_of_4_ms"] > 0
+    assert found["handover"]["handed_over_512_vs_plain"] > 0 and found["handover"]["transfers_refused"] == 0

@@ -1,6 +1,6 @@
 """Pages on a GPU, by the virtual memory of CUDA's driver (cuMemCreate, cuMemMap and theirs).
 
-`python -m benchmarks.gpu --mechanisms` is what shows it. Layouts and numbers are of CUDA 12's cuda.h, and
+`python -m benchmarks.gpu --only torch` is what shows it. Layouts and numbers are of CUDA 12's cuda.h, and
 hold for 13's driver.
 """
 
