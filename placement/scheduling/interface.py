@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from placement.overload.lookahead import Forecast, PipelineView
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 
@@ -104,7 +103,6 @@ class EngineView:
     block_tokens: int
     max_tokens: int  # per iteration
     max_running: int
-    pipeline: PipelineView | None = None  # of an engine that shares its layers and knows its model's speed
 
 
 @dataclass(slots=True)
@@ -171,7 +169,6 @@ class IterationPlan:
     builder: BatchBuilder = field(compare=False)
     # Online requests that wait, in the order in which the engine is to look at them; None: by arrival.
     waiting: tuple[str, ...] | None = None
-    forecast: Forecast | None = None  # for engines that share their layers with this one
     yields: bool = False  # its prompts are of a lesser class than one that may come: to be left for it
 
 

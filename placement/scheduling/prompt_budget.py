@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from placement.overload.lookahead import Forecast, PipelineView, cut_to, own_level
 from placement.priorities import ClassOrder
 from placement.scheduling import preemption
 from placement.scheduling.interface import RequestView
@@ -24,34 +23,10 @@ class OnlineShare:
     caps: Caps
     prompts: tuple[RequestView, ...]  # in the order in which they are computed
     seconds: float  # what the iteration may take by prompts; infinity: as long as they like
-    decoding: BatchWork  # of it, what has no prompt
     held_back: bool = False  # a prompt waits for the end of those before it: nothing else has its place
     yields: bool = (
         False  # its prompts are of lesser classes than were here of late, and nothing better decodes
     )
-
-    def forecast(self, pipeline: PipelineView) -> Forecast:
-        model = pipeline.model
-        base_s = model.seconds(self.decoding) if self.decoding.requests else 0.0
-        return Forecast(base_s, max(base_s, model.seconds(self.work)) if self.work.requests else base_s)
-
-    def beside(self, pipeline: PipelineView) -> "OnlineShare":
-        """Cut so that the others' batches take as long; what is cut off is nobody else's place."""
-        level = own_level(self.forecast(pipeline), pipeline.peers)
-        takes = [(prompt, tokens) for prompt in self.prompts if (tokens := self._taken(prompt))]
-        asked = [(tokens, prompt.computed) for prompt, tokens in takes]
-        left = cut_to(pipeline.model, self.decoding, asked, level)
-        work, caps = self.decoding, dict(self.caps)
-        for (prompt, tokens), fits in zip(takes, left, strict=True):
-            work = work.plus(fits, prompt.computed) if fits else work
-            if fits < tokens:
-                caps[prompt.key] = fits
-        if work == self.work:
-            return self
-        return replace(self, work=work, caps=caps, held_back=True)
-
-    def _taken(self, prompt: RequestView) -> int:
-        return min(prompt.pending, self.caps.get(prompt.key, prompt.pending))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +160,7 @@ def share_out(
     if held_back:  # the engine looks no further than at one without tokens
         prompts = tuple(sorted(prompts, key=lambda request: caps.get(request.key) == 0))
     yields = -math.inf < best_s < best_of_late_s and lesser.best_s < best_of_late_s and not owed
-    return OnlineShare(work, caps, prompts, seconds, alone, held_back, yields)
+    return OnlineShare(work, caps, prompts, seconds, held_back, yields)
 
 
 def with_a_token(

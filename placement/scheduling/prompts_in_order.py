@@ -38,9 +38,6 @@ class PromptsInOrder(ServingPolicy):
         prompts = (request for request in preemption.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
         first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)
-        forecast = None
-        if view.pipeline is not None:
-            forecast, first = first.forecast(view.pipeline), first.beside(view.pipeline)
         offline = sum(request.offline for request in decoding)  # take their token from what is left
         waiting = tuple(request.key for request in first.prompts if not request.running)
         left = 0 if first.held_back else view.max_tokens - first.work.new_tokens
@@ -50,7 +47,7 @@ class PromptsInOrder(ServingPolicy):
             planned=frozenset(waiting), unplanned_s=first.seconds,
         )  # fmt: skip
         order = online_then_offline(view.running, first.prompts)
-        return IterationPlan(order, (), builder, waiting, forecast)
+        return IterationPlan(order, (), builder, waiting)
 
     def observe(self, done: IterationDone) -> None:
         self._margin.see(done.predicted_s, done.seconds)

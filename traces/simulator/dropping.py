@@ -1,7 +1,7 @@
 """Parameters that give way in a simulated fleet: the product's signal and plan decide, engines regroup.
 
-While engines share a model they step together: each forms its own batch, and a round takes as long as the
-longest of the micro-batches, plus the hops between engines.
+While engines share a model they step together: each forms its own batch by its own token budget, as running
+engines do, and a round takes as long as the longest of these batches, plus the hops between engines.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from typing import Any
 
 from placement.engines import Role
 from placement.overload.drop_plan import DropLimits, DropPlan, EngineShape, Member, plan_drop
-from placement.overload.lookahead import by_tokens, lookahead
 from placement.routing.placer import Placer
+from placement.scheduling.latency_model import BatchWork
 from traces import TraceError
 from traces.simulator.engine import EventQueue, Regrouping, SimulatedEngine
 from traces.simulator.tiers import SimulatedTier
@@ -21,7 +21,6 @@ from traces.simulator.tiers import SimulatedTier
 class DroppingSettings:
     limits: DropLimits
     look_s: float = 1.0  # between two looks at the fleet, as the directory's
-    looks_ahead: bool = True  # micro-batches of equal time; false: each engine's own, cut by its token budget
     coordinated: bool = True  # activations go before KV; false: nothing is computed during an exchange
     restores: bool = True
     from_start: bool = False  # pairs before anything is served: a pipeline by configuration
@@ -30,12 +29,10 @@ class DroppingSettings:
 class RoundsTogether:
     """Pipeline of a group: its members' iterations begin and end together."""
 
-    def __init__(
-        self, members: Sequence[SimulatedEngine], shape: EngineShape, looks_ahead: bool, events: EventQueue
-    ) -> None:
+    def __init__(self, members: Sequence[SimulatedEngine], shape: EngineShape, events: EventQueue) -> None:
         self.members = tuple(members)
         self.busy_s = self.stage_s = 0.0  # of all stages: computing, and in all
-        self._shape, self._looks_ahead, self._events = shape, looks_ahead, events
+        self._shape, self._events = shape, events
         self._due = False
         self._ends = 0.0
 
@@ -48,18 +45,14 @@ class RoundsTogether:
         self._due = False
         model, formed = self._shape.latency, [member.form() for member in self._here()]
         assert model is not None
-        decoding = [work for work, _ in formed]
-        prompts = [own for _, own in formed]
-        tokens = sum(work.new_tokens for work in decoding) + sum(new for own in prompts for new, _ in own)
+        batches = [decoding + BatchWork.of(prompts) for decoding, prompts in formed]
+        tokens = sum(batch.new_tokens for batch in batches)
         if not tokens:
             return
-        if self._looks_ahead:
-            made = lookahead(model, decoding, [prompt for own in prompts for prompt in own])
-        else:
-            made = by_tokens(model, decoding, prompts)
+        batch_s = [model.seconds(batch) for batch in batches if batch.requests]
         size = len(self.members)
-        seconds = made.longest_s + self._shape.hops_s(size, tokens / size)
-        self.busy_s += sum(made.seconds)
+        seconds = max(batch_s) + self._shape.hops_s(size, tokens / size)
+        self.busy_s += sum(batch_s)
         self.stage_s += size * seconds
         self._ends = self._events.now + seconds
         for member in self._here():
@@ -165,8 +158,8 @@ class Dropping:
         self.tally.most_gained = max(self.tally.most_gained, gained / len(self._engines))
 
     def _split(self, names: Sequence[str], kv_tokens: int, exchange: bool) -> None:
-        members, settings = [self._engines[name] for name in names], self._settings
-        group = RoundsTogether(members, self._shape, settings.looks_ahead, self._events)
+        members = [self._engines[name] for name in names]
+        group = RoundsTogether(members, self._shape, self._events)
         self.tally.pipelines.append(group)
         for member in members:
             before = len(self._groups[member.name].members) if member.name in self._groups else 1

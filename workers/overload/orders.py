@@ -1,13 +1,9 @@
-"""Orders of an engine's scheduler side to its worker, and the worker's reports; and what is counted of them.
-
-An order of a step in which nothing changes is the forecast of its batch, for the other members.
-"""
+"""Orders of an engine's scheduler side to its worker, the worker's reports, and their metrics."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtransfer.metrics import CounterSpec, HistogramSpec
-from placement.overload.lookahead import Forecast
 
 
 class SplitEvent(StrEnum):
@@ -77,16 +73,6 @@ class SplitReport:
     rows: list[int] = field(default_factory=list)  # GIVEN: blocks that have not gone; LOADED: that have come
 
     def merge(self, other: "SplitReport") -> "SplitReport":
-        return self  # one rank
-
-
-@dataclass(frozen=True, slots=True)
-class PeersForecasts:
-    """What other members said of their next batches, by part: each with how long ago, in seconds."""
-
-    said: dict[int, tuple[Forecast, float]]
-
-    def merge(self, other: "PeersForecasts") -> "PeersForecasts":
         return self  # one rank
 
 

@@ -1,5 +1,5 @@
-"""Passes of a model whose layers are shared: own batches through all parts, here and at the peers that keep
-them, and peers' batches through this one; what members tell each other of their next batches with them."""
+"""Passes of a model whose layers are shared: own batches through all parts, and peers' batches through this
+engine's part."""
 
 import time
 from collections.abc import Mapping
@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from placement.overload.lookahead import FRESH_S, Forecast
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import Message, PeerAsk, PeerRefused
 from workers.overload.exchange import LinkOrder
 from workers.overload.membership import DeviceLock, Membership
-from workers.overload.orders import PeersForecasts
 
 
 @dataclass
@@ -36,8 +34,6 @@ class SplitPasses:
         self._model = internals.decoder_of(runner)
         self._block_tokens = int(runner.cache_config.block_size)
         self.tally = SplitTally()
-        self._forecast: tuple[Forecast, float] | None = None  # of this engine's batch, and since when
-        self._heard: dict[int, tuple[Forecast, float]] = {}  # of the other parts', and when
 
     def forward(
         self,
@@ -65,8 +61,8 @@ class SplitPasses:
         hidden, _ = self._model.norm(hidden, residual)
         return hidden
 
-    def serve(self, member: Membership, part: int, message: Message, offset: int) -> Message:
-        """That member's batch; rows of its blocks begin at `offset`."""
+    def serve(self, member: Membership, message: Message, offset: int) -> Message:
+        """Compute a peer's batch through the layers kept here; rows of its blocks begin at `offset`."""
         positions, hidden, query_start, seq_lens, blocks, slots, *residual = message.tensors
         batch = internals.BatchKv(query_start, seq_lens, blocks, slots, *message.values["sizes"])
         named = batch.within(member.blocks, self._block_tokens, len(positions))
@@ -77,7 +73,6 @@ class SplitPasses:
             blocks=torch.where(named, blocks, 0) + offset,
             slots=torch.where(slots >= 0, slots + offset * self._block_tokens, slots),
         )
-        self._hear(part, message)
         names = [self._model.attention[index] for index in member.kept]
         began = time.monotonic()
         seen = [tensor.to(self._runner.device) for tensor in (positions, hidden, *residual)]
@@ -86,7 +81,7 @@ class SplitPasses:
         answer = [tensor.to("cpu") for tensor in through if tensor is not None]  # when it is computed
         self.tally.served += 1
         self.tally.served_s += time.monotonic() - began
-        return Message(PeerAsk.DONE, message.epoch, self._said(), answer)
+        return Message(PeerAsk.DONE, message.epoch, {}, answer)
 
     def _through(
         self, layers: range, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -102,42 +97,10 @@ class SplitPasses:
         tensors = [tensor.to("cpu", copy=True) for tensor in tensors]  # after all that was launched before
         began, served_s = time.monotonic(), self.tally.served_s
         with self._device.lent(), self._order.batch():
-            answer = member.ask(part, PeerAsk.RUN, {**values, **self._said()}, tensors)
+            answer = member.ask(part, PeerAsk.RUN, values, tensors)
         gone_s = time.monotonic() - began  # and until the device was free, which is among what was served
-        self._hear(part, answer)
         self.tally.peer_s += gone_s
         self.tally.idle_s += max(0.0, gone_s - (self.tally.served_s - served_s))
         self.tally.peer_bytes += sum(tensor.nbytes for tensor in tensors)
         after, left = (tensor.to(device) for tensor in answer.tensors)
         return after, left
-
-    # What members tell each other of their next batches (placement/overload/lookahead.py)
-
-    def forecast(self, forecast: Forecast) -> None:
-        """By this engine's scheduler, of the step that begins."""
-        self._forecast = forecast, time.monotonic()
-
-    def forget(self) -> None:
-        """The split is over."""
-        self._forecast, self._heard = None, {}
-
-    def take_forecasts(self) -> PeersForecasts | None:
-        """Those since the last time; within a step."""
-        heard, self._heard = self._heard, {}
-        now = time.monotonic()
-        return (
-            PeersForecasts({part: (said, now - at) for part, (said, at) in heard.items()}) if heard else None
-        )
-
-    def _said(self) -> dict[str, list[float]]:
-        """Nothing of an engine that has no batch: nobody waits for it."""
-        forecast, at = self._forecast or (None, 0.0)
-        return {"forecast": list(forecast)} if forecast and time.monotonic() - at < FRESH_S else {}
-
-    def _hear(self, part: int, message: Message) -> None:
-        said = message.values.get("forecast")
-        if said is None:
-            return
-        if (forecast := Forecast.of(said)) is None:
-            raise PeerRefused(f"{said!r} is no forecast")
-        self._heard[part] = forecast, time.monotonic()

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvtransfer.connector import StepReports
@@ -23,9 +22,8 @@ from kvtransfer.relied_on import verify
 from kvtransfer.retention import rank_of
 from placement.engines import SplitState
 from placement.overload.drop_plan import MOST_ENGINES, EngineShape
-from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
-from placement.scheduling.interface import EngineView, IterationPlan
-from placement.scheduling.latency_model import BatchWork, LatencyModel, SelfCorrecting
+from placement.scheduling.interface import IterationPlan
+from placement.scheduling.latency_model import LatencyModel, SelfCorrecting
 from placement.scheduling.prompts_in_order import TurnsAlone
 from workers.coserving.config import CoServingConfig
 from workers.coserving.planned import PlannedScheduling, PromptScheduler
@@ -36,7 +34,6 @@ from workers.overload.orders import (
     HISTOGRAMS,
     DropOrder,
     NarrowOrder,
-    PeersForecasts,
     RestoreOrder,
     SplitEvent,
     SplitReport,
@@ -105,9 +102,6 @@ class OverloadScheduler(SchedulerSide):
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._facts: WorkerFacts | None = None
         self._latency: LatencyModel | None = None  # of the whole model
-        self.forms_ahead = True  # false: batches are as long as this engine's own budget lets them be
-        self._forecast: Forecast | None = None  # of the step that is planned
-        self._heard: dict[int, tuple[Forecast, float]] = {}  # of the other parts', and when
         self._pool: Any = None
         self._link = LinkRate()
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -194,11 +188,10 @@ class OverloadScheduler(SchedulerSide):
             self._moves = internals.shrink(scheduler, self._whole_blocks)
         self._ordered, self._asked = asked, None
 
-    def order(self, scheduler_output: Any) -> SplitOrder | Forecast | None:
+    def order(self, scheduler_output: Any) -> SplitOrder | None:
         ordered = self._ordered
         if ordered is None:
-            forecast, self._forecast = self._forecast, None
-            return forecast
+            return None
         if ordered.command == "drop":
             held, cached = internals.used_blocks(self._pool)
             with self._residence.lock:  # what offline requests gave back was used last, and is wanted least
@@ -234,12 +227,8 @@ class OverloadScheduler(SchedulerSide):
             self._counts["split_forgotten_blocks"] += len(blocks)
             logger.warning("overload forgets %d blocks of the prefix cache", len(blocks))
 
-    def after_step(self, scheduler: Any, report: SplitReport | PeersForecasts | None) -> None:
+    def after_step(self, scheduler: Any, report: SplitReport | None) -> None:
         """Before the step's tokens are taken."""
-        if isinstance(report, PeersForecasts):
-            now = self._residence.clock()
-            self._heard |= {part: (said, now - age) for part, (said, age) in report.said.items()}
-            report = None
         ordered, self._ordered = self._ordered, None
         if ordered is not None and report is None:
             logger.error("an order came to nothing epoch=%d", self._epoch)
@@ -282,7 +271,6 @@ class OverloadScheduler(SchedulerSide):
         split = event in (SplitEvent.SPLIT, SplitEvent.NOT_RESTORED)
         self._residence.fenced = split
         self._epoch = epoch if split else 0
-        self._heard, self._forecast = {}, None
         self._coming = self._coming if split else {}
         self._gives = self._gives and event is SplitEvent.SPLIT
         late = event is SplitEvent.NOT_RESTORED and self.returning
@@ -295,20 +283,6 @@ class OverloadScheduler(SchedulerSide):
         logger.log(
             logging.INFO if as_wanted else logging.WARNING, said, event, epoch, self._pool.num_gpu_blocks, why
         )
-
-    # Batches that are formed ahead
-
-    def pipeline(self) -> PipelineView | None:
-        """While the engine is split: what is known of the others' batches, and not for long."""
-        if not self._epoch or self._latency is None:
-            return None
-        since = self._residence.clock() - FRESH_S
-        young = tuple(said for said, at in self._heard.values() if at > since)
-        return PipelineView(self._latency, young if self.forms_ahead else ())
-
-    def says(self, forecast: Forecast) -> None:
-        """To the others, with the step that is planned."""
-        self._forecast = forecast
 
     def measured(self, latency: LatencyModel) -> None:
         """By the scheduler, after a step: how long steps take."""
@@ -364,7 +338,7 @@ class OverloadWorker(WorkerSide):
         new = {name: count - before.get(name, 0) for name, count in now.items()}
         return {name: count for name, count in new.items() if count}
 
-    def before_step(self, order: SplitOrder | Forecast | None) -> None:
+    def before_step(self, order: SplitOrder | None) -> None:
         match order:
             case DropOrder():
                 self.split.drop(order)
@@ -372,11 +346,9 @@ class OverloadWorker(WorkerSide):
                 self.split.narrow(order)
             case RestoreOrder():
                 self.split.restore(order)
-            case Forecast():
-                self.split.passes.forecast(order)
 
-    def report(self) -> SplitReport | PeersForecasts | None:
-        return self.split.take_report() or self.split.passes.take_forecasts()
+    def report(self) -> SplitReport | None:
+        return self.split.take_report()
 
     def shutdown(self) -> None:
         if hasattr(self, "split"):
@@ -412,7 +384,6 @@ class DroppingScheduling(PlannedScheduling):
             time.sleep(IDLE_S)
         self._overload.between_steps(self)
         self._keep_apart()
-        self._say_what_decodes()
         return super().schedule(throttle_prefills)  # type: ignore[misc]
 
     def _keep_apart(self) -> None:
@@ -422,22 +393,6 @@ class DroppingScheduling(PlannedScheduling):
         elif self._whole is not None and not self._overload.fenced:
             self.latency, self._whole = self._whole, None
             self.report_curve(self.clock())
-
-    def _say_what_decodes(self) -> None:
-        """To engines that share its layers; with prompts in the step their plan says more."""
-        pipeline = self._overload.pipeline()
-        if pipeline is not None and self.running:
-            work = BatchWork.of((1, int(request.num_computed_tokens)) for request in self.running)
-            seconds = pipeline.model.seconds(work)
-            self._overload.says(Forecast(seconds, seconds))
-
-    def engine_view(self, now: float) -> EngineView:
-        return replace(super().engine_view(now), pipeline=self._overload.pipeline())
-
-    def carry_out(self, plan: IterationPlan, now: float) -> None:
-        super().carry_out(plan, now)
-        if plan.forecast is not None:
-            self._overload.says(plan.forecast)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._overload.after_step(self, _report_in(model_runner_output))
@@ -473,8 +428,8 @@ class CoServingDroppingScheduler(DroppingScheduling, CoServingScheduler):
             self.waiting.name_offline(self.restores.waiting)  # they end: nothing is brought back
 
 
-def _report_in(model_runner_output: Any) -> SplitReport | PeersForecasts | None:
+def _report_in(model_runner_output: Any) -> SplitReport | None:
     meta = internals.connector_meta(model_runner_output)
     report = meta.reports.get(NAME) if isinstance(meta, StepReports) else None
-    assert report is None or isinstance(report, SplitReport | PeersForecasts)
+    assert report is None or isinstance(report, SplitReport)
     return report

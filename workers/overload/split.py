@@ -342,7 +342,6 @@ class SplitModel:
         if self._returning is not None:
             self._returning.stop()
             self._returning = None
-        self.passes.forget()
         self.kv.resize(member.kept, self.whole_blocks)
         self.weights.restore(member.gone)
         self.kv.put_back(self.whole_blocks)
@@ -461,7 +460,7 @@ class SplitModel:
         with self._device_in(member):
             if not narrow and self._phase >= SplitPhase.NARROW:
                 raise SplitOver(f"pools of epoch {message.epoch} are smaller here")
-            return self.passes.serve(member, part, message, self.offset(member, part))
+            return self.passes.serve(member, message, self.offset(member, part))
 
     def offset(self, member: Membership, part: int) -> int:
         """Where rows of that member's blocks begin here."""

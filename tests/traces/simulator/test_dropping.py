@@ -87,16 +87,6 @@ def test_where_computing_is_the_bottleneck_nothing_is_dropped() -> None:
     assert ttft(simulation, 99) > 10
 
 
-def test_rounds_that_look_ahead_wait_less_than_those_of_token_counts() -> None:
-    mixed = [
-        replace(one, turns=(replace(one.turns[0], appended_tokens=50 + i % 5 * 400),))
-        for i, one in enumerate(burst())
-    ]
-    ahead, counted = play(mixed, DROP), play(mixed, replace(DROP, looks_ahead=False))
-    assert ahead.dropping is not None and counted.dropping is not None
-    assert ahead.dropping.tally.bubble < 0.7 * counted.dropping.tally.bubble
-
-
 def test_an_exchange_that_is_not_coordinated_holds_new_turns_up() -> None:
     slow = replace(layered(), network_bytes_per_s=2e9)
     smooth, held = play(burst(), DROP, slow), play(burst(), replace(DROP, coordinated=False), slow)
@@ -124,12 +114,11 @@ def test_a_profile_that_does_not_know_its_layers_is_refused_with_a_sentence() ->
     st.sampled_from([20_000, 40_000]),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
 )
 def test_nothing_leaks_while_engines_regroup(
-    seed: int, system: System, pressure: Pressure, kv: int, ahead: bool, coordinated: bool, held: bool
+    seed: int, system: System, pressure: Pressure, kv: int, coordinated: bool, held: bool
 ) -> None:
-    dropping = replace(DROP, looks_ahead=ahead, coordinated=coordinated)
+    dropping = replace(DROP, coordinated=coordinated)
     base = fleet_for(system, kv_tokens=kv)
     tiers = tuple(replace(tier, profile=layered(kv)) for tier in base.tiers)
     run = replace(settings_for(system, pressure, linger_s=3.0), dropping=dropping, reserved_until_held=held)

@@ -10,8 +10,6 @@ import torch
 
 from kvtransfer.feed import FeedCommand
 from placement.overload.drop_plan import EngineShape
-from placement.overload.lookahead import FRESH_S, Forecast, PipelineView
-from placement.scheduling.latency_model import LatencyModel
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
     BLOCK_TOKENS,
@@ -25,14 +23,13 @@ from tests.workers.overload.workers_here import (
     at_once,
     dropping,
     drops,
-    engine_with_a_pool,
     restores,
     scheduler_side,
     split,
 )
 from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused
 from workers.overload.memory import ReservedKv
-from workers.overload.orders import DropOrder, PeersForecasts, SplitEvent, SplitReport
+from workers.overload.orders import DropOrder, SplitEvent
 from workers.overload.pages import PageError
 
 
@@ -153,13 +150,6 @@ def test_a_batch_that_names_what_is_not_in_its_pool_is_refused(
     assert four[0].split.is_split
 
 
-def test_a_batch_that_says_nonsense_of_the_next_is_refused(four: Group, line: PeerConnection) -> None:
-    values, tensors = a_batch()
-    with pytest.raises(PeerRefused, match="is no forecast"):
-        line.ask(Message(PeerAsk.RUN, 1, {**values, "forecast": [0.5, 0.1]}, tensors))
-    assert four[0].split.passes.take_forecasts() is None
-
-
 @pytest.mark.parametrize("wrong", [RuntimeError("out of memory"), PageError("mmap: Cannot allocate memory")])
 def test_where_there_is_no_memory_all_go_on_as_they_were(
     four: Group, monkeypatch: pytest.MonkeyPatch, wrong: Exception
@@ -202,31 +192,3 @@ def test_an_order_that_is_none_of_this_engine_is_refused(
 def test_nobody_shares_before_its_worker_is_known() -> None:
     side = scheduler_side("a:1", layers=1)
     assert side.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error
-
-
-def test_what_others_said_is_believed_for_two_seconds_and_while_it_is_split() -> None:
-    now, model = [100.0], LatencyModel(1e-4, 0.0, 0.0, 0.01)
-    side = scheduler_side("a:1", layers=3, clock=lambda: now[0])
-    calm, busy = Forecast(0.1, 0.1), Forecast(0.2, 0.9)
-    assert side.pipeline() is None
-    side.measured(model)
-    assert side.pipeline() is None
-    side.after_step(engine_with_a_pool(), SplitReport(SplitEvent.SPLIT, 1, BLOCKS + 1))
-    assert side.pipeline() == PipelineView(model, ())
-    side.after_step(None, PeersForecasts({1: (calm, 0.5), 2: (busy, 1.5)}))
-    assert side.pipeline() == PipelineView(model, (calm, busy))
-    now[0] += 1.0
-    assert side.pipeline() == PipelineView(model, (calm,))
-    side.after_step(None, PeersForecasts({1: (busy, 0.0)}))
-    assert side.pipeline() == PipelineView(model, (busy,))
-    now[0] += FRESH_S
-    assert side.pipeline() == PipelineView(model, ())
-    side.after_step(None, PeersForecasts({1: (busy, 0.0)}))
-    side.after_step(engine_with_a_pool(), SplitReport(SplitEvent.RESTORED, 1, BLOCKS))
-    assert side.pipeline() is None
-
-
-def test_a_forecast_is_said_once_with_the_step_it_is_of() -> None:
-    side = scheduler_side("a:1", layers=3)
-    side.says(Forecast(0.1, 0.2))
-    assert [side.order(None), side.order(None)] == [Forecast(0.1, 0.2), None]

@@ -10,14 +10,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.feed import FeedCommand, Reply
-from placement.scheduling.latency_model import LatencyModel
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from tests.support.engine_device import dropping_worker
 from workers.coserving.config import SAFEPOINT_PLUGIN
@@ -36,24 +35,10 @@ ORDER_S = 60.0
 Request = tuple[str, list[int], int]
 
 
-@dataclass(frozen=True)
-class SpentSplit:
-    """Of an engine, while it is split: its own batches, and seconds."""
-
-    passes: int
-    at_peers_s: float
-    idle_s: float
-    served_s: float
-
-    def since(self, before: "SpentSplit") -> "SpentSplit":
-        return SpentSplit(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
-
-
 class SplitChild:
     """In the engine's process."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
-        self.steps_s: list[float] = []  # with something to compute
         self.highest = 0  # block that a request had, since all was forgotten
         self.armed_shared = 0  # steps that could be aborted while layers were shared, or about to be
         connector = ConnectorConfig(
@@ -146,30 +131,13 @@ class SplitChild:
     def faults(self) -> list[str]:
         return self.engine.faults()
 
-    def form_ahead(self, on: bool) -> None:
-        self.engine.side(NAME).forms_ahead = on
-
-    def knows(self, latency: LatencyModel) -> None:
-        """What it takes its steps to take, until it has measured 32 more of them."""
-        self.engine.side(NAME).measured(latency)
-
     def step(self) -> None:
-        began = time.monotonic()
         self.engine.step()
-        self.steps_s.append(time.monotonic() - began)
         if self.flag is not None and self.engine.connector.residence.fenced:
             self.armed_shared += bool(self.engine.side("safepoint").armed)
         blocks = self.engine.scheduler.kv_cache_manager.block_pool.blocks
         held = (block.block_id for block in blocks if block.ref_cnt)
         self.highest = max(self.highest, *held, 0)
-
-    def taken_steps(self) -> list[float]:
-        taken, self.steps_s = self.steps_s, []
-        return taken
-
-    def spent(self) -> SpentSplit:
-        tally = self.split.passes.tally
-        return SpentSplit(tally.passes, tally.peer_s, tally.idle_s, tally.served_s)
 
     def limit(self, order_s: float) -> None:
         self.split.limits = SplitLimits(meet_s=MEET_S, order_s=order_s)
