@@ -89,8 +89,9 @@ CONNECTOR = ReliedOn(
         "vllm.v1.request:Request": (
             "request_id", "priority", "status", "session_id", "kv_transfer_params", "block_hashes",
             "num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_in_flight_tokens",
-            "prompt_token_ids", "lora_request", "mm_features",
+            "prompt_token_ids", "lora_request", "mm_features", "prefill_stats",
         ),
+        "vllm.v1.metrics.stats:PrefillStats": ("num_cached_tokens", "num_local_cached_tokens"),
         "vllm.v1.request:RequestStatus": (
             "RUNNING", "PREEMPTED", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED",
         ),

@@ -208,6 +208,7 @@ class TransferScheduler(SchedulerSide):
         rest = [group[first:] for group, first in zip(ids, skip, strict=True)]
         self._next.fetches.append(Fetch(request.request_id, source, skip, rest))
         self._fetching[request.request_id] = match.tokens
+        _count_as_computed(request)
 
     def order(self, scheduler_output: Any) -> TransferOrder | None:
         if self._exporting:
@@ -347,6 +348,12 @@ class TransferScheduler(SchedulerSide):
 
 def _waits(request: Any) -> bool:
     return request.status == RequestStatus.WAITING and not request.num_computed_tokens
+
+
+def _count_as_computed(request: Any) -> None:
+    """Leave what a prefiller computes for this request out of the cached tokens that its client is told."""
+    if (stats := request.prefill_stats) is not None:  # None: it has had its first token before
+        stats.num_cached_tokens = stats.num_local_cached_tokens
 
 
 def read_source(params: Mapping[str, Any], request: Any) -> TransferSource | None:

@@ -111,7 +111,10 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
     pair: EnginePair, plain: dict[str, GeneratedAnswer], name: str
 ) -> None:
     before = pair.decoder.computed_prompt_tokens()
-    assert pair.both_legs(name).tokens == plain[name].tokens
+    answer = pair.both_legs(name)
+    assert answer.tokens == plain[name].tokens
+    cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == 0, "a prefiller computed the prompt for this request"
     assert all(SAID in engine.log.read_text() for engine in (pair.prefiller, pair.decoder))
     assert pair.decoder.computed_prompt_tokens() - before <= 1
 
