@@ -24,7 +24,7 @@ from router.errors import (
     ApiError,
     ClientLeft,
     ContextTooLong,
-    DirectoryUnreachable,
+    DirectoryUnavailable,
     TooManyRequests,
     Unavailable,
 )
@@ -165,7 +165,7 @@ class Binder:
         began = self._clock()
         try:
             outcome, known = await asking
-        except DirectoryUnreachable as wrong:
+        except DirectoryUnavailable as wrong:
             metrics.REFUSALS.labels("no_directory").inc()
             raise unreachable(wrong) from wrong
         except asyncio.CancelledError:
@@ -216,7 +216,7 @@ def refused(refusal: Refusal) -> ApiError:
     return Unavailable(refusal.message, code=refusal.reason, retry_after_s=retry)
 
 
-def unreachable(wrong: DirectoryUnreachable) -> ApiError:
+def unreachable(wrong: DirectoryUnavailable) -> ApiError:
     return Unavailable(
         f"new conversations cannot be placed now: {wrong}; those that run go on, try again",
         code="no_directory",

@@ -20,7 +20,7 @@ from placement.engines import Role
 from router.config import GatewayConfig
 from router.directory.client import DirectoryClient
 from router.directory.messages import TimelineReport
-from router.errors import DirectoryUnreachable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
+from router.errors import DirectoryUnavailable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
 from router.http import Request, Responder
 from router.keys import Key, Keys
 
@@ -71,7 +71,7 @@ class DashboardRoutes:
         notice = ""
         try:
             shown = await self._directory.timeline(WINDOW_S)
-        except DirectoryUnreachable as wrong:
+        except DirectoryUnavailable as wrong:
             shown = TimelineReport()
             notice = f"{wrong}; bound conversations go on"
         return {

@@ -166,8 +166,8 @@ class Unavailable(ApiError, status=503, code="unavailable"):
     """Not now: something of the fleet is away."""
 
 
-class DirectoryUnreachable(Unavailable):
-    """The directory did not answer within the time a caller may be kept waiting."""
+class DirectoryUnavailable(Unavailable):
+    """The directory does not answer in time, or answers that it cannot do it now, and why."""
 
     default_retry_after_s = 2.0
 

@@ -26,7 +26,7 @@ from router.chains import OTHERS, REASONED
 from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
 from router.directory.cache import Asked, Known
 from router.directory.client import DirectoryClient
-from router.errors import ApiError, ClientLeft, DirectoryUnreachable
+from router.errors import ApiError, ClientLeft, DirectoryUnavailable
 from router.http import Observation, RelayEnd, Responder, UpstreamPool
 from router.identity import conversation_id
 from router.returns import Returns
@@ -183,7 +183,7 @@ class Life:
     async def _end(self, key: str, cause: str) -> None:
         try:
             await self._directory.end(key, cause)
-        except DirectoryUnreachable as wrong:
+        except DirectoryUnavailable as wrong:
             log.warning("will end by its idle time, not now conversation=%s reason=%r", key, str(wrong))
 
 

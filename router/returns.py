@@ -17,7 +17,7 @@ from placement.prefetch_rules import REMEMBERED_WAITS, ReturnRules, may_restore
 from router import metrics
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
-from router.errors import DirectoryUnreachable, UpstreamError
+from router.errors import DirectoryUnavailable, UpstreamError
 from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
 from router.http import Endpoint, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.http.stream import read_usage
@@ -136,7 +136,7 @@ class Returns:
                 away.sent = True
             answer = await fetch(self._pool, Endpoint.parse(info.http), request)
             return _outcome(answer)
-        except (UpstreamError, DirectoryUnreachable) as wrong:
+        except (UpstreamError, DirectoryUnavailable) as wrong:
             log.warning("not brought back conversation=%s engine=%s reason=%s", key, engine, wrong)
             return "failed"
         finally:

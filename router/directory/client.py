@@ -21,8 +21,8 @@ from router.directory import messages as m
 from router.directory.cache import Cache, EngineList, Known
 from router.directory.messages import Activity, Ask, Placed
 from router.directory.push import process_name
-from router.directory.rpc import MAX_MESSAGE, BadReply, Method, Stub
-from router.errors import DirectoryUnreachable
+from router.directory.rpc import BROKEN, MAX_MESSAGE, BadReply, Method, Stub
+from router.errors import DirectoryUnavailable
 from router.identity import MAX_NODES, Found, Holder
 
 log = logging.getLogger("conserve.router.directory.client")
@@ -199,7 +199,7 @@ class DirectoryClient:
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:
-        """False when the directory does not know it; raises DirectoryUnreachable."""
+        """False when the directory does not know it; raises DirectoryUnavailable."""
         known = await self._ask(m.END, m.EndRequest(key, cause))
         self.cache.drop(key)
         return known
@@ -228,10 +228,11 @@ class DirectoryClient:
         try:
             return await self._stub.ask(method, request, _CALL_TIMEOUT_S, wait_for_ready=True)
         except (grpc.aio.AioRpcError, BadReply) as wrong:
-            raise DirectoryUnreachable(f"the directory did not answer ({_reason(wrong)})") from wrong
+            raise _unavailable(wrong) from wrong
 
     async def _place(self, ask: Ask) -> Placed | Refusal:
-        """Tries again while a directory restarts: a placement made meanwhile is found, not doubled."""
+        """Tries again while a directory restarts: a placement made meanwhile is found, not doubled. A
+        directory that cannot write says so at once, and is not asked again."""
         until = self._clock() + ask.wait_s + _PLACE_GRACE_S
         while True:
             left = until - self._clock()
@@ -239,9 +240,9 @@ class DirectoryClient:
             try:
                 return await self._places.ask(asked, max(left, 0.05))
             except (grpc.aio.AioRpcError, BadReply, TimeoutError) as wrong:
-                if self._clock() + _RETRY_S >= until:
+                if _broken(wrong) or self._clock() + _RETRY_S >= until:
                     self.abandon(ask.key, ask.turn)
-                    raise DirectoryUnreachable(f"the directory did not answer ({_reason(wrong)})") from wrong
+                    raise _unavailable(wrong) from wrong
                 ask = replace(ask, again=True)
                 await asyncio.sleep(_RETRY_S)
 
@@ -411,6 +412,16 @@ def _found(digest: bytes, size: int, reply: m.IdentifyReply) -> tuple[Found, Cal
     running = {holder.conversation for holder in reply.holders if holder.running}
     holders = tuple(Holder(holder.conversation, holder.tip) for holder in reply.holders)
     return Found(digest, size, holders), running.__contains__
+
+
+def _unavailable(wrong: Exception) -> DirectoryUnavailable:
+    if isinstance(wrong, grpc.aio.AioRpcError) and _broken(wrong):
+        return DirectoryUnavailable(str(wrong.details()))
+    return DirectoryUnavailable(f"the directory did not answer ({_reason(wrong)})")
+
+
+def _broken(wrong: Exception) -> bool:
+    return isinstance(wrong, grpc.aio.AioRpcError) and wrong.code() is BROKEN
 
 
 def _reason(wrong: Exception) -> str:

@@ -36,6 +36,7 @@ VERSION = 2
 _LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
 _RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a write that failed, doubled each time
 LATE_S = 5.0  # a disk that has not answered for so long takes nothing, though it says nothing
+_CANNOT = "the directory cannot write its journal"  # said to clients, who need not know where that is
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
 _SCHEMA = """
 CREATE TABLE rows
@@ -86,7 +87,7 @@ class Journal:
         self._retry_s = _RETRY_S
         self._failed = ""  # why the last flush did
         self._begun_at = self._said_of = 0.0  # the flush under way and the last late one, by the loop's clock
-        self._silent = f"cannot write {path}: the disk has not answered for {LATE_S:g} s; fix the disk"
+        self._silent = f"{_CANNOT}: the disk has not answered for {LATE_S:g} s; fix the disk"
         path.parent.mkdir(parents=True, exist_ok=True)
         if (log_file := wal.read(log_of(path))) is not None and log_file.damage:
             raise damaged(path, log_file.damage)  # before SQLite opens it, and forgets what follows
@@ -169,7 +170,7 @@ class Journal:
         except TimeoutError:
             if self._said_of != self._begun_at:
                 self._said_of = self._begun_at
-                log.error("%s rows=%d", self._silent, len(self._pending))
+                log.error("disk does not answer file=%s rows=%d", self._path, len(self._pending))
             raise JournalError(self._silent) from None
 
     def check_capacity(self) -> None:
@@ -237,7 +238,7 @@ class Journal:
             await loop.run_in_executor(self._thread, self._write, rows)
         except Exception as wrong:  # whatever it is: the rows stay, and are tried again
             self._flushing = None
-            self._failed = f"cannot write {self._path}: {wrong}; free space or fix the disk"
+            self._failed = f"{_CANNOT}: {wrong}; free space or fix the disk"
             self._lazy = loop.call_later(self._retry_s, self._start_flush)
             self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             log.error("cannot write file=%s rows=%d reason=%r", self._path, len(rows), str(wrong))

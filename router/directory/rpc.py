@@ -16,6 +16,7 @@ import msgspec
 from router.errors import RouterError
 
 _SECRET = "x-conserve-secret"
+BROKEN = grpc.StatusCode.FAILED_PRECONDITION  # gRPC never says it by itself
 MAX_MESSAGE = ("grpc.max_receive_message_length", 64 << 20)
 
 encode = msgspec.msgpack.encode
@@ -85,11 +86,19 @@ class Stub:
 class Service:
     """The answering side: who does not know the secret is refused, and so is what cannot be read."""
 
-    def __init__(self, secret: str, unavailable: tuple[type[Exception], ...]) -> None:
-        """`unavailable`: exceptions of a handler that mean so; their text is the caller's reason."""
+    def __init__(
+        self,
+        secret: str,
+        unavailable: tuple[type[Exception], ...],
+        broken: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Exceptions of a handler whose text is the caller's reason. `unavailable`: asking again may help;
+        `broken`: somebody has to repair something first."""
         if not secret:
             raise NoSecret("the secret is empty: everybody would be answered; give one")
-        self._secret, self._unavailable = secret.encode(), unavailable
+        self._secret = secret.encode()
+        self._codes = dict.fromkeys(unavailable, grpc.StatusCode.UNAVAILABLE) | dict.fromkeys(broken, BROKEN)
+        self._expected = (*unavailable, *broken)
         self._handlers: dict[str, Any] = {}
 
     def once(self, method: Method[Request, Reply], handler: Callable[[Request], Awaitable[Reply]]) -> None:
@@ -99,9 +108,9 @@ class Service:
             request = await self._read(decoder, data, context)
             try:
                 return encode(await handler(request))
-            except self._unavailable as wrong:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, str(wrong))
-                raise  # abort has raised already
+            except self._expected as wrong:
+                await self._refuse(context, wrong)
+                raise  # refusing has raised already
 
         self._handlers[method.path] = grpc.unary_unary_rpc_method_handler(answer)
 
@@ -115,8 +124,8 @@ class Service:
             try:
                 async for one in handler(request):
                     yield encode(one)
-            except self._unavailable as wrong:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, str(wrong))
+            except self._expected as wrong:
+                await self._refuse(context, wrong)
 
         self._handlers[method.path] = grpc.unary_stream_rpc_method_handler(answer)
 
@@ -124,6 +133,10 @@ class Service:
         made = grpc.aio.server(options=[MAX_MESSAGE, *options])
         made.add_generic_rpc_handlers((_ByPath(self._handlers),))
         return made
+
+    async def _refuse(self, context: Context, wrong: Exception) -> None:
+        code = next(code for kind, code in self._codes.items() if isinstance(wrong, kind))
+        await context.abort(code, str(wrong))
 
     async def _read(
         self, decoder: "msgspec.msgpack.Decoder[Request]", data: bytes, context: Context

@@ -45,7 +45,7 @@ class DirectoryServer(Directory):
         drops: DropCommands | None = None,
     ) -> None:
         super().__init__(settings, placer, journal, release, withdraw, clock, drops)
-        service = Service(secret, unavailable=(JournalError, NotSettled))
+        service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,))
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)
         service.once(m.IDENTIFY, self._identify)

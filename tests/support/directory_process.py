@@ -29,8 +29,14 @@ class DirectoryProcess:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    async def start(self) -> None:
-        command = [sys.executable, "-m", "tests.support.directory_process", str(self._folder / "journal")]
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, *within: str) -> None:
+        """`within`: a command that becomes the one that follows it."""
+        command = [*within, sys.executable, "-m", "tests.support.directory_process", str(self._folder / "journal")]
         self._process = await asyncio.create_subprocess_exec(
             *command,
             *("--port", str(self.port), "--engines", self._engines),

@@ -15,7 +15,7 @@ from router.directory.client import DirectoryClient
 from router.directory.directory import DirectorySettings
 from router.directory.journal import MAX_UNWRITTEN, JournalError
 from router.directory.messages import PLACE, Ask, Asks, Placed
-from router.directory.rpc import Stub
+from router.directory.rpc import BROKEN, Stub
 from router.directory.server import DirectoryServer
 from router.directory.table import BindingTable
 from router.directory.waiting import Waiter
@@ -240,6 +240,6 @@ async def test_while_the_disk_is_full_and_much_waits_for_it_nothing_is_placed_at
                 await made.durable()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await anext(Stub(channel, "s3cret").stream(PLACE, Asks((ask("new"),)), 30.0))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert refused.value.code() is BROKEN
         assert "free space or fix the disk" in str(refused.value.details())
         assert made.table.describe("new") is None  # not even placed and taken back
