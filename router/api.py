@@ -20,6 +20,7 @@ from router.batch.forwarding import BatchForwarding
 from router.batch.routes import PREFIXES as BATCH_PREFIXES
 from router.batch.routes import ROUTES as BATCH_ROUTES
 from router.config import GatewayConfig
+from router.cross_site import refuse_cross_site
 from router.dashboard import PREFIX as DASHBOARD
 from router.dashboard import DashboardRoutes
 from router.directory.client import DirectoryClient
@@ -159,6 +160,8 @@ class Routes:
                 key = self._dashboard.caller(request)
                 await self._dashboard(request, responder)
             else:
+                if self._keys.open:
+                    refuse_cross_site(request)
                 key = self._keys.caller(request.headers)
                 key.check(request.method)
                 with self._shares.one(key.owner if key.hash else self._address(request)) as keep:

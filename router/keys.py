@@ -353,7 +353,7 @@ class Keys:
         """`given`: those that stand in the fleet file; `limits`: where a key has none of its own."""
         self._limits = limits
         self.any = bool(given) or file is not None
-        self._open = file is None and all(key.admin for key in given)
+        self.open = file is None and all(key.admin for key in given)
         self._given = given
         self._file = Path(file).expanduser() if file is not None else None
         self._clock = clock
@@ -380,7 +380,7 @@ class Keys:
 
     def _known(self, secret: str) -> Key:
         key = self._of_hash(hash_of(secret))
-        if key is None and self._open:
+        if key is None and self.open:
             made = _made(secret, "")
             return replace(made, limits=made.limits.over(self._limits))
         if key is None:
@@ -394,7 +394,7 @@ class Keys:
     def limits_of(self, id: str) -> Limits | None:
         """Of the key of this id, or where any may come, of whoever does."""
         key = self._of_id(id)
-        return key.limits if key is not None else self._limits if self._open else None
+        return key.limits if key is not None else self._limits if self.open else None
 
     async def watch(self) -> None:
         """Until cancelled: read the file again when it has become another one. In another process: parsing

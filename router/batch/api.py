@@ -174,7 +174,7 @@ class BatchApi:
 
     async def create_batch(self, request: Request) -> Response:
         owner = self._owner_of(request)
-        wanted = new_batch(await _body(request))
+        wanted = new_batch(await _json_body(request))
         now = self._clock()
         file_id = _id_of(wanted.input_file_id) or ""
         file = await asyncio.to_thread(self._files.get, owner, file_id, now)
@@ -239,7 +239,12 @@ def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
     return batch
 
 
-async def _body(request: Request) -> bytes:
+async def _json_body(request: Request) -> bytes:
+    """Only of that type: any other, a page of another site may have a browser send."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."
+        raise BadRequest(text, param="content-type", code="invalid_content_type")
     body = b""
     async for chunk in request.stream():
         body += chunk

@@ -36,7 +36,13 @@ class DirectoryProcess:
 
     async def start(self, *within: str) -> None:
         """`within`: a command that becomes the one that follows it."""
-        command = [*within, sys.executable, "-m", "tests.support.directory_process", str(self._folder / "journal")]
+        command = [
+            *within,
+            sys.executable,
+            "-m",
+            "tests.support.directory_process",
+            str(self._folder / "journal"),
+        ]
         self._process = await asyncio.create_subprocess_exec(
             *command,
             *("--port", str(self.port), "--engines", self._engines),

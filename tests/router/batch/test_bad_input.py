@@ -222,7 +222,7 @@ BAD_CREATES: dict[str, tuple[Any, str, str | None]] = {
 async def test_refused_creations(small: GatewayWithBatch) -> None:
     async with small.client() as client, httpx.AsyncClient(base_url=small.url) as http:
         file = await client.files.create(file=("a.jsonl", jsonl(GOOD)), purpose="batch")
-        headers = {"authorization": "Bearer sk-one"}
+        headers = {"authorization": "Bearer sk-one", "content-type": "application/json"}
         for name, (given, code, param) in BAD_CREATES.items():
             if isinstance(given, dict) and given["input_file_id"] == "?":
                 given = given | {"input_file_id": file.id}
