@@ -27,6 +27,7 @@ class SideStream:
     def __init__(self, cuda: Any | None) -> None:
         self._cuda = cuda
         self._stream: Any = cuda.Stream() if cuda is not None else None
+        self._device: Any = cuda.current_device() if cuda is not None else None
         self._marked: Any = None
         self._lock = threading.Lock()
 
@@ -38,6 +39,14 @@ class SideStream:
         used; an iteration that was aborted leaves kernels of a few layers behind.
         """
         self._marked = self.launched()
+
+    def adopt_thread(self) -> None:
+        """Makes the stream's device that of the calling thread, before it launches or waits.
+
+        A new thread has device 0: on a worker of another device it would leave a CUDA context there.
+        """
+        if self._cuda is not None:
+            self._cuda.set_device(self._device)
 
     def launched(self) -> Any:
         """An event of what the thread's own stream has up to now; None: it is done."""
@@ -59,6 +68,7 @@ class SideStream:
             with self._lock:
                 yield launched
             return
+        self.adopt_thread()
         with self._lock, self._cuda.stream(self._stream):
             if after_mark and self._marked is not None:
                 self._stream.wait_event(self._marked)

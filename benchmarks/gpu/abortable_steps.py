@@ -29,11 +29,17 @@ def timed(launch: Callable[[], object], finish: Callable[[], object]) -> StepTim
     return StepTimes(launched - began, time.perf_counter() - began, 0.0, False)
 
 
-def fence_hooks(device: str, layers: int, ahead: int) -> tuple[LayerHook, LayerHook]:
+def fence_hooks(device: str, ahead: int) -> tuple[LayerHook, LayerHook]:
     """Return what a step in pieces calls before and after each layer: a fence by itself, without a flag."""
     event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else _DoneEvent
-    fence = LayerFence(layers, ahead, event)
-    return fence.wait, fence.passed
+    fence = LayerFence(event)
+
+    def before(layer: int) -> None:
+        if layer == 0:
+            fence.begin(ahead)
+        fence.wait()
+
+    return before, lambda layer: fence.passed()
 
 
 class _DoneEvent:

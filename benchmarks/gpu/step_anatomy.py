@@ -32,7 +32,7 @@ def step_anatomy(device: str) -> Figures:
     equal = bool(in_pieces.isfinite().all())
 
     def in_pieces_behind_a_fence(ahead: int) -> Callable[[], StepTimes]:
-        before, after = fence_hooks(device, layers.layers, ahead)
+        before, after = fence_hooks(device, ahead)
         return lambda: timed(lambda: layers.step_in_pieces(before, after), layers.finish)
 
     with abortable_steps(device, layers) as abortable:

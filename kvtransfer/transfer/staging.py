@@ -195,6 +195,7 @@ class StagedBlockMemory(BlockMemory):
         return index.to(self._device[0].device, non_blocking=True)
 
     def _announce(self) -> None:
+        self._to_slots.adopt_thread()
         while (computed := self._computed.get()) is not None:
             event, done = computed
             if event is not None:

@@ -1,5 +1,6 @@
 """Freed blocks are not loaded again under kernels that still write to them: those of an aborted iteration."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,26 @@ def test_what_raises_while_it_launches_leaves_nothing_under_way(cuda: LateCuda) 
         wrote.copy_(torch.ones(4))
         raise MemoryError
     assert wrote.sum() == 4
+
+
+def test_a_thread_that_launches_takes_the_device_of_its_rank(cuda: LateCuda, kv: list[Any]) -> None:
+    """It would start with device 0, and leave a context there."""
+    cuda.set_device(3)
+    stream, devices = SideStream(cuda), []
+
+    def launch() -> None:
+        devices.append(cuda.current_device())
+        with stream.launching():
+            devices.append(cuda.current_device())
+
+    memory = StagedBlockMemory({"0": kv[0]}, BLOCKS, 1 << 20, cuda)
+    memory.publish(lambda: devices.append(cuda.current_device()))
+    until(lambda: devices == [3])
+    memory.close()
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join(10)
+    assert devices == [3, 0, 3]
 
 
 def until(true: Callable[[], bool]) -> None:

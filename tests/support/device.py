@@ -92,6 +92,13 @@ class LateCuda:
     def __init__(self) -> None:
         self.compute = LateStream()
         self.Stream = LateStream
+        self._by_thread = threading.local()
+
+    def current_device(self) -> int:
+        return getattr(self._by_thread, "device", 0)
+
+    def set_device(self, device: int) -> None:
+        self._by_thread.device = device
 
     def Event(self, blocking: bool = False) -> LateEvent:
         return LateEvent(self.compute)

@@ -14,7 +14,7 @@ device.
 import mmap
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,22 +158,24 @@ class SafepointWorker(WorkerSide):
         self._decides = rank == 0
         self._agree = ranks > 1
         self._lead = 1 + run_ahead  # layers between rank 0's decision and the layer it is for
-        self._index: dict[str, int] = {}
         self._epoch = 0
+        self._at = 0  # layers that this step has entered
         self._checked_ns = 0
         self._fence: LayerFence | None = None
-        self._bound = run_ahead
+        self._run_ahead = run_ahead
 
     def register(self, kv_caches: Any) -> None:
-        self._index = {layer: index for index, layer in enumerate(kv_caches)}
         tensor = next(iter(kv_caches.values()))
         if tensor.device.type == "cuda":
             import torch
 
-            self._fence = LayerFence(len(self._index), self._bound, torch.cuda.Event)
+            self._fence = LayerFence(torch.cuda.Event)
 
     def before_step(self, order: Armed | None) -> None:
         self._epoch = order.epoch if order is not None else 0
+        self._at = 0
+        if self._fence is not None:
+            self._fence.begin(self._run_ahead)
         self._checked_ns = time.monotonic_ns()
         if self._decides:
             self._fields[RUNNING] = self._epoch
@@ -185,11 +187,14 @@ class SafepointWorker(WorkerSide):
         epoch = self._epoch
         if not epoch:
             return
-        index = self._index[layer]
+        # Counted, not looked up by name: vLLM registers layers by KV cache group, in another order than the
+        # model's.
+        index = self._at
+        self._at += 1
         if index % self._every:
             return
         if self._fence is not None:
-            self._fence.wait(index)
+            self._fence.wait()
         if self._agree:
             self._check_agreed(epoch, index)
         elif self._fields[RAISED] == epoch:
@@ -198,7 +203,7 @@ class SafepointWorker(WorkerSide):
 
     def after_layer(self, layer: str) -> None:
         if self._epoch and self._fence is not None:
-            self._fence.passed(self._index[layer])
+            self._fence.passed()
 
     def after_step(self) -> None:
         self._epoch = 0
@@ -235,16 +240,30 @@ class LayerFence:
     nothing.
     """
 
-    def __init__(self, layers: int, ahead: int, event: Callable[[], Any]) -> None:
-        self._events = [event() for _ in range(layers)]
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+        self._ahead = 1
+        self._queued: deque[Any] = deque()  # one event for each layer that may still run, the oldest first
+        self._spare: list[Any] = []
+
+    def begin(self, ahead: int) -> None:
+        """A step begins of which at most `ahead` layers may be queued."""
         self._ahead = ahead
+        self._spare += self._queued
+        self._queued.clear()
 
-    def passed(self, index: int) -> None:
-        self._events[index].record()
+    def passed(self) -> None:
+        """The device gets here when it has done the layer that was queued last."""
+        event = self._spare.pop() if self._spare else self._event()
+        event.record()
+        self._queued.append(event)
 
-    def wait(self, index: int) -> None:
-        if index >= self._ahead:
-            self._events[index - self._ahead].synchronize()
+    def wait(self) -> None:
+        """Returns when less than `ahead` layers are queued, so that one more may be."""
+        over = len(self._queued) - self._ahead
+        if over >= 0:
+            self._queued[over].synchronize()
+            self._spare += (self._queued.popleft() for _ in range(over + 1))
 
 
 class SafepointPlugin(Plugin):

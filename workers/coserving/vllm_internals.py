@@ -111,7 +111,7 @@ WORKING = ReliedOn(
     attributes={
         _RUNNER: (
             "execute_model_state", "kv_connector_output", "input_batch", "discard_request_mask",
-            "model_config",
+            "model_config", "device",
         ),
     },
     # The forward pass is left from within the connector's step, which still gets its reports out.
@@ -441,6 +441,11 @@ def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunne
     The runner's sampling is skipped as a whole: it would advance random generators, and take the prompt
     logprobs of requests that have to be computed again.
     """
+    if runner.device.type == "cuda":
+        # The step's inputs may still be on their way out of pinned memory that the next step overwrites.
+        import torch
+
+        torch.cuda.current_stream().synchronize()
     runner.execute_model_state = None
     connector_output, runner.kv_connector_output = runner.kv_connector_output, None
     scheduled = list(scheduler_output.num_scheduled_tokens)

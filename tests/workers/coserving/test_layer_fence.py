@@ -12,20 +12,21 @@ PROGRESS = (0, 1, 9)  # kernels that the device has done by the next layer: none
 
 
 def iteration(
-    cuda: LateCuda, fence: LayerFence, every: int, progress: tuple[int, ...], leaves_at: int
+    cuda: LateCuda, fence: LayerFence, ahead: int, every: int, progress: tuple[int, ...], leaves_at: int
 ) -> list[int]:
     """As the safepoint does it, armed. Returns how many of its layers were launched and not done, at each
     safepoint: the next one is launched beyond those."""
     behind = []
+    fence.begin(ahead)
     began = len(cuda.compute.launched)
     for layer in range(LAYERS):
         if layer % every == 0:
-            fence.wait(layer)
+            fence.wait()
             behind.append(layer - max(0, cuda.compute.done - began))
             if layer == leaves_at:
                 break
         cuda.compute.launch(lambda: None)
-        fence.passed(layer)
+        fence.passed()
         cuda.compute.finish(min(len(cuda.compute.launched), cuda.compute.done + progress[layer]))
     return behind
 
@@ -37,18 +38,17 @@ def test_in_every_order_of_record_wait_and_completion_the_host_is_held(every: in
     for leaves_at in range(LAYERS + 1):
         for progress in product(PROGRESS, repeat=LAYERS):
             cuda = LateCuda()
-            fence = LayerFence(LAYERS, ahead, cuda.Event)
-            first = iteration(cuda, fence, every, progress, leaves_at)
-            second = iteration(cuda, fence, every, progress[::-1], LAYERS)
+            fence = LayerFence(cuda.Event)
+            first = iteration(cuda, fence, ahead, every, progress, leaves_at)
+            second = iteration(cuda, fence, ahead, every, progress[::-1], LAYERS)
             assert max(first) < ahead and max(second) < ahead, (leaves_at, progress, first, second)
 
 
 def test_without_it_the_host_is_through_before_the_device_has_begun() -> None:
     cuda = LateCuda()
-    open_fence = LayerFence(LAYERS, LAYERS, cuda.Event)
-    assert iteration(cuda, open_fence, 1, (0,) * LAYERS, LAYERS) == [0, 1, 2, 3, 4]
+    assert iteration(cuda, LayerFence(cuda.Event), LAYERS, 1, (0,) * LAYERS, LAYERS) == [0, 1, 2, 3, 4]
 
 
 def test_a_device_that_is_fast_is_waited_for_nowhere() -> None:
     cuda = LateCuda()
-    assert iteration(cuda, LayerFence(LAYERS, 1, cuda.Event), 1, (9,) * LAYERS, LAYERS) == [0] * LAYERS
+    assert iteration(cuda, LayerFence(cuda.Event), 1, 1, (9,) * LAYERS, LAYERS) == [0] * LAYERS

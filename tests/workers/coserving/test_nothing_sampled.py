@@ -1,0 +1,27 @@
+"""An iteration that is left at its first layers leaves none of its input copies behind."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.device import LateCuda
+from workers.coserving.vllm_internals import nothing_sampled
+
+
+def test_the_next_step_may_overwrite_the_inputs_of_one_that_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's input buffers are pinned memory: copies out of them are launched, not done."""
+    cuda = LateCuda()
+    monkeypatch.setattr(torch.cuda, "current_stream", cuda.current_stream)
+    pinned, device = torch.ones(4), torch.zeros(4)
+    cuda.compute.launch(lambda: device.copy_(pinned))
+    runner: Any = SimpleNamespace(
+        device=torch.device("cuda"), execute_model_state=object(), kv_connector_output="reports"
+    )
+    result = nothing_sampled(runner, SimpleNamespace(num_scheduled_tokens={"a": 4}))
+    pinned.zero_()
+    cuda.compute.finish()
+    assert device.tolist() == [1.0] * 4
+    assert result.req_ids == ["a"] and result.sampled_token_ids == []
+    assert result.kv_connector_output == "reports"

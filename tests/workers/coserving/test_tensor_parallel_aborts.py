@@ -1,0 +1,110 @@
+"""Two tensor parallel ranks leave an iteration at the same layer, whatever order vLLM registers layers in.
+
+Real workers on devices that do a layer when both ranks have launched it, as the collective in each layer has
+it. Which host goes on, which device does, and when the flag is raised, is random.
+"""
+
+import random
+import uuid
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.coserving.safepoint import (
+    RUN_AHEAD,
+    Armed,
+    Flag,
+    LayerFence,
+    SafepointAbort,
+    SafepointWorker,
+)
+
+LAYERS = [f"layer{number}" for number in range(24)]
+# vLLM registers layers by KV cache group, and deals the layers of one kind out to groups of equal size.
+_SLIDING = [name for number, name in enumerate(LAYERS) if number % 6 != 5]
+REGISTERED = {
+    "one group": LAYERS,
+    "gpt-oss": LAYERS[0::2] + LAYERS[1::2],
+    "Gemma 3": [name for group in range(5) for name in _SLIDING[group::5]] + LAYERS[5::6],
+}
+SCHEDULES = 200
+
+
+class HostWouldWaitError(Exception):
+    """The rank's host waits for its device here: it tries again later."""
+
+
+class Rank:
+    """A rank's host and device. `launched` and `done` count layers of the step."""
+
+    def __init__(self, flag: Flag, number: int, every: int, registered: list[str]) -> None:
+        self.launched = self.done = 0
+        self.left_at: int | None = None
+        self.worker = SafepointWorker(flag, every, number, 2, RUN_AHEAD)
+        tensor = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        self.worker.register(dict.fromkeys(registered, tensor))
+        self.worker._fence = LayerFence(lambda: RankEvent(self))
+        self.worker.before_step(Armed(7))
+
+    @property
+    def over(self) -> bool:
+        return self.left_at is not None or self.launched == len(LAYERS)
+
+    def go_on(self) -> None:
+        """The host launches its next layer, or leaves."""
+        at = self.worker._at
+        try:
+            self.worker.before_layer(LAYERS[self.launched])
+        except HostWouldWaitError:
+            self.worker._at = at
+            return
+        except SafepointAbort:
+            self.left_at = self.launched
+            return
+        self.launched += 1
+        self.worker.after_layer(LAYERS[self.launched - 1])
+
+
+class RankEvent:
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self._layer = rank, 0
+
+    def record(self) -> None:
+        self._layer = self._rank.launched
+
+    def synchronize(self) -> None:
+        if self._layer > self._rank.done:
+            raise HostWouldWaitError
+
+
+def left_at(registered: list[str], every: int, seed: int) -> list[int | None]:
+    """The layer at which each rank leaves a step in which the flag is raised at a random moment."""
+    rng = random.Random(seed)
+    flag = Flag(f"conserve-test-{uuid.uuid4().hex[:8]}")
+    ranks = [Rank(flag, number, every, registered) for number in range(2)]
+    raise_at, raised = rng.randrange(1, len(LAYERS) - 4), False
+    for _ in range(100_000):
+        if all(rank.over for rank in ranks):
+            break
+        if not raised and max(rank.launched for rank in ranks) >= raise_at:
+            flag.raise_for(7)
+            raised = True
+        rank = rng.choice(ranks)
+        if rng.random() < 0.5:
+            rank.done += rank.done < min(one.launched for one in ranks)
+        elif not rank.over:
+            rank.go_on()
+    else:
+        pytest.fail("a rank waits for ever")
+    flag.close()
+    flag.remove()
+    return [rank.left_at for rank in ranks]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("model", REGISTERED)
+def test_both_ranks_leave_at_the_same_layer(model: str, every: int) -> None:
+    layers: list[Any] = [left_at(REGISTERED[model], every, seed) for seed in range(SCHEDULES)]
+    assert [pair for pair in layers if pair[0] != pair[1]] == []
+    assert any(pair[0] is not None for pair in layers)
