@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,10 @@ class ReportScheduler(SchedulerSide):
             references = {holder: ids() for holder, ids in self._residence.references.items()}
             found = block_faults(self._pool.blocks, self._pool.get_num_free_blocks(), references)
             return found + host_faults(self._residence.host, self._residence.conversations)
+
+    def account_for(self, holder: str, blocks: Callable[[], Iterable[int]]) -> None:
+        """Tells the integrity check of another holder of references: block ids, one a reference."""
+        self._residence.references[holder] = blocks
 
     def _release(self, command: FeedCommand) -> Reply:
         return Reply(self._residence.release(command.conversation))

@@ -48,6 +48,11 @@ class ClassOrder:
             self._best, self._best_at = best_s, now
         return self._best
 
+    @property
+    def best_s(self) -> float:
+        """The most that turns here were worth when the latest were looked at."""
+        return self._best
+
     def level(self, ahead_s: float, arrival: float, best_s: float, now: float) -> float:
         """What a turn is worth now, beside others of which the best is worth `best_s`: the most goes first,
         among equals whoever is due first. Infinity: it was left out for long enough."""

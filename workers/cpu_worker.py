@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvtransfer.relied_on import verify
-from workers.coserving import vllm_internals as internals
+from workers.coserving import runner_internals as internals
 from workers.coserving.worker import SafepointWorkerMixin
 
 

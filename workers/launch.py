@@ -12,6 +12,7 @@ from kvtransfer import feed
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
 from workers.coserving.config import with_knowledge
+from workers.overload.config import DROPPING_WORKERS
 from workers.profiles import StartingKnowledge
 from workers.serve import BINDING, NOT_BOUND
 
@@ -132,9 +133,8 @@ def _middleware(spec: LaunchSpec) -> Options:
 
 
 def _worker_options(spec: LaunchSpec) -> Options:
-    # A step that our worker leaves early is undone before the next one is scheduled. On the CPU vLLM does so
-    # by itself.
-    return (("async-scheduling", False),) if spec.worker_class and spec.device is Device.CUDA else ()
+    # Layers leave and come back between two steps. On the CPU vLLM schedules them one by one by itself.
+    return (("async-scheduling", False),) if spec.worker_class in DROPPING_WORKERS else ()
 
 
 def _option(name: str, value: object) -> list[str]:

@@ -1,6 +1,6 @@
 """A storm of aborts and preemptions, after which every output must equal that of an undisturbed run.
 
-    python -m benchmarks.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--compiled]
+    python -m benchmarks.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--overlap]
 
 Requests are of two classes, share prefixes, are computed in chunks, and use structured output, stop strings,
 logprobs, seeded sampling with n > 1 and clients that hang up. The model is in float32; outputs are compared
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coserving import cpu_overlap
 from benchmarks.harness.output import command, write_json
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
@@ -49,6 +50,7 @@ class StormResult:
     wrong: list[str]
     stalled: list[str]
     seconds: float
+    overlapped: int = 0  # iterations that were scheduled while the one before ran
     abort_layers: list[int] = field(default_factory=list)
     signal_to_abort_s: list[float] = field(default_factory=list)
     check_gap_s: list[float] = field(default_factory=list)
@@ -234,6 +236,7 @@ async def storm(
     finally:
         raiser.stop.set()
         raiser.join(5)
+    result.overlapped = sum(record.overlapped for record in engine.iterations()[before:])
     ended = [record for record in engine.iterations()[before:] if record.aborted]
     result.abort_layers = [record.abort_layer for record in ended]
     result.signal_to_abort_s = [record.signal_to_abort_s for record in ended]
@@ -242,10 +245,15 @@ async def storm(
     return result
 
 
-def storm_shape(model: Path, **more: Any) -> StandaloneShape:
-    """Little memory and small iterations: prompts take several chunks, and online work has to preempt."""
+def storm_shape(model: Path, overlaps: bool = False, **more: Any) -> StandaloneShape:
+    """Little memory and small iterations: prompts take several chunks, and online work has to preempt.
+
+    `overlaps`: with asynchronous scheduling on CPUs, where it is asked for (`cpu_overlap.overlapping`).
+    """
     # Of a GPU vLLM wants so much to be free; these blocks take little.
-    arguments = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if on_cuda() else {}
+    arguments: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
+    if not on_cuda():
+        arguments = {"worker_cls": cpu_overlap.WORKER} if overlaps else {}
     small: dict[str, Any] = {
         "blocks": 65,
         "max_tokens": 192,
@@ -266,12 +274,13 @@ async def _main(arguments: argparse.Namespace) -> StormResult:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": binding} if arguments.ranks > 1 else {}
     shape = storm_shape(
         arguments.model, compiled=arguments.compiled, ranks=arguments.ranks,
-        host_kv_gib=arguments.host_kv_gib, environment=environment,
+        host_kv_gib=arguments.host_kv_gib, environment=environment, overlaps=arguments.overlap,
     )  # fmt: skip
-    async with coserving_engine(shape, storm_config()) as engine:
-        return await storm(
-            engine, arguments.aborts, arguments.preemptions, arguments.seed, limit_s=arguments.limit_s
-        )
+    with cpu_overlap.overlapping() if arguments.overlap else contextlib.nullcontext():
+        async with coserving_engine(shape, storm_config()) as engine:
+            return await storm(
+                engine, arguments.aborts, arguments.preemptions, arguments.seed, limit_s=arguments.limit_s
+            )
 
 
 def main() -> None:
@@ -281,6 +290,7 @@ def main() -> None:
     parser.add_argument("--preemptions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
+    parser.add_argument("--overlap", action="store_true", help="asynchronous scheduling, also on CPUs")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--host-kv-gib", type=float, default=0.0, help="checkpoint offline KV on the host")
     parser.add_argument("--limit-s", type=float, default=900.0)
@@ -290,7 +300,8 @@ def main() -> None:
     result = asyncio.run(_main(arguments))
     waits = sorted(result.signal_to_abort_s)
     print(
-        f"{result.aborts} aborts, {result.preemptions} preemptions, {result.compared} outputs compared, "
+        f"{result.aborts} aborts, {result.preemptions} preemptions, "
+        f"{result.overlapped} iterations overlapped, {result.compared} outputs compared, "
         f"{len(result.wrong)} wrong, {len(result.stalled)} stalled, {result.seconds:.0f} s"
     )
     if waits:
@@ -302,6 +313,7 @@ def main() -> None:
     figures = {
         "aborts": result.aborts,
         "preemptions": result.preemptions,
+        "overlapped": result.overlapped,
         "outputs_compared": result.compared,
         "outputs_wrong": len(result.wrong),
         "outputs_stalled": len(result.stalled),

@@ -399,10 +399,6 @@ def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:
     if not one.coserves:
         return
     wrong = {
-        "async-scheduling": (
-            one.args.get("async-scheduling") is True,
-            "an abort is undone before the next step",
-        ),
         "scheduling-policy": (
             one.args.get("scheduling-policy", "priority") != "priority",
             "offline requests are told from conversations by their priority",

@@ -29,6 +29,7 @@ class Conserve(ServingPolicy):
     # the iteration that it throws away, at least.
     abort_worth = 0.5
     abort_gain_s = 0.005  # an iteration with less than this left is not worth aborting
+    armed_gains = 3  # an iteration shorter than this many times that gain is not armed
     # Decoding may cost this many times an iteration's constant before offline work has less of what the TBT
     # targets leave; infinity: it always has all of it.
     decoding_per_constant = 2.0
@@ -95,6 +96,8 @@ class Conserve(ServingPolicy):
         batch = batch.beside(arrival.claims_s)
         if not self._settings.safepoints or not (batch.offline_requests or batch.prompts):
             return False
+        if not batch.prompts and batch.seconds < self.armed_gains * self.abort_gain_s:
+            return False
         remaining = batch.seconds - batch.passed_s
         if remaining < self.abort_gain_s:
             return False
@@ -109,6 +112,14 @@ class Conserve(ServingPolicy):
         # deadline.
         again = model.seconds(batch.online_work)
         return remaining - again >= self.abort_gain_s and batch.passed_s + again <= batch.slack_s
+
+    def worth_arming(self, seconds: float, online_s: float) -> bool:
+        long_enough = seconds >= self.armed_gains * self.abort_gain_s
+        return self._settings.safepoints and long_enough and seconds - online_s >= self.abort_gain_s
+
+    @property
+    def best_of_late_s(self) -> float:
+        return self._classes.best_s if self._settings.safepoints else -math.inf
 
     def observe(self, done: IterationDone) -> None:
         self._arrivals.settle(done.now)

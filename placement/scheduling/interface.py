@@ -258,5 +258,18 @@ class ServingPolicy(ABC):
         """
         return False
 
+    def worth_arming(self, seconds: float, online_s: float) -> bool:
+        """Whether an iteration with offline requests, predicted to take `seconds`, is worth leaving early.
+
+        An armed iteration runs as pieces of CUDA graphs, and its host waits for the device. `online_s`: what
+        its online requests would take alone, which an abort makes them do again; 0 without any.
+        """
+        return False
+
+    @property
+    def best_of_late_s(self) -> float:
+        """What the best class of late is worth: prompts of lesser ones may yield; minus infinity: none."""
+        return -math.inf
+
     def observe(self, done: IterationDone) -> None:  # noqa: B027  a policy may learn nothing
         """An iteration ended."""

@@ -49,6 +49,7 @@ class PendingIteration:
     raised: bool = False  # the flag, for one of them
     prompt_tokens: int = 0  # online, before a first token
     prompt_share: float = 1.0  # of the engine's time, what its decoding requests leave to prompts
+    overlapped: bool = False  # it was scheduled while the one before ran
 
     @property
     def classes(self) -> str:
@@ -104,6 +105,7 @@ class IterationRecord:
     preempted: int
     late_requests: int
     aborted: bool
+    overlapped: bool = False  # scheduled while the one before ran
     abort_layer: int = -1
     signal_to_abort_s: float = 0.0
     check_gap_s: float = 0.0  # at an abort: time since the check of the flag before

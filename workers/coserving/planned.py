@@ -71,6 +71,8 @@ class PlannedScheduling(internals.OpenScheduling):
             self._restore_blocks,
             self.clock,
         )
+        if self._report is not None:
+            self._report.account_for("steps in flight", self.deferred_blocks)
         self.restores = Restores(self, self.plugin("retention"))
         self._log = IterationLog(config.iteration_log)
         self._builder: BatchBuilder | None = None
@@ -78,6 +80,8 @@ class PlannedScheduling(internals.OpenScheduling):
         self._unplanned = 0
         self._budget = 0  # offline tokens that fit into the iteration planned last
         self._yields = False  # that iteration: its prompts may be left for a better class
+        # By the step's output: steps may overlap. None: it is empty, or noting it failed.
+        self._under_way: dict[int, PendingIteration | None] = {}
         self._ended = 0.0  # the iteration before
         self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
         self._curve_at = 0.0
@@ -101,9 +105,26 @@ class PlannedScheduling(internals.OpenScheduling):
             self.restores.drop(request.request_id)
         return ended
 
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        output, iteration = self.planned_step(throttle_prefills)
+        if iteration is not None:
+            iteration.overlapped = bool(self._under_way)
+        self._under_way[id(output)] = iteration
+        if iteration is not None:
+            self.guarded(self.began, iteration)
+        return output
+
+    def began(self, iteration: PendingIteration) -> None:
+        """An iteration was scheduled, and is about to run."""
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        iteration = self._under_way.pop(id(scheduler_output), None)
+        requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self.guarded(self.restores.end, outputs)
+        if iteration is not None:
+            self.guarded(self.ended, iteration, requests)
+        self.drop_finished()
         return outputs
 
     def shutdown(self) -> None:
@@ -360,16 +381,13 @@ class PlannedScheduling(internals.OpenScheduling):
             attended=work.attended, context=work.context, online_requests=batch.online_requests,
             offline_requests=batch.offline_requests, offline_tokens=iteration.offline_tokens,
             preempted=iteration.preempted, late_requests=late, aborted=iteration.aborted,
-            again_tokens=iteration.again_tokens, before=work.before, prompt_tokens=iteration.prompt_tokens,
+            overlapped=iteration.overlapped, again_tokens=iteration.again_tokens, before=work.before,
+            prompt_tokens=iteration.prompt_tokens,
         )  # fmt: skip
 
 
 class PromptScheduling(PlannedScheduling):
     """Without co-serving: vLLM's own rules, but for the order of prompts and the size of their chunks."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._under_way: dict[int, PendingIteration] = {}  # by the step's output: they overlap
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
         serving = ServingSettings("prompts_in_order", config.serving.slo, config.serving.margin)
@@ -377,21 +395,6 @@ class PromptScheduling(PlannedScheduling):
 
     def needs_plan(self) -> bool:
         return super().needs_plan() and self.waits_or_prefills()
-
-    def schedule(self, throttle_prefills: bool = False) -> Any:
-        output, iteration = self.planned_step(throttle_prefills)
-        if iteration is not None:
-            self._under_way[id(output)] = iteration
-        return output
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        iteration = self._under_way.pop(id(scheduler_output), None)
-        if iteration is not None:
-            self.guarded(self.ended, iteration, requests)
-        self.drop_finished()
-        return outputs
 
 
 class PromptScheduler(PromptScheduling, internals.SyncScheduler):

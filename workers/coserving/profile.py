@@ -117,7 +117,6 @@ async def coserving_engine(
             "enforce_eager": not shape.compiled,
             "tensor_parallel_size": shape.ranks,
             "enable_prefix_caching": True,
-            "async_scheduling": False,
             "scheduling_policy": "priority",
             "scheduler_cls": shape.scheduler,
             "worker_cls": WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS,

@@ -10,7 +10,7 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from placement.scheduling.interface import RequestView, ServingPolicy, TurnTargets, place_of
+from placement.scheduling.interface import RequestView, ServingPolicy, TurnTargets, place_of, worth_of
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 from workers.coserving.iterations import PendingIteration
 from workers.coserving.safepoint import Flag
@@ -46,6 +46,10 @@ class TrackedRequest:
     @property
     def place_s(self) -> float:
         return place_of(self.ahead_s, self.priority_s)
+
+    @property
+    def worth_s(self) -> float:
+        return worth_of(self.ahead_s, self.priority_s)
 
     @property
     def deadline(self) -> float:

@@ -26,9 +26,10 @@ class Undo:
 
 
 def rewind_computed(undo: Undo) -> None:
-    """1. No request computed anything."""
+    """1. No request computed anything, and none has a token on its way: no other step was in flight."""
     for one in undo.running():
         one.request.num_computed_tokens = one.start
+        one.request.num_output_placeholders = 0
 
 
 def evict_written(undo: Undo) -> None:

@@ -7,10 +7,11 @@ iteration may end early: no layer is incomplete, and what it wrote is undone by 
 
 Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
 decides, for a layer far enough ahead that no rank can have passed it: every layer holds a collective, which
-no rank leaves before rank 0 has entered it, and a rank's host runs at most `RUN_AHEAD` layers ahead of its
-device.
+no rank leaves before rank 0 has entered it, and a rank's host runs at most so many layers ahead of its device
+as the step's order says, which all ranks get.
 """
 
+import math
 import mmap
 import os
 import time
@@ -90,7 +91,9 @@ class Flag:
 
 
 NAME = "safepoint"
-RUN_AHEAD = 2  # layers that a host may queue beyond the one its device has finished, in armed iterations
+# What a host may queue beyond the layer that its device has finished, in armed iterations: layers at least,
+# and predicted work at least, so that a host that loses Python's lock for a moment does not idle its device.
+RUN_AHEAD, RUN_AHEAD_S = 2, 1e-3
 
 
 class SafepointAbort(BaseException):
@@ -102,41 +105,51 @@ class Armed:
     """The order for a step that may be aborted."""
 
     epoch: int
+    run_ahead: int = 0  # layers, where the worker's own bound is less
+
+
+def run_ahead_of(seconds: float, layers: int) -> int:
+    """Layers that a host may queue of a step of `layers` that is predicted to take `seconds`."""
+    wanted = math.ceil(RUN_AHEAD_S * layers / seconds) if seconds > 0 else layers
+    return max(RUN_AHEAD, min(wanted, layers // 2))
 
 
 class SafepointScheduler(SchedulerSide):
-    """Arms the steps that hold offline requests, or yield by plan, each with an epoch of its own."""
+    """Arms the steps that are worth leaving early, each with an epoch of its own."""
 
-    def __init__(self, flag: Flag, enabled: bool, fenced: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, flag: Flag, enabled: bool, fenced: Callable[[], bool] = lambda: False, layers: int = 0
+    ) -> None:
+        """`layers`: of the model, where hosts run ahead of their devices."""
         self.flag = flag
         self._enabled = enabled
         self._fenced = fenced  # layers are shared, or about to be: others' parts of a step are not left
-        self._offline: set[str] = set()
+        self._layers = layers
+        # Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0. The
+        # engine's scheduler says so.
+        self.worth_arming: Callable[[], float] = lambda: 0.0
         # The engine's scheduler counts here, too (iterations.py).
         self.counts: Counter[str] = Counter()
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
         self._epoch = new_epoch()
         self.armed = 0  # epoch of the step that was ordered last; 0: it may not be aborted
-        self.yields = False  # the step that is scheduled next, whatever is in it
 
-    def on_new_request(self, request: Any) -> None:
-        if request.priority > 0:
-            self._offline.add(request.request_id)
-
-    def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
-        self._offline.discard(request.request_id)
+    @property
+    def arms(self) -> bool:
+        """Whether steps are armed at all now."""
+        return self._enabled and not self._fenced()
 
     def order(self, scheduler_output: Any) -> Armed | None:
         self.armed = 0
         # A step with a synchronous load is not armed: its requests count tokens that the load brings layer by
         # layer.
-        if not self._enabled or self._fenced() or scheduler_output.has_sync_kv_loads:
+        if not self.arms or scheduler_output.has_sync_kv_loads or not scheduler_output.num_scheduled_tokens:
             return None
-        tokens = scheduler_output.num_scheduled_tokens
-        if not tokens or not (self.yields or not self._offline.isdisjoint(tokens)):
+        seconds = self.worth_arming()
+        if not seconds:
             return None
         self._epoch = self.armed = self._epoch + 1
-        return Armed(self._epoch)
+        return Armed(self._epoch, run_ahead_of(seconds, self._layers) if self._layers else 0)
 
     def take_counts(self) -> Mapping[str, float]:
         counts, self.counts = self.counts, Counter()
@@ -157,12 +170,12 @@ class SafepointWorker(WorkerSide):
         self._every = every
         self._decides = rank == 0
         self._agree = ranks > 1
-        self._lead = 1 + run_ahead  # layers between rank 0's decision and the layer it is for
+        self._lead = 1  # layers between rank 0's decision and the layer it is for
         self._epoch = 0
         self._at = 0  # layers that this step has entered
         self._checked_ns = 0
         self._fence: LayerFence | None = None
-        self._run_ahead = run_ahead
+        self._run_ahead = run_ahead  # layers at least
 
     def register(self, kv_caches: Any) -> None:
         tensor = next(iter(kv_caches.values()))
@@ -174,8 +187,11 @@ class SafepointWorker(WorkerSide):
     def before_step(self, order: Armed | None) -> None:
         self._epoch = order.epoch if order is not None else 0
         self._at = 0
-        if self._fence is not None:
-            self._fence.begin(self._run_ahead)
+        if order is not None:
+            run_ahead = max(self._run_ahead, order.run_ahead)
+            self._lead = 1 + run_ahead
+            if self._fence is not None:
+                self._fence.begin(run_ahead)
         self._checked_ns = time.monotonic_ns()
         if self._decides:
             self._fields[RUNNING] = self._epoch
@@ -190,16 +206,15 @@ class SafepointWorker(WorkerSide):
         # Counted, not looked up by name: vLLM registers layers by KV cache group, in another order than the
         # model's.
         index = self._at
-        self._at += 1
-        if index % self._every:
-            return
-        if self._fence is not None:
-            self._fence.wait()
-        if self._agree:
-            self._check_agreed(epoch, index)
-        elif self._fields[RAISED] == epoch:
-            self._abort(epoch, index)
-        self._checked_ns = time.monotonic_ns()
+        if index % self._every == 0:
+            if self._fence is not None:
+                self._fence.wait()
+            if self._agree:
+                self._check_agreed(epoch, index)
+            elif self._fields[RAISED] == epoch:
+                self._abort(epoch, index)
+            self._checked_ns = time.monotonic_ns()
+        self._at = index + 1
 
     def after_layer(self, layer: str) -> None:
         if self._epoch and self._fence is not None:
@@ -274,15 +289,18 @@ class SafepointPlugin(Plugin):
     def scheduler_side(self, context: EngineContext) -> SafepointScheduler:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
         enabled = config.serving.safepoints and config.serving.policy == "conserve"
-        return SafepointScheduler(_flag(context), enabled, lambda: context.residence.fenced)
+        layers = sum(len(group.layers) for group in context.groups) if _on_cuda(context) else 0
+        return SafepointScheduler(_flag(context), enabled, lambda: context.residence.fenced, layers)
 
     def worker_side(self, context: EngineContext, rank: int) -> SafepointWorker:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
         ranks = context.vllm_config.parallel_config.tensor_parallel_size
-        on_cuda = context.vllm_config.device_config.device_type == "cuda"
-        return SafepointWorker(
-            _flag(context), config.safepoint_every, rank, ranks, RUN_AHEAD if on_cuda else 0
-        )
+        run_ahead = RUN_AHEAD if _on_cuda(context) else 0
+        return SafepointWorker(_flag(context), config.safepoint_every, rank, ranks, run_ahead)
+
+
+def _on_cuda(context: EngineContext) -> bool:
+    return bool(context.vllm_config.device_config.device_type == "cuda")
 
 
 def _flag(context: EngineContext) -> Flag:

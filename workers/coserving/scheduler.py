@@ -3,6 +3,7 @@
 What an iteration did is undone in rollback.py.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -24,22 +25,61 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._safepoint: safepoint.SafepointScheduler | None = self.plugin(safepoint.NAME)
-        self.iteration: PendingIteration | None = None  # between its scheduling and its result
+        self.iteration: PendingIteration | None = None  # the armed one, between its scheduling and its result
+        self._online_s = 0.0  # what its online requests take alone, by the plan in force
+        self._offline_prompts_arm = False  # by the plan before: an iteration with some is worth arming
         self._watch: ArrivalWatch | None = None
         if self._safepoint is not None:
+            self._safepoint.worth_arming = self._worth_arming
+            internals.keep_armed_steps_alone()
             self._watch = ArrivalWatch(
                 lambda: self.policy, self._safepoint.flag, lambda: self.latency.model, self._arriving
             )
             internals.tell_of_arrivals(self._watch.on_arrival)
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
-        if self._safepoint is not None:
-            self._safepoint.yields = False  # unless there is a plan that says so
-        output, iteration = self.planned_step(throttle_prefills)
-        if iteration is not None:
+    @property
+    def armed_step_runs(self) -> bool:
+        return self.iteration is not None
+
+    def waits_for_result(self) -> bool:
+        """Whether the result of the step in flight is taken before the next step is scheduled: that one may
+        be worth arming, and a step is armed only when no other is in flight.
+        """
+        if self._safepoint is None or not self._safepoint.arms or not self.needs_plan():
+            return False
+        return bool(self.guarded(self._next_may_be_armed))
+
+    def _next_may_be_armed(self) -> bool:
+        return self._offline_prompt_may_run() or self._prompt_may_yield()
+
+    def _offline_prompt_may_run(self) -> bool:
+        if not self._offline_prompts_arm:
+            return False
+        offline = [request for request in self.running if request.priority > 0]
+        if any(request.is_prefill_chunk for request in offline):
+            return True
+        return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
+
+    def _prompt_may_yield(self) -> bool:
+        best_s = self.policy.best_of_late_s
+        return best_s > -math.inf and any(
+            tracked.worth_s < best_s
+            for tracked in self.tracked.online()
+            if tracked.request.is_prefill_chunk or internals.is_waiting(tracked.request)
+        )
+
+    def _worth_arming(self) -> float:
+        """Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0."""
+        if self._builder is None or self._under_way:
+            return 0.0
+        seconds = self.latency.model.seconds(self._builder.work)
+        offline = self._builder.offline_tokens and self.policy.worth_arming(seconds, self._online_s)
+        return seconds if offline or self._yields else 0.0
+
+    def began(self, iteration: PendingIteration) -> None:
+        if iteration.epoch:
             self.iteration = iteration
-            self.guarded(self._publish, iteration)
-        return output
+        self._publish(iteration)
 
     def before_preemption(self, request: Any) -> None:
         tracked = self.tracked.by_id.get(request.request_id)
@@ -47,12 +87,8 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             tracked.held = max(tracked.held, request.num_computed_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        iteration = self.settle_abort()
-        requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
+        self.settle_abort()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if iteration is not None:
-            self.guarded(self.ended, iteration, requests)
-        self.drop_finished()
         self.iteration = None
         return outputs
 
@@ -63,9 +99,9 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return super().finish_requests(request_ids, finished_status)
 
     def settle_abort(self) -> PendingIteration | None:
-        """Undoes the current iteration if the workers left it early. Once, whoever asks first."""
+        """Undoes the armed iteration if the workers left it early. Once, whoever asks first."""
         iteration = self.iteration
-        if iteration is None or not iteration.epoch or iteration.aborted:
+        if iteration is None or iteration.aborted:
             return iteration
         if self._watch is not None:
             self._watch.in_flight = None
@@ -75,8 +111,10 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return iteration
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
-        if self._safepoint is not None:
-            self._safepoint.yields = plan.yields
+        builder, budget = plan.builder, self._budget
+        self._online_s = builder.model.seconds(builder.work) if builder.work.requests else 0.0
+        filled_s = builder.model.seconds(builder.work.plus(budget, 0)) if budget > 0 else 0.0
+        self._offline_prompts_arm = self.policy.worth_arming(filled_s, self._online_s)
         if self.checkpoint is not None:  # vLLM does not ask before it loads KV from the host
             self.checkpoint.offline_may_start = plan.builder.admit_waiting
         if plan.builder.admit_waiting:
@@ -88,7 +126,6 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
 
     def count_unplanned(self) -> None:
         if self._safepoint is not None:
-            self._safepoint.yields = False
             self._safepoint.counts["coserving_unplanned"] += 1
 
     def _arriving(self, request: Any, now: float) -> RequestView:

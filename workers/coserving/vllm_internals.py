@@ -17,10 +17,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvtransfer.relied_on import ReliedOn
 from workers.coserving.iterations import ScheduledRequest
@@ -29,9 +27,8 @@ from workers.processes import WorkerError
 logger = logging.getLogger("conserve.workers.coserving")
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _QUEUE = "vllm.v1.core.sched.request_queue:PriorityRequestQueue"
-_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 SCHEDULING = ReliedOn(
     signatures={
@@ -55,14 +52,16 @@ SCHEDULING = ReliedOn(
         "vllm.v1.metrics.stats:PrefillStats": {
             "set": ("self", "num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
         },
-        "vllm.v1.engine.core:EngineCore": {"preprocess_add_request": ("self", "request")},
+        "vllm.v1.engine.core:EngineCore": {
+            "preprocess_add_request": ("self", "request"), "step_with_batch_queue": ("self",),
+        },
     },
     attributes={
         _SCHEDULER: (
             "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
             "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
             "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config", "failed_recving_kv_req_ids",
-            "finished_recving_kv_req_ids", "finished_req_ids",
+            "finished_recving_kv_req_ids", "finished_req_ids", "deferred_frees",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
@@ -70,8 +69,9 @@ SCHEDULING = ReliedOn(
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("coordinator", "block_pool"),
         "vllm.v1.request:Request": (
-            "arrival_time", "is_prefill_chunk", "num_output_tokens", "sampling_params", "client_index",
-            "trace_headers", "take_prefill_stats", "take_events", "record_event",
+            "arrival_time", "is_prefill_chunk", "num_output_tokens", "num_output_placeholders",
+            "sampling_params", "client_index", "trace_headers", "take_prefill_stats", "take_events",
+            "record_event",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
@@ -87,35 +87,19 @@ SCHEDULING = ReliedOn(
             "_update_after_schedule": ("num_computed_tokens",),
             # A load that ended is in the prefix cache after it.
             "_handle_blocked_waiting_request": ("_update_waiting_for_remote_kv",),
+            "has_requests": ("has_unfinished_requests",),
+        },
+        # A step whose result is taken first schedules nothing, and waits for what is in flight.
+        "vllm.v1.engine.core:EngineCore": {
+            "step_with_batch_queue": ("has_requests", "batch_queue", "pop", "update_from_output"),
+        },
+        _ASYNC: {
+            "_update_after_schedule": ("num_output_placeholders",),
+            "_update_request_with_output": ("num_output_placeholders",),
         },
         # An arrival is told in the thread that receives requests, beside the model.
         "vllm.v1.engine.core:EngineCoreProc": {"process_input_sockets": ("preprocess_add_request",)},
     },
-)  # fmt: skip
-
-WORKING = ReliedOn(
-    signatures={
-        _RUNNER: {
-            "sample_tokens": ("self", "grammar_output"),
-            "execute_model": ("self", "scheduler_output", "intermediate_tensors"),
-            "_model_forward": (
-                "self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs",
-            ),
-        },
-        _WORKER: {
-            "load_model": ("self", "load_dummy_weights"),
-            "execute_model": ("self", "scheduler_output"),
-            "sample_tokens": ("self", "grammar_output"),
-        },
-    },
-    attributes={
-        _RUNNER: (
-            "execute_model_state", "kv_connector_output", "input_batch", "discard_request_mask",
-            "model_config", "device",
-        ),
-    },
-    # The forward pass is left from within the connector's step, which still gets its reports out.
-    uses={_RUNNER: {"execute_model": ("_model_forward", "maybe_get_kv_connector_output")}},
 )  # fmt: skip
 
 
@@ -174,6 +158,7 @@ class OpenScheduling:
     max_num_scheduled_tokens: int
     pause_state: Any
     kv_holding_waiting: Any
+    deferred_frees: deque[tuple[int, list[Any]]]
     failed_recving_kv_req_ids: set[str]
     finished_req_ids: set[str]  # since the last step was scheduled
 
@@ -248,6 +233,10 @@ class OpenScheduling:
             hits += 1
         return min(hits * int(self.hash_block_size), int(request.num_tokens) - 1)
 
+    def deferred_blocks(self) -> list[int]:
+        """Blocks that nobody has any more, and that a step in flight may still write."""
+        return [block.block_id for _, blocks in list(self.deferred_frees) for block in blocks]
+
     def full_blocks(self, tokens: int) -> tuple[int, ...]:
         """Blocks that this many tokens fill, by KV cache group."""
         return tuple(tokens // manager.block_size for manager in self.managers)
@@ -288,17 +277,37 @@ class OverlappingScheduler(OpenScheduling, AsyncScheduler):
     """The one that vLLM takes with asynchronous scheduling: a step is planned while the one before runs."""
 
 
-class OpenScheduler(SyncScheduler):
+class OpenScheduler(OverlappingScheduler):
     """A co-serving engine's: also with the records that a roll-back corrects."""
+
+    _only_result = False
+
+    @property
+    def armed_step_runs(self) -> bool:
+        """A step that may be aborted is in flight, and nothing else is."""
+        return False
+
+    def waits_for_result(self) -> bool:
+        """Whether the result of the step in flight is taken before the next step is scheduled."""
+        return False
+
+    @contextmanager
+    def only_result(self) -> Iterator[None]:
+        """Nothing is scheduled within."""
+        self._only_result = True
+        try:
+            yield
+        finally:
+            self._only_result = False
+
+    def has_requests(self) -> bool:
+        return not self._only_result and bool(super().has_requests())
 
     def unsupported(self) -> dict[str, bool]:
         """Settings under which an abort could not be undone, too."""
         config = self.vllm_config
         return {
             **super().unsupported(),
-            "asynchronous scheduling (start with --no-async-scheduling)": (
-                config.scheduler_config.async_scheduling
-            ),
             "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
             "speculative decoding": config.speculative_config is not None,
             "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": self.use_v2_model_runner,
@@ -414,63 +423,41 @@ def tell_of_arrivals(told: Callable[[Request], None]) -> None:
     EngineCore.preprocess_add_request = preprocess_add_request
 
 
-Forward = Callable[..., Any]
+StepResult = tuple[dict[int, Any] | None, bool]
 
 
-def wrap_forward(runner: GPUModelRunner, wrapper: Callable[[Forward], Forward]) -> None:
-    """Puts `wrapper` around the runner's forward pass, outside of wrappers that are there already.
+def keep_armed_steps_alone() -> None:
+    """A patch of this process: a step that may be aborted is the only one in flight.
 
-    This is inside the connector's step: a forward pass that ends early still gets the step's reports out.
+    With asynchronous scheduling vLLM schedules a step while the one before runs. Where the next step may be
+    armed, the result of the one in flight is taken first; and that of an armed step is taken before anything
+    else happens, so that no other step, request or command meets one that may yet be undone.
     """
-    runner._model_forward = wrapper(runner._model_forward)
+    original = EngineCore.step_with_batch_queue
+    if hasattr(original, "__wrapped__"):
+        return
 
+    def result(core: EngineCore) -> StepResult:
+        """Not an empty step: those make vLLM sleep, and run the connector."""
+        with core.scheduler.only_result():
+            outputs, _ = original(core)
+        # Ranks of a mixture of experts must run as many steps as the others: theirs is an idle one.
+        return outputs, not isinstance(core, DPEngineCoreProc)
 
-def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
-    """Stands in for the result of a forward pass that ended early; nothing is sampled from it."""
-    import torch
+    @functools.wraps(original)
+    def step_with_batch_queue(self: EngineCore) -> StepResult:
+        scheduler = self.scheduler
+        if not isinstance(scheduler, OpenScheduler):
+            plain: StepResult = original(self)
+            return plain
+        if self.batch_queue and scheduler.waits_for_result():
+            return result(self)
+        outputs, executed = original(self)
+        if outputs is None and scheduler.armed_step_runs:
+            outputs, _ = result(self)
+        return outputs, executed
 
-    config = runner.model_config
-    return torch.zeros(
-        positions.shape[-1], config.get_hidden_size(), dtype=config.dtype, device=positions.device
-    )
-
-
-def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunnerOutput:
-    """The output of an iteration that ended early: no request has a token.
-
-    The runner's sampling is skipped as a whole: it would advance random generators, and take the prompt
-    logprobs of requests that have to be computed again.
-    """
-    if runner.device.type == "cuda":
-        # The step's inputs may still be on their way out of pinned memory that the next step overwrites.
-        import torch
-
-        torch.cuda.current_stream().synchronize()
-    runner.execute_model_state = None
-    connector_output, runner.kv_connector_output = runner.kv_connector_output, None
-    scheduled = list(scheduler_output.num_scheduled_tokens)
-    return ModelRunnerOutput(
-        req_ids=scheduled,
-        req_id_to_index={request: index for index, request in enumerate(scheduled)},
-        kv_connector_output=connector_output,
-    )
-
-
-@contextmanager
-def discarded_requests_unseeded(runner: GPUModelRunner) -> Iterator[None]:
-    """Around sampling in the CPU build, which dies of requests that have a seed and get no token in this
-    step.
-
-    vLLM winds their generators back by an offset, which generators on the CPU do not have. Without a
-    generator such a request is sampled like any other, and its own generator stays where it was.
-    """
-    generators = runner.input_batch.generators
-    discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
-    put_aside = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}
-    try:
-        yield
-    finally:
-        generators.update(put_aside)
+    EngineCore.step_with_batch_queue = step_with_batch_queue
 
 
 def extra_args(request: Request) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvtransfer.relied_on import verify
-from workers.coserving import vllm_internals as internals
+from workers.coserving import runner_internals as internals
 from workers.coserving.safepoint import SafepointAbort
 
 

@@ -9,6 +9,7 @@ DROPPING_CPU_WORKER = "workers.overload.cpu_worker.DroppingCpuWorker"
 # Of those that co-serve.
 COSERVING_DROPPING_SCHEDULER = "workers.overload.plugin.CoServingDroppingScheduler"
 COSERVING_DROPPING_WORKER = "workers.overload.worker.CoServingDroppingWorker"
+DROPPING_WORKERS = (DROPPING_WORKER, COSERVING_DROPPING_WORKER)  # on GPUs
 COSERVING_DROPPING_CPU_WORKER = "workers.overload.cpu_worker.CoServingDroppingCpuWorker"
 
 # Models whose pass is that of a split: an embedding, layers one after the other with a residual, a norm, as

@@ -375,6 +375,13 @@ class DroppingScheduling(PlannedScheduling):
         self._overload = side
         self._whole: SelfCorrecting | None = None  # what is known of the whole model, while layers are shared
 
+    def unsupported(self) -> dict[str, bool]:
+        overlaps = self.vllm_config.scheduler_config.async_scheduling
+        return {
+            **super().unsupported(),
+            "asynchronous scheduling (start with --no-async-scheduling)": overlaps,
+        }
+
     def has_requests(self) -> bool:
         has = bool(super().has_requests())  # type: ignore[misc]
         return has or self._overload.pending or self._overload.steps_anyway

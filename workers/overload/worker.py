@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvtransfer.config import ConnectorConfig, transfer_secret
 from kvtransfer.relied_on import verify
-from workers.coserving import vllm_internals as passes
+from workers.coserving import runner_internals as passes
 from workers.coserving.worker import CoServingWorker
 from workers.overload import vllm_internals as internals
 from workers.overload.channel import most_batched_tokens

@@ -75,18 +75,14 @@ EVERYWHERE = {
     "instance_id": "drawn anew each time",
     "runner": "what is relied on of vLLM is checked in the V1 runner",
 }
-ONE_STEP_AT_A_TIME = {
-    "parallel_config.worker_cls": "a worker that leaves a step early",
-    "scheduler_config.async_scheduling": "a step that was left is undone before the next is scheduled",
-    "parallel_config.disable_nccl_for_dp_synchronization": "vLLM derives it from asynchronous scheduling",
-}
+LEAVES_STEPS = {"parallel_config.worker_cls": "a worker that leaves a step early"}
 REASONS: dict[str, dict[str, str]] = {
     "prefiller": EVERYWHERE,
     "prefiller with NIXL": EVERYWHERE,
     "decoder": EVERYWHERE,
     "decoder with NIXL": EVERYWHERE,
-    "decoder that co-serves": {**EVERYWHERE, **ONE_STEP_AT_A_TIME},
-    "decoder that co-serves without safepoints": {**EVERYWHERE, **ONE_STEP_AT_A_TIME},
+    "decoder that co-serves": {**EVERYWHERE, **LEAVES_STEPS},
+    "decoder that co-serves without safepoints": {**EVERYWHERE, **LEAVES_STEPS},
     "collocated": EVERYWHERE,
 }
 
@@ -142,8 +138,8 @@ def test_what_differs_from_plain_vllm_has_a_reason(role: str, final: dict[str, F
     assert without == set()
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if "co-serves" not in role])
-def test_scheduling_is_asynchronous_where_no_step_is_left(role: str, final: dict[str, Flat]) -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_scheduling_is_asynchronous(role: str, final: dict[str, Flat]) -> None:
     assert final[role]["scheduler_config.async_scheduling"] == "True"
 
 

@@ -252,11 +252,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         a("compilation-config.cudagraph_mode: FULL_DECODE_ONLY"),
         "without piecewise graphs a step that may be",
     ),
-    "asynchronous scheduling beside co-serving": (
-        SEQS,
-        a("async-scheduling: true"),
-        "an abort is undone before the next step; remove it",
-    ),
     "first come, first served beside co-serving": (
         SEQS,
         a("scheduling-policy: fcfs"),

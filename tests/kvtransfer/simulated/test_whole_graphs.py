@@ -60,6 +60,13 @@ def prefiller() -> ConnectorConfig:
     return ConnectorConfig(engine="p", epoch=1, port=free_port())
 
 
+def arms(engine: SteppedEngine, seconds: float) -> None:
+    """Says of the steps from now on what the engine's scheduler says: how long one takes, or 0."""
+    side = engine.scheduler.plugin("safepoint")
+    if side is not None:
+        side.worth_arming = lambda: seconds
+
+
 EXPORT = {"do_remote_decode": True, "transfer_id": "t"}
 
 
@@ -71,12 +78,14 @@ def test_only_armed_steps_have_pieces(make: Make, beside: object) -> None:
         engine.step()
     assert engine.modes == [PIECEWISE, FULL, FULL], "a prompt's step has pieces by itself"
     engine.add("offline", [2] * 5, 4, priority=10)
-    for _ in range(4):
+    arms(engine, 0.1)
+    for _ in range(2):
         engine.step()
-    assert engine.modes[3:] == [PIECEWISE] * 4, "of which three are of decodes alone"
-    for _ in range(3):
+    assert engine.modes[3:] == [PIECEWISE] * 2, "of which one is of decodes alone"
+    arms(engine, 0.0)
+    for _ in range(2):
         engine.step()
-    assert "offline" in engine.answers and engine.modes[7:] == [FULL] * 3
+    assert "offline" in engine.answers and engine.modes[5:] == [FULL] * 2
     assert engine.wrong == []
 
 
@@ -110,6 +119,7 @@ def test_nothing_is_left_out_between_steps(make: Make) -> None:
     """Captures, and the idle steps of a data-parallel rank."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
+    arms(engine, 0.1)
     engine.step()
     for uniform, mode in ((True, FULL), (False, PIECEWISE)):
         for valid in (None, {mode}):
@@ -122,6 +132,7 @@ def test_what_another_forbids_stays_forbidden(make: Make) -> None:
     found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={FULL})
     assert found == PIECEWISE
     engine.add("offline", [2] * 5, 3, priority=10)
+    arms(engine, 0.1)
     engine.worker.handle_preemptions(engine.scheduler.schedule().kv_connector_metadata)
     found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={PIECEWISE})
     assert found == CUDAGraphMode.NONE
@@ -138,6 +149,7 @@ def test_a_step_that_would_leave_its_work_out_is_refused(
     engine.run()
     assert engine.modes == [PIECEWISE, FULL, FULL]
     engine.add("one token", [1], 3, priority=10, params=EXPORT)
+    arms(engine, 0.1)
     with pytest.raises(WholeGraphError, match="this step has work between its layers"):
         engine.run()
     assert engine.modes[-1] == FULL
@@ -146,6 +158,7 @@ def test_a_step_that_would_leave_its_work_out_is_refused(
 def test_outside_of_a_forward_context_it_is_refused_too(make: Make) -> None:
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
+    arms(engine, 0.1)
     meta = engine.scheduler.schedule().kv_connector_metadata
     engine.worker.handle_preemptions(meta)
     with pytest.raises(WholeGraphError):

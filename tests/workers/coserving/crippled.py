@@ -41,7 +41,8 @@ class Audited(CoServingScheduler):
             for manager in self.kv_cache_manager.coordinator.single_type_managers
         )
         pending = request.num_tokens - request.num_computed_tokens
-        return request.num_computed_tokens, registered, pending > 1 and request.is_prefill_chunk
+        awaited = request.num_output_placeholders
+        return request.num_computed_tokens, registered, pending > 1 and request.is_prefill_chunk, awaited
 
 
 def _all_but(left_out: rollback.Step) -> tuple[rollback.Step, ...]:

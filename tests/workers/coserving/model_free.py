@@ -13,13 +13,14 @@ from typing import Any
 
 from kvtransfer.config import SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from placement.scheduling.interface import ServingSettings, TurnTargets
-from placement.scheduling.latency_model import LatencyModel
+from placement.scheduling.latency_model import LatencyModel, SelfCorrecting
 from workers.coserving import rollback
 from workers.coserving import safepoint as page
 from workers.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
 
 BLOCK, BLOCKS, GARBAGE = 32, 48, -1
-FAST = LatencyModel(1e-6, 0, 0, 1e-6)
+# Tokens cost nothing, and every iteration with an offline request is worth arming.
+FAST = LatencyModel(1e-6, 0, 0, 0.03, per_request=6e-3)
 EASY = TurnTargets(10.0, 10.0)
 
 
@@ -105,6 +106,8 @@ class ModelFreeEngine:
         self.scheduler: Any = make(
             vllm_config, cache, StructuredOutputManager(vllm_config), BLOCK, log_stats=False
         )
+        if latency is FAST:  # steps without a model would correct it
+            self.scheduler.latency = SelfCorrecting(FAST, bound=1.0)
         if clock is not None:
             self.scheduler.clock = self.scheduler.tracked.clock = clock
         self.scheduler.rollback_steps = tuple(step for step in rollback.STEPS if step is not left_out)

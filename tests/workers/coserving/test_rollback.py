@@ -10,9 +10,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.plugins import Match, Plugin, SchedulerSide
 from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
+from tests.workers.coserving.overlapped import OverlappedEngine
 from workers.coserving import rollback
 
 # Tokens that the layers of each KV cache group attend to.
+KINDS = [ModelFreeEngine, OverlappedEngine]
 WINDOWS = {"full": (0,), "mixed": (0, 70), "windows only": (70,)}
 
 
@@ -29,10 +31,15 @@ def calmed(engine: ModelFreeEngine, asked: dict[str, tuple[list[int], int]]) -> 
 
 
 def storm(
-    model: Path, left_out: rollback.Step | None, seed: int, rounds: int = 400, windows: tuple[int, ...] = (0,)
+    model: Path,
+    left_out: rollback.Step | None,
+    seed: int,
+    rounds: int = 400,
+    windows: tuple[int, ...] = (0,),
+    kind: type[ModelFreeEngine] = ModelFreeEngine,
 ) -> ModelFreeEngine:
     rng = random.Random(seed)
-    engine = ModelFreeEngine(model, left_out, seed, windows=windows)
+    engine = kind(model, left_out, seed, windows=windows)
     asked: dict[str, tuple[list[int], int]] = {}
     for number in range(rounds):
         if number % 8 == 0 and number < rounds - 60:
@@ -50,10 +57,11 @@ def storm(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_request_reads_what_was_not_computed_for_it(
-    small_model: Path, windows: tuple[int, ...], seed: int
+    small_model: Path, kind: type[ModelFreeEngine], windows: tuple[int, ...], seed: int
 ) -> None:
-    engine = storm(small_model, None, seed, windows=windows)
+    engine = storm(small_model, None, seed, windows=windows, kind=kind)
     assert engine.aborts > 50
     assert engine.hung_up > 0
     assert engine.lies == []

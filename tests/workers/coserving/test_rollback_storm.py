@@ -6,12 +6,14 @@ the two whose absence a short storm always shows; the others need rows that meet
 
 import asyncio
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.coserving.cpu_overlap import overlapping
 from benchmarks.coserving.storm import (
     CALM,
     StormRequest,
@@ -34,12 +36,22 @@ STEPS = {
 
 
 async def _storm(
-    model: Path, scheduler: str, audit: Path, aborts: int, preemptions: int, blocks: int = 65, **limits: Any
+    model: Path,
+    scheduler: str,
+    audit: Path,
+    aborts: int,
+    preemptions: int,
+    blocks: int = 65,
+    overlaps: bool = False,
+    **limits: Any,
 ) -> StormResult:
     environment = {AUDIT_VARIABLE: str(audit)}
-    shape = storm_shape(model, blocks=blocks, scheduler=CRIPPLED + scheduler, environment=environment)
-    async with coserving_engine(shape, storm_config()) as engine:
-        return await storm(engine, aborts, preemptions, **limits)
+    shape = storm_shape(
+        model, overlaps, blocks=blocks, scheduler=CRIPPLED + scheduler, environment=environment
+    )
+    with overlapping() if overlaps else nullcontext():
+        async with coserving_engine(shape, storm_config()) as engine:
+            return await storm(engine, aborts, preemptions, **limits)
 
 
 def red(model: Path, scheduler: str, audit: Path) -> bool:
@@ -54,12 +66,14 @@ def red(model: Path, scheduler: str, audit: Path) -> bool:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("overlaps", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize(("windows", "blocks"), [(False, 65), (True, 110)], ids=["one group", "windows"])
 def test_outputs_equal_an_undisturbed_run(
-    windows: bool, blocks: int, small_model: Path, tmp_path: Path
+    windows: bool, blocks: int, overlaps: bool, small_model: Path, tmp_path: Path
 ) -> None:
     model, audit = architecture_directory("gemma3_text") if windows else small_model, tmp_path / "audit"
-    result = asyncio.run(_storm(model, "Audited", audit, 20, 6, blocks, limit_s=300.0))
+    result = asyncio.run(_storm(model, "Audited", audit, 20, 6, blocks, overlaps, limit_s=300.0))
+    assert bool(result.overlapped) == overlaps
     assert result.aborts >= 20
     assert result.preemptions >= 6
     assert result.wrong == []

@@ -5,6 +5,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -129,33 +130,52 @@ def test_all_ranks_leave_at_the_same_layer(flag: Flag, ranks: int, raise_before:
         assert raise_before < left[0] <= raise_before + 2
 
 
-def test_only_steps_with_offline_requests_or_that_yield_are_armed(flag: Flag) -> None:
-    side = SafepointScheduler(flag, enabled=True)
-    side.on_new_request(SimpleNamespace(request_id="off", priority=1))
-    side.on_new_request(SimpleNamespace(request_id="on", priority=0))
+STEP = SimpleNamespace(num_scheduled_tokens={"off": 1}, has_sync_kv_loads=False)
 
-    def step(*requests: str, sync: bool = False) -> SimpleNamespace:
-        return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(requests, 1), has_sync_kv_loads=sync)
 
-    assert side.order(step("on")) is None
-    first, second = side.order(step("on", "off")), side.order(step("off"))
-    assert first is not None
-    assert second is not None
+def scheduler_side(flag: Flag, seconds: float = 0.1, **more: Any) -> SafepointScheduler:
+    side = SafepointScheduler(flag, **{"enabled": True, **more})
+    side.worth_arming = lambda: seconds
+    return side
+
+
+def test_only_steps_that_are_worth_it_are_armed(flag: Flag) -> None:
+    side = scheduler_side(flag)
+    first, second = side.order(STEP), side.order(STEP)
+    assert first is not None and second is not None
     assert second.epoch > first.epoch
-    assert side.order(step("off", sync=True)) is None
-    side.on_finished(SimpleNamespace(request_id="off"), [])
-    assert side.order(step("off")) is None
-    side.yields = True
-    assert side.order(step("on")) is not None
-    assert side.order(step("on", sync=True)) is None
-    assert side.order(step()) is None, "nothing runs"
+    assert side.order(replace_step(has_sync_kv_loads=True)) is None
+    assert side.order(replace_step(num_scheduled_tokens={})) is None, "nothing runs"
+    assert scheduler_side(flag, seconds=0.0).order(STEP) is None
+    assert scheduler_side(flag, enabled=False).order(STEP) is None
+
+
+def replace_step(**values: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(STEP), **values})
 
 
 def test_no_step_is_armed_while_layers_are_shared(flag: Flag) -> None:
     fenced = True
-    side = SafepointScheduler(flag, enabled=True, fenced=lambda: fenced)
-    side.on_new_request(SimpleNamespace(request_id="off", priority=1))
-    step = SimpleNamespace(num_scheduled_tokens={"off": 1}, has_sync_kv_loads=False)
-    assert side.order(step) is None
+    side = scheduler_side(flag, fenced=lambda: fenced)
+    assert side.order(STEP) is None
     fenced = False
-    assert side.order(step) is not None
+    assert side.order(STEP) is not None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "layers", "ahead"),
+    [
+        (0.0181, 36, 2),  # half a millisecond a layer
+        (0.015, 80, 6),
+        (0.2, 36, 2),  # never less
+        (0.00301, 36, 12),
+        (0.0001, 36, 18),  # never more than half of the layers
+    ],
+)
+def test_hosts_run_ahead_by_a_millisecond_of_predicted_work(
+    flag: Flag, seconds: float, layers: int, ahead: int
+) -> None:
+    order = scheduler_side(flag, seconds, layers=layers).order(STEP)
+    assert order is not None and order.run_ahead == ahead
+    on_cpu = scheduler_side(flag, seconds).order(STEP)
+    assert on_cpu is not None and on_cpu.run_ahead == 0

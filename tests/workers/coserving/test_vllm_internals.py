@@ -11,9 +11,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, verify
 from kvtransfer.whole_graphs import GRAPHS
+from workers.coserving import runner_internals
 from workers.coserving import vllm_internals as internals
 
-TABLES = (internals.SCHEDULING, internals.WORKING, GRAPHS)
+TABLES = (internals.SCHEDULING, runner_internals.WORKING, GRAPHS)
 
 
 def signatures() -> Iterator[tuple[ReliedOn, str, str]]:
@@ -53,7 +54,7 @@ def test_two_wrappers_of_the_forward_pass_compose() -> None:
         return lambda forward: lambda: [name, *forward(), name]
 
     for name in ("inner", "outer"):
-        internals.wrap_forward(cast(Any, runner), named(name))
+        runner_internals.wrap_forward(cast(Any, runner), named(name))
     assert vars(runner)["_model_forward"]() == ["outer", "inner", "model", "inner", "outer"]
 
 

@@ -1,0 +1,67 @@
+"""Asynchronous scheduling on vLLM's CPU build, which takes it back: for tests and benchmarks.
+
+    with overlapping():
+        async with coserving_engine(replace(shape, arguments={"worker_cls": WORKER}), config): ...
+
+Steps overlap for the scheduler: one is scheduled before the result of the one before is taken, and the runner
+finds its tokens where a GPU's finds them. There is no device that would work meanwhile.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+
+from workers.cpu_worker import CoServingCpuWorker
+
+WORKER = "benchmarks.coserving.cpu_overlap.OverlappingCpuWorker"
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Engines that are configured in this process within have asynchronous scheduling."""
+    updating = CpuPlatform.check_and_update_config
+
+    @functools.wraps(updating)
+    def check_and_update_config(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        updating(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = updating
+
+
+class DoneEvent:
+    """Stands for a CUDA event: what is recorded has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class IdleStream:
+    """Stands for a CUDA stream: nothing waits on it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+
+class OverlappingCpuWorker(CoServingCpuWorker):
+    """Its process has streams and events for the runner's copies of what is sampled."""
+
+    def init_device(self) -> None:
+        cuda: Any = torch.cuda
+        cuda.Event, cuda.Stream = DoneEvent, IdleStream
+        cuda.current_stream = IdleStream
+        cuda.stream = lambda stream: nullcontext()
+        super().init_device()
