@@ -20,8 +20,10 @@ import numpy as np
 from benchmarks.harness.output import command, write_json
 from placement.engines import EngineInfo, EngineState, Role
 from placement.routing.bindings import Binding, Bindings
-from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.least_kv import FirstTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import PlacerSettings
+from placement.routing.receipts import Placement
 from placement.scheduling.prefill_curve import PrefillCurve
 from router.chains import End
 from router.directory.conversations import ConversationRecord

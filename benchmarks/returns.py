@@ -33,7 +33,7 @@ from benchmarks.harness.streams import events, words
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from deploy.small_model import ModelShape, make_model
-from placement.prefetch_rules import ReturnRules
+from placement.prefetch_rules import PrefetchRules
 
 AGENTS, TURNS = 5, 3
 PLAYS, QUICK_PLAYS = 2, 1  # of all rounds, forwards and back
@@ -43,7 +43,7 @@ HEAVY = ModelShape(hidden=64, heads=16, kv_heads=16, head_dim=128, intermediate=
 KV_TOKENS = {"decode": 6_144, "prefill": 4_608}  # less than the agents' 10,000
 BLOCK, HOST_GIB, HEADROOM = 32, 2.0, 128
 LIMIT_S = 300.0
-EARLY_S = ReturnRules().lead_s - 0.25
+EARLY_S = PrefetchRules().lead_s - 0.25
 ANNOUNCED_S = {"on_arrival": 0.0, "ahead": AWAY_S, "early": AWAY_S + EARLY_S}
 VARIANTS = tuple(ANNOUNCED_S)
 

@@ -172,7 +172,6 @@ CONVERSATIONS = Dashboard(
         by_label("How turns were identified", "conserve_turns_identified_total", "how"),
         by_label("Placements", "conserve_placements_total", "cause"),
         by_label("Why prompts are computed where they are", "conserve_prompts_placed_total", "why"),
-        by_label("Second thoughts", "conserve_second_thoughts_total", "outcome"),
         Panel("Wait for a placement, p95", "s", {"p95": quantile(0.95, "conserve_place_seconds")}),
         Panel("Waiting for capacity", "short", {"waiting": "sum(conserve_places_waiting)"}),
         Panel("Transfers of KV", "short", {

@@ -308,8 +308,6 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             # Its load failed from the first block on, and vLLM 0.32 keeps blocks for all of it: a second load
             # would have to fit beside itself, and block what waits behind it. It is computed instead.
             return 0, False
-        if self.residence.leaves_alone(request.request_id):
-            return None, False
         sides = {} if self.residence.fenced else self._schedulers
         for name, side in sides.items():
             match = side.match(request, num_computed_tokens)

@@ -206,10 +206,6 @@ class EngineFeed:
         """The conversation ended. Whether the engine held any KV of it."""
         return (await self._ask(FeedCommand("release", conversation))).done
 
-    async def withdraw(self, conversation: str) -> bool:
-        """Its prompt will be computed elsewhere. Whether the engine had not begun it, and leaves it alone."""
-        return (await self._ask(FeedCommand("withdraw", conversation))).done
-
     async def drain(self, draining: bool = True) -> None:
         await self._ask(FeedCommand("drain", draining=draining))
 

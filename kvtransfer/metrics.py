@@ -60,9 +60,6 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "reason",
         tuple(Reason),
     ),
-    "withdrawn": CounterSpec(
-        "conserve_kv_prefills_withdrawn", "Prompts left to their decoders before they began here."
-    ),
     "stored_blocks": CounterSpec("conserve_kv_stored_blocks", "Blocks copied to host memory."),
     "restored_blocks": CounterSpec("conserve_kv_restored_blocks", "Blocks copied back from host memory."),
     "restores": CounterSpec("conserve_kv_restores", "Turns that got blocks back from host memory."),

@@ -55,7 +55,6 @@ class ReportScheduler(SchedulerSide):
         if self._config.feed:
             commands = {
                 "release": self._release,
-                "withdraw": self._withdraw,
                 "drain": self._drain,
                 "check": self._check,
                 **self._commands,
@@ -267,9 +266,6 @@ class ReportScheduler(SchedulerSide):
 
     def _release(self, command: FeedCommand) -> Reply:
         return Reply(self._residence.release(command.conversation))
-
-    def _withdraw(self, command: FeedCommand) -> Reply:
-        return Reply(self._residence.withdraw(command.conversation))
 
     def _drain(self, command: FeedCommand) -> Reply:
         self._residence.drain(command.draining)

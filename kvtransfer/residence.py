@@ -191,18 +191,12 @@ class Residence:
         # Of those, the ones that the engine's next step ends: an idle engine still has them.
         self.ending: dict[str, Callable[[], Iterable[int]]] = {}
         self.counts: Counter[str] = Counter()
-        # Asked to leave a conversation's prompt to another engine; whether it had not begun.
-        self.withdraw: Callable[[str], bool] = lambda conversation: False
-        self.withdrawn: dict[str, float] = {}  # request -> when it is taken up again, if nobody aborts it
 
     @property
     def at_rest(self) -> bool:
         """No KV is on its way to blocks or from them, also of requests that ended meanwhile."""
         held = any(any(True for _ in ids()) for ids in self.references.values())
         return not (self.loading - self.loaded or self.departing or held)
-
-    def leaves_alone(self, request_id: str) -> bool:
-        return request_id in self.withdrawn and self.clock() < self.withdrawn[request_id]
 
     def release(self, key: str, cause: str = "released") -> bool:
         """The conversation ends; its blocks and slots are nobody's from now on."""

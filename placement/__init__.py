@@ -1,6 +1,5 @@
-"""Decisions on plain data, without I/O: about a fleet, and inside an engine."""
+"""Pure decisions on plain data: routing, in-engine scheduling, overload and sizing."""
 
 
 class PlacementError(Exception):
-    """Base of this package's exceptions: what cannot be placed, planned or fitted; the message says why and
-    what to change."""
+    """Base of this package's exceptions. The message says what is wrong and what to change."""

@@ -15,7 +15,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. Announced once per epoch; a restart of the engine is a new epoch."""
+    """Identity and size of an engine. It is announced once per epoch; a restart is a new epoch."""
 
     engine: str
     tier: str
@@ -31,19 +31,18 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine reports. All KV sizes are tokens (blocks x block size): `takes` says how many of them a
-    conversation needs.
+    """Report of an engine. All KV sizes are in tokens, counted in whole blocks.
 
-    Cumulative: a report replaces those before it, so that whoever passes it on keeps only the newest. What
-    happened to a conversation is named with the report (`seq`) that named it first, and stays in the reports
-    for a while: a reader takes what is later than the last report it had. One that was away for longer has
+    A report is cumulative: it replaces those before it, so that a hop keeps only the newest. What happened to
+    a conversation carries the number (`seq`) of the report that named it first, and stays in the reports for
+    a while. A reader takes what is later than the last report it read. A reader that was away for longer has
     missed something only if its last report is earlier than `named_after`.
     """
 
     engine: str
     epoch: int
     seq: int  # grows with every report of one epoch
-    live_tokens: int  # on the accelerator, held for live conversations (running or kept)
+    live_tokens: int  # on the accelerator, held for live conversations (running or retained)
     parked_tokens: int  # on the host only, held for live conversations
     offline_tokens: int  # on the accelerator, held for offline work
     free_tokens: int
@@ -55,26 +54,26 @@ class EngineState:
     draining: bool = False
     host_used_tokens: int = 0  # in host memory, of conversations and offline work
     host_free_tokens: int = 0
-    parked: Mapping[str, int] = field(default_factory=dict)  # conversations parked lately, and still so
-    unparked: Mapping[str, int] = field(default_factory=dict)  # that left a full host lately, parked no more
-    named_after: int = 0  # `confirmed` is complete for later reports
-    # Of the live, between turns: what gives way, because it is on the host as well or layers can be shared.
+    parked: Mapping[str, int] = field(default_factory=dict)  # conversations that were parked and still are
+    unparked: Mapping[str, int] = field(default_factory=dict)  # conversations that a full host dropped
+    named_after: int = 0  # `confirmed` is complete for readers of later reports
+    # Part of the live tokens, between turns: evictable, because it is on the host too or layers can be
+    # shared.
     idle_tokens: int = 0
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
-    prompt_tokens_per_s: float = 0.0  # computed lately while some waited; 0: none yet
+    prompt_tokens_per_s: float = 0.0  # computed lately while prompts waited; 0: none yet
     prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
-    prompts: int = 0  # iterations so far that say what prompts take: with more than a few tokens of them
-    # Of n tokens alone: a + b n + c n n seconds, by its latency model, which follows its iterations.
+    prompts: int = 0  # iterations so far with enough prompt tokens to measure
+    # Seconds of a prompt of n tokens alone, a + b n + c n n, from its latency model.
     prefill_curve: tuple[float, float, float] | None = None
 
-    # Of KV, for waiting turns to run: also what comes from the host or from a prefiller.
-    waiting_kv_tokens: int = 0
-    kv_per_token: int = 1  # where layers that keep all of a prompt are several groups of blocks
+    waiting_kv_tokens: int = 0  # KV that waiting turns need, also that from the host or from a prefiller
+    kv_per_token: int = 1  # above 1 where layers that keep the whole prompt form several groups of blocks
     split: "SplitState | None" = None  # None: it cannot share its layers
-    kv_per_conversation: int = 0  # blocks of windows and of states, however short it is
+    kv_per_conversation: int = 0  # blocks of windows and states, at any length
 
     def takes(self, tokens: int) -> int:
-        """Of its KV, a conversation of so many tokens."""
+        """Return the KV that a conversation of so many tokens takes."""
         return tokens * self.kv_per_token + self.kv_per_conversation
 
     @property
@@ -83,7 +82,7 @@ class EngineState:
 
     @property
     def drained(self) -> bool:
-        """It was asked to leave and holds nothing any more: its end costs nobody anything."""
+        """Return whether it was asked to leave and holds nothing, so that its end costs nothing."""
         busy = self.running or self.waiting or self.offline_running or self.offline_waiting
         held = self.live_tokens or self.parked_tokens or self.offline_tokens or self.host_used_tokens
         return self.draining and not busy and not held
@@ -91,11 +90,11 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """Of an engine that can share its layers with others of its kind."""
+    """State of an engine that can share its layers with others of its kind."""
 
-    peer: str  # host:port at which the others reach it
+    peer: str  # host:port at which the other members reach it
     shape: EngineShape
-    epoch: int = 0  # in which it shares them; 0: its model is whole
+    epoch: int = 0  # of the group that it shares its layers in; 0: its model is whole
     kv_tokens: int = 0  # that fit now
-    newest: int = 0  # epoch that it was told of; the next one is later
-    partners: tuple[str, ...] = ()  # `peer` of each engine that it shares them with
+    newest: int = 0  # latest epoch that it was ordered into; the next one must be later
+    partners: tuple[str, ...] = ()  # `peer` of each other member

@@ -1,4 +1,4 @@
-"""TTFET and TBT, defined once: gateways, replays, simulations and dashboards all mean these.
+"""Definitions of TTFET and TBT, as gateways, replays, simulations and dashboards use them.
 
 TTFET (time to first effective token): from the arrival of a user's message to the first token of content of
 the turn that answers it to the user; the tool turns between, and their tools, count.
@@ -9,9 +9,10 @@ last; a turn of one token has none. The last-turn TBT is that of the turn that s
 
 
 def ttfet_s(message_at: float, first_token_at: float) -> float:
+    """Return the time to first effective token."""
     return first_token_at - message_at
 
 
 def tbt_s(first_token_at: float, last_token_at: float, later_tokens: int) -> float | None:
-    """`later_tokens` came after the first."""
+    """Return the mean time between tokens; `later_tokens` came after the first. None without any."""
     return (last_token_at - first_token_at) / later_tokens if later_tokens > 0 else None

@@ -1,45 +1,51 @@
-"""When parked KV goes back to the accelerator, ahead of its conversation's next turn."""
+"""Rules for prefetching parked KV to the accelerator ahead of its conversation's next turn.
+
+An agent that called a tool comes back when the tool has ended: at the time that it announced, or else as its
+earlier waits suggest. Answers are never predicted. A prefetch waits for a bounded time until no turn waits on
+its engine; after that the turn restores its KV on arrival.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placement.engines import EngineState
 
-PARK_AFTER_S = 60.0  # idle time after which KV is held on the host only, where nothing else is said
+PARK_AFTER_S = 60.0  # default idle time after which KV is held on the host only
 REMEMBERED_WAITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreAhead:
-    """When parked KV goes back, and how long before its turn that is."""
+class PrefetchTime:
+    """When to prefetch a conversation's KV."""
 
-    after_s: float  # from the end of the turn before
-    due_in_s: float
+    after_s: float  # from the end of its last turn
+    due_in_s: float  # from then until its next turn is expected
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnRules:
-    """When parked KV goes back to the accelerator, ahead of its next turn."""
+class PrefetchRules:
+    park_after_s: float = PARK_AFTER_S  # after a shorter wait the KV is still on the accelerator
+    lead_s: float = 2.0  # ahead of the next turn, at most half of the wait
+    fewest_waits: int = 3  # waits of a conversation that must have been observed
+    patience_s: float = 30.0  # how long a prefetch waits for a busy engine
 
-    park_after_s: float = PARK_AFTER_S  # shorter waits find their KV where it was
-    lead_s: float = 2.0  # ahead of the return, and never more than half of the wait
-    fewest_waits: int = 3  # of a conversation, before they say anything
-    patience_s: float = 30.0  # for an engine that is busy
-
-    def restore(self, announced_s: float | None, waits: Sequence[float]) -> "RestoreAhead | None":
-        """None: not ahead. Of observed waits a quarter was shorter."""
+    def prefetch(self, announced_s: float | None, waits: Sequence[float]) -> "PrefetchTime | None":
+        """Return when to prefetch, or None for never; a quarter of the observed waits was shorter."""
         wait_s = announced_s
         if wait_s is None and len(waits) >= self.fewest_waits:
-            quarter = sorted(waits)[len(waits) // 4]
-            wait_s = quarter if quarter > self.park_after_s else None
+            quartile = sorted(waits)[len(waits) // 4]
+            wait_s = quartile if quartile > self.park_after_s else None
         if wait_s is None:
             return None
         lead_s = min(self.lead_s, wait_s / 2)
-        return RestoreAhead(wait_s - lead_s, lead_s)
+        return PrefetchTime(wait_s - lead_s, lead_s)
 
 
-def may_restore(state: EngineState, tokens: int) -> bool:
-    """No turn there waits for its prompt or its KV, what comes back displaces nothing, and it can come: an
-    engine that shares its layers brings nothing from its host."""
+def may_prefetch(state: EngineState, tokens: int) -> bool:
+    """Return whether an engine may prefetch `tokens` now.
+
+    No turn may wait there for its prompt or its KV, and the KV must fit without displacing any. An engine
+    that shares its layers restores nothing from its host.
+    """
     waits = state.waiting or state.waiting_prompt_tokens
     return not (state.draining or waits or state.shares_layers) and state.free_tokens >= state.takes(tokens)

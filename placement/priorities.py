@@ -1,18 +1,19 @@
-"""Order of turns that wait: better classes go first, and names (owners, or flows of one owner) in rounds.
+"""Order of waiting turns: higher classes first, and fair shares of tokens among owners and their flows.
 
-Of several classes the better go first, and the others are never left out for long.
-A class, or a priority, is worth so many seconds (`ahead_s`). Under an overload that lasts, every turn of a
-lesser class has waited for longer than that at some time; if that alone put it first, the better class would
-wait behind all of them. So it goes first only when no turn of its own class, or of a lesser one, was served
-for as long: what the better class leaves is theirs anyway, and costs it nothing.
+A class or priority has a queue weight in seconds. A turn with a higher weight goes first, but a lower class
+is never left out for long. Under a lasting overload every turn of the lower class has waited for longer than
+the difference of the weights at some time. If that alone put it first, the higher class would wait behind all
+of them. So it goes first only when no turn of its class, or of a lower one, was served for as long. What the
+higher class leaves belongs to the lower class anyway, and costs the higher class nothing.
 
-Among names the order is fair: deficit round robin over tokens, by rounds. In a round each name may be served
-a quantum of tokens; what it does not use up, because its next turn is larger, it keeps for the next. A new
-round begins when nobody who waits has enough left. Within a round the better class comes first, and of one
-class the earliest due: a class or priority is worth something among names, but never more than a share.
+Among names (owners, or flows) the order is deficit round robin over tokens. In a round each name may be
+served a quantum of tokens; what it does not use, because its next turn is larger, it keeps for the next
+round. A new round begins when no waiting name has enough left. Within a round the higher class comes first,
+and in a class the earliest due. So a class counts among names, but never for more than a share.
 
 While two names wait, neither is served more tokens than the other by more than a quantum and two turns of the
-largest size. Who leaves and comes back within a round has what it had left: coming back often earns nothing.
+largest size. A name that leaves and comes back within a round has what it had left, so that returning often
+gains nothing.
 """
 
 from collections.abc import Mapping
@@ -24,15 +25,15 @@ QUANTUM = 8192  # tokens of a round
 
 
 class ClassOrder:
-    """The order of classes in one queue: it remembers when turns of each class were last served."""
+    """Order of classes in one queue; it remembers when turns of each class were last served."""
 
     def __init__(self) -> None:
-        self._served: dict[float, float] = {}  # by what the class is worth
+        self._served: dict[float, float] = {}  # queue weight -> when
         self._shared_at = -inf
         self._best, self._best_at = -inf, -inf
 
-    def served(self, ahead_s: float, now: float) -> None:
-        self._served[ahead_s] = now
+    def served(self, queue_weight: float, now: float) -> None:
+        self._served[queue_weight] = now
 
     def shared(self, now: float) -> None:
         """Lesser ones had their share of what a better class computes in."""
@@ -53,14 +54,16 @@ class ClassOrder:
         """The most that turns here were worth when the latest were looked at."""
         return self._best
 
-    def level(self, ahead_s: float, arrival: float, best_s: float, now: float) -> float:
-        """What a turn is worth now, beside others of which the best is worth `best_s`: the most goes first,
-        among equals whoever is due first. Infinity: it was left out for long enough."""
-        longest_s = best_s - ahead_s
+    def level(self, queue_weight: float, arrival: float, highest_weight: float, now: float) -> float:
+        """Return the rank of a turn beside others, of which one has `highest_weight`: the highest goes first.
+
+        Among equals the earliest due goes first. Infinity means that the turn was left out for long enough.
+        """
+        longest_s = highest_weight - queue_weight
         if longest_s <= 0 or now - arrival <= longest_s:
-            return ahead_s
-        last = max((at for worth, at in self._served.items() if worth <= ahead_s), default=-inf)
-        return inf if now - last > longest_s else ahead_s
+            return queue_weight
+        last = max((at for weight, at in self._served.items() if weight <= queue_weight), default=-inf)
+        return inf if now - last > longest_s else queue_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +72,35 @@ class QueueHead:
 
     tokens: int
     due: float
-    level: float = 0.0  # of its class, as `ClassOrder.level` says
+    level: float = 0.0  # as `ClassOrder.level` returns it
 
     @property
     def rank(self) -> tuple[float, float]:
         return -self.level, self.due
 
 
-class Rounds:
-    """Deficit round robin over tokens: which of the names that wait (owners, or flows of one owner) may be
-    served now, and in which order."""
+class FairRounds:
+    """Deficit round robin over tokens: which waiting names may be served now, and in which order."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
-        self._left: dict[str, int] = {}  # of this round; a name that is not here has all of it
+        self._left: dict[str, int] = {}  # of this round; a name without an entry has all of it
 
     def left(self, name: str) -> int:
         return self._left.get(name, self._quantum)
 
     def order(self, heads: Mapping[str, QueueHead]) -> list[str]:
-        """Who may be served now, in their order; a new round where nobody might."""
+        """Return the names that may be served now, in their order; begin a new round where none may."""
         if not heads:
             self._left.clear()
             return []
-        may = [name for name, head in heads.items() if head.tokens <= self.left(name)]
-        if not may:
+        allowed = [name for name, head in heads.items() if head.tokens <= self.left(name)]
+        if not allowed:
             missing = (head.tokens - self.left(name) for name, head in heads.items())
             more = ceil(min(missing) / self._quantum) * self._quantum
             self._left = {name: self.left(name) + more for name in heads}
-            may = [name for name, head in heads.items() if head.tokens <= self.left(name)]
-        return sorted(may, key=lambda name: heads[name].rank)
+            allowed = [name for name, head in heads.items() if head.tokens <= self.left(name)]
+        return sorted(allowed, key=lambda name: heads[name].rank)
 
     def served(self, name: str, tokens: int) -> None:
         self._left[name] = self.left(name) - tokens

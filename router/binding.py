@@ -149,10 +149,9 @@ class Binder:
             lost=lost,
             end=who.chain.end,
             turn=who.turn,
-            ahead_s=turn.slo_class.ahead_s,
-            priority_s=turn.prompt.hints.priority * PRIORITY_S,
-            heads=self._ratio.heads(turn) if uncached is None else (),
-            shared=turn.prompt.leading if turn.prompt.hints.sharing else 0,
+            queue_weight=turn.slo_class.queue_weight,
+            priority_weight=turn.prompt.hints.priority * PRIORITY_S,
+            prefixes=self._ratio.prefixes(turn) if uncached is None else (),
             flow=turn.flow,
             waiting_share=turn.waiting_share,
         )

@@ -22,7 +22,7 @@ _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _ITEM_UNSTABLE = frozenset({"id", "status"})
 
 BLOCK_BYTES = 256  # of plain prompts, a link
-MOST_HEADS = 3  # messages that conversations may have in common: a system's, a developer's, an example
+MOST_PREFIXES = 3  # messages that conversations may share: a system's, a developer's, an example
 MOST_MESSAGES = 6  # of a request that begins a conversation
 MEDIA_BYTES = 4096  # of text that an image, a sound or a file counts as: its bytes say nothing of its tokens
 OTHERS, WRITTEN, REASONED = range(3)  # messages by who wrote them: an assistant, with its reasoning
@@ -280,30 +280,21 @@ def _tail_digest(link: bytes, tail: bytes) -> bytes:
     return xxh3_128_digest(b"tail\0" + link + tail)
 
 
-def heads_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], ...]:
-    """Digest and bytes of a new conversation's first messages, each with all before it and the tools.
+def prefixes_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], ...]:
+    """Return digest and bytes of a prompt's prefixes, which end with each of its first messages.
 
-    Apart from the chain: prompts of different keys, groups or persons may begin with the same blocks.
+    A prefix includes the tools. It does not depend on the chain: prompts of different keys, groups or persons
+    may begin with the same blocks.
     """
     messages = messages_of(body) or ()
     if len(messages) > MOST_MESSAGES:
         return ()
     found, link, size = [], tools, 0
-    for message in messages[:MOST_HEADS]:
+    for message in messages[:MOST_PREFIXES]:
         data = canonical(message)
         link, size = xxh3_128_digest(link + data), size + _size_of(message, data)[0]
         found.append((link, size))
     return tuple(found)
-
-
-def leading_of(body: Mapping[str, Any]) -> int:
-    """How many messages come before anything a user said: a framework's, not a conversation's."""
-    count = 0
-    for message in messages_of(body) or ():
-        if not (isinstance(message, Mapping) and message.get("role") in ("system", "developer")):
-            break
-        count += 1
-    return count
 
 
 def marks_of(body: Mapping[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from placement.prefetch_rules import ReturnRules
+from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
@@ -54,7 +54,7 @@ class SloClass:
 
     name: str
     targets: SloTargets
-    ahead_s: float = 0.0  # where turns wait, the class with most goes first (`placement/priorities.py`)
+    queue_weight: float = 0.0  # where turns wait, the class with most goes first (`placement/priorities.py`)
     owners: tuple[str, ...] = ()  # those whose turns are of it, and that alone may ask for it
 
     def open_to(self, owner: str) -> bool:
@@ -118,7 +118,7 @@ class GatewayConfig:
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     handover: Handover = Handover.TOGETHER
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
-    returns: ReturnRules = field(default_factory=ReturnRules)
+    returns: PrefetchRules = field(default_factory=PrefetchRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     longest_ttl_s: float = 24 * 3600.0  # of silence, that a client may ask for its conversation
     prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN  # of the longest prompt that engines are given

@@ -83,8 +83,8 @@ OVERLOAD_ROUNDS_FAILED = Counter(
 )
 OVERLOAD = Gauge(
     "conserve_overload",
-    "1 at what is so of the decoders' KV: fits; yields (it fits because idle conversations are parked and "
-    "offline work gives way); brief; compute (turns wait beside free KV); no_decoder (none takes "
+    "1 at the present state of the decoders' KV: fits; evictable (it fits once idle conversations and "
+    "offline work are evicted); brief; compute (turns wait beside free KV); no_decoder (none accepts "
     "conversations); and, under overload, kv_short or not_over.",
     ["reason"],
 )
@@ -97,19 +97,11 @@ CAPACITY_ADVICE = Gauge(
 )
 PROMPTS_PLACED = Counter(
     "conserve_prompts_placed_total",
-    "Placed turns by why their prompt is computed where it is: on a prefiller finishes_first, has_beginning "
-    "(it has some of the prompt), keeps_beginnings (what several prompts begin with would give way on the "
-    "first); on the decoder sooner_on_decoder, prefillers_saturated, no_prefiller_up, prefillers_busy, "
-    "prefilled_locally, restored, shares_layers; on a prefiller that holds the conversation, because it fits "
-    "on no decoder, last_resort.",
+    "Placed turns by where their prompt is computed and why. On a prefiller: finishes_first, has_prefix (it "
+    "has some of the prompt cached). On the decoder: sooner_on_decoder, prefillers_saturated, "
+    "no_prefiller_up, prefillers_busy, prefilled_locally, restored, shares_layers. On a prefiller that holds "
+    "the conversation because it fits on no decoder: last_resort.",
     ["why"],
-)
-SECOND_THOUGHTS = Counter(
-    "conserve_second_thoughts_total",
-    "Turns waiting for a prefiller whose decoder became free sooner, by outcome: taken_back (the decoder "
-    "computes the prompt), begun (the prefiller keeps it: with transfer.backend: nixl, whose prefillers give "
-    "nothing back, each counts so), ended (the turn was over), unanswered (its keeper did not say).",
-    ["outcome"],
 )
 RELEASES_FAILED = Counter(
     "conserve_releases_failed_total",
@@ -360,10 +352,9 @@ ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bou
 
 from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
 from_zero(
-    *(PROMPTS_PLACED, "finishes_first", "has_beginning", "keeps_beginnings", "sooner_on_decoder"),
+    *(PROMPTS_PLACED, "finishes_first", "has_prefix", "sooner_on_decoder"),
     *("prefillers_saturated", "last_resort"),
 )
-from_zero(SECOND_THOUGHTS, "taken_back", "begun", "ended", "unanswered")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "turns", "requests_at_once", "bytes_at_once")

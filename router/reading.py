@@ -24,7 +24,6 @@ from router.prompt_limit import PromptLimit, token_ids
 HIGHEST_PRIORITY = 10
 LONGEST_HINT_S = 7 * 24 * 3600.0
 _MAX_ACTIONS = 16
-_MOST_SHARING = 100_000
 _TRUE = frozenset({"1", "true", "yes"})
 HINT_FIELDS = frozenset({"kv_hints", "nvext", "slo_class"})  # of a body, for us: no engine sees them
 
@@ -44,7 +43,6 @@ class Hints:
     priority: int = 0  # among turns that wait; higher goes first
     placement: bool = False  # the answer is to say where it was computed, and why there
     resume: bool = True  # a stream whose engine ends goes on elsewhere
-    sharing: bool = False  # other conversations will begin as this one does
 
     def within(self, longest_ttl_s: float) -> "Hints":
         """With no more than what the fleet allows."""
@@ -78,14 +76,6 @@ def _level(source: str, value: Any) -> int:
     return int(number)
 
 
-def _any(source: str, value: Any) -> bool:
-    """Whether there are: how many there are decides nothing."""
-    number = _number(value)
-    if number is None or not number.is_integer() or not 0 <= number <= _MOST_SHARING:
-        raise BadRequest(f"{source} must be a whole number from 0 to {_MOST_SHARING}", param=source)
-    return number > 0
-
-
 def _clamped(source: str, value: Any) -> int:
     """Dynamo has no bounds."""
     if type(value) is not int:
@@ -111,7 +101,6 @@ _KINDS: Mapping[str, tuple[str, Reader]] = {  # by the last word of a header or 
     "priority": ("priority", _level),
     "placement": ("placement", _flag),
     "resume": ("resume", _flag),
-    "sharing": ("sharing", _any),
 }
 HEADERS = {f"x-conversation-{kind}": kind for kind in _KINDS} | {"x-dynamo-session-final": "final"}
 _ACTIONS = {f"conversation.{kind}": kind for kind in _KINDS}
@@ -238,8 +227,7 @@ class Prompt:
     marks: bytes  # of each message: who wrote it (`chains.marks_of`)
     exact_tokens: int | None  # known without asking when the prompt is token ids
     hints: Hints
-    heads: tuple[tuple[bytes, int], ...] = ()  # digest and bytes of its first messages (`chains.heads_of`)
-    leading: int = 0  # of them, those before anything a user said
+    prefixes: tuple[tuple[bytes, int], ...] = ()  # up to each of its first messages: digest, bytes
 
 
 def is_cheap(pieces: Sequence[bytes]) -> bool:
@@ -290,8 +278,7 @@ def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:
         marks=chains.marks_of(body),
         exact_tokens=len(ids) if (ids := token_ids(body.get("prompt"))) is not None else None,
         hints=read_hints(asked.headers, body),
-        heads=chains.heads_of(tools_digest, body),
-        leading=chains.leading_of(body),
+        prefixes=chains.prefixes_of(tools_digest, body),
     )
 
 

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from placement.prefetch_rules import REMEMBERED_WAITS, ReturnRules, may_restore
+from placement.prefetch_rules import REMEMBERED_WAITS, PrefetchRules, may_prefetch
 from router import metrics
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
@@ -43,7 +43,7 @@ class _Away:
 class Returns:
     def __init__(
         self,
-        rules: ReturnRules,
+        rules: PrefetchRules,
         directory: DirectoryClient,
         pool: UpstreamPool,
         clock: Callable[[], float] = time.monotonic,
@@ -57,7 +57,7 @@ class Returns:
     def left(self, turn: Turn, known: Known) -> None:
         """A turn called a tool: the conversation goes on when that has ended."""
         known.left_at = self._clock()
-        ahead = self._rules.restore(turn.prompt.hints.away_s, known.waits)
+        ahead = self._rules.prefetch(turn.prompt.hints.away_s, known.waits)
         if ahead is None:
             return
         self._forget(known.key)
@@ -123,7 +123,7 @@ class Returns:
 
     def _may(self, engine: str, tokens: int) -> bool:
         state = self._directory.engines.state(engine)
-        return state is not None and engine not in self._restoring and may_restore(state, tokens)
+        return state is not None and engine not in self._restoring and may_prefetch(state, tokens)
 
     async def _restore(self, request: UpstreamRequest, key: str, engine: str, epoch: int) -> str:
         self._restoring.add(engine)

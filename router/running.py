@@ -284,16 +284,14 @@ class Runner:
         key, transfer_id = route.known.key, uuid4().hex
         prefill = asyncio.create_task(self._prefill(turn, key, prefiller, transfer_id, prefilled))
         try:
-            # When it is taken back, the decode leg is there already: refused by the prefiller, it computes.
-            with self._directory.prefilling(key, prefill.cancel):
-                if self._config.handover is Handover.TOGETHER:
-                    params: dict[str, Any] | None = legs.pull_from(prefiller, transfer_id)
-                else:
-                    await asyncio.wait([prefill])
-                    params = None if prefill.cancelled() else prefill.result()
-                sent = legs.for_leg("decode leg", turn, route.decoder)
-                said = params, responder, observer, stream.sent
-                return await legs.decode(self._pool, sent, key, route.decoder, *said)
+            if self._config.handover is Handover.TOGETHER:
+                params: dict[str, Any] | None = legs.pull_from(prefiller, transfer_id)
+            else:
+                await asyncio.wait([prefill])
+                params = prefill.result()
+            sent = legs.for_leg("decode leg", turn, route.decoder)
+            said = params, responder, observer, stream.sent
+            return await legs.decode(self._pool, sent, key, route.decoder, *said)
         finally:
             if not prefill.done():
                 self._directory.prefill_done(key)

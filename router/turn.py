@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from xxhash import xxh3_128_digest
 
 from placement.objectives import tbt_s, ttfet_s
-from placement.routing.prefix_map import Head
+from placement.routing.prefix_map import PromptPrefix
 from router import metrics
 from router.answers import Answers, History
 from router.config import DEFAULT_CLASS, GatewayConfig, ServedModel, SloClass, SloTargets
@@ -91,8 +91,8 @@ class Classes:
         for header, argument in TARGETS.items():
             if header in headers:
                 said[argument] = _milliseconds(header, headers[header])
-        if of.ahead_s:
-            said["ahead_s"] = of.ahead_s
+        if of.queue_weight:
+            said["queue_weight"] = of.queue_weight
         asked = body.get("vllm_xargs") or {}
         said |= asked
         raised = {name: least_ms for name, least_ms in least.items() if said.get(name, math.inf) < least_ms}
@@ -254,12 +254,12 @@ class TokenRatio:
         estimate += turn.resumed_tokens
         return max(1, min(estimate, max_context) if max_context else estimate)
 
-    def heads(self, turn: Turn) -> tuple[Head, ...]:
-        """Beginnings of its prompt that other conversations may share."""
+    def prefixes(self, turn: Turn) -> tuple[PromptPrefix, ...]:
+        """Return the prefixes of its prompt that other conversations may share."""
         salt = turn.salt.encode("utf-8", "surrogatepass")
         return tuple(
-            Head(xxh3_128_digest(digest + salt), self.tokens(size + turn.prompt.tool_bytes))
-            for digest, size in turn.prompt.heads
+            PromptPrefix(xxh3_128_digest(digest + salt), self.tokens(size + turn.prompt.tool_bytes))
+            for digest, size in turn.prompt.prefixes
         )
 
     def uncached_tokens(self, turn: Turn, known: Known, matched_bytes: int) -> int:

@@ -42,7 +42,7 @@ class SimulatedRequest:
     output: int
     offline: bool = False
     slo: TurnTargets = DEFAULT_TARGETS
-    ahead_s: float = 0.0  # what its class is worth
+    queue_weight: float = 0.0  # what its class is worth
     computed: int = 0
     blocks: int = 0
     furthest: int = 0  # most tokens ever computed: what is computed again does not count as work done
@@ -65,7 +65,7 @@ class SimulatedRequest:
             restore_blocks=0 if running or not on_host else -(-self.furthest // shape.block_tokens),
             running=running,
             last_token=self.tokens_at[-1] if self.tokens_at else None,
-            last_served=self.last_served, slo=self.slo, ahead_s=self.ahead_s,
+            last_served=self.last_served, slo=self.slo, queue_weight=self.queue_weight,
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class StormRequest:
     priority: int
     hang_up_after_s: float | None = None
     together: str = ""  # requests with the same word here arrive in the same moment
-    ahead_s: float = 0.0  # what its class is worth: prompts of the others yield to it
+    queue_weight: float = 0.0  # what its class is worth: prompts of the others yield to it
 
 
 @dataclass
@@ -83,8 +83,10 @@ def asks(seed: int, count: int) -> list[StormRequest]:
                 params |= {"structured_outputs": {"regex": "[a-c]{4,40}z"}, "ignore_eos": False}
             case 5:
                 params["prompt_logprobs"] = 1
-        ahead_s = 8.0 if index % 6 == 0 else 0.0
-        made.append(StormRequest(f"{seed}-{index}", prompt, params, priority=int(offline), ahead_s=ahead_s))
+        queue_weight = 8.0 if index % 6 == 0 else 0.0
+        made.append(
+            StormRequest(f"{seed}-{index}", prompt, params, priority=int(offline), queue_weight=queue_weight)
+        )
         if index % 10 == 9:
             made.append(
                 StormRequest(
@@ -114,7 +116,7 @@ async def ask(engine: StandaloneEngine, one: StormRequest, run: str, stall_s: fl
 
     params = dict(one.params) | {"output_kind": RequestOutputKind.FINAL_ONLY}
     # In the calm run nobody is in a hurry or goes before others, so that no arrival raises the flag.
-    params["extra_args"] = {"slo_ttft_ms": 1e6} if run == CALM else {"ahead_s": one.ahead_s}
+    params["extra_args"] = {"slo_ttft_ms": 1e6} if run == CALM else {"queue_weight": one.queue_weight}
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
     final: Any = None

@@ -55,7 +55,6 @@ class ElasticRow:
     tokens_per_joule: float
     gate_wait_mean_s: float
     transfers: int
-    taken_back: int
     last_resorts: int
 
 
@@ -92,7 +91,6 @@ def row(load: str, system: str, result: SimulationResult) -> ElasticRow:
         tokens_per_joule=totals.tokens_per_joule,
         gate_wait_mean_s=totals.gate_wait_s / totals.conversations,
         transfers=totals.transfers,
-        taken_back=totals.taken_back,
         last_resorts=totals.last_resorts,
     )
 

@@ -12,7 +12,7 @@ from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.overload.drop_plan import DropLimits
-from placement.prefetch_rules import ReturnRules
+from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
 from placement.scheduling.interface import ServingSettings
 from placement.scheduling.interface import TurnTargets as ServingSlo
@@ -331,7 +331,7 @@ def gateway_config(
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
         longest_ttl_s=max(fleet.conversation.longest_ttl, fleet.conversation.ttl),
-        returns=ReturnRules(park_after_s=fleet.conversation.park_after),
+        returns=PrefetchRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,
         bodies_bytes=int(fleet.gateway.limits.bodies_mib * MIB),

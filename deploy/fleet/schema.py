@@ -259,7 +259,7 @@ class SloSpec(Spec):
     none of them may ask for less; those of `default` are held to `coserving.tbt`."""
     e2e: Duration | None = None
     """From the first turn's arrival to the end of the last."""
-    ahead: Duration = default(SloClass, "ahead_s")
+    ahead: Duration = default(SloClass, "queue_weight")
     """Where turns wait, those of this class go before classes with less of it, of which one is served in so
     long at least."""
     keys: list[str] = []

@@ -29,7 +29,6 @@ _SERVICE = "/conserve.workers.v2.EngineControl"
 INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
 WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
 RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
-WITHDRAW = Method[str, bool](f"{_SERVICE}/Withdraw", str, bool)  # whether its prompt had not begun
 DROP = Method[DropOrders, None](f"{_SERVICE}/Drop", DropOrders, None)
 RESTORE = Method[int, None](f"{_SERVICE}/Restore", int, None)  # the epoch
 DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
@@ -48,7 +47,6 @@ class ControlServer:
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)
-        service.once(WITHDRAW, feed.withdraw)
         service.once(DRAIN, feed.drain)
         service.once(DROP, self._drop)
         service.once(RESTORE, feed.restore)
@@ -93,10 +91,6 @@ class ControlClient:
     async def release(self, conversation: str) -> bool:
         """The conversation ended: its KV may go."""
         return await self._ask(RELEASE, conversation)
-
-    async def withdraw(self, conversation: str) -> bool:
-        """Its prompt is computed elsewhere, if the engine has not begun it."""
-        return await self._ask(WITHDRAW, conversation)
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
         """Share its layers with other engines, which are told the same; it keeps one part of them."""

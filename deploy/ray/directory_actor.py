@@ -52,7 +52,6 @@ class DirectoryActor:
             self._home.journal,
             self._release,
             secret=self._secret,
-            withdraw=self._withdraw,
             drops=_DropsByKeepers(self._keepers_key),
         )
         port_file = self._home.journal.parent / "port"
@@ -109,10 +108,6 @@ class DirectoryActor:
     async def _release(self, info: EngineInfo, conversation: str) -> None:
         async with ControlClient(info.control, self._keepers_key) as client:
             await client.release(conversation)
-
-    async def _withdraw(self, info: EngineInfo, conversation: str) -> bool:
-        async with ControlClient(info.control, self._keepers_key) as client:
-            return await client.withdraw(conversation)
 
 
 class _DropsByKeepers:

@@ -102,7 +102,6 @@ def prompt_digest(request: Any) -> str:
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
-WITHDRAWN_S = 5.0  # a gateway that is told aborts it sooner
 DELIVERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -117,8 +116,6 @@ class TransferScheduler(SchedulerSide):
         self._clock = context.residence.clock
         context.residence.references["transfer"] = self.held_block_ids
         context.residence.ending["transfer"] = self.expired_block_ids
-        context.residence.withdraw = self.withdraw
-        self._withdrawn = context.residence.withdrawn
         self._manager: Any = None
         self._pool: Any = None
         self._next = TransferOrder()
@@ -172,21 +169,6 @@ class TransferScheduler(SchedulerSide):
     def _is_exported(self, transfer_id: str) -> bool:
         """One prefill fills an export: what a second writes would count as progress of the first."""
         return transfer_id in self._held or any(known == transfer_id for known, _ in self._exporting.values())
-
-    def withdraw(self, conversation: str) -> bool:
-        """Its decoder computes the prompt after all: if it has not begun here, the decoder is refused soon,
-        and the request left alone until the gateway aborts it. In the feed's thread: if the scheduler takes
-        the request up in this very moment, a step is wasted."""
-        for request_id, (transfer_id, request) in list(self._exporting.items()):
-            if request.session_id != conversation or not _waits(request):
-                continue
-            self._withdrawn[request_id] = self._clock() + WITHDRAWN_S
-            if _waits(request):
-                self._next.aborted.append(transfer_id)
-                self._counts["withdrawn"] += 1
-                return True
-            del self._withdrawn[request_id]
-        return False
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         if request.request_id not in self._sources:
@@ -306,7 +288,6 @@ class TransferScheduler(SchedulerSide):
 
     def on_finished(self, request: Any, block_ids: BlocksByGroup) -> dict[str, Any] | None:
         request_id = request.request_id
-        self._withdrawn.pop(request_id, None)
         if source := self._sources.pop(request_id, None):  # ended before it was scheduled
             self._next.dismissed.append(source)
         if self._fetching.pop(request_id, None) is not None:
@@ -344,10 +325,6 @@ class TransferScheduler(SchedulerSide):
     def take_counts(self) -> Mapping[str, float]:
         counts, self._counts = self._counts, Counter()
         return counts
-
-
-def _waits(request: Any) -> bool:
-    return request.status == RequestStatus.WAITING and not request.num_computed_tokens
 
 
 def _count_as_computed(request: Any) -> None:

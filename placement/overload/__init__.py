@@ -1,1 +1,1 @@
-"""Overload: more KV asked for than there is, and parameters that could give way."""
+"""Overload of the decoders' KV, and parameters that are dropped to make space for it."""

@@ -1,10 +1,10 @@
 """Drop plan: which engines become one pipeline, which layers each keeps, and the KV that this gives.
 
-The KunServe paper's greedy plan: the two smallest groups of engines are merged, and drop one copy of the
-parameters, until what is lacking fits. A merge that gives some engine no KV, whose link is too slow, or with
-which iterations would miss the TBT target, is not made.
+This is the greedy plan of the KunServe paper: the two smallest groups of engines are merged and drop one copy
+of the parameters, until the lacking KV fits. A merge is not made if some engine gains no KV by it, if the
+link is too slow, or if iterations would miss the TBT target.
 
-Every engine keeps serving its own conversations and computes its layers for all of the group, so each kept
+Every engine keeps serving its own conversations and computes its layers for the whole group, so each kept
 layer has as many regions of KV as the group has engines.
 """
 
@@ -16,83 +16,83 @@ from itertools import pairwise
 
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
-MOST_ENGINES = 4  # of a group: for the KV of so many, running engines reserve address space at their start
+MOST_ENGINES = 4  # in a group: engines reserve address space for the KV of so many at their start
 
 
 def parts_of(layers: int, engines: int) -> tuple[range, ...]:
-    """Of each engine of a group: as equal as they can be, every layer on exactly one."""
+    """Return the layers of each engine of a group, as equal as possible, every layer on exactly one."""
     bounds = [index * layers // engines for index in range(engines + 1)]
     return tuple(range(*pair) for pair in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What splitting a model over engines of one kind depends on."""
+    """Sizes and speeds that decide what splitting a model over engines of one kind gives."""
 
     layers: int
     layer_bytes: float  # parameters of a layer, on all ranks of an engine
-    kv_tokens: int  # with all layers
-    kv_bytes_per_token: float  # of all layers
+    kv_tokens: int  # that fit beside all layers
+    kv_bytes_per_token: float  # in all layers
     activation_bytes: float  # of a token between two layers
     link_bytes_per_s: float  # from engine to engine, each way
-    latency: LatencyModel | None  # of whole models; None: not measured
-    hop_s: float = 1e-4  # of one message
+    latency: LatencyModel | None  # of the whole model; None: not measured
+    hop_s: float = 1e-4  # latency of one message
 
     def kept(self, engines: int) -> tuple[range, ...]:
         return parts_of(self.layers, engines)
 
     def kv_each(self, engines: int) -> int:
-        """Tokens of each engine's own conversations when so many share the layers."""
+        """Return the KV tokens that each engine has when so many share the layers."""
         layer_kv = self.kv_bytes_per_token / self.layers
         kept = max(len(layers) for layers in self.kept(engines))
         freed = (self.layers - kept) * self.layer_bytes
         return int((self.layers * self.kv_tokens + freed / layer_kv) / (kept * engines))
 
     def hops_s(self, engines: int, tokens: float) -> float:
-        """A batch goes from its engine to each other one, and comes back."""
+        """Return the time that a batch takes from its engine to each other one and back."""
         return 2 * (engines - 1) * (self.hop_s + tokens * self.activation_bytes / self.link_bytes_per_s)
 
     def exchange_s(self, before: int, after: int, held: float) -> float:
-        """KV of layers that change their engine, when a group of one size becomes one of another."""
+        """Return the time to move the KV of layers that change their engine when a group changes its size."""
         moved = 1 - min(before, after) / max(before, after)
         return moved * held * self.kv_bytes_per_token / self.link_bytes_per_s
 
     def restore_s(self, engines: int) -> float:
-        """Parameters of the layers that an engine dropped, from its peers."""
+        """Return the time to fetch the parameters that an engine dropped from its peers."""
         missing = self.layers - min(len(layers) for layers in self.kept(engines))
         return missing * self.layer_bytes / self.link_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine as a plan sees it."""
+    """Engine as a plan sees it."""
 
     engine: str
-    held_tokens: float  # that cannot give way
+    held_tokens: float  # that are not evictable
     running: int
 
 
 @dataclass(frozen=True, slots=True)
 class DropLimits:
     tbt_s: float  # SLO target
-    most_engines: int = MOST_ENGINES  # of a group
-    grows: bool = True  # groups that are split already may merge; running engines cannot
-    exchange_s: float = 5.0  # that running turns may stand still
-    # Share of the KV that is given beyond what is lacking, once: demand that is declared goes on growing, and
+    most_engines: int = MOST_ENGINES  # in a group
+    grows: bool = True  # whether groups that share layers may merge; running engines cannot
+    exchange_s: float = 5.0  # how long running turns may stand still
+    # Share of the KV that is gained once beyond what is lacking. A declared overload goes on growing, and
     # where few engines have capacity, all new turns go there and wait for each other's prompts.
     reserve: float = 0.3
-    link_share: float = 0.1  # of an iteration that may be spent between engines
+    link_share: float = 0.1  # of an iteration that may be spent on messages between engines
 
 
 class NotDropped(StrEnum):
-    """Why groups stay as they are."""
+    """Reason why no further groups merge."""
 
-    ENOUGH = "enough"  # what is lacking fits, and the reserve
+    ENOUGH = "enough"  # the lacking KV and the reserve fit
     ALONE = "alone"  # no other engine of this kind is left to share the layers with
-    LARGEST = "largest"  # the group would have more engines than it may
-    SPLIT = "split"  # those that are left share their layers already, and such groups do not grow
+    LARGEST = "largest"  # the group would have too many engines
+    SPLIT = "split"  # the engines that are left share their layers already, and such groups do not grow
     NO_GAIN = "no_gain"  # an engine would have no more KV than now
-    UNMEASURED = "unmeasured"  # no latency model: what the pipeline costs is not known
+    UNMEASURED = "unmeasured"  # without a latency model the cost of the pipeline is unknown
     LINK = "link"  # too slow for activations, or the exchange of KV would take too long
     TBT = "tbt"  # iterations with the larger KV full would miss the SLO target
 
@@ -100,16 +100,16 @@ class NotDropped(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SplitGroup:
     engines: tuple[str, ...]
-    layers: tuple[range, ...]  # of each
-    kv_tokens: int  # of each
-    whole_s: float  # an iteration with the KV of whole models full
-    split_s: float  # and with all of this
-    exchange_s: float  # that running turns stand still before
+    layers: tuple[range, ...]  # of each engine
+    kv_tokens: int  # of each engine
+    whole_s: float  # seconds of an iteration with the KV of whole models full
+    split_s: float  # the same with all of the gained KV full
+    exchange_s: float  # how long running turns stand still first
 
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
-    merged: tuple[SplitGroup, ...]  # groups that are new; all others stay
+    merged: tuple[SplitGroup, ...]  # new groups; all others stay
     gained_tokens: int
     why_no_more: NotDropped
 
@@ -121,8 +121,8 @@ class DropPlan:
 def plan_drop(
     groups: Sequence[Sequence[Member]], shape: EngineShape, lacking_tokens: float, limits: DropLimits
 ) -> DropPlan:
-    """`groups`: as they are now, an engine with a whole model being a group of one."""
-    # The fullest goes first among those of one size: it is the one that has turns waiting.
+    """Plan which groups merge; an engine with a whole model is a group of one."""
+    # Among groups of one size the fullest goes first, because it has turns waiting.
     queue = [
         (len(group), -sum(one.held_tokens for one in group), min(one.engine for one in group), tuple(group))
         for group in groups
@@ -135,14 +135,14 @@ def plan_drop(
     if wanted > 0:
         whole = shape.kv_tokens * sum(len(group) for group in groups)
         had = sum(len(group) * shape.kv_each(len(group)) for group in groups) - whole
-        wanted += max(0, limits.reserve * whole - had)  # once: a later plan adds what is lacking still
+        wanted += max(0, limits.reserve * whole - had)  # once: a later plan adds only what is still lacking
     while gained < wanted and len(queue) > 1:
         first, second = heappop(queue), heappop(queue)
         members = (*first[3], *second[3])
         made = _merge(first[3], second[3], shape, limits)
         if isinstance(made, NotDropped):
             why = made
-            heappush(queue, second)  # the first, whose KV or turns are the most, stays as it is
+            heappush(queue, second)  # the first, which holds the most, stays as it is
             continue
         for part in (first, second):
             merged.pop(part[2], None)
@@ -183,7 +183,7 @@ def _merge(
 
 
 def full_iteration_s(shape: EngineShape, engines: int, members: Sequence[Member]) -> float:
-    """Decoding with the KV full of turns as long as the members' are: the batch grows with the KV."""
+    """Return the seconds of a decoding iteration whose KV is full of turns as long as the members' turns."""
     assert shape.latency is not None
     tokens = shape.kv_each(engines)
     requests = round(tokens / _mean_context(members))

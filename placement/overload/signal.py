@@ -1,15 +1,9 @@
-"""Overload of the decoders' KV, declared from observed signals alone; and the orders to decoders then.
+"""Overload signal: whether the decoders' KV is overloaded, from observed demand alone.
 
-Idle conversations whose KV is on the host as well, and offline work, give way at once and count for nothing:
-what is left is asked for by running and waiting turns, after parking and offline work have given what they
-have. Averaged over a window and with two thresholds. It is declared by an observation that still finds more
-asked for than there is, after a window of observations at the earliest: neither the first of them nor one
-that is past declares it.
-
-The orders say which groups share their layers from now on, and which have them again. Groups are made of
-engines with whole models, more than two where two do not suffice, and stay as they are until they are
-restored: to grow they would have to have whole models first, and what full ones hold does not fit there. What
-a drop needs is in what engines report (`SplitState`); who merges says the plan.
+Idle conversations whose KV is on the host as well, and offline work, are evictable at once and do not count.
+The demand is what running and waiting turns ask for beyond that. It is averaged over a window and compared
+with two thresholds. An overload is declared by an observation that itself finds more demand than KV, after at
+least a window of observations: neither the first observation nor one that is past declares it.
 """
 
 from dataclasses import dataclass
@@ -19,13 +13,13 @@ from math import exp
 
 @dataclass(frozen=True, slots=True)
 class KvDemand:
-    """Tokens of KV that decoders have and are asked for."""
+    """KV that decoders have and are asked for, in tokens."""
 
     capacity: float  # that conversations may take, with whole models
-    held: float  # cannot give way: of running turns, and of idle ones that are nowhere else
-    yields: float  # held beside that, and given up at once
-    waiting: float  # that turns lack which are placed: they wait on an engine, or are on their way to one
-    refused: float = 0.0  # that turns lack which fit on no decoder
+    held: float  # not evictable: of running turns, and of idle ones that are nowhere else
+    evictable: float  # held beside that, and released at once
+    waiting: float  # missing for placed turns: they wait on an engine, or are in transfer to one
+    refused: float = 0.0  # missing for turns that fit on no decoder
 
     @property
     def asked(self) -> float:
@@ -34,18 +28,18 @@ class KvDemand:
 
 class OverloadReason(StrEnum):
     FITS = "fits"
-    YIELDS = "yields"  # it fits because idle conversations are parked and offline work gives way
-    BRIEF = "brief"  # more is asked for than there is, but not on average, not for a window, or not now
-    COMPUTE = "compute"  # turns wait beside free KV: computing is the bottleneck
-    KV_SHORT = "kv_short"  # overload: turns wait and the KV is full of what cannot give way
-    NOT_OVER = "not_over"  # overload still: less is asked for, but not yet little
-    NO_DECODER = "no_decoder"  # none takes conversations: there is no KV to compare with
+    EVICTABLE = "evictable"  # the demand fits once idle conversations and offline work are evicted
+    BRIEF = "brief"  # demand exceeds the KV, but not on average, not for a window, or not now
+    COMPUTE = "compute"  # turns wait beside free KV: compute is the bottleneck
+    KV_SHORT = "kv_short"  # overload: turns wait and the KV is full of what is not evictable
+    NOT_OVER = "not_over"  # overload still: demand is lower, but not yet low
+    NO_DECODER = "no_decoder"  # no decoder accepts conversations, so there is no KV to compare with
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    declare: float = 1.0  # share of the KV asked for, from which on it is overload
-    over: float = 0.5  # share below which it is over: the paper's threshold of restoring
+    declare: float = 1.0  # demand, as a share of the KV, from which on it is an overload
+    over: float = 0.5  # demand below which it is over: the paper's threshold for restoring
     full: float = 0.7  # share held, below which turns wait for KV only if more are refused than wait
     window_s: float = 2.0
 
@@ -54,14 +48,14 @@ class OverloadSettings:
 class OverloadState:
     overloaded: bool
     reason: OverloadReason
-    asked: float  # share of the KV, averaged
+    asked: float  # demand as a share of the KV, averaged
     held: float
-    since: float  # when `overloaded` became what it is
-    lacking_tokens: int  # asked for now, beyond what there is
+    since: float  # when `overloaded` last changed
+    lacking_tokens: int  # demand now beyond the KV
 
     @property
     def declared(self) -> OverloadReason | None:
-        """Why it is overload; None: it is not."""
+        """Return why it is an overload; None if it is not."""
         return self.reason if self.overloaded else None
 
     @classmethod
@@ -72,13 +66,13 @@ class OverloadState:
 class OverloadWatch:
     def __init__(self, settings: OverloadSettings | None = None) -> None:
         self._settings = settings or OverloadSettings()
-        self._began_at: float | None = None  # the first observation that the averages are of
+        self._began_at: float | None = None  # first observation in the averages
         self._observed_at = 0.0
         self._averages = (0.0, 0.0, 0.0)  # shares: held, waiting, refused
         self.state = OverloadState.initial()
 
     def observe(self, demand: KvDemand, now: float) -> OverloadState:
-        """What is so now; `demand` is compared with the KV of whole models also while they are split."""
+        """Take in the demand now; it is compared with the KV of whole models even while layers are shared."""
         before = self.state
         if demand.capacity <= 0:
             self._began_at = None
@@ -124,5 +118,5 @@ class OverloadWatch:
             return False, OverloadReason.COMPUTE
         if on_average or demand.asked > demand.capacity:
             return False, OverloadReason.BRIEF
-        yields = demand.asked + demand.yields > demand.capacity
-        return False, OverloadReason.YIELDS if yields else OverloadReason.FITS
+        evicts = demand.asked + demand.evictable > demand.capacity
+        return False, OverloadReason.EVICTABLE if evicts else OverloadReason.FITS

@@ -1,4 +1,9 @@
-"""Orders to decoders: which of them share their layers now, and which have them again."""
+"""Orders to decoders: which groups share their layers from now on, and which restore their models.
+
+Groups are formed of engines with whole models, more than two where two do not suffice, and stay as they are
+until they are restored. To grow they would need whole models first, and what full engines hold does not fit
+there. Engines report what a drop needs (`SplitState`); the drop plan says who merges.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -11,14 +16,14 @@ from placement.overload.signal import OverloadState
 
 @dataclass(frozen=True, slots=True)
 class SharingDecoder:
-    """A decoder that takes conversations and can share its layers."""
+    """Decoder that accepts conversations and can share its layers."""
 
     engine: str
     tier: str
-    held_tokens: float  # that cannot give way
+    held_tokens: float  # that are not evictable
     running: int
     split: SplitState
-    leaving: bool = False  # it is to end: it shares nothing from now on
+    leaving: bool = False  # it will end, and shares nothing from now on
 
     @property
     def gained_tokens(self) -> int:
@@ -28,8 +33,8 @@ class SharingDecoder:
 @dataclass(frozen=True, slots=True)
 class SplitOrders:
     drops: tuple[tuple[str, ...], ...] = ()  # in the order of their parts of the layers
-    restores: tuple[tuple[str, ...], ...] = ()  # of a group, or of what is left of it
-    why_no_more: NotDropped | None = None  # where KV is lacking and none of it is dropped for
+    restores: tuple[tuple[str, ...], ...] = ()  # engines of a group, or of what is left of it
+    why_no_more: NotDropped | None = None  # set where KV is lacking and nothing is dropped
 
 
 def split_orders(
@@ -40,8 +45,11 @@ def split_orders(
     *,
     silent: bool = False,
 ) -> SplitOrders:
-    """`unwilling`: engines that failed at it a while ago; their group is left as it is. `silent`: some
-    decoder is not heard, and may be in a group that seems to lack one."""
+    """Decide which groups drop layers and which restore them.
+
+    Groups of `unwilling` engines, which failed at it a while ago, are left as they are. `silent` means that
+    some decoder does not report, and may be in a group that seems to lack a member.
+    """
     groups = [group for group in _groups(decoders) if not any(one.engine in unwilling for one in group)]
     parts = tuple(_names(group) for group in groups if _lacks_a_member(group))
     if parts and not silent:
@@ -69,14 +77,16 @@ def _may_be_planned(group: Sequence[SharingDecoder]) -> bool:
 
 
 def _fits(decoder: SharingDecoder) -> bool:
-    """What it holds, into the KV of its whole model."""
+    """Return whether what the decoder holds fits into the KV of its whole model."""
     return decoder.held_tokens <= decoder.split.shape.kv_tokens
 
 
 def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
-    """Those that share with each other in one epoch are a group, and one with a whole model is by itself. An
-    epoch alone is not enough: a directory that began again may give it to another group before those that are
-    in it have reported."""
+    """Group the decoders that name each other in one epoch; a decoder with a whole model is a group of one.
+
+    The epoch alone is not enough: a restarted directory may give it to another group before the members of
+    the first one have reported.
+    """
     split: defaultdict[tuple[int, frozenset[str]], list[SharingDecoder]] = defaultdict(list)
     whole: list[list[SharingDecoder]] = []
     for one in decoders:
@@ -88,13 +98,13 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
 
 
 def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
-    """Tiers do not mix: their engines may have other models' shapes, or other speeds."""
+    """Plan drops tier by tier, because engines of other tiers may have other models or speeds."""
     drops: list[tuple[str, ...]] = []
     why = NotDropped.ALONE
     for tier in sorted({group[0].tier for group in groups}):
         here = [group for group in groups if group[0].tier == tier]
         members = [[Member(one.engine, one.held_tokens, one.running) for one in group] for group in here]
-        # Which of them has a slow link is known of those that have exchanged KV: a plan goes by the slowest.
+        # Only engines that have exchanged KV know how slow their link is, so a plan uses the slowest.
         slowest = min(one.split.shape.link_bytes_per_s for group in here for one in group)
         shape = replace(here[0][0].split.shape, link_bytes_per_s=slowest)
         plan = plan_drop(members, shape, lacking, replace(limits, grows=False))

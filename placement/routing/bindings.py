@@ -1,4 +1,4 @@
-"""Table of bindings: which decoder a conversation is bound to, from its first turn to its end."""
+"""Bindings of conversations to decoders, from the first turn to the end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from placement import PlacementError
 
 
 class StaleEpoch(PlacementError, ValueError):
-    """A binding to an engine's earlier epoch: its KV is gone."""
+    """A binding names an earlier epoch of its engine, whose KV is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Bindings:
         return binding
 
     def void_epoch(self, engine: str, epoch: int) -> tuple[Binding, ...]:
-        """Epoch `epoch` of an engine is over, and with it every binding to it or to an earlier one."""
+        """End every binding to this or an earlier epoch of an engine, and return them."""
         return self._void_before(engine, epoch + 1)
 
     def bound_to(self, engine: str) -> tuple[str, ...]:

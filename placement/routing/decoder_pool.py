@@ -1,9 +1,9 @@
-"""The decoder with the least KV in use, among those where the conversation fits.
+"""KV in use of the decoders, and the choice of the one with the least of it.
 
-KV in use is what the engine last reported as held for live conversations, plus what has been reserved for
+KV in use is what an engine last reported as held for live conversations, plus the reservations for
 conversations that it has not reported yet. Parked and offline KV do not count: the first is on the host, the
-second is released at once when online work needs the place. For what fits, KV between turns that is on the
-host as well does not count either: it gives way at no cost when a running turn needs its place.
+second is released as soon as online work needs the space. Whether a conversation fits leaves out idle KV as
+well: KV between turns that is also on the host can be evicted at no cost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,15 @@ from placement.routing.receipts import DecoderChoice, DecoderOption, Why
 CLOSED = -1.0
 
 
-class Decoders:
+class DecoderPool:
+    """Engines that hold conversations: their KV in use, their limits and the reservations on them.
+
+    `limit` is the KV that an engine may hold now. `open_limit` is the same, or `CLOSED` where nothing may be
+    placed. `whole_limit` is the limit with a whole model, which an engine that shares its layers exceeds.
+    A conversation takes `per_token` for each of its tokens and `per_conversation` at any length.
+    """
+
     def __init__(self) -> None:
-        # `limit` is the KV an engine may hold. `open_limit` is the same, or below zero where nothing may be
-        # placed, which takes the row out of a choice.
-        # `whole` is the limit with a whole model: what it may hold while its parameters give way is more.
-        # A conversation takes `per_token` of it for each of its tokens, and `beside` at any length.
         self._table = EngineTable(
             live=0.0,
             idle=0.0,
@@ -34,60 +37,60 @@ class Decoders:
             reserved=0.0,
             limit=0.0,
             open_limit=CLOSED,
-            whole=0.0,
+            whole_limit=0.0,
             per_token=1.0,
-            beside=0.0,
+            per_conversation=0.0,
         )
         self._reservations: dict[str, tuple[str, int]] = {}  # conversation -> decoder, tokens
-        self._holders: dict[str, set[str]] = {}
+        self._reserved_on: dict[str, set[str]] = {}  # decoder -> conversations
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._reserved_on)
 
     def __contains__(self, engine: str) -> bool:
-        return engine in self._holders
+        return engine in self._reserved_on
 
     def add(self, engine: str, limit: int) -> None:
-        self._table.add(engine, limit=limit, open_limit=limit, whole=limit)
-        self._holders[engine] = set()
+        self._table.add(engine, limit=limit, open_limit=limit, whole_limit=limit)
+        self._reserved_on[engine] = set()
 
     def resize(self, engine: str, limit: int) -> None:
-        """Parameters gave way to KV there, or came back."""
+        """Set the KV limit of an engine that dropped parameters, or restored them."""
         row = self._table.row(engine)
         if self._table["open_limit"][row] != CLOSED:
             self._table["open_limit"][row] = limit
         self._table["limit"][row] = limit
 
     def remove(self, engine: str) -> tuple[str, ...]:
-        """Forget an engine; returns the conversations that had a reservation there."""
-        lost = tuple(sorted(self._holders.pop(engine)))
+        """Forget an engine; return the conversations that had a reservation there."""
+        lost = tuple(sorted(self._reserved_on.pop(engine)))
         for key in lost:
             del self._reservations[key]
         self._table.remove(engine)
         return lost
 
-    def observe(self, state: EngineState, before: int) -> None:
-        """`before`: the report of this epoch that was taken in before this one; 0: none."""
+    def observe(self, state: EngineState, last_seq: int) -> None:
+        """Take in a report; `last_seq` is the report of this epoch that was taken in before, or 0."""
         engine, row = state.engine, self._table.row(state.engine)
         self._table["live"][row] = state.live_tokens
         self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
         self._table["offline"][row] = state.offline_tokens
         self._table["waiting"][row] = state.waiting_kv_tokens
         self._table["per_token"][row] = state.kv_per_token
-        self._table["beside"][row] = state.kv_per_conversation
+        self._table["per_conversation"][row] = state.kv_per_conversation
         self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]
-        if 0 < before < state.named_after:  # what was confirmed meanwhile is not named any more
-            for key in tuple(self._holders[engine]):
+        if 0 < last_seq < state.named_after:  # confirmations in between are not named any more
+            for key in tuple(self._reserved_on[engine]):
                 self.release(key)
         for key, named in state.confirmed.items():
-            if named > before and key in self._holders[engine]:
+            if named > last_seq and key in self._reserved_on[engine]:
                 self.release(key)
 
     def choose(self, tokens: int, preferred: str | None) -> DecoderChoice | None:
-        """The decoder for a conversation that needs `tokens`; None where it fits on none."""
+        """Return the decoder for a conversation that needs `tokens`; None where it fits on none."""
         table = self._table
         in_use = table["live"] + table["reserved"]
-        fits = in_use - table["idle"] <= table["open_limit"] - self._takes(tokens)
+        fits = in_use - table["idle"] <= table["open_limit"] - self._kv_of(tokens)
         ranked = np.where(fits, in_use, inf)
         limits = table["limit"]
         why = Why.LEAST_KV_IN_USE
@@ -104,72 +107,77 @@ class Decoders:
         return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
 
     def fitting(self, tokens: int) -> Iterator[str]:
-        """All on which a conversation fits that needs so many, the least KV in use first."""
+        """Yield the decoders on which a conversation of `tokens` fits, the least KV in use first."""
         in_use = self._table["live"] + self._table["reserved"]
-        fits = in_use - self._table["idle"] <= self._table["open_limit"] - self._takes(tokens)
+        fits = in_use - self._table["idle"] <= self._table["open_limit"] - self._kv_of(tokens)
         rows = np.flatnonzero(fits)
         for row in rows[np.argsort(in_use[rows], kind="stable")]:
             yield self._table.name(int(row))
 
-    def _takes(self, tokens: int, conversations: int = 1) -> NDArray[np.float64]:
-        return tokens * self._table["per_token"] + conversations * self._table["beside"]
+    def _kv_of(self, tokens: int, conversations: int = 1) -> NDArray[np.float64]:
+        """Return the KV that conversations of `tokens` in all would take, for every engine."""
+        return tokens * self._table["per_token"] + conversations * self._table["per_conversation"]
 
     def reserve(self, engine: str, key: str, tokens: int) -> None:
         self.release(key)
         row = self._table.row(engine)
-        taken = int(self._takes(tokens)[row])
+        taken = int(self._kv_of(tokens)[row])
         self._reservations[key] = (engine, taken)
-        self._holders[engine].add(key)
+        self._reserved_on[engine].add(key)
         self._table["reserved"][row] += taken
 
     def release(self, key: str) -> None:
         """Drop a reservation: the engine reports the KV itself now, or the conversation ended."""
         engine, tokens = self._reservations.pop(key, ("", 0))
         if engine:
-            self._holders[engine].discard(key)
+            self._reserved_on[engine].discard(key)
             self._table["reserved"][self._table.row(engine)] -= tokens
 
     def could_ever_hold(self, tokens: int) -> bool:
-        return bool((self._table["whole"] >= self._takes(tokens)).any())
+        return bool((self._table["whole_limit"] >= self._kv_of(tokens)).any())
 
     def option(self, engine: str) -> DecoderOption:
         row = self._table.row(engine)
         in_use = self._table["live"][row] + self._table["reserved"][row]
         return DecoderOption(engine, int(in_use), int(self._table["limit"][row]))
 
-    def open(self) -> int:
-        """How many take conversations."""
-        return int(np.count_nonzero(self._open()))
+    def open_count(self) -> int:
+        """Return how many engines accept conversations."""
+        return int(np.count_nonzero(self._open_rows()))
 
     def pressure(self) -> float:
-        """Share of what the pool may hold that is in use and cannot give way. What is on draining decoders
-        will need a place too.
+        """Return the share of the open engines' limits that is in use and not evictable.
+
+        KV on draining engines counts too, because its conversations will need space elsewhere.
         """
-        table, rows = self._table, [self._table.row(engine) for engine in self._holders]
-        limit = self.limit()
+        table, rows = self._table, [self._table.row(engine) for engine in self._reserved_on]
+        limit = self.open_limit()
         in_use = float((table["live"][rows] - table["idle"][rows] + table["reserved"][rows]).sum())
         return in_use / limit if limit else float(in_use > 0)
 
     def demand(self, refused: Sequence[int]) -> KvDemand:
-        """Of those that take conversations, in tokens of their blocks; what is on draining ones needs a place
-        there. What is placed and not yet visible waits or is on its way. `refused`: tokens of conversations
-        that fit on none, counted as where they take the least."""
-        table, rows = self._table, self._open()
-        leaving = [row for row in map(self._table.row, self._holders) if not rows[row]]
+        """Return the KV that the open engines have and are asked for.
+
+        What draining engines hold needs space there. A placed conversation that is not visible yet waits or
+        is in transfer. `refused` are the tokens of conversations that fit on no engine, counted as where they
+        take the least.
+        """
+        table, rows = self._table, self._open_rows()
+        leaving = [row for row in map(self._table.row, self._reserved_on) if not rows[row]]
         moves = (table["live"][leaving] - table["idle"][leaving]).sum()
         idle, waiting = table["idle"][rows], np.maximum(table["reserved"][rows], table["waiting"][rows])
-        least = self._takes(sum(refused), len(refused))[rows]
+        least = self._kv_of(sum(refused), len(refused))[rows]
         return KvDemand(
-            capacity=float(table["whole"][rows].sum()),
+            capacity=float(table["whole_limit"][rows].sum()),
             held=float((table["live"][rows] - idle).sum() + moves),
-            yields=float((idle + table["offline"][rows]).sum()),
+            evictable=float((idle + table["offline"][rows]).sum()),
             waiting=float(waiting.sum()),
             refused=float(least.min()) if len(least) else 0.0,
         )
 
-    def limit(self) -> float:
-        """Tokens that the decoders may hold which take conversations."""
-        return float(self._table["limit"][self._open()].sum())
+    def open_limit(self) -> float:
+        """Return the tokens that the engines which accept conversations may hold."""
+        return float(self._table["limit"][self._open_rows()].sum())
 
-    def _open(self) -> NDArray[np.bool_]:
+    def _open_rows(self) -> NDArray[np.bool_]:
         return self._table["open_limit"] >= 0.0

@@ -1,57 +1,58 @@
-"""Elastic placing: a turn is computed where its first token comes first, on a prefiller or on its decoder.
+"""Elastic placement: a turn's prompt is computed where its first token comes first.
 
-Nothing is predicted but how long known tokens take: what is queued on a prefiller, its curve, and what of the
-transfer was not hidden lately; what prompts wait on the decoder, the rate at which it lately got through
-them, and the share of its time that the TBT target of its running turns leaves to prompts.
+That is either a prefiller or the conversation's decoder. The estimates use only what is known: what is queued
+on a prefiller, its curve, and what of transfers was lately not hidden; the prompts that wait on the decoder,
+the rate at which it lately got through them, and the share of its time that the TBT target of its running
+turns leaves to prompts.
 
-What a prompt costs on an engine is taken from its own curve, which follows the prompts it computes, or from
-that of its like where its own is old. One that was slow while it started, or while something else had its
-machine, would get no prompts for that, and without prompts it never shows that it is faster: so what an
-engine has shown counts less the longer ago it was, and what engines of the same hardware show counts instead;
-where none of them has computed anything lately, the best that it has shown itself. Nobody is taken to be
-slower than it has shown.
+With the same estimates, a decoder whose first token comes clearly sooner is preferred to the one with the
+least KV in use. What fits on no decoder is held by a prefiller, as a last resort.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf, pow
-from typing import NamedTuple
 
-from placement.engines import EngineState
-from placement.routing.engine_speed import Speed
-from placement.routing.receipts import Estimates, PrefillerOption
+from placement.engines import EngineInfo, EngineState
+from placement.routing.decoder_pool import DecoderPool
+from placement.routing.engine_speed import EngineSpeed
+from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
+from placement.routing.receipts import (
+    DecoderChoice,
+    Estimates,
+    PrefillerChoice,
+    PrefillerOption,
+    Refusal,
+    RefusalReason,
+    Why,
+)
 from placement.scheduling.prefill_curve import PrefillCurve
 
-TRANSFERS_KEPT_S = 20.0  # what the last transfers cost counts; then it fades, half of it in the same time
-TRIED_MOST = 4  # each try makes that four times as long; at most an hour and a half
-REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in what its engine reports
-LEAST_SHARE = 0.05  # of a decoder's time that its prompts are taken to have
-
-
-class PrefillWaiting(NamedTuple):
-    """A turn that a prefiller is to compute, and what it would be on its decoder."""
-
-    decoder: str
-    tokens: int  # that the decoder would have to compute
+TRANSFER_COST_KEPT_S = (
+    20.0  # how long the last transfers' cost counts fully; then it halves in each such time
+)
+MOST_RETRIES = 4  # each confirmed cost is kept four times as long, for at most an hour and a half
+REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in the engine's own report
+LEAST_SHARE = 0.05  # of an engine's time that its prompts are assumed to have
+REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new transfer replaces
 
 
 @dataclass(slots=True)
-class DecoderPrompts:
-    """Prompts on an engine that decodes: what it reported, and what was placed there since."""
+class PromptBacklog:
+    """Prompts on one engine: what it reported, and what was placed there since."""
 
-    curve: PrefillCurve | None  # None: nothing is known of it but its rate
+    curve: PrefillCurve | None  # None: nothing is known of the engine but its rate
     waiting_tokens: int = 0
-    tokens_per_s: float = 0.0  # lately; 0: it has computed none yet
-    share: float = 1.0
-    placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # tokens and when
+    tokens_per_s: float = 0.0  # 0: it has computed no prompt lately
+    share: float = 1.0  # of the engine's time that running turns leave to prompts
+    placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # conversation -> tokens, when
 
     def first_token_s(self, tokens: int) -> float:
-        """Those that wait at the rate of late, then these in the time that running turns leave; infinite
-        where nothing is known of how fast it is."""
+        """Return the seconds until a prompt's first token; infinite where the engine's speed is unknown."""
         return self.alone_s(tokens) + self.wait_s(tokens)
 
     def wait_s(self, tokens: int) -> float:
-        """For the prompts before one of so many tokens; 0 where there are none, at any rate."""
+        """Return the wait for the prompts before one of `tokens`; 0 where there are none."""
         ahead = self.waiting_tokens + sum(tokens for tokens, _ in self.placed.values())
         if not ahead:
             return 0.0
@@ -59,103 +60,192 @@ class DecoderPrompts:
         return ahead / rate if rate else inf
 
     def alone_s(self, tokens: int) -> float:
+        """Return the prefill time of a prompt that waits for none."""
         if self.curve is not None:
             return self.curve.seconds(tokens) / max(self.share, LEAST_SHARE)
         return tokens / self.tokens_per_s if self.tokens_per_s else inf
 
 
-class Elastic:
-    def __init__(self, forget: float = 0.1) -> None:
-        """`forget`: share of what is known of transfers that each new one replaces."""
-        self._queues: dict[str, DecoderPrompts] = {}
-        self._local: dict[str, str] = {}  # conversation -> engine, placed and not reported yet
-        self._remote: dict[str, PrefillWaiting] = {}
-        self._forget = forget
-        self._transfer_s_per_token: float | None = None
-        self._transferred_at = self._now = 0.0
-        self._tried = 0  # again, after a while without any, and found to cost what was thought
+@dataclass(slots=True)
+class TransferCost:
+    """Seconds per token of transfers that were not hidden behind the prefill.
 
-    def add(self, engine: str, curve: PrefillCurve | None) -> None:
-        self._queues[engine] = DecoderPrompts(curve)
+    The cost fades when there are no transfers: a slow one was more often a busy decoder than a slow link, and
+    must not keep others from showing what they cost. Each retry that confirms the cost makes it fade later.
+    """
 
-    def remove(self, engine: str) -> None:
-        self._queues.pop(engine, None)
-        self._local = {key: name for key, name in self._local.items() if name != engine}
-        self._remote = {key: turn for key, turn in self._remote.items() if turn.decoder != engine}
+    s_per_token: float | None = None
+    now: float = 0.0
+    _measured_at: float = 0.0
+    _retries: int = 0
 
-    def observe(self, state: EngineState, now: float, speed: Speed) -> None:
-        self._now = now
-        queue = self._queues[state.engine]
-        if speed.curve is not None and speed.shown:
-            queue.curve = speed.curve
-        queue.waiting_tokens = state.waiting_prompt_tokens
-        queue.tokens_per_s, queue.share = speed.rate, state.prompt_share
-        for key, (_, at) in tuple(queue.placed.items()):
-            if key in state.confirmed or at < now - REACHES_ENGINE_S:
-                self.done(key)
+    def measured(self, tokens: int, seconds: float) -> None:
+        found, known = seconds / max(1, tokens), self.s_per_token
+        share = max(REPLACED_PER_TRANSFER, 1 - self._confidence())
+        self.s_per_token = found if known is None else known + share * (found - known)
+        if known is not None and self.now - self._measured_at >= self._kept_s():
+            self._retries = min(self._retries + 1, MOST_RETRIES) if found >= known else 0
+        self._measured_at = self.now
 
-    def transferred(self, tokens: int, seconds: float) -> None:
-        """From the end of a prefill to the decoder's start: what of the transfer was not hidden."""
-        seen, known = seconds / max(1, tokens), self._transfer_s_per_token
-        share = max(self._forget, 1 - self._kept())
-        self._transfer_s_per_token = seen if known is None else known + share * (seen - known)
-        if known is not None and self._now - self._transferred_at >= self._kept_s():
-            self._tried = min(self._tried + 1, TRIED_MOST) if seen >= known else 0
-        self._transferred_at = self._now
+    def seconds(self, tokens: int) -> float:
+        return tokens * self._confidence() * (self.s_per_token or 0.0)
 
-    def _kept(self) -> float:
-        """Of what transfers cost. A slow one was a decoder in the middle of something more often than it was
-        the transfer, and must not keep others from showing what they cost: they are tried again, ever more
-        rarely."""
-        return pow(0.5, max(0.0, (self._now - self._transferred_at) / self._kept_s() - 1))
+    def _confidence(self) -> float:
+        """Return how much the last measured cost counts, between 0 and 1."""
+        return pow(0.5, max(0.0, (self.now - self._measured_at) / self._kept_s() - 1))
 
     def _kept_s(self) -> float:
-        return TRANSFERS_KEPT_S * pow(4.0, self._tried)
+        return TRANSFER_COST_KEPT_S * pow(4.0, self._retries)
 
-    def estimates(self, decoder: str, tokens: int, remote: PrefillerOption | None) -> Estimates:
-        """`tokens`: what the decoder would compute, and what a prefiller would have to send it."""
+
+class ElasticRule(LeastKvRule):
+    def __init__(self, state: RoutingState) -> None:
+        super().__init__(state)
+        self._backlogs: dict[str, PromptBacklog] = {}
+        self._placed_on: dict[str, str] = {}  # conversation -> engine, placed and not reported yet
+        self._transfer_cost = TransferCost()
+        self._last_resort = DecoderPool()  # prefillers, for what fits on no decoder
+
+    def first_turn(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
+        choice = self.find(turn, now)
+        if isinstance(choice, Refusal):
+            if choice.reason is RefusalReason.NO_PREFILLER:
+                return choice
+            return self._on_a_prefiller(turn, now) or choice
+        if choice.prefiller.why in (Why.SHARES_LAYERS, Why.RESTORED):
+            return choice
+        choice = choice._replace(decoder=self._soonest_decoder(choice, turn))
+        cached = choice.cached.get(choice.decoder.chosen.engine, 0)
+        choice = self._where_sooner(choice, turn.prompt_tokens - cached)
+        checked = self.unless_saturated(choice)
+        if isinstance(checked, Refusal):
+            return self._on_a_decoder_with_time(choice, turn) or checked
+        return checked
+
+    def later_turn(self, turn: LaterTurn, now: float) -> EngineChoice:
+        if turn.decoder in self._last_resort:
+            option = self._last_resort.option(turn.decoder)
+            holder = DecoderChoice(Why.BOUND, option, (), len(self.state.decoders), 0)
+            return EngineChoice(holder, PrefillerChoice.none(Why.PREFILLED_LOCALLY), self._last_resort, {})
+        choice = self.find_later(turn, now)
+        if choice.prefiller.why in (Why.SHARES_LAYERS, Why.PREFILLED_LOCALLY):
+            return choice
+        prefiller = self.state.prefillers.prefer_cached(
+            choice.prefiller, turn.prompt_tokens, choice.cached, now, turn.queue_weight
+        )
+        return self._where_sooner(choice._replace(prefiller=prefiller), turn.uncached_tokens)
+
+    def estimate(self, decoder: str, tokens: int, prefiller: PrefillerOption | None) -> Estimates:
+        """Estimate the first token of a prompt of which the decoder would compute `tokens`.
+
+        A prefiller would have to send it as many.
+        """
         remote_s = None
-        if remote is not None:
-            remote_s = self.remote_s(remote.engine, remote.wait_s + remote.prefill_s, tokens)
-        return Estimates(self._queues[decoder].first_token_s(tokens), remote_s)
+        if prefiller is not None:
+            # A prefiller that holds conversations has only a share of its time for prompts.
+            share = max(self._backlogs[prefiller.engine].share, LEAST_SHARE)
+            prefill_s = (prefiller.wait_s + prefiller.prefill_s) / share
+            remote_s = prefill_s + self._transfer_cost.seconds(tokens)
+        return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
 
-    def remote_s(self, prefiller: str, left_s: float, tokens: int) -> float:
-        """By a prefiller with so many seconds of prompts until its end, which may hold conversations too."""
-        return left_s / max(self._queues[prefiller].share, LEAST_SHARE) + self.transfer_s(tokens)
+    def _where_sooner(self, choice: EngineChoice, tokens: int) -> EngineChoice:
+        """Leave the prefiller out where the decoder, which would compute `tokens`, is sooner."""
+        best = choice.prefiller.chosen
+        estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
+        if best is None or not estimates.local_first:
+            return choice._replace(estimates=estimates)
+        prefiller = choice.prefiller.rejected(Why.SOONER_ON_DECODER)
+        return choice._replace(prefiller=prefiller, estimates=estimates)
 
-    def alone_s(self, decoder: str, tokens: int) -> float:
-        """Of a prompt that waits for none."""
-        return self._queues[decoder].alone_s(tokens)
+    def _soonest_decoder(self, choice: EngineChoice, turn: FirstTurn) -> DecoderChoice:
+        """Return the decoder with the least KV, or one of the runners-up that is clearly sooner.
 
-    def local_wait_s(self, decoder: str, tokens: int) -> float:
-        return self._queues[decoder].wait_s(tokens)
+        It must also be sooner than the prefiller. Where many decoders are full, KV is short and only the KV
+        in use counts.
+        """
+        least, settings = choice.decoder, self.state.settings
+        few_full = least.without_capacity <= settings.sooner_full * least.considered
+        if least.why is not Why.LEAST_KV_IN_USE or not few_full:
+            return least
+        options = {
+            one.engine: one
+            for one in (least.chosen, *least.runners_up)
+            if one.engine not in self.state.split_kv
+        }
+        tokens = {name: turn.prompt_tokens - choice.cached.get(name, 0) for name in options}
+        seconds = {name: self._backlogs[name].first_token_s(count) for name, count in tokens.items()}
+        best = min(seconds, key=seconds.__getitem__)
+        clearly = seconds[best] < settings.sooner_share * seconds[least.chosen.engine]
+        if clearly and self.estimate(best, tokens[best], choice.prefiller.chosen).local_first:
+            return least.replaced(options[best], Why.SOONER_WITH_CAPACITY)
+        return least
 
-    def lent(self, decoders: Iterable[str]) -> float:
-        """Their time that running turns leave to prompts, in engines."""
-        return sum(self._queues[name].share for name in decoders)
+    def _on_a_decoder_with_time(self, choice: EngineChoice, turn: FirstTurn) -> EngineChoice | None:
+        """Return this decoder, or the first one with capacity, whose own prompts are done soon."""
+        first, limit_s = choice.decoder.chosen.engine, self.state.settings.max_prefill_wait_s
+        for name in (first, *self.state.decoders.fitting(self.state.need(turn))):
+            if self._backlogs[name].wait_s(turn.prompt_tokens) <= limit_s:
+                decoder = choice.decoder
+                if name != first:
+                    decoder = decoder.replaced(self.state.decoders.option(name), Why.HAS_TIME)
+                prefiller = choice.prefiller.rejected(Why.PREFILLERS_SATURATED)
+                return choice._replace(decoder=decoder, prefiller=prefiller)
+        return None
 
-    def transfer_s(self, tokens: int) -> float:
-        return tokens * self._kept() * (self._transfer_s_per_token or 0.0)
+    def _on_a_prefiller(self, turn: FirstTurn, now: float) -> EngineChoice | None:
+        """Return a prefiller that computes the conversation and holds it, if it fits on one."""
+        holder = self._last_resort.choose(self.state.need(turn), None)
+        if holder is None:
+            return None
+        holder, prefiller = holder._replace(why=Why.LAST_RESORT), PrefillerChoice.none(Why.PREFILLED_LOCALLY)
+        return EngineChoice(holder, prefiller, self._last_resort, self.state.cached_tokens(turn, now))
 
-    def goes_local(self, key: str, decoder: str, tokens: int, now: float) -> None:
-        self.done(key)
-        self._queues[decoder].placed[key] = tokens, now
-        self._local[key] = decoder
+    # Events
 
-    def goes_remote(self, key: str, decoder: str, tokens: int, now: float) -> None:
-        self.done(key)
-        self._remote[key] = PrefillWaiting(decoder, tokens)
+    def engine_up(self, info: EngineInfo, curve: PrefillCurve | None) -> None:
+        self._backlogs[info.engine] = PromptBacklog(curve)
+        if info.engine in self.state.prefillers:
+            self._last_resort.add(info.engine, int(info.kv_tokens * self.state.settings.last_resort_fill))
 
-    def begun(self, key: str) -> None:
-        """Its prefiller computes it already: it stays there."""
-        self._remote.pop(key, None)
+    def engine_down(self, engine: str) -> tuple[str, ...]:
+        self._backlogs.pop(engine, None)
+        self._placed_on = {key: name for key, name in self._placed_on.items() if name != engine}
+        return self._last_resort.remove(engine) if engine in self._last_resort else ()
 
-    def done(self, key: str) -> None:
-        """Its prompt is computed or never will be, or the engine counts it itself now."""
-        self._remote.pop(key, None)
-        if (engine := self._local.pop(key, None)) is not None:
-            del self._queues[engine].placed[key]
+    def observe(self, state: EngineState, last_seq: int, speed: EngineSpeed, now: float) -> None:
+        self._transfer_cost.now = now
+        backlog = self._backlogs[state.engine]
+        if speed.estimate is not None and speed.measured:
+            backlog.curve = speed.estimate
+        backlog.waiting_tokens = state.waiting_prompt_tokens
+        backlog.tokens_per_s, backlog.share = speed.tokens_per_s, state.prompt_share
+        for key, (_, at) in tuple(backlog.placed.items()):
+            if key in state.confirmed or at < now - REACHES_ENGINE_S:
+                self._forget_prompt(key)
+        if state.engine in self._last_resort:
+            self._last_resort.observe(state, last_seq)
 
-    def waiting_for_prefillers(self, decoder: str) -> tuple[tuple[str, int], ...]:
-        """Bound to this decoder, longest first in the queue."""
-        return tuple((key, turn.tokens) for key, turn in self._remote.items() if turn.decoder == decoder)
+    def placed(self, key: str, choice: EngineChoice, uncached: int, now: float) -> None:
+        self._forget_prompt(key)
+        if choice.prefiller.chosen is None:
+            engine = choice.decoder.chosen.engine
+            self._backlogs[engine].placed[key] = uncached, now
+            self._placed_on[key] = engine
+
+    def transferred(self, tokens: int, seconds: float) -> None:
+        self._transfer_cost.measured(tokens, seconds)
+
+    def release(self, key: str) -> None:
+        self._forget_prompt(key)
+        self._last_resort.release(key)
+
+    def pool_of(self, engine: str) -> DecoderPool:
+        return self._last_resort if engine in self._last_resort else self.state.decoders
+
+    def lent_engines(self, decoders: Iterable[str]) -> float | None:
+        return sum(self._backlogs[name].share for name in decoders)
+
+    def _forget_prompt(self, key: str) -> None:
+        """Forget a prompt that is computed, or that the engine counts itself now."""
+        if (engine := self._placed_on.pop(key, None)) is not None:
+            del self._backlogs[engine].placed[key]

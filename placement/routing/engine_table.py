@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
-OPTIONS = 4  # that a receipt names: the chosen one and the next three
+OPTIONS = 4  # engines that a receipt names: the chosen one and the next three
 
 
 class EngineTable:
-    """Rows are in the order of the engines' names, so that a tie goes to the first by name: whoever reads a
-    receipt can tell why, and a directory that learns of the engines in another order decides the same.
+    """Table with a row per engine and named numeric columns.
 
-    A row without an engine (they are all at the end) holds each column's filler, which must be a value that
-    no choice picks.
+    Rows are in the order of the engines' names, so that a tie goes to the first by name. A reader of a
+    receipt can tell why, and a directory that learns of the engines in another order decides the same. Rows
+    at the end without an engine hold each column's filler, which must be a value that no choice picks.
     """
 
     def __init__(self, **fillers: float) -> None:
@@ -62,7 +62,7 @@ class EngineTable:
         self._number_from(row)
 
     def least(self, values: Column, count: int) -> list[int]:
-        """Rows of the least of `values` that are finite, in order; takes them out of `values`."""
+        """Return the rows of the least finite values, in order, and take them out of `values`."""
         rows: list[int] = []
         while len(rows) < count:
             row = int(values.argmin())
@@ -78,5 +78,5 @@ class EngineTable:
 
 
 def _in_order(engine: str) -> list[tuple[int, str]]:
-    """decode-2 before decode-10."""
+    """Return a sorting key that puts decode-2 before decode-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", engine)]

@@ -1,4 +1,4 @@
-"""Settings of the placer: the placing policy, where first turns are computed, and limits."""
+"""Settings of the placer: which turns a prefiller computes, limits, and how long refused clients wait."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,11 +8,13 @@ from placement.engines import Role
 
 @dataclass(frozen=True, slots=True)
 class Redisaggregation:
-    """Rule for later turns: which go through a prefiller again.
+    """Rule for later turns that go through a prefiller again.
 
-    `uncached` is what the bound decoder would have to compute, `prompt` the turn's whole input. The prefiller
-    computes what the decoder has cached as well, unless it still has it itself. `min_share` keeps a turn
-    local when that would be mostly repeated work (docs/simulation.md has what it gains).
+    A later turn has much to compute when a prefix breaks, a file is pasted or a context is compacted. Real
+    agents do that, and such a turn is a first turn in all but name. The rule reads sizes that are known on
+    arrival: `uncached` is what the bound decoder would have to compute, `prompt` is the turn's whole input.
+    The prefiller also computes what the decoder has cached, unless it still has it itself. `min_share` keeps
+    a turn local when that would be mostly repeated work (docs/simulation.md shows what it gains).
     """
 
     above_tokens: int = 4096
@@ -23,9 +25,11 @@ class Redisaggregation:
 
 
 class PlacingPolicy(StrEnum):
+    """Which turns a prefiller computes."""
+
     CONSERVE = "conserve"  # first turns, and large later ones
-    COLLOCATED = "collocated"  # no turn: every engine serves whole conversations
-    FULL_DISAGGREGATION = "full_disaggregation"  # every turn
+    COLLOCATED = "collocated"  # none: every engine serves whole conversations
+    FULL_DISAGGREGATION = "full_disaggregation"  # all
 
     def prefills(self, role: Role) -> bool:
         return role is Role.PREFILL and self is not PlacingPolicy.COLLOCATED
@@ -38,8 +42,9 @@ class PlacingPolicy(StrEnum):
         return self is not PlacingPolicy.COLLOCATED
 
     def later_turn_waits(self, prefill_s: float, longest_s: float) -> float:
-        """Seconds that a later turn queues for a prefiller at most: its decoder can compute it as well, so a
-        queue longer than its own prefill is no help.
+        """Return the most seconds that a later turn queues for a prefiller.
+
+        Its decoder can compute it as well, so that a queue longer than its own prefill is no help.
         """
         return min(prefill_s, longest_s) if self is PlacingPolicy.CONSERVE else longest_s
 
@@ -50,26 +55,28 @@ class PlacingPolicy(StrEnum):
 
 
 class FirstTurns(StrEnum):
-    PREFILLER = "prefiller"  # the paper's rule: always, when one is up
-    ELASTIC = "elastic"
+    """Where first turns, and later ones with much to compute, are prefilled."""
+
+    PREFILLER = "prefiller"  # the paper's rule: always on a prefiller when one is up
+    ELASTIC = "elastic"  # where the first token comes first
 
 
 @dataclass(frozen=True, slots=True)
 class PlacerSettings:
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
+    first_turns: FirstTurns = FirstTurns.ELASTIC
     headroom_tokens: int = 1024  # reserved beyond the prompt, for the first answers
-    fill: float = 0.9  # share of a decoder's KV that may be in use, what can give way not counted
-    max_prefill_wait_s: float = 10.0
+    fill: float = 0.9  # share of a decoder's KV that may be in use, evictable KV not counted
+    max_prefill_wait_s: float = 10.0  # a longer queue refuses
     retry_no_capacity_s: float = 5.0
     retry_no_engine_s: float = 10.0
     local_prefill_without_prefiller: bool = True
     shared_tier: bool = False  # decoders find KV of a conversation that another decoder had
-    capacity_window_s: float = 60.0  # over which the two signals are averaged for `signals`
-    forget_prefill_after_s: float = 5.0  # an idle prefiller's unreported ends
+    capacity_window_s: float = 60.0  # over which the capacity signals are averaged
+    forget_prefill_after_s: float = 5.0  # an idle prefiller's queued prompts are forgotten after this
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
-    first_turns: FirstTurns = FirstTurns.ELASTIC  # and later ones with much to compute as well
-    # Elastic: a decoder with capacity is chosen instead of the one with the least KV if its first token comes
-    # in so much of the time.
+    # Elastic: a decoder with capacity is preferred to the one with the least KV if its first token comes
+    # within this share of the time.
     sooner_share: float = 0.9
-    sooner_full: float = 0.25  # share of decoders without capacity, beyond which only the KV in use counts
+    sooner_full: float = 0.25  # elastic: with a larger share of decoders full, only the KV in use counts
     last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder

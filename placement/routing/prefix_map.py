@@ -1,53 +1,47 @@
-"""Shared prefixes: which engines have lately been given the beginning of a prompt that others begin with.
+"""Map of shared prefixes: which engines have lately computed the prefix of a prompt.
 
-Agents of one framework begin alike, with 10k to 30k tokens of system prompt and tools. What an engine was
-given it has in its prefix cache until something else takes the place. The cache cannot be asked: what is
-known of it here is what of prompts and of their conversations fits into its KV, the latest last. Where a
-prompt finds much less than that, less is taken to fit; what was not used for long is forgotten.
+Agents of one framework begin their prompts alike, with 10k to 30k tokens of system prompt and tools. An
+engine keeps a prefix in its cache until something else takes the space. The cache cannot be queried, so the
+map assumes that prompts and conversations fill the engine's KV, the latest last. When a prompt finds much
+less than that, less is assumed to fit; a prefix that was not used for long is forgotten.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from placement.routing.prefill_queue import Prefillers
-from placement.routing.receipts import PrefillerChoice, PrefillerOption, Why
-
-RECOMPUTE_COST = 0.5  # of an engine's time that tokens take which another has, or it had
-MOST_HEADS = 4096
-MOST_PARTS = 4096  # of prompts, that are kept in mind of one engine
-MOST_ENGINES = 256  # that have a beginning, the latest: each is looked at for a prompt that begins so
-MOST_HOLDERS = 32  # prefillers of these, of which the one that ends first is looked for
+MOST_PREFIXES = 4096
+MOST_PARTS = 4096  # remembered of one engine
+MOST_ENGINES = 256  # remembered of one prefix, the latest: each is looked at for a prompt with this prefix
 REMEMBERED_S = 600.0
-# What is taken to fit: after a miss, and after a prompt that found what was thought.
+# Factors on the assumed capacity: after a miss, and after a prompt that found what was expected.
 SHRINKS, GROWS = 0.7, 1.1
-LEAST_EXPECTED = (
-    512  # tokens: a shorter beginning may be less than a block, and says nothing when it is missed
-)
+# Tokens. A shorter prefix may be less than a block, and says nothing when it is missed.
+LEAST_EXPECTED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The beginning of a prompt, up to the end of one of its first messages."""
+class PromptPrefix:
+    """Prefix of a prompt, up to the end of one of its first messages."""
 
     digest: bytes  # equal where an engine would find the same blocks
     tokens: int
 
 
-class GivenPrompt(NamedTuple):
-    """A prompt that an engine computes."""
+class PlacedPrompt(NamedTuple):
+    """Prompt that an engine was given to compute."""
 
     engine: str
-    expected: int  # tokens that it was thought to have
-    since: int  # tokens that it was given since it had those, with them: so much fits, if it has them
-    heads: Sequence[Head]
+    expected: int  # tokens that the engine was expected to have cached
+    used_since: int  # expected tokens and all that the engine was given since; so much fits if it has them
+    prefixes: Sequence[PromptPrefix]
     at: float
 
 
-class Part(NamedTuple):
-    """Of a prompt: what a head has beyond the head before it, or what is behind the last."""
+class PrefixPart(NamedTuple):
+    """Piece of a prompt: what one prefix adds to the one before it, or the rest behind the last prefix."""
 
     name: bytes
     start: int
@@ -55,26 +49,23 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Beginning:
-    """One head, over all engines."""
+class KnownPrefix:
+    """One prefix, over all engines."""
 
     start: int
-    times: int = 0  # that a conversation began with it, or will, as the client of one has said
-    engines: dict[str, float] = field(
-        default_factory=dict
-    )  # that have some of it, and when they were given it
+    engines: dict[str, float] = field(default_factory=dict)  # engines with some of it, and when they got it
 
 
 @dataclass(slots=True)
-class EngineCache:
-    """What an engine's prefix cache holds as far as it was given here, what gives way first in front."""
+class AssumedCache:
+    """Content of an engine's prefix cache as assumed here, what is evicted next in front."""
 
-    most: float = inf  # tokens that fit
-    capacity: float = inf  # and are taken to fit
+    kv_tokens: float = inf  # that fit
+    capacity: float = inf  # tokens assumed to fit
     tokens: int = 0
     parts: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
 
-    def put(self, part: Part) -> None:
+    def put(self, part: PrefixPart) -> None:
         self.drop(part.name)
         self.parts[part.name] = part.tokens
         self.tokens += part.tokens
@@ -82,8 +73,8 @@ class EngineCache:
     def drop(self, name: bytes) -> None:
         self.tokens -= self.parts.pop(name, 0)
 
-    def newer(self, name: bytes) -> int:
-        """Tokens that it was given since it was given that part."""
+    def newer_tokens(self, name: bytes) -> int:
+        """Return the tokens that the engine was given since it was given this part."""
         found = 0
         for part, tokens in reversed(self.parts.items()):
             if part == name:
@@ -91,8 +82,11 @@ class EngineCache:
             found += tokens
         return found
 
-    def over(self) -> list[bytes]:
-        """What has to give way does: of the last such part only its end, as blocks are freed."""
+    def evict(self) -> list[bytes]:
+        """Evict what exceeds the capacity and return the parts that are gone.
+
+        Of the last part only the end goes, because blocks are freed one by one.
+        """
         gone: list[bytes] = []
         while self.parts and (self.tokens > self.capacity or len(self.parts) > MOST_PARTS):
             name, tokens = next(iter(self.parts.items()))
@@ -106,219 +100,124 @@ class EngineCache:
         return gone
 
 
-class SharedPrefixes:
+class PrefixMap:
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Beginning] = OrderedDict()
-        self._caches: dict[str, EngineCache] = {}
-        self._given: dict[str, GivenPrompt] = {}  # by conversation
-        self._heads: dict[str, Sequence[Head]] = {}  # of conversations
-        self._first: dict[str, int] = {}  # in their first turn: heads that others will have, as was said
+        self._known: OrderedDict[bytes, KnownPrefix] = OrderedDict()
+        self._caches: dict[str, AssumedCache] = {}
+        self._placed: dict[str, PlacedPrompt] = {}  # by conversation
+        self._prefixes: dict[str, Sequence[PromptPrefix]] = {}  # by conversation
 
-    def holds(self, engine: str, tokens: int) -> None:
-        """So much KV fits there."""
-        cache = self._caches.setdefault(engine, EngineCache())
-        if cache.most != tokens:
-            cache.most = cache.capacity = tokens
+    def set_kv_tokens(self, engine: str, tokens: int) -> None:
+        """Set how many tokens fit into an engine's KV."""
+        cache = self._caches.setdefault(engine, AssumedCache())
+        if cache.kv_tokens != tokens:
+            cache.kv_tokens = cache.capacity = tokens
 
-    def began(self, key: str, heads: Sequence[Head], *, new: bool, shared: int = 0) -> None:
-        """A conversation, that was not somewhere else before; others will begin with so many of its heads."""
-        if heads:
-            self._heads[key] = heads
-        if new and key not in self._first:
-            self._first[key] = shared
-            self._count(key, 1)
-
-    def _count(self, key: str, times: int) -> None:
-        for number, head in enumerate(self._heads.get(key, ())):
-            if (beginning := self._known.get(head.digest)) is not None:
-                beginning.times = max(0, beginning.times + times * (1 + (number < self._first[key])))
-
-    def computing(
-        self, key: str, engine: str, heads: Sequence[Head], tokens: int, expected: int, now: float
+    def prompt_placed(
+        self, key: str, engine: str, prefixes: Sequence[PromptPrefix], tokens: int, expected: int, now: float
     ) -> None:
-        """A prompt of so many tokens is on its way to who computes it, and is thought to have `expected`."""
-        self._given.pop(key, None)
+        """Note that `engine` will compute a prompt, and is expected to have `expected` tokens of it."""
+        self._placed.pop(key, None)
         cache = self._caches.get(engine)
-        if heads and cache is not None:
-            had = [head.digest for head in heads if head.tokens <= expected]
-            since = expected + (cache.newer(had[-1]) if had else 0)
-            self._given[key] = GivenPrompt(engine, expected, since, heads, now)
-        self.given(key, heads, engine, tokens, now)
+        if prefixes and cache is not None:
+            cached = [prefix.digest for prefix in prefixes if prefix.tokens <= expected]
+            used = expected + (cache.newer_tokens(cached[-1]) if cached else 0)
+            self._placed[key] = PlacedPrompt(engine, expected, used, prefixes, now)
+        if prefixes:
+            self._prefixes[key] = prefixes
+        self.record(key, prefixes, engine, tokens, now)
 
-    def computed(self, key: str, cached: int | None) -> None:
-        """`cached`: what the engine had of it, if it says so. It has all of it now; where it had much less
-        than was thought, less fits than was thought; where it had more, that fits at least."""
-        given = self._given.pop(key, None)
-        cache = self._caches.get(given.engine) if given is not None else None
-        if given is None or cache is None or cached is None:
+    def prompt_computed(self, key: str, cached: int | None) -> None:
+        """Correct the assumed capacity by what the engine had cached; None: it did not report that."""
+        placed = self._placed.pop(key, None)
+        cache = self._caches.get(placed.engine) if placed is not None else None
+        if placed is None or cache is None or cached is None:
             return
-        if cached < given.expected / 2:
-            if given.expected >= LEAST_EXPECTED:
-                cache.capacity = min(cache.capacity, SHRINKS * given.since)
-                self._give_way(given.engine)
+        if cached < placed.expected / 2:
+            if placed.expected >= LEAST_EXPECTED:
+                cache.capacity = min(cache.capacity, SHRINKS * placed.used_since)
+                self._evict(placed.engine)
         elif cached:
-            cache.capacity = min(cache.most, max(GROWS * cache.capacity, cached))
+            cache.capacity = min(cache.kv_tokens, max(GROWS * cache.capacity, cached))
 
-    def not_computed(self, key: str) -> None:
-        """Or nobody knows: who was to bring the beginning has not, unless it was given to another since."""
-        given = self._given.pop(key, None)
-        if given is not None and not given.expected:
-            for head in given.heads:
-                if self._given_at(head.digest, given.engine) == given.at:
-                    self._lost(given.engine, head.digest)
+    def prompt_not_computed(self, key: str) -> None:
+        """Forget the prefixes that this prompt was to bring to its engine, unless another one did."""
+        placed = self._placed.pop(key, None)
+        if placed is not None and not placed.expected:
+            for prefix in placed.prefixes:
+                known = self._known.get(prefix.digest)
+                if known is not None and known.engines.get(placed.engine) == placed.at:
+                    if placed.engine in self._caches:
+                        self._caches[placed.engine].drop(prefix.digest)
+                    known.engines.pop(placed.engine)
 
-    def grew(self, key: str, engine: str, tokens: int, now: float) -> None:
-        """A turn ended: so much of the conversation is there."""
-        self._first.pop(key, None)
-        self.given(key, self._heads.get(key, ()), engine, tokens, now)
+    def conversation_grew(self, key: str, engine: str, tokens: int, now: float) -> None:
+        """Note that a turn ended, and `tokens` of its conversation are on the engine."""
+        self.record(key, self._prefixes.get(key, ()), engine, tokens, now)
 
-    def ended(self, key: str) -> None:
-        """Nothing more comes of the conversation. What an engine has of it is there until it gives way. One
-        that had no turn did not begin: its client asks again."""
-        self.not_computed(key)
-        if key in self._first:
-            self._count(key, -1)
-            del self._first[key]
-        self._heads.pop(key, None)
+    def conversation_ended(self, key: str) -> None:
+        """Forget a conversation. What engines have of it stays in their caches until it is evicted."""
+        self.prompt_not_computed(key)
+        self._prefixes.pop(key, None)
 
-    def given(self, key: str, heads: Sequence[Head], engine: str, tokens: int, now: float) -> None:
-        """As vLLM has it, what is at the end of a prompt gives way before its beginning."""
-        cache = self._caches.setdefault(engine, EngineCache())
-        parts = _parts(key, heads, tokens)
+    def record(
+        self, key: str, prefixes: Sequence[PromptPrefix], engine: str, tokens: int, now: float
+    ) -> None:
+        """Note that an engine has a prompt of `tokens`. As in vLLM its end is evicted before its start."""
+        cache = self._caches.setdefault(engine, AssumedCache())
+        parts = _parts(key, prefixes, tokens)
         for part in reversed(parts):
             cache.put(part)
         for part in parts[:-1]:
-            beginning = self._known.setdefault(part.name, Beginning(part.start))
-            beginning.start = part.start  # sizes are estimates, and get better
-            beginning.engines.pop(engine, None)
-            beginning.engines[engine] = now
-            if len(beginning.engines) > MOST_ENGINES:
-                del beginning.engines[next(iter(beginning.engines))]
+            known = self._known.setdefault(part.name, KnownPrefix(part.start))
+            known.start = part.start  # sizes are estimates, and get better
+            known.engines.pop(engine, None)
+            known.engines[engine] = now
+            if len(known.engines) > MOST_ENGINES:
+                del known.engines[next(iter(known.engines))]
             self._known.move_to_end(part.name)
-        self._give_way(engine)
-        while len(self._known) > MOST_HEADS:
-            oldest, beginning = self._known.popitem(last=False)
-            for name in beginning.engines:
+        self._evict(engine)
+        while len(self._known) > MOST_PREFIXES:
+            oldest, known = self._known.popitem(last=False)
+            for name in known.engines:
                 if name in self._caches:
                     self._caches[name].drop(oldest)
 
-    def on(self, heads: Sequence[Head], now: float) -> dict[str, int]:
-        """Tokens of `heads`, which are sorted by length, that each engine has: who has some of one has what
-        is before it, which gives way later."""
+    def cached_tokens(self, prefixes: Sequence[PromptPrefix], now: float) -> dict[str, int]:
+        """Return the tokens of the prefixes, sorted by length, that each engine has.
+
+        An engine that has some of a prefix has all that is before it, which is evicted later.
+        """
         found: dict[str, int] = {}
-        for head in heads:
-            if (beginning := self._known.get(head.digest)) is None:
+        for prefix in prefixes:
+            if (known := self._known.get(prefix.digest)) is None:
                 continue
-            for engine, at in beginning.engines.items():
+            for engine, at in known.engines.items():
                 if now - at <= REMEMBERED_S:
-                    found[engine] = beginning.start + self._caches[engine].parts.get(head.digest, 0)
+                    found[engine] = known.start + self._caches[engine].parts.get(prefix.digest, 0)
         return found
 
-    def displaced(self, engine: str, heads: Sequence[Head], tokens: int, now: float) -> int:
-        """Of beginnings that several other conversations had, what would give way there to so many tokens."""
-        cache, own = self._caches.get(engine), {head.digest for head in heads}
-        over = cache.tokens + tokens - cache.capacity if cache else 0
-        shared = 0
-        for name, size in cache.parts.items() if cache and over > 0 else ():
-            if name in own:
-                continue
-            beginning = self._known.get(name)
-            if beginning and beginning.times > 1 and now - beginning.engines.get(engine, now) <= REMEMBERED_S:
-                shared += int(min(size, over))
-            over -= size
-            if over <= 0:
-                break
-        return shared
-
-    def forget(self, engine: str) -> None:
-        """It has started anew, or is gone."""
-        self._given = {key: given for key, given in self._given.items() if given.engine != engine}
-        for name in self._caches.pop(engine, EngineCache()).parts:
+    def forget_engine(self, engine: str) -> None:
+        """Forget an engine that restarted or is gone."""
+        self._placed = {key: placed for key, placed in self._placed.items() if placed.engine != engine}
+        for name in self._caches.pop(engine, AssumedCache()).parts:
             if name in self._known:
                 self._known[name].engines.pop(engine, None)
 
-    def _give_way(self, engine: str) -> None:
-        for name in self._caches[engine].over():
+    def _evict(self, engine: str) -> None:
+        for name in self._caches[engine].evict():
             if name in self._known:
                 self._known[name].engines.pop(engine, None)
 
-    def _given_at(self, digest: bytes, engine: str) -> float | None:
-        beginning = self._known.get(digest)
-        return beginning.engines.get(engine) if beginning is not None else None
 
-    def _lost(self, engine: str, name: bytes) -> None:
-        if engine in self._caches:
-            self._caches[engine].drop(name)
-        if name in self._known:
-            self._known[name].engines.pop(engine, None)
+def _parts(key: str, prefixes: Sequence[PromptPrefix], tokens: int) -> list[PrefixPart]:
+    """Return a part for each prefix, and one for the rest of the prompt.
 
-
-def _parts(key: str, heads: Sequence[Head], tokens: int) -> list[Part]:
-    """The heads' as far as they have any of the prompt, and what is behind them: sizes are estimates, and a
-    head may be taken for longer than the prompt."""
+    Sizes are estimates, so that a prefix may be taken for longer than the prompt.
+    """
     parts, end = [], 0
-    for head in heads:
-        if (reaches := min(head.tokens, tokens)) > end:
-            parts.append(Part(head.digest, end, reaches - end))
+    for prefix in prefixes:
+        if (reaches := min(prefix.tokens, tokens)) > end:
+            parts.append(PrefixPart(prefix.digest, end, reaches - end))
             end = reaches
-    return [*parts, Part(b"of " + key.encode(), end, tokens - end)]
-
-
-class AskedPrompt(NamedTuple):
-    """A prompt that a prefiller is chosen for."""
-
-    tokens: int
-    ahead_s: float
-    now: float
-
-
-def with_beginning(
-    prefiller: PrefillerChoice, prefillers: Prefillers, asked: AskedPrompt, cached: Mapping[str, int]
-) -> PrefillerChoice:
-    """What a prefiller has of a prompt it does not compute, and its queue is as much shorter."""
-    best = prefiller.chosen
-    if best is None:
-        return prefiller
-    for engine in prefillers.soonest(cached, MOST_HOLDERS, asked.now):
-        has = prefillers.option(engine, asked.tokens, asked.now, cached[engine], asked.ahead_s)
-        if has is not None and _cost(has) < _cost(best):
-            best = has
-    return _instead(prefiller, best, Why.HAS_BEGINNING)
-
-
-def keeping_beginnings(
-    prefiller: PrefillerChoice,
-    prefillers: Prefillers,
-    asked: AskedPrompt,
-    heads: Sequence[Head],
-    shared: SharedPrefixes,
-) -> PrefillerChoice:
-    """Another one, if more of what several prompts begin with would give way on the one that is chosen."""
-
-    def lost_s(one: PrefillerOption) -> float:
-        lost = shared.displaced(one.engine, heads, asked.tokens - one.cached_tokens, asked.now)
-        again = prefillers.option(one.engine, lost, asked.now) if lost else None
-        return RECOMPUTE_COST * again.prefill_s if again is not None else 0.0
-
-    first = prefiller.chosen
-    if first is None or not (most_s := lost_s(first)):
-        return prefiller
-    costs = {one: _cost(one) + lost for one in prefiller.runners_up if (lost := lost_s(one)) < most_s}
-    best = min(costs, key=costs.__getitem__, default=first)
-    if best is first or costs[best] >= _cost(first) + most_s:
-        return prefiller
-    return _instead(prefiller, best, Why.KEEPS_BEGINNINGS)
-
-
-def _instead(prefiller: PrefillerChoice, best: PrefillerOption, why: Why) -> PrefillerChoice:
-    if best is prefiller.chosen:
-        return prefiller
-    seen = filter(None, (prefiller.chosen, *prefiller.runners_up))
-    others = tuple(one for one in seen if one.engine != best.engine)
-    return PrefillerChoice(why, best, others, prefiller.considered)
-
-
-def _cost(option: PrefillerOption) -> float:
-    """Seconds to its end, and some of the prefiller's time: computing again what another has, to end somewhat
-    sooner, makes those wait that come next."""
-    return option.wait_s + (1 + RECOMPUTE_COST) * option.prefill_s
+    return [*parts, PrefixPart(b"of " + key.encode(), end, tokens - end)]

@@ -1,7 +1,7 @@
-"""Answers of the placer: a receipt, which says why a conversation went where it went, or a refusal.
+"""Answers of the placer: a receipt that says why a conversation went where it went, or a refusal.
 
-Receipts are named tuples, not dataclasses: eight options are made for every first turn, and a frozen
-dataclass costs three times as much to make.
+Receipts are named tuples because every first turn makes eight options, and a frozen dataclass takes three
+times as long to create.
 """
 
 from dataclasses import dataclass
@@ -13,29 +13,33 @@ from placement.overload.signal import OverloadReason
 
 
 class Why(StrEnum):
-    FINISHES_FIRST = "finishes_first"  # prefiller: queue plus curve is the shortest
-    NO_PREFILLER_UP = "no_prefiller_up"  # the decoder computes the prompt itself, by the fleet's setting
-    HAS_BEGINNING = "has_beginning"  # prefiller: it has some of the prompt, and is about as soon
-    KEEPS_BEGINNINGS = "keeps_beginnings"  # prefiller: what others begin with gives way on the one before it
-    SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: there its first token comes first
+    """Reason for a choice, as receipts and metrics name it."""
+
+    # Why this prefiller computes the prompt.
+    FINISHES_FIRST = "finishes_first"  # its queue and its prefill take the least time
+    HAS_PREFIX = "has_prefix"  # it has cached a prefix of the prompt, and ends about as soon
+    # Why no prefiller computes the prompt.
+    NO_PREFILLER_UP = "no_prefiller_up"  # the fleet lets decoders prefill when no prefiller is up
+    SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's estimate is lower
     PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
-    PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: the queues are too long
-    PREFILLED_LOCALLY = "prefilled_locally"  # the placing policy prefills this turn where it decodes
-    SHARES_LAYERS = "shares_layers"  # no KV is brought to a decoder that is split: it computes the prompt
-    RESTORED = "restored"  # another decoder had this conversation: the shared tier has its KV
-    LAST_RESORT = "last_resort"  # a prefiller holds the conversation: it fits on no decoder
-    LEAST_KV_IN_USE = "least_kv_in_use"  # decoder
-    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # decoder, elastic: of those with capacity, clearly sooner
-    HAS_TIME = "has_time"  # decoder, elastic: prefillers have none, nor has the one that was to hold it
-    PREFERRED = "preferred"  # decoder of the parent or of the fork's origin, where it fits
-    BOUND = "bound"  # decoder: a later turn of a conversation never moves
+    PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: queues are too long
+    PREFILLED_LOCALLY = "prefilled_locally"  # the policy prefills this turn on its decoder
+    SHARES_LAYERS = "shares_layers"  # a decoder that shares its layers cannot receive KV
+    RESTORED = "restored"  # the shared tier has the KV that another decoder computed
+    # Why this engine holds the conversation.
+    LEAST_KV_IN_USE = "least_kv_in_use"
+    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: its first token comes clearly sooner
+    HAS_TIME = "has_time"  # elastic: prefillers are saturated, and so is the decoder with the least KV
+    PREFERRED = "preferred"  # the decoder of the parent, or of the conversation this one forked from
+    LAST_RESORT = "last_resort"  # elastic: a prefiller, because the conversation fits on no decoder
+    BOUND = "bound"  # a later turn stays on its decoder
 
 
 class PrefillerOption(NamedTuple):
     engine: str
     wait_s: float
     prefill_s: float
-    cached_tokens: int = 0  # of the prompt, that it has already
+    cached_tokens: int = 0  # tokens of the prompt that the engine has cached
 
 
 class PrefillerChoice(NamedTuple):
@@ -43,6 +47,22 @@ class PrefillerChoice(NamedTuple):
     chosen: PrefillerOption | None
     runners_up: tuple[PrefillerOption, ...]
     considered: int
+
+    @classmethod
+    def none(cls, why: Why) -> "PrefillerChoice":
+        """No prefiller was looked for."""
+        return cls(why, None, (), 0)
+
+    def rejected(self, why: Why) -> "PrefillerChoice":
+        """The best prefiller is not used after all; it leads the runners-up."""
+        seen = (self.chosen, *self.runners_up) if self.chosen else self.runners_up
+        return PrefillerChoice(why, None, seen, self.considered)
+
+    def replaced(self, best: PrefillerOption, why: Why) -> "PrefillerChoice":
+        """Another prefiller is chosen; the former choice becomes a runner-up."""
+        seen = filter(None, (self.chosen, *self.runners_up))
+        others = tuple(one for one in seen if one.engine != best.engine)
+        return PrefillerChoice(why, best, others, self.considered)
 
 
 class DecoderOption(NamedTuple):
@@ -52,8 +72,10 @@ class DecoderOption(NamedTuple):
 
 
 class DecoderChoice(NamedTuple):
-    """`runners_up` are the least loaded of the others it fits on, in order: none of those that are not listed
-    had less in use than the last of them."""
+    """Chosen decoder, and the least loaded of the others that had capacity.
+
+    No decoder that is not listed had less KV in use than the last runner-up.
+    """
 
     why: Why
     chosen: DecoderOption
@@ -61,19 +83,25 @@ class DecoderChoice(NamedTuple):
     considered: int
     without_capacity: int  # full, draining, or too small
 
+    def replaced(self, best: DecoderOption, why: Why) -> "DecoderChoice":
+        """Another decoder is chosen; the former choice becomes a runner-up."""
+        seen = (self.chosen, *self.runners_up)
+        others = tuple(one for one in seen if one.engine != best.engine)
+        return self._replace(why=why, chosen=best, runners_up=others)
+
 
 LOCAL_COST = 1.05
 
 
 class Estimates(NamedTuple):
-    """Seconds until the first token, from now."""
+    """Estimated seconds from now until the first token."""
 
-    local_s: float  # computed on its decoder; infinite where nothing is known of how fast that is
-    remote_s: float | None  # on a prefiller; None where none takes prompts
+    local_s: float  # computed on the decoder; infinite where its speed is unknown
+    remote_s: float | None  # computed on a prefiller; None where none accepts prompts
 
     @property
     def local_first(self) -> bool:
-        """Somewhat sooner is not enough: a prompt on a decoder slows the turns that run there."""
+        """True if the decoder is sooner by a margin: a prompt there slows down the turns that run."""
         return self.remote_s is None or self.local_s * LOCAL_COST <= self.remote_s
 
 
@@ -84,11 +112,11 @@ class Receipt(NamedTuple):
     reserved_tokens: int
     prefiller: PrefillerChoice
     decoder: DecoderChoice
-    estimates: Estimates | None = None  # where the turn could have been computed on either
-    overload: OverloadReason | None = None  # while the decoders' KV is overloaded
+    estimates: Estimates | None = None  # set where the turn could have been computed on either
+    overload: OverloadReason | None = None  # set while the decoders' KV is overloaded
 
     def to_json(self) -> dict[str, Any]:
-        """Nested plain data: names for fields, lists for the runners-up."""
+        """Return nested plain data: field names as keys, lists for the runners-up."""
         return {name: _plain(value) for name, value in self._asdict().items()}
 
 
@@ -100,12 +128,21 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Engines that serve a turn."""
+
+    prefiller: str | None  # None: the decoder computes the prompt itself
+    decoder: str
+    receipt: Receipt
+
+
 class RefusalReason(StrEnum):
-    NO_DECODER = "no_decoder"  # none is up
-    NO_PREFILLER = "no_prefiller"  # none is up, and decoders may not prefill long prompts
+    NO_DECODER = "no_decoder"  # no decoder is up
+    NO_PREFILLER = "no_prefiller"  # no prefiller is up, and decoders may not prefill long prompts
     NO_CAPACITY = "no_capacity"  # every decoder's KV is in use
     SATURATED = "saturated"  # every prefiller's queue is too long
-    TOO_LARGE = "too_large"  # no decoder of this fleet can ever hold it
+    TOO_LARGE = "too_large"  # no decoder of this fleet can ever hold the conversation
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,14 @@ class TurnTargets:
 DEFAULT_TARGETS = TurnTargets()
 
 
-def worth_of(ahead_s: float, priority_s: float) -> float:
+def worth_of(queue_weight: float, priority_s: float) -> float:
     """What a class is worth beside others, without the priority that came with a request."""
-    return round(ahead_s - priority_s, 6)
+    return round(queue_weight - priority_s, 6)
 
 
-def place_of(ahead_s: float, priority_s: float) -> float:
+def place_of(queue_weight: float, priority_s: float) -> float:
     """What a request keeps its place in an iteration by: its class, or that with its priority."""
-    return max(worth_of(ahead_s, priority_s), ahead_s)
+    return max(worth_of(queue_weight, priority_s), queue_weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class RequestView:
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
     refused: bool = False  # the engine had no place for it when it was last to start
-    ahead_s: float = 0.0  # what its class and priority are worth where it waits (`placement/priorities.py`)
+    queue_weight: float = (
+        0.0  # what its class and priority are worth where it waits (`placement/priorities.py`)
+    )
     priority_s: float = 0.0  # of that, its priority, which whoever asks may choose
 
     @property
@@ -71,16 +73,16 @@ class RequestView:
         or each client could take others' tokens."""
         if self.offline:
             return -math.inf
-        return 0.0 if self.ahead_s == self.priority_s else worth_of(self.ahead_s, self.priority_s)
+        return 0.0 if self.queue_weight == self.priority_s else worth_of(self.queue_weight, self.priority_s)
 
     @property
     def place_s(self) -> float:
-        return place_of(self.ahead_s, self.priority_s)
+        return place_of(self.queue_weight, self.priority_s)
 
     @property
     def claims_s(self) -> float:
         """What others leave their place for: its class, and where it will wait, must both say so."""
-        return min(worth_of(self.ahead_s, self.priority_s), self.ahead_s)
+        return min(worth_of(self.queue_weight, self.priority_s), self.queue_weight)
 
     def deadline(self) -> float:
         """When its next token is due."""

@@ -1,14 +1,14 @@
-"""Latency model: how long an iteration takes, over sums of its requests, fitted to what was measured.
+"""Latency model: how long an iteration takes, from sums over its requests, fitted to measurements.
 
 A request computes `p` new tokens on top of `c` tokens of context. The iteration then costs
 
     per_token Σp + per_attended Σp(p+c) + per_before Σpc + per_context Σ(p+c) + per_request Σ1 + constant
 
 The co-serving paper has a term for communication, which is also linear in Σp: the two cannot be told apart,
-so they are one here. The sums are kept per request, because one of 2,000 tokens attends to far more than two
-of 1,000. Two terms are not the paper's: `per_before`, because new tokens attend to all of the context but,
-being causal, to half of each other; and `per_request`, what a request costs whatever its length (sampling,
-bookkeeping). They are zero in a model that was not measured. `SelfCorrecting` follows the engine it is for:
+so they are one here. The sums are kept per request, because one request of 2,000 tokens attends to far more
+than two of 1,000. Two terms are not the paper's: `per_before`, because new tokens attend to all of the
+context but, being causal, to half of each other; and `per_request`, the cost of a request at any length
+(sampling, bookkeeping). They are zero in a model that was not measured. `SelfCorrecting` follows its engine:
 the terms slowly, the speed at once.
 """
 
@@ -23,12 +23,12 @@ from placement import PlacementError
 
 
 class LatencyModelError(PlacementError, ValueError):
-    """Coefficients or samples of which no latency model can be made."""
+    """Coefficients or samples that make no latency model."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """What an iteration has to do, as the sums the model is linear in."""
+    """Work of an iteration, as the sums that the model is linear in."""
 
     new_tokens: int = 0  # Σ p
     attended: int = 0  # Σ p (p + c)
@@ -37,7 +37,7 @@ class BatchWork:
     requests: int = 0
 
     def plus(self, new_tokens: int, context: int) -> "BatchWork":
-        """With one more request of `new_tokens` on top of `context`."""
+        """Return the work with one more request, of `new_tokens` on top of `context`."""
         end = new_tokens + context
         return BatchWork(
             self.new_tokens + new_tokens,
@@ -58,7 +58,7 @@ class BatchWork:
 
     @staticmethod
     def of(requests: Iterable[tuple[int, int]]) -> "BatchWork":
-        """The work of requests given as (new tokens, context)."""
+        """Return the work of requests given as (new tokens, context)."""
         tokens = attended = contexts = before = count = 0
         for new_tokens, context in requests:
             end = new_tokens + context
@@ -72,7 +72,7 @@ class BatchWork:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Seconds of an iteration. Coefficients are never negative, so more work never looks cheaper."""
+    """Model of an iteration's seconds. Coefficients are not negative, so more work never looks cheaper."""
 
     per_token: float
     per_attended: float
@@ -96,9 +96,9 @@ class LatencyModel:
         )
 
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
-        """The most tokens, at most `want`, of a request with `context` that join `work` within `target_s`.
+        """Return how many of `want` tokens of a request with `context` join `work` within `target_s`.
 
-        Closed form: adding p tokens makes the seconds a quadratic in p with no negative coefficient.
+        The form is closed: adding p tokens makes the seconds a quadratic in p without negative coefficients.
         """
         slack = target_s - self.seconds(work) - self.per_context * context - self.per_request
         if want <= 0 or slack < 0:
@@ -114,18 +114,22 @@ class LatencyModel:
         return tokens
 
     def terms(self) -> tuple[float, float, float, float, float, float]:
-        """In the order of the fields; `astuple` copies deeply, which takes longer than a step may."""
+        """Return the terms in field order; `astuple` copies deeply, which takes longer than a step may."""
         return (
-            self.per_token, self.per_attended, self.per_context, self.constant, self.per_before,
+            self.per_token,
+            self.per_attended,
+            self.per_context,
+            self.constant,
+            self.per_before,
             self.per_request,
-        )  # fmt: skip
+        )
 
     def scaled(self, factor: float) -> "LatencyModel":
         return LatencyModel(*(value * factor for value in self.terms()))
 
 
-# Slower than any accelerator this is meant for, and about right for a small model on two CPU cores: an engine
-# without a profile admits little offline work at first, and more as it sees its own iterations.
+# Slower than any supported accelerator, and about right for a small model on two CPU cores: an engine without
+# a profile admits little offline work at first, and more as it measures its own iterations.
 CONSERVATIVE = LatencyModel(
     per_token=5e-4, per_attended=1e-7, per_context=2e-7, constant=2e-2, per_before=2e-8, per_request=1e-5
 )
@@ -140,11 +144,11 @@ class Sample:
 def fit(
     samples: Sequence[Sample], prior: LatencyModel | None = None, prior_weight: float = 1e-3
 ) -> LatencyModel:
-    """Least squares of the *relative* error with no negative coefficient.
+    """Fit a model by least squares of the relative error, without negative coefficients.
 
-    With a `prior`, each coefficient is also drawn weakly towards it, so that a term which the samples say
-    nothing about (no long prefill seen yet) keeps the prior's value instead of falling to zero. A term that
-    the prior does not have stays out.
+    With a `prior`, each coefficient is also drawn weakly towards it. So a term that the samples say nothing
+    about (no long prefill yet) keeps the prior's value instead of falling to zero. A term that the prior
+    lacks stays out.
     """
     from scipy.optimize import nnls
 
@@ -164,7 +168,7 @@ def fit(
         pull = np.divide(math.sqrt(prior_weight), known, out=np.zeros_like(known), where=known > 0)
         rows = np.vstack([rows, np.diag(pull)])
         wanted = np.concatenate([wanted, np.where(known > 0, math.sqrt(prior_weight), 0.0)])
-    # Columns differ by ten orders of magnitude; the solver wants them alike.
+    # Columns differ by ten orders of magnitude; the solver needs them of one size.
     scale = np.maximum(np.linalg.norm(rows, axis=0), 1e-300)
     solution, _ = nnls(rows / scale, wanted)
     return LatencyModel(*(float(value) for value in solution / scale))
@@ -172,7 +176,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class RegionError:
-    """Relative error of a model among samples of similar shape."""
+    """Relative error of a model among samples of similar size."""
 
     region: str
     samples: int
@@ -189,7 +193,7 @@ def _bucket(tokens: int) -> str:
 
 
 def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[RegionError, ...]:
-    """The error over all samples first, then by new tokens and context of the iteration."""
+    """Return the error over all samples, then by new tokens and context of the iteration."""
     regions: dict[str, list[float]] = {"all": []}
     for sample in samples:
         if sample.seconds <= 0:
@@ -206,16 +210,16 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
     )
 
 
-# An engine that only prefills has an iteration or two a prompt: they say more, and there are fewer of them.
+# An engine that only prefills has few iterations, and each of them says more: they count several times.
 PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
 
 
 class SpeedFactor:
-    """Factor by which the engine is slower just now than the model says.
+    """Factor by which the engine is slower at this moment than the model says.
 
-    Clocks, heat and whoever shares the machine change that for seconds at a time: errors of iterations that
-    follow one another are alike. It forgets within `memory_s`, and no iteration counts for more than
-    `most_share` beside the present factor: what disturbed one of them is not the engine's speed.
+    Clocks, heat and other processes change it for seconds at a time, so that successive iterations have
+    similar errors. The factor forgets within `memory_s`. No iteration moves it by more than `most_share`,
+    because what disturbs a single one is not the engine's speed.
     """
 
     def __init__(self, memory_s: float = 0.4, most_share: float = 0.15, bound: float = 1.5) -> None:
@@ -224,14 +228,14 @@ class SpeedFactor:
         self._most_share = most_share
         self._bound = bound
 
-    def see(self, expected_s: float, seconds: float) -> None:
+    def observe(self, expected_s: float, seconds: float) -> None:
         off = seconds / expected_s - self.factor
         most = self._most_share * self.factor
         learned = 1 - math.exp(-seconds / self._memory_s)
         self._set(self.factor + min(max(off, -most), most) * learned)
 
     def rebase(self, before_s: float, now_s: float) -> None:
-        """The model has changed; what it says of the latest work stays the same."""
+        """Keep the estimate of the latest work when the model changes."""
         self._set(self.factor * before_s / now_s)
 
     def _set(self, factor: float) -> None:
@@ -240,22 +244,22 @@ class SpeedFactor:
 
 @dataclass
 class SelfCorrecting:
-    """A model that follows the iterations it is shown.
+    """Latency model that follows the iterations of its engine.
 
-    A few recent samples are kept for every size of batch (powers of two of new tokens), so a long stretch of
-    decoding does not make it forget what a prefill costs. What it may change is bounded: between `1/bound`
-    and `bound` times the base model, term by term, and the base is also the prior of every fit.
+    It keeps a few recent samples for every size of batch (powers of two of new tokens), so that a long
+    stretch of decoding does not make it forget what a prefill costs. Each term stays between `1/bound` and
+    `bound` times the base model's, and the base is also the prior of every fit.
     """
 
     base: LatencyModel
     bound: float = 20.0
     per_bucket: int = 24
-    every: int = 32  # iterations to a fit; a quarter of them while few were seen
+    every: int = 32  # iterations between fits; a quarter of them in the beginning
     prior_weight: float = 1e-3
-    model: LatencyModel = field(init=False)  # what to go by: the fitted one at the present speed
+    model: LatencyModel = field(init=False)  # the fitted model at the present speed
     fitted: LatencyModel = field(init=False)
     observed: int = field(init=False, default=0)
-    _since: int = field(init=False, default=0)  # the last fit
+    _since: int = field(init=False, default=0)  # iterations since the last fit
     _buckets: dict[int, deque[Sample]] = field(init=False, default_factory=dict)
     _speed: SpeedFactor = field(init=False, default_factory=SpeedFactor)
 
@@ -270,7 +274,7 @@ class SelfCorrecting:
         self.observed += 1
         self._since += PROMPTS_COUNT if work.new_tokens - work.requests >= PROMPT_TOKENS else 1
         before_s = max(self.fitted.seconds(work), 1e-9)
-        self._speed.see(before_s, seconds)
+        self._speed.observe(before_s, seconds)
         if self._since >= (self.every if self.observed > 2 * self.every else self.every // 4):
             self._since = 0
             self._refit()
@@ -290,9 +294,9 @@ class SelfCorrecting:
 
 
 def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float = 1.25) -> list[Sample]:
-    """Without those that took much longer than their like: something else had the machine meanwhile.
+    """Return the samples without those that took much longer because another process used the machine.
 
-    An engine that became slower as a whole keeps all its samples: they are compared with their median.
+    Samples are compared with their median, so an engine that became slower as a whole keeps all of them.
     """
     slowness = [sample.seconds / max(model.seconds(sample.work), 1e-9) for sample in samples]
     limit = float(np.median(slowness)) * allowed

@@ -1,7 +1,7 @@
-"""Latency model of an engine that was not measured, from what its accelerator and its model are.
+"""Latency model of an engine that was not measured, from its accelerator and its model.
 
 An iteration reads the weights once and the KV of all its requests, and computes with each parameter that a
-token passes through. What is left out, the engine's own iterations correct (latency.SelfCorrecting).
+token passes through. `latency_model.SelfCorrecting` corrects the rest from the engine's own iterations.
 """
 
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from placement.scheduling.latency_model import LatencyModel
 from placement.sizing.accelerators import Accelerator
 
-# Of what a maker states, what engines reach: large matrix products, and reading weights and KV.
+# Shares of the data-sheet figures that engines reach: in matrix products, and in reading weights and KV.
 COMPUTED, READ = 0.4, 0.6
-ITERATION_S = 5e-3  # of the host, whatever is in it
+ITERATION_S = 5e-3  # host time of any iteration
 REQUEST_S = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Of all ranks of an iteration."""
+    """Size of a model over all ranks."""
 
     parameters: float  # read by an iteration
     active: float  # parameters that a token passes through
-    bytes_each: float
+    bytes_each: float  # bytes of a parameter
     attention: float  # layers x heads x head size
-    kv_bytes: float  # of a token
+    kv_bytes: float  # bytes of KV of a token
 
 
 def prior(board: Accelerator, size: ModelSize, ranks: int) -> LatencyModel:
-    """`ranks` share each layer; stages of a pipeline follow one another."""
+    """Return the latency model of a model on this accelerator; `ranks` share each layer."""
     flops = board.tflops * 1e12 * COMPUTED * ranks
     bandwidth = board.bandwidth_gbs * 1e9 * READ * ranks
-    pair = 4 * size.attention / flops  # a token that attends to another one
+    pair = 4 * size.attention / flops  # seconds for a token to attend to another one
     return LatencyModel(
         per_token=2 * size.active / flops,
-        per_attended=pair / 2,  # of each other, new tokens attend to half
+        per_attended=pair / 2,  # new tokens attend to half of each other
         per_before=pair / 2,
         per_context=size.kv_bytes / bandwidth,
         constant=ITERATION_S + size.parameters * size.bytes_each / bandwidth,

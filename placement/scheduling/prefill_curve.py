@@ -9,7 +9,7 @@ import numpy as np
 from placement import PlacementError
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
-PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens, at which a curve is fitted
+PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens at which a curve is fitted
 
 
 class CurveError(PlacementError, ValueError):
@@ -18,7 +18,7 @@ class CurveError(PlacementError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """seconds(n) = a + b*n + c*n*n, never falling as n grows."""
+    """Prefill time of a prompt alone: seconds(n) = a + b*n + c*n*n, never falling as n grows."""
 
     a: float
     b: float
@@ -36,12 +36,12 @@ class PrefillCurve:
 
 
 def curve_of(model: LatencyModel, chunk_tokens: int) -> PrefillCurve:
-    """Of an engine that prefills in chunks of at most `chunk_tokens`."""
+    """Return the curve of an engine that prefills in chunks of at most `chunk_tokens`."""
     return fit_curve([(tokens, prompt_seconds(model, chunk_tokens, tokens)) for tokens in PROMPTS])
 
 
 def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: int = 0) -> float:
-    """A prompt alone on an idle engine, chunk by chunk."""
+    """Return the seconds of a prompt alone on an idle engine, chunk by chunk."""
     return sum(
         model.seconds(BatchWork().plus(min(chunk_tokens, prompt - context), context))
         for context in range(cached, prompt, chunk_tokens)
@@ -49,7 +49,7 @@ def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: 
 
 
 def fit_curve(samples: Sequence[tuple[float, float]]) -> PrefillCurve:
-    """Fit (tokens, seconds) pairs by relative error, with coefficients that cannot be negative.
+    """Fit (tokens, seconds) pairs by relative error, without negative coefficients.
 
     Relative, because an absolute fit would let a 100k-token sample decide what a 500-token prompt costs.
     """

@@ -67,10 +67,10 @@ class LesserShare:
     def sits_out(self, prompt: RequestView) -> bool:
         return self.has(prompt) and not self.share_s
 
-    def ahead_s(self, request: RequestView) -> float:
+    def queue_weight(self, request: RequestView) -> float:
         """What it is worth where it waits: of a lesser class no more than that, for anybody may send a
         priority."""
-        return min(request.ahead_s, request.worth_s) if self.has(request) else request.ahead_s
+        return min(request.queue_weight, request.worth_s) if self.has(request) else request.queue_weight
 
     def prompt_until_s(self, decoding_s: float) -> float:
         """The iteration with a prompt, whose share comes on top of that of those that decode."""
@@ -116,7 +116,7 @@ def share_out(
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)
     caps = {request.key: 0 for request in left_out}
-    most_s = max((lesser.ahead_s(request) for request in prompts), default=0.0)
+    most_s = max((lesser.queue_weight(request) for request in prompts), default=0.0)
     best_s, held_back, owed = -math.inf, False, False  # the best prompt with tokens; one has them by right
     for index, request in enumerate(prompts):
         tokens = min(request.pending, budget)
@@ -149,9 +149,9 @@ def share_out(
             if not request.refused:
                 best_s = max(best_s, request.worth_s)
                 if request.worth_s < best_of_late_s:
-                    level = classes.level(lesser.ahead_s(request), request.arrival, most_s, now)
+                    level = classes.level(lesser.queue_weight(request), request.arrival, most_s, now)
                     owed |= (lesser.has(request) and lesser.share_s > 0) or level == math.inf
-                classes.served(lesser.ahead_s(request), now)
+                classes.served(lesser.queue_weight(request), now)
                 if lesser.has(request):
                     lesser.served()
         if part:
@@ -227,21 +227,21 @@ def in_turn(
     """
     dues = {request.key: due(request, model, sharing) for request in prompts}
     overdue = min((dues[r.key] for r in prompts if r.refused and dues[r.key] <= now), default=math.inf)
-    ahead_s = {r.key: lesser.ahead_s(r) if lesser else r.ahead_s for r in prompts}
-    best_s = max(ahead_s.values(), default=0.0)
+    queue_weight = {r.key: lesser.queue_weight(r) if lesser else r.queue_weight for r in prompts}
+    best_s = max(queue_weight.values(), default=0.0)
 
     def turn(request: RequestView) -> tuple[bool, bool, float, float, str]:
         at = dues[request.key]
         behind = request.refused or (not request.running and at > overdue)
         sits_out = lesser is not None and lesser.sits_out(request)
-        level = classes.level(ahead_s[request.key], request.arrival, best_s, now)
+        level = classes.level(queue_weight[request.key], request.arrival, best_s, now)
         return behind, sits_out, -level, at, request.key
 
     return tuple(sorted(prompts, key=turn))
 
 
 def due(request: RequestView, model: LatencyModel, sharing: PromptSharing) -> float:
-    return sharing.due(model, request.arrival - request.ahead_s, request.pending, request.computed)
+    return sharing.due(model, request.arrival - request.queue_weight, request.pending, request.computed)
 
 
 def tightest_target(

@@ -1,4 +1,4 @@
-"""Accelerators by name, as their makers state them: what checks and guesses of latency go by."""
+"""Accelerators by name, with the figures of their data sheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     memory_gib: float
-    tflops: float  # dense, in 16 bit
-    bandwidth_gbs: float  # of its memory
-    power_w: tuple[int, int]  # limits that can be set
+    tflops: float  # dense, 16 bit
+    bandwidth_gbs: float  # memory bandwidth
+    power_w: tuple[int, int]  # lowest and highest power limit that can be set
     source: str
     bfloat16: bool = True
 
 
-# Of the larger board where a name stands for several. Where a sheet states operations with sparsity, half of
-# them. The lowest power limit is in no sheet: it is what `nvidia-smi -q -d POWER` gives as "Min Power Limit"
-# on such boards.
+# Where a name stands for several boards, the figures are the larger board's. Where a sheet states operations
+# with sparsity, half of them count. The lowest power limit is in no sheet: it is the "Min Power Limit" that
+# `nvidia-smi -q -d POWER` shows on such boards.
 ACCELERATORS: Mapping[str, Accelerator] = {
     "T4": Accelerator(15, 65, 320, (60, 70), "NVIDIA T4 data sheet", bfloat16=False),
     "V100": Accelerator(32, 125, 900, (100, 300), "NVIDIA V100 data sheet, SXM2 32 GB", bfloat16=False),
@@ -35,7 +35,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 
 
 def accelerator_of(device: str) -> Accelerator | None:
-    """By the name that a driver has for it, as in `NVIDIA A100-SXM4-80GB`; None: it is none of these."""
+    """Return the accelerator that a driver calls `device`, as in `NVIDIA A100-SXM4-80GB`, if it is known."""
     words = set(device.upper().replace("-", " ").split())
     fitting = [name for name in ACCELERATORS if set(name.upper().split("-")) <= words]
     return ACCELERATORS[max(fitting, key=len)] if fitting else None

@@ -11,8 +11,8 @@ class ScaleLimits:
     least: int
     most: int
     thresholds: Thresholds = field(default_factory=Thresholds)
-    cool_down_s: float = 120.0  # after a change nothing is added: the new engine first has to show
-    calm_s: float = 600.0  # as long as this it must have been too much before one is taken away
+    cool_down_s: float = 120.0  # after a change nothing is added, until the new engine shows its effect
+    calm_s: float = 600.0  # the load must have been low this long before an engine is removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Decision:
 
 
 class TierScaler:
-    """Adds what the load asks for at once; takes away one at a time, after a calm."""
+    """Scaler of a tier: adds what the load needs at once, and removes one engine at a time after a calm."""
 
     def __init__(self, limits: ScaleLimits) -> None:
         self._limits = limits
@@ -30,7 +30,10 @@ class TierScaler:
         self._calm_since: float | None = None
 
     def decide(self, load: float, replicas: int, now: float) -> Decision:
-        """`load`: the share of the tier's capacity in use; `replicas`: those there are or that are coming."""
+        """Return the replicas that a tier should have.
+
+        `load` is the share of the tier's capacity in use; `replicas` counts engines that are up or starting.
+        """
         limits = self._limits
         within = min(max(replicas, limits.least), limits.most)
         if within != replicas:
@@ -60,5 +63,5 @@ class TierScaler:
 
 
 def load_of(role: Role, signals: Signals) -> float:
-    """The share of a tier's capacity in use: prefillers by their time, all others by their KV."""
+    """Return the share of a tier's capacity in use: prefillers by their time, all others by their KV."""
     return signals.prefill_load if role is Role.PREFILL else signals.decoder_pressure

@@ -1,8 +1,8 @@
-"""How full the fleet is, what to change about it, and how many replicas a tier should have.
+"""Capacity signals of the fleet, and advice about its size.
 
-Two signals, which the placer observes, averaged over a window so that one long prompt is not an alarm.
-Prefill: seconds of prefiller time that arrive each second (prompt lengths through the curve). Decoders: share
-of the pool's KV that is in use.
+The placer observes two signals, averaged over a window so that one long prompt raises no alarm. For
+prefillers it is the seconds of prefill that arrive each second. For decoders it is the share of their KV that
+is in use.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from math import ceil, exp, inf, isinf
 @dataclass(frozen=True, slots=True)
 class Signals:
     prefillers: int
-    prefill_load: float  # seconds of prompts that arrive a second and a prefiller; 1 is saturation
+    prefill_load: float  # seconds of prefill that arrive per second and prefiller; 1 is saturation
     prefill_wait_s: float  # of the shortest queue, now
     decoders: int
-    decoder_pressure: float  # share of what the decoders may hold that is in use and cannot give way
-    running_share: float  # the same of conversations with a turn under way, now: the rest waits for its turn
-    observed_s: float  # how long has been looked at; less than the window says little
-    prompts_s: float = 0.0  # seconds of prompts that arrive a second
-    lent: float | None = None  # elastic: of decoders' time, in engines, what running turns leave to prompts
+    decoder_pressure: float  # share of the decoders' KV limit that is in use and not evictable
+    running_share: float  # the same for conversations with a running turn, now
+    observed_s: float  # how long the fleet was observed; less than the window says little
+    prompts_s: float = 0.0  # seconds of prefill that arrive per second
+    lent: float | None = None  # elastic: decoders' time that running turns leave to prompts, in engines
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
-        """Until even the shortest queue is longer than allowed, at this rate; infinite if none grows."""
+        """Return the seconds until the shortest queue is too long at this rate; infinite if none grows."""
         if self.prefill_wait_s >= longest_wait_s:
             return 0.0
         growth = self.prefill_load - 1.0
@@ -40,7 +40,7 @@ class CapacityWatch:
         self._pressure_at = 0.0
 
     def arrived(self, prefill_s: float, now: float) -> None:
-        """A turn came that wants a prefiller, whether or not it could be placed."""
+        """Count a turn that wants a prefiller, whether or not it could be placed."""
         self._begin(now)
         self._demand = self._demand * self._kept(now - self._demand_at) + prefill_s / self._window_s
         self._demand_at = now
@@ -81,14 +81,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Shares of a tier's capacity."""
+    """Thresholds, as shares of a tier's capacity."""
 
-    high: float = 0.85  # above: too few engines
-    target: float = 0.7  # what a change aims at
-    low: float = 0.4  # below: more than is needed
+    high: float = 0.85  # above this there are too few engines
+    target: float = 0.7  # load that a change aims at
+    low: float = 0.4  # below this there are more engines than needed
 
     def enough(self, load: float, engines: int) -> int:
-        """Engines with which what these carry would be at the target."""
+        """Return the engines with which the load of `engines` would be at the target."""
         if isinf(load):
             return engines + 1
         return max(1, ceil(round(load * engines / self.target, 6)))
@@ -97,14 +97,17 @@ class Thresholds:
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     action: Action
-    count: int  # engines to add, or to do without; 0 where the action has no number
+    count: int  # engines to add or remove; 0 where the action has no number
     reason: str
 
 
 def advise(
     signals: Signals, thresholds: Thresholds, longest_wait_s: float, *, prefills: bool = True
 ) -> tuple[Recommendation, ...]:
-    """Nothing: the fleet fits its work. `prefills`: whether the fleet's policy uses prefillers at all."""
+    """Return what to change about the fleet; nothing if it fits its work.
+
+    `prefills` is whether the fleet's policy uses prefillers at all.
+    """
     found = [_decoders(signals, thresholds)]
     if prefills:
         elastic = signals.lent is not None
@@ -131,7 +134,7 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
 
 
 def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
-    """Decoders compute prompts as well, in the time that running turns leave them."""
+    """Advise on prefillers where decoders compute prompts too, in the time that running turns leave."""
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
     load = asked / (engines + lent) if engines + lent else inf
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"

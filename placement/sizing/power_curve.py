@@ -1,4 +1,9 @@
-"""Power draw and compute speed of an accelerator under a power cap."""
+"""Power draw and compute speed of an accelerator under a power cap.
+
+Power has three levels: idle, busy with decoding (memory-bound), busy with prefill (compute-bound). A cap cuts
+the levels above it. Compute slows down with it, because dynamic power grows faster than the clock: speed
+follows (dynamic power) ** exponent. Memory reads stay as fast, as the conversation paper measured.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -6,7 +11,7 @@ from placement import PlacementError
 
 
 class PowerCurveError(PlacementError, ValueError):
-    """A power curve or a cap that no accelerator has."""
+    """Power curve or cap that no accelerator has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class PowerCurve:
             raise PowerCurveError(f"{self}: prefill_w is above limit_w")
 
     def compute_speed(self, cap_w: float) -> float:
-        """Speed of compute-bound work under a cap, as a share of its speed without one."""
+        """Return the speed of compute-bound work under a cap, as a share of its speed without one."""
         if cap_w <= self.idle_w:
             raise PowerCurveError(f"a cap of {cap_w} W is not above the idle draw of {self.idle_w} W")
         if cap_w >= self.prefill_w:
@@ -34,6 +39,7 @@ class PowerCurve:
         return float(((cap_w - self.idle_w) / (self.prefill_w - self.idle_w)) ** self.speed_exponent)
 
     def capped(self, cap_w: float) -> "PowerCurve":
+        """Return the curve under a power cap."""
         self.compute_speed(cap_w)  # refuses a cap that cannot be
         return replace(
             self,

@@ -1,16 +1,10 @@
-"""Provisioning: how many decoders a prefiller needs, and what accelerators draw.
-
-The two inequalities of the conversation paper, section 4.1:
+"""Provisioning: how many decoders a prefiller needs, by section 4.1 of the conversation paper.
 
     (1) throughput   N * T_d >= R * L_d
     (2) memory       N * B   >= R * W
 
-R is the rate of conversations, R* = T_p / L_in the one that fills the prefillers. N is one more than the
-larger of the two bounds needs, so that the prefillers, whose load can be read off the prompts, fill first.
-
-Power has three levels: idle, busy with decoding (memory-bound), busy with prefill (compute-bound). A cap cuts
-the levels above it. Compute slows down with it, because dynamic power grows faster than the clock: speed
-follows (dynamic power) ** exponent. Reading memory stays as fast, which is what that paper measured.
+R is the rate of conversations, and R* = T_p / L_in is the rate that fills the prefillers. N is one more than
+the larger of the two bounds needs, so that the prefillers fill first, whose load can be read off the prompts.
 """
 
 from dataclasses import dataclass
@@ -21,7 +15,7 @@ from placement import PlacementError
 
 
 class ProvisioningError(PlacementError, ValueError):
-    """Means or rates with which no fleet can be planned."""
+    """Means or rates that no fleet can be planned with."""
 
 
 class Bound(StrEnum):
@@ -31,17 +25,17 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Of a conversation."""
+    """Mean sizes of a conversation."""
 
     first_turn_tokens: float  # L_in
-    decoder_tokens: float  # L_d: all that decoders compute for it, outputs and later prompts
-    resident_s: float  # W: how long its KV is on the accelerator; its lifetime, unless idle KV is parked
+    decoder_tokens: float  # L_d: all tokens that decoders compute for it, outputs and later prompts
+    resident_s: float  # W: time that its KV is on the accelerator; its lifetime, unless idle KV is parked
     peak_kv_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one engine of each kind."""
+    """Throughput and KV of one engine of each kind."""
 
     prefill_tokens_per_s: float  # T_p
     decode_tokens_per_s: float  # T_d
@@ -50,7 +44,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class ResourceLoad:
-    """Share of each resource that is used; 1 is full."""
+    """Used share of each resource; 1 is full."""
 
     prefill: float
     decode: float
@@ -65,7 +59,7 @@ class ResourceLoad:
 @dataclass(frozen=True, slots=True)
 class Provision:
     prefillers: int
-    rate: float  # conversations a second that it is made for
+    rate: float  # conversations per second that it is planned for
     saturating_rate: float  # R*
     slots: float  # B: conversations a decoder's KV holds at their peak
     by_throughput: float
@@ -79,7 +73,7 @@ class Provision:
 
 
 def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float | None = None) -> Provision:
-    """Decoders for `prefillers` prefillers at R*, or at another `rate`."""
+    """Return the decoders for `prefillers` prefillers at R*, or at another `rate`."""
     values = (
         *(means.first_turn_tokens, means.decoder_tokens, means.resident_s, means.peak_kv_tokens),
         *(capacity.prefill_tokens_per_s, capacity.decode_tokens_per_s, capacity.decoder_kv_tokens),
@@ -102,6 +96,6 @@ def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float
 
 
 def prefillers_for(means: Means, capacity: Capacity, rate: float, load: float = 0.9) -> int:
-    """The fewest prefillers that carry `rate` at no more than `load` of what fills them."""
+    """Return the fewest prefillers that carry `rate` at no more than `load` of what fills them."""
     one = provision(means, capacity)
     return floor(rate / (one.saturating_rate * load)) + 1

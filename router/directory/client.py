@@ -6,8 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -72,7 +71,6 @@ class DirectoryClient:
         self._stub = Stub(self._channel, secret)
         self._places = PlaceCalls(self._stub)
         self._reports = ActivityReports(self._stub, self.gateway, self._unknown)
-        self._prefilling: dict[str, Callable[[], object]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, metrics_page: str = "") -> None:
@@ -156,16 +154,6 @@ class DirectoryClient:
         `lost`: it could not be reached."""
         epoch = (lost.engine, lost.epoch) if lost else None
         self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
-
-    @contextmanager
-    def prefilling(self, key: str, taken_back: Callable[[], object]) -> Iterator[None]:
-        """A prefill leg under way. `taken_back` is called when its prefiller has let go of it, not begun."""
-        self._prefilling[key] = taken_back
-        try:
-            yield
-        finally:
-            if self._prefilling.get(key) is taken_back:
-                del self._prefilling[key]
 
     def first_token(self, key: str) -> None:
         self._reports.add(Activity(key, first_token=True))
@@ -293,9 +281,6 @@ class DirectoryClient:
             self.engines.take(push.engines)
         for key, _ in push.ended:
             self.cache.drop(key)
-        for key in push.taken_back:
-            if (taken_back := self._prefilling.get(key)) is not None:
-                taken_back()
         for key in push.foreign:
             self.cache.drop(key)  # its prompts and sizes as known here are old: ask when it comes back
         if push.spent:

@@ -22,17 +22,15 @@ from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
 from router.directory.messages import EngineRecord
 from router.directory.push import GatewayStreams
-from router.directory.table import BindingTable, SecondThought
+from router.directory.table import BindingTable
 from router.process import SteadyClock
 
 log = logging.getLogger("conserve.router.directory.directory")
 
 _TICK_S = 0.1
 _RELEASE_TIMEOUT_S = 5.0
-_WITHDRAW_TIMEOUT_S = 2.0
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
-Withdraw = Callable[[EngineInfo, str], Awaitable[bool]]  # whether the prefiller had not begun, and will not
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,6 @@ class Directory:
         placer: Placer,
         journal: Path,
         release: Release,
-        withdraw: Withdraw | None = None,
         clock: Callable[[], float] | None = None,
         drops: DropCommands | None = None,
     ) -> None:
@@ -72,11 +69,10 @@ class Directory:
         self.missed: Counter[str] = Counter()
         self.metrics_page = ""  # host:port, where there is one
         self._placer = placer
-        self._release, self._withdraw = release, withdraw
+        self._release = release
         self._dropper: Dropper | None = None
         if settings.dropping is not None and drops is not None:
             self._dropper = Dropper(settings.dropping, self.table.fleet.records, drops)
-        self._reconsidering: set[str] = set()  # decoders
         self._journal = Journal(journal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serve_timer: asyncio.TimerHandle | None = None
@@ -133,8 +129,6 @@ class Directory:
                     self.timeline.unparked(key, self.clock())
         if taken and self.table.waiting:
             self.serve_soon()
-        if taken and self._withdraw is not None and state.engine not in self._reconsidering:
-            self._reconsider(state.engine)
         if self.table.fleet.version != self._pushed_version:
             self.changed()
         return taken
@@ -181,7 +175,6 @@ class Directory:
         metrics.PLACES_WAITING.set(self.table.waiting)
         metrics.CONVERSATIONS_PARKED.set(self.table.conversations.parked)
         self.gateways.tell(effects.ended, effects.foreign)
-        self.gateways.tell_taken_back(effects.taken_back)
         if effects.ended and self.table.waiting:
             self.serve_soon()
         if self.table.fleet.version != self._pushed_version:
@@ -265,37 +258,6 @@ class Directory:
         self._states_pushed_at = self.clock()
         self.gateways.tell_engines()
         self.serve_soon()
-
-    def _reconsider(self, decoder: str) -> None:
-        """A turn that waits for a prefiller may be sooner here now. One question a decoder at a time."""
-        thought = self.table.second_thought(decoder, self.clock())
-        if thought is not None:
-            self._reconsidering.add(decoder)
-            self._spawn(self._take_back(thought))
-
-    async def _take_back(self, thought: SecondThought) -> None:
-        assert self._withdraw is not None
-        key, prefiller = thought.key, thought.prefiller.engine
-        withdrawn, outcome = False, "begun"
-        try:
-            async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
-                withdrawn = await self._withdraw(thought.prefiller, key)
-        except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
-            outcome = "unanswered"
-            log.warning("not taken back conversation=%s engine=%s reason=%r", key, prefiller, wrong)
-        finally:
-            self._reconsidering.discard(thought.decoder)
-        if outcome == "unanswered":
-            self.table.unanswered(thought, self.clock())
-        elif self.table.reconsidered(thought, withdrawn, self.clock()):
-            outcome = "taken_back"
-            log.info("taken back conversation=%s prefiller=%s decoder=%s", key, prefiller, thought.decoder)
-        elif withdrawn:
-            outcome = "ended"
-        metrics.SECOND_THOUGHTS.labels(outcome).inc()
-        self.changed()
-        if outcome == "begun":
-            self._reconsider(thought.decoder)  # those behind it in the queue
 
     async def _release_on(self, info: EngineInfo, key: str) -> None:
         try:

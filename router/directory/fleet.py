@@ -70,10 +70,6 @@ class FleetView:
         state = self._states.get(engine)
         return state is not None and state.draining
 
-    def waiting_prompt_tokens(self, engine: str) -> int:
-        state = self._states.get(engine)
-        return state.waiting_prompt_tokens if state is not None else 0
-
     def recall(self, info: EngineInfo) -> None:
         """It was up when the journal was written. What it holds is not known."""
         self._infos[info.engine] = info
@@ -176,7 +172,7 @@ class CapacityWatcher:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
-        state = self._placer.look(self._clock(), self._refused_tokens())
+        state = self._placer.observe_overload(self._clock(), self._refused_tokens())
         metrics.KV_ASKED.set(state.asked)
         for reason in OverloadReason:
             metrics.OVERLOAD.labels(reason).set(reason is state.reason)

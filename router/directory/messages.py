@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.engines import EngineInfo, EngineState
-from placement.routing.prefix_map import Head
+from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal
 from placement.sizing.capacity import Recommendation, Signals
 from router.chains import End
@@ -26,11 +26,10 @@ class Ask:
     end: End | None = None  # of the prompt, recorded as the conversation's newest node
     turn: int = 0  # the gateway's number of it, by which its end is known
     again: bool = False  # an earlier call with this very ask got no answer: what it placed did not run
-    ahead_s: float = 0.0  # what its class is worth, among all turns
-    priority_s: float = 0.0  # what its client's priority is worth, among turns of its owner
+    queue_weight: float = 0.0  # seconds that its class is worth, among all turns
+    priority_weight: float = 0.0  # seconds that its client's priority is worth, among turns of its owner
     alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
-    heads: tuple[Head, ...] = ()  # beginnings that other prompts may share, by length
-    shared: int = 0  # of them those with which others will begin, as its client says
+    prefixes: tuple[PromptPrefix, ...] = ()  # that other prompts may share, by length
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the waiting places, that its owner's turns may take
 
@@ -40,9 +39,9 @@ class Ask:
         return owner if colon else ""
 
     @property
-    def own_s(self) -> float:
+    def owner_weight(self) -> float:
         """What its class and priority are worth among turns of its owner."""
-        return self.ahead_s + self.priority_s
+        return self.queue_weight + self.priority_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,6 @@ class Push:
     engines: Engines | None = None
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
     foreign: tuple[str, ...] = ()  # another gateway serves these now
-    taken_back: tuple[str, ...] = ()  # their prefillers have not begun: the decoders compute the prompts
     spent: tuple[tuple[str, Spent], ...] = ()  # at other gateways
 
 

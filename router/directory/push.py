@@ -33,7 +33,6 @@ class GatewayStream:
         self.page = page  # host:port of the gateway's metrics
         self.ended: list[tuple[str, str]] = []
         self.foreign: list[str] = []
-        self.taken_back: list[str] = []
         self.spent: dict[tuple[str, str], Spent] = {}  # gateway, key
         self.engines = True  # the first message has them
         self.overrun = False
@@ -45,7 +44,7 @@ class GatewayStream:
         self._wake.clear()
 
     def wake(self) -> None:
-        if len(self.ended) + len(self.foreign) + len(self.taken_back) + len(self.spent) > MAX_PENDING:
+        if len(self.ended) + len(self.foreign) + len(self.spent) > MAX_PENDING:
             self.overrun = True
         self._wake.set()
 
@@ -55,12 +54,10 @@ class GatewayStream:
             news = replace(news, requests=requests, tokens=tokens)
         self.spent[by, news.key] = news
 
-    def take(
-        self,
-    ) -> tuple[list[tuple[str, str]], list[str], list[str], bool, list[tuple[str, Spent]]]:
+    def take(self) -> tuple[list[tuple[str, str]], list[str], bool, list[tuple[str, Spent]]]:
         spent = [(gateway, one) for (gateway, _), one in self.spent.items()]
-        taken = self.ended, self.foreign, self.taken_back, self.engines, spent
-        self.ended, self.foreign, self.taken_back, self.engines, self.spent = [], [], [], False, {}
+        taken = self.ended, self.foreign, self.engines, spent
+        self.ended, self.foreign, self.engines, self.spent = [], [], False, {}
         return taken
 
 
@@ -110,13 +107,6 @@ class GatewayStreams:
             one = self._by_gateway.get(gateway)
             if one is not None:
                 one.foreign.append(key)
-                one.wake()
-
-    def tell_taken_back(self, taken: Iterable[tuple[str, str]]) -> None:
-        for gateway, key in taken:
-            one = self._by_gateway.get(gateway)
-            if one is not None:
-                one.taken_back.append(key)
                 one.wake()
 
     def tell_spent(self, by: str, spent: Iterable[Spent]) -> None:

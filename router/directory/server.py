@@ -9,7 +9,7 @@ from typing import Any
 from placement.routing.placer import Placer
 from placement.routing.receipts import Refusal
 from router.directory import messages as m
-from router.directory.directory import Directory, DirectorySettings, Release, Withdraw
+from router.directory.directory import Directory, DirectorySettings, Release
 from router.directory.dropping import DropCommands
 from router.directory.journal import JournalError
 from router.directory.rpc import Service
@@ -28,9 +28,8 @@ class NotSettled(RouterError):
 
 class DirectoryServer(Directory):
     """A directory that listens. `deploy` runs one in an actor: it announces engines and their reports here,
-    and passes what tells an engine's keeper that a conversation is over (`release`), and asks it to leave a
-    prompt that it has not begun (`withdraw`; without it what waits for a prefiller stays there), or to share
-    its layers (`drops`)."""
+    and passes what tells an engine's keeper that a conversation is over (`release`), and asks it to share its
+    layers (`drops`)."""
 
     def __init__(
         self,
@@ -40,11 +39,10 @@ class DirectoryServer(Directory):
         release: Release,
         *,
         secret: str,
-        withdraw: Withdraw | None = None,
         clock: Callable[[], float] | None = None,
         drops: DropCommands | None = None,
     ) -> None:
-        super().__init__(settings, placer, journal, release, withdraw, clock, drops)
+        super().__init__(settings, placer, journal, release, clock, drops)
         service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,))
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)
@@ -122,9 +120,9 @@ class DirectoryServer(Directory):
                 await stream.wait()
                 if stream.overrun:
                     return
-                ended, foreign, taken_back, engines, spent = stream.take()
+                ended, foreign, engines, spent = stream.take()
                 told = m.Engines(self.engines(), self.settled) if engines else None
-                yield m.Push(told, tuple(ended), tuple(foreign), tuple(taken_back), tuple(spent))
+                yield m.Push(told, tuple(ended), tuple(foreign), tuple(spent))
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)

@@ -11,8 +11,9 @@ from typing import Any
 
 from placement.engines import EngineInfo, EngineState
 from placement.routing.bindings import Binding, Bindings, StaleEpoch
-from placement.routing.placer import FirstTurn, LaterTurn, Placement, Placer
-from placement.routing.receipts import Refusal, RefusalReason
+from placement.routing.least_kv import FirstTurn, LaterTurn
+from placement.routing.placer import Placer
+from placement.routing.receipts import Placement, Refusal, RefusalReason
 from router.chains import End
 from router.directory import journal
 from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
@@ -25,8 +26,6 @@ LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
-ASKED_AGAIN_S = 1.0
-
 
 @dataclass(slots=True)
 class Effects:
@@ -35,18 +34,6 @@ class Effects:
     ended: list[tuple[str, str]] = field(default_factory=list)  # conversation, cause
     foreign: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation served elsewhere now
     placed: list[Placed] = field(default_factory=list)
-    taken_back: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation
-
-
-@dataclass(frozen=True, slots=True)
-class SecondThought:
-    """A turn that waits for a prefiller although its decoder would be sooner now."""
-
-    key: str
-    gateway: str
-    turn: int
-    prefiller: EngineInfo
-    decoder: str
 
 
 class BindingTable:
@@ -56,7 +43,6 @@ class BindingTable:
         self._placer = placer
         self._bindings = Bindings()
         self._waiting = Waiting()
-        self._unanswered: dict[str, float] = {}  # second thoughts: not asked about until then
         self.conversations = ConversationRecords()
         self.fleet = FleetView(placer)
         self.nodes = NodeTable(MAX_NODES)
@@ -77,8 +63,8 @@ class BindingTable:
         if ask.lost is not None:
             self._lost(ask, *ask.lost, now)
         if not ask.again and (ask.uncached_tokens is not None or self._bindings.look_up(ask.key) is None):
-            self._placer.arrived(ask.prompt_tokens, now)
-        due, tokens = now - ask.ahead_s, self._to_compute(ask, now)
+            self._placer.prompt_arrived(ask.prompt_tokens, now)
+        due, tokens = now - ask.queue_weight, self._to_compute(ask, now)
         bound = self._bindings.look_up(ask.key) is not None
         goes = bound or self._waiting.may_pass(ask, tokens, due, now)
         outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
@@ -96,7 +82,7 @@ class BindingTable:
         """By which owners are served fairly."""
         if ask.uncached_tokens is not None:
             return ask.uncached_tokens
-        return self._placer.to_compute(ask.prompt_tokens, ask.heads, now)
+        return self._placer.uncached_tokens(ask.prompt_tokens, ask.prefixes, now)
 
     def give_up(self, waiter: Waiter) -> None:
         """Nobody waits for this answer any more."""
@@ -219,42 +205,6 @@ class BindingTable:
     def engine_state(self, state: EngineState, now: float) -> bool:
         return self.fleet.observe(state, now)
 
-    def second_thought(self, decoder: str, now: float) -> SecondThought | None:
-        """Of this decoder, if no prompt waits there. Answer it with `reconsidered`."""
-        if self.fleet.waiting_prompt_tokens(decoder):
-            return None
-        self._unanswered = {key: until for key, until in self._unanswered.items() if now < until}
-        for key in self._placer.second_thoughts(decoder, now):
-            if key in self._unanswered:
-                continue
-            conversation, binding = self.conversations.get(key), self._bindings.look_up(key)
-            if conversation is None or binding is None or binding.engine != decoder:
-                continue
-            for (gateway, turn), placed in conversation.placed.items():
-                prefiller = self.fleet.info(placed.note["prefiller"] or "")
-                if prefiller is not None:
-                    return SecondThought(key, gateway, turn, prefiller, decoder)
-        return None
-
-    def unanswered(self, thought: SecondThought, now: float) -> None:
-        """Nobody knows whether its prefill has begun: others come first, then it is asked about again."""
-        self._unanswered[thought.key] = now + ASKED_AGAIN_S
-
-    def reconsidered(self, thought: SecondThought, withdrawn: bool, now: float) -> bool:
-        """`withdrawn`: its prefiller had not begun, and will not. Whether its decoder computes it now."""
-        conversation = self.conversations.get(thought.key)
-        if conversation is None or (thought.gateway, thought.turn) not in conversation.placed:
-            return False  # it has ended meanwhile
-        placed = conversation.placed[thought.gateway, thought.turn]
-        if not withdrawn:
-            self._placer.prefill_began(thought.key)
-            return False
-        self._placer.taken_back(thought.key, thought.decoder, placed.tokens, now)
-        placed.note["taken_back"] = {"at": now, "from": thought.prefiller.engine}
-        conversation.transfers -= 1
-        self._effects.taken_back.append((thought.gateway, thought.key))
-        return True
-
     def engine_down(self, engine: str) -> None:
         """Its epoch is over. (A keeper that is out of reach is no reason to say so: its engine may live.)"""
         info = self.fleet.down(engine)
@@ -330,7 +280,7 @@ class BindingTable:
         preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
         before = self.conversations.get(ask.key)
         had = before is not None and before.turns > 0
-        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.heads, ask.ahead_s, ask.shared)
+        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.prefixes, ask.queue_weight)
         outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
             return outcome if binding is None else self._place_later(ask, binding, now)
@@ -375,7 +325,7 @@ class BindingTable:
                 prefix_on = ""
             shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # beyond that the prefix broke
             sizes = ask.prompt_tokens, ask.uncached_tokens
-            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared), ask.ahead_s)
+            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared), ask.queue_weight)
             outcome = self._placer.place_later(later, now)
             return self._placed(ask, conversation, binding, outcome, "redisaggregated", now)
         context = conversation.context_tokens

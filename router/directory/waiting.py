@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from placement.priorities import ClassOrder, QueueHead, Rounds
+from placement.priorities import ClassOrder, FairRounds, QueueHead
 from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.messages import Ask, Placed
 
@@ -33,11 +33,11 @@ class Waiter:
     @property
     def place(self) -> tuple[float, float, float]:
         """In its flow."""
-        return -self.ask.own_s, -self.ask.ahead_s, self.due
+        return -self.ask.owner_weight, -self.ask.queue_weight, self.due
 
     @property
     def arrival(self) -> float:
-        return self.due + self.ask.ahead_s
+        return self.due + self.ask.queue_weight
 
 
 class Flow:
@@ -50,19 +50,19 @@ class Flow:
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
         """Who is next in it, beside one that comes, and what that counts as among other flows: a turn that
         was left out goes in the place of a better one."""
-        best_s = max(coming_s, self.waiters[0].ask.own_s)
+        best_s = max(coming_s, self.waiters[0].ask.owner_weight)
         levels = (
-            (self.classes.level(one.ask.own_s, one.arrival, best_s, now), one)
-            for one in _first_of_each_worth(self.waiters)
+            (self.classes.level(one.ask.owner_weight, one.arrival, best_s, now), one)
+            for one in _first_of_each_weight(self.waiters)
         )
         level, first = min(levels, key=lambda pair: (-pair[0], pair[1].due))
         return first, min(level, best_s)
 
     def class_of(self, first: Waiter, counts_s: float) -> float:
         """What its next turn counts as among owners: its class, or the class whose place it takes."""
-        if counts_s <= first.ask.own_s:
-            return first.ask.ahead_s
-        return max(one.ask.ahead_s for one in _first_of_each_worth(self.waiters))
+        if counts_s <= first.ask.owner_weight:
+            return first.ask.queue_weight
+        return max(one.ask.queue_weight for one in _first_of_each_weight(self.waiters))
 
 
 class OwnerQueue:
@@ -70,7 +70,7 @@ class OwnerQueue:
 
     def __init__(self) -> None:
         self.flows: dict[str, Flow] = {}  # by lane
-        self.rounds = Rounds()
+        self.rounds = FairRounds()
         self.classes = ClassOrder()
         self.size = 0
         self._lanes: dict[str, str] = {}  # of flows that wait
@@ -112,9 +112,9 @@ class OwnerQueue:
         """While others of its owner wait, or it did itself."""
         lane = self.lane(ask.flow)
         self.rounds.served(lane, tokens)
-        self.classes.served(ask.own_s, now)
+        self.classes.served(ask.owner_weight, now)
         if lane in self.flows:
-            self.flows[lane].classes.served(ask.own_s, now)
+            self.flows[lane].classes.served(ask.owner_weight, now)
 
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
         """A turn that comes now goes before all that wait here: its flow has not had its share of what the
@@ -122,10 +122,10 @@ class OwnerQueue:
         own = self.lane(ask.flow)
         if not self.flows.keys() <= {own} and tokens > self.rounds.left(own):
             return False
-        best_s = max(ask.own_s, self._best_s())
+        best_s = max(ask.owner_weight, self._best_s())
         for lane, flow in self.flows.items():
-            first = flow.first(now, ask.own_s if lane == own else -inf)
-            if self._head(*first, best_s, now).rank <= (-ask.own_s, due):
+            first = flow.first(now, ask.owner_weight if lane == own else -inf)
+            if self._head(*first, best_s, now).rank <= (-ask.owner_weight, due):
                 return False
         return True
 
@@ -138,28 +138,28 @@ class OwnerQueue:
         return firsts[lane][0], self.flows[lane].class_of(*firsts[lane])
 
     def _best_s(self) -> float:
-        return max(flow.waiters[0].ask.own_s for flow in self.flows.values())
+        return max(flow.waiters[0].ask.owner_weight for flow in self.flows.values())
 
     def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
         """Among other flows."""
-        level = self.classes.level(waiter.ask.own_s, waiter.arrival, best_s, now)
+        level = self.classes.level(waiter.ask.owner_weight, waiter.arrival, best_s, now)
         return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 
 
-def _first_of_each_worth(waiters: list[Waiter]) -> Iterator[Waiter]:
+def _first_of_each_weight(waiters: list[Waiter]) -> Iterator[Waiter]:
     at = 0
     while at < len(waiters):
         yield waiters[at]
-        at = bisect_right(waiters, -waiters[at].ask.own_s, lo=at, key=lambda one: one.place[0])
+        at = bisect_right(waiters, -waiters[at].ask.owner_weight, lo=at, key=lambda one: one.place[0])
 
 
 class Waiting:
     def __init__(self) -> None:
         self._owners: dict[str, OwnerQueue] = {}
-        self._rounds = Rounds()
+        self._rounds = FairRounds()
         self._of_turn: dict[tuple[str, int], Waiter] = {}
         self._classes = ClassOrder()
-        self._worths = Counter[float]()  # of those that wait, how many have a class worth so much
+        self._weights = Counter[float]()  # queue weights of all waiting turns
         self._size = 0
 
     def __len__(self) -> int:
@@ -186,7 +186,7 @@ class Waiting:
 
     def served(self, ask: Ask, tokens: int, now: float) -> None:
         """Before it is removed, if it waited."""
-        self._classes.served(ask.ahead_s, now)
+        self._classes.served(ask.queue_weight, now)
         if self._size:
             self._rounds.served(ask.owner, tokens)
         if (mine := self._owners.get(ask.owner)) is not None:
@@ -196,7 +196,7 @@ class Waiting:
         ask = waiter.ask
         self._owners.setdefault(ask.owner, OwnerQueue()).add(waiter)
         self._size += 1
-        self._worths[ask.ahead_s] += 1
+        self._weights[ask.queue_weight] += 1
         self._of_turn[ask.gateway, ask.turn] = waiter
 
     def of_turn(self, gateway: str, turn: int) -> Waiter | None:
@@ -207,9 +207,9 @@ class Waiting:
         mine = self._owners.get(ask.owner)
         if mine is not None and mine.remove(waiter):
             self._size -= 1
-            self._worths[ask.ahead_s] -= 1
-            if not self._worths[ask.ahead_s]:
-                del self._worths[ask.ahead_s]
+            self._weights[ask.queue_weight] -= 1
+            if not self._weights[ask.queue_weight]:
+                del self._weights[ask.queue_weight]
             if not mine.size:
                 del self._owners[ask.owner]
         if self._of_turn.get((ask.gateway, ask.turn)) is waiter:
@@ -239,12 +239,12 @@ class Waiting:
         return placed
 
     def _first(self, blocked: set[str], now: float) -> Waiter | None:
-        best_s = max(self._worths, default=0.0)
+        best_s = max(self._weights, default=0.0)
         firsts = {owner: self._first_of(queue, best_s, now) for owner, queue in self._owners.items()}
         order = self._rounds.order({owner: head for owner, (head, _) in firsts.items()})
         return next((firsts[owner][1] for owner in order if owner not in blocked), None)
 
     def _first_of(self, queue: OwnerQueue, best_s: float, now: float) -> tuple[QueueHead, Waiter]:
         first, class_s = queue.first(now)
-        level = self._classes.level(first.ask.ahead_s, first.arrival, best_s, now)
+        level = self._classes.level(first.ask.queue_weight, first.arrival, best_s, now)
         return QueueHead(first.tokens, first.due, max(level, class_s)), first

@@ -71,7 +71,7 @@ def test_a_surge_is_refused_nothing_and_leaves_no_queue(fleet: RunningFleet) -> 
     for one in placements:
         assert one["receipt"]["estimates"] is not None
         assert one["took"]["first_token_s"] > 0
-    computed = [one["prefiller"] is not None and "taken_back" not in one for one in placements]
+    computed = [one["prefiller"] is not None for one in placements]
     assert any(computed) and not all(computed), placements
     assert took(fleet, "after", 7200) < 2 * max(calm) + 1.0, "as before, at once"
     receipt = placement(fleet, "after")["receipt"]["prefiller"]

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.priorities import QueueHead, Rounds
+from placement.priorities import FairRounds, QueueHead
 
 QUANTUM, LARGEST = 100, 350
 TURNS = st.lists(st.tuples(st.integers(1, LARGEST), st.floats(0, 1000)), min_size=1, max_size=60)
@@ -18,7 +18,7 @@ def heads(queues: dict[str, deque[tuple[int, float]]]) -> dict[str, QueueHead]:
 @given(st.lists(TURNS, min_size=2, max_size=5))
 def test_while_they_wait_names_are_served_alike(turns: list[list[tuple[int, float]]]) -> None:
     queues = {f"n{index}": deque(sorted(one, key=lambda turn: turn[1])) for index, one in enumerate(turns)}
-    rounds, served = Rounds(QUANTUM), dict.fromkeys(queues, 0)
+    rounds, served = FairRounds(QUANTUM), dict.fromkeys(queues, 0)
     while all(queues.values()):
         first = rounds.order(heads(queues))[0]
         tokens, _ = queues[first].popleft()
@@ -30,7 +30,7 @@ def test_while_they_wait_names_are_served_alike(turns: list[list[tuple[int, floa
 @given(TURNS, st.integers(1, LARGEST))
 def test_coming_back_often_earns_nothing(others: list[tuple[int, float]], size: int) -> None:
     """One always waits; the other has one turn at a time, due before all, and comes back at once."""
-    steady, rounds, back = deque(others), Rounds(QUANTUM), 0
+    steady, rounds, back = deque(others), FairRounds(QUANTUM), 0
     waited = 0
     while steady:
         queues = {"steady": steady, "back": deque([(size, -1.0)])}
@@ -47,7 +47,7 @@ def test_coming_back_often_earns_nothing(others: list[tuple[int, float]], size: 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, LARGEST)), max_size=80))
 def test_a_large_turn_comes_after_a_bounded_number_of_others(coming: list[tuple[str, int]]) -> None:
-    rounds, before = Rounds(QUANTUM), 0
+    rounds, before = FairRounds(QUANTUM), 0
     for name, size in coming:
         order = rounds.order({"large": QueueHead(LARGEST, 0.0), name: QueueHead(size, -1.0)})
         if order[0] == "large":
@@ -58,7 +58,7 @@ def test_a_large_turn_comes_after_a_bounded_number_of_others(coming: list[tuple[
 
 
 def test_within_a_round_the_earliest_due_comes_first() -> None:
-    rounds = Rounds(QUANTUM)
+    rounds = FairRounds(QUANTUM)
     waiting = {"a": QueueHead(10, 5.0), "b": QueueHead(10, 4.0), "c": QueueHead(QUANTUM + 1, 1.0)}
     assert rounds.order(waiting) == ["b", "a"]
     rounds.served("b", 95)

@@ -15,8 +15,8 @@ from router.turn import FLOW_HEADERS, Classes
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 
-GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), ahead_s=30.0)
-PAID = SloClass("paid", SloTargets(), ahead_s=5.0, owners=(namespace("alice"),))
+GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), queue_weight=30.0)
+PAID = SloClass("paid", SloTargets(), queue_weight=5.0, owners=(namespace("alice"),))
 CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID), tbt_s=0.05)
 engine_arguments = Classes(CONFIG).engine_arguments
 
@@ -47,7 +47,7 @@ def test_a_class_that_is_not_there_or_not_for_this_key_is_refused(body: dict[str
 def test_what_engines_hear() -> None:
     default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
-    assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "ahead_s": 30.0}}
+    assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "queue_weight": 30.0}}
     own = engine_arguments(GOLD, {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
     assert own["vllm_xargs"]["slo_tbt_ms"] == 90
     llm_d = {"x-llm-d-slo-ttft-ms": "500", "x-llm-d-slo-tpot-ms": "70"}
@@ -142,7 +142,7 @@ async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
         await asyncio.gather(*waiting)
         assert done[0] == "c2"
         gold = next(seen for seen in made.decoder_requests() if seen.conversation.endswith(":c2"))
-        assert gold.body["vllm_xargs"] == {"slo_tbt_ms": 50.0, "ahead_s": 30.0}
+        assert gold.body["vllm_xargs"] == {"slo_tbt_ms": 50.0, "queue_weight": 30.0}
         assert "vllm_xargs" not in made.decoder_requests()[-1].body
         _, page = await get(f"{made.urls[0]}/metrics")
         assert 'conserve_slo_total{met="yes",objective="ttfet",slo_class="gold"} 1.0' in page
@@ -151,7 +151,7 @@ async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
 
 async def test_a_client_cannot_put_itself_ahead(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
-        answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"ahead_s": 1000})
+        answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"queue_weight": 1000})
         assert answer.status == 400
         answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"priority_s": -1000})
         assert answer.status == 400

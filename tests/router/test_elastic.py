@@ -37,10 +37,6 @@ async def sample(made: FakeFleet, name: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
-async def second_thoughts(made: FakeFleet, outcome: str) -> float:
-    return await sample(made, f'conserve_second_thoughts_total{{outcome="{outcome}"}}')
-
-
 def turn(made: FakeFleet, conversation: str) -> "asyncio.Task[GatewayAnswer]":
     return asyncio.create_task(
         ask(
@@ -71,58 +67,6 @@ async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_pa
         assert 0 < estimates["local_s"] < estimates["remote_s"]
         assert one["took"]["first_token_s"] > 0 and one["took"]["handover_s"] is None
         assert len(made.prefills()) == 1
-
-
-async def waits_for_the_prefiller(made: FakeFleet) -> "asyncio.Task[GatewayAnswer]":
-    """Its decoder has much to do when it comes, and answers slowly."""
-    prefiller, decoder = made.engines["p0"], made.engines["d0"]
-    prefiller.prefill_s, decoder.token_s = 60.0, 0.2
-    decoder.prompt_tokens_per_s, decoder.waiting_prompt_tokens = 1e5, 10_000_000
-    await made.settle()
-    asking = turn(made, "one")
-    await until(lambda: prefiller.seen and decoder.seen)
-    decoder.waiting_prompt_tokens = 0
-    return asking
-
-
-async def test_a_turn_that_waits_for_a_prefiller_is_taken_back_when_its_decoder_is_free(
-    tmp_path: Path,
-) -> None:
-    async with elastic(tmp_path) as made:
-        before = await second_thoughts(made, "taken_back")
-        made.engines["p0"].begins = False
-        asking = await waits_for_the_prefiller(made)
-        await until(lambda: made.engines["p0"].aborted == 1)
-        assert (await asking).status == 200
-        assert len(made.engines["p0"].withdrawn) == 1 and len(made.decoder_requests()) == 1
-        one = await placement(made, "one")
-        assert one["prefiller"] == one["taken_back"]["from"] == "p0"
-        _, told = await get(f"{made.urls[0]}/v1/conversations/one")
-        assert told["transfers"] == 0
-        assert await second_thoughts(made, "taken_back") == before + 1
-
-
-async def test_whom_a_prefiller_does_not_answer_is_asked_about_again(tmp_path: Path) -> None:
-    async with elastic(tmp_path) as made:
-        counted = {outcome: await second_thoughts(made, outcome) for outcome in ("unanswered", "taken_back")}
-        made.engines["p0"].begins, made.engines["p0"].unanswered = False, 1
-        asking = await waits_for_the_prefiller(made)
-        made.engines["d0"].token_s = 0.6
-        assert (await asking).status == 200
-        assert (await placement(made, "one"))["taken_back"]["from"] == "p0"
-        assert await second_thoughts(made, "unanswered") == counted["unanswered"] + 1
-        assert await second_thoughts(made, "taken_back") == counted["taken_back"] + 1
-
-
-async def test_what_a_prefiller_has_begun_stays_there(tmp_path: Path) -> None:
-    async with elastic(tmp_path) as made:
-        before = await second_thoughts(made, "begun")
-        asking = await waits_for_the_prefiller(made)
-        await until(lambda: made.engines["p0"].reports > 3)
-        assert (await asking).status == 200
-        one = await placement(made, "one")
-        assert one["prefiller"] == "p0" and "taken_back" not in one
-        assert await second_thoughts(made, "begun") == before + 1, "it is asked about once"
 
 
 async def test_a_prefiller_holds_what_fits_on_no_decoder_and_nothing_is_refused(tmp_path: Path) -> None:

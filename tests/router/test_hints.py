@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from placement.prefetch_rules import ReturnRules
+from placement.prefetch_rules import PrefetchRules
 from router.errors import BadRequest
 from router.reading import Hints, read_hints
 from tests.support.fake_engine import FakeEngine
@@ -57,11 +57,10 @@ def test_the_same_said_in_each_way() -> None:
         "x-conversation-ttl": "600",
         "x-conversation-priority": "3",
         "x-conversation-final": "1",
-        "x-conversation-sharing": "20",
     }
-    want = Hints(True, 30.0, 5.5, 600.0, 3, sharing=True)
+    want = Hints(True, 30.0, 5.5, 600.0, 3)
     assert read_hints(headers, {}) == want
-    assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True, sharing=20)) == want
+    assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True)) == want
     assert read_hints({"x-dynamo-session-final": "true"}, {}) == Hints(final=True)
     assert read_hints({}, {"nvext": {"agent_hints": {"priority": 99, "osl": 4}}}) == Hints(priority=10)
     assert read_hints({"x-conversation-priority": "1"}, envelope(priority=2)).priority == 1
@@ -83,11 +82,6 @@ def test_a_strict_priority_is_a_tier_before_priorities(said: dict[str, int], pri
     assert read_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
-def test_that_others_will_begin_alike_is_said_with_any_number() -> None:
-    assert read_hints({"x-conversation-sharing": "1"}, {}) == read_hints({}, envelope(sharing=500))
-    assert read_hints({"x-conversation-sharing": "0"}, {}) == Hints()
-
-
 def test_the_envelope_is_vllms() -> None:
     protocol = pytest.importorskip("vllm.v1.kv_hints.protocol", reason="vLLM is not installed: make install")
     import msgspec
@@ -105,7 +99,6 @@ def test_the_envelope_is_vllms() -> None:
         ({"x-conversation-ttl": "1e30"}, {}),
         ({"x-conversation-priority": "1.5"}, {}),
         ({"x-conversation-priority": "11"}, {}),
-        ({"x-conversation-sharing": "-1"}, {}),
         ({}, {"kv_hints": []}),
         ({}, {"kv_hints": {"actions": [{}] * 17}}),
         ({}, {"kv_hints": {"actions": ["x"]}}),
@@ -240,7 +233,7 @@ async def test_what_a_restore_found_is_told_by_what_was_cached(
 
 
 async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
-    async with fleet(tmp_path, returns=ReturnRules(patience_s=20.0)) as made:
+    async with fleet(tmp_path, returns=PrefetchRules(patience_s=20.0)) as made:
         for engine in made.engines.values():
             engine.waiting = 1
         await made.settle()
@@ -285,7 +278,7 @@ async def test_what_is_not_parked_is_not_sent_again(tmp_path: Path) -> None:
 
 
 async def test_waits_that_were_seen_bring_it_back_without_a_hint(tmp_path: Path) -> None:
-    rules = ReturnRules(park_after_s=0.2, lead_s=0.2)
+    rules = PrefetchRules(park_after_s=0.2, lead_s=0.2)
     async with fleet(tmp_path, returns=rules, engine={"calls_tools": True}) as made:
         messages = [user("x" * 300)]
         for number in range(4):

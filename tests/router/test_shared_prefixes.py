@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from placement.routing.placer import FirstTurn, Placement, Placer
 from placement.routing.placer_settings import FirstTurns
-from placement.routing.receipts import Refusal
 from tests.support.engines import CURVES
 from tests.support.fake_fleet import FakeFleet, ask, fleet, get, user
 
@@ -31,25 +29,6 @@ async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Pa
         assert await cached(made, "two") > 1_000
         (first, second) = (engine for engine in made.engines.values() if engine.name.startswith("p"))
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
-
-
-async def test_how_many_will_begin_alike_reaches_who_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What comes of it: tests/placement/routing/test_prefix_map.py."""
-    placed: list[FirstTurn] = []
-    place = Placer.place
-
-    def noting(placer: Placer, turn: FirstTurn, now: float) -> Placement | Refusal:
-        placed.append(turn)
-        return place(placer, turn, now)
-
-    monkeypatch.setattr(Placer, "place", noting)
-    async with fleet(tmp_path) as made:
-        for question, headers in (("one", {"x-conversation-sharing": "20"}), ("two", None)):
-            answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers)
-            assert answer.status == 200
-    assert [(turn.shared, len(turn.heads)) for turn in placed] == [(1, 2), (0, 2)]
 
 
 async def test_a_cache_key_of_its_own_takes_nothing_away(tmp_path: Path) -> None:

@@ -65,9 +65,6 @@ class FakeEngine:
     reasons: bool = False  # in answers that are not streamed
     cached: int | None = None  # tokens of a prompt, as it reports them
     waiting: int = 0  # as it reports it
-    begins: bool = True  # prompts at once, so that none is left to another engine
-    withdrawn: list[str] = field(default_factory=list)
-    unanswered: int = 0  # withdrawals to come of which its keeper says nothing
     running: int = 0
     aborted: int = 0
     fail_status: int = 0
@@ -131,14 +128,6 @@ class FakeEngine:
             prompt_tokens_per_s=self.prompt_tokens_per_s,
             prompt_share=self.prompt_share,
         )
-
-    def withdraw(self, key: str) -> bool:
-        if self.unanswered:
-            self.unanswered -= 1
-            raise OSError("nobody answers")
-        if not self.begins:
-            self.withdrawn.append(key)
-        return not self.begins
 
     def release(self, key: str) -> None:
         self.held.pop(key, None)

@@ -73,9 +73,6 @@ class FakeFleet:
     async def release(self, info: EngineInfo, key: str) -> None:
         self.engines[info.engine].release(key)
 
-    async def withdraw(self, info: EngineInfo, key: str) -> bool:
-        return self.engines[info.engine].withdraw(key)
-
     async def settle(self) -> None:
         """Until reports have arrived everywhere. Some of it is counted in rounds of the feed and not in
         seconds: on a busy machine those take as long as all else does."""
@@ -124,7 +121,6 @@ async def fleet(
         journal,
         made.release,
         secret="s3cret",
-        withdraw=made.withdraw,
     )
     made.address = f"127.0.0.1:{await made.directory.start('127.0.0.1', 0)}"
     for one in engines.values():

@@ -119,7 +119,7 @@ class Dropping:
 
     def _look(self, _: Any) -> None:
         now = self._events.now
-        state = self._placer.look(now, self._report())
+        state = self._placer.observe_overload(now, self._report())
         tally, whole = self.tally, self._shape.kv_tokens * len(self._engines)
         gained = sum(engine.kv.capacity for engine in self._engines.values()) - whole
         tally.looks.append((now, state.asked, 1 + gained / whole))
@@ -172,7 +172,7 @@ class Dropping:
         seconds = self._shape.exchange_s(before, after, engine.kv.resident)
         self.tally.exchange_s.append(seconds)
         engine.regroup(Regrouping(group, kv_tokens, seconds, not self._settings.coordinated))
-        self._placer.resized(engine.name, kv_tokens)
+        self._placer.resize(engine.name, kv_tokens)
         self._changed(engine)
 
     def _fits(self) -> bool:

@@ -90,7 +90,6 @@ class SimulatedEngine:
         self.idle_s = self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.gaps = Gaps()  # of all engines, in a simulation
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
-        self.on_free: Callable[[SimulatedEngine], None] | None = None  # its last waiting prompt is computed
         self._prompt_rate = PromptRate()
         self._events = events
         self._on_prefilled = on_prefilled
@@ -131,13 +130,6 @@ class SimulatedEngine:
         """At the next boundary this engine is of another pipeline, or of none, and its KV of another size."""
         self._regrouping = change
         self._soon()
-
-    def withdraw(self, live: LiveConversation) -> bool:
-        """Take a waiting turn back; False when it has begun, or is not here yet."""
-        if live.begun or live not in self.waiting:
-            return False
-        self.waiting.remove(live)
-        return True
 
     def waiting_prompt_tokens(self) -> int:
         return sum(live.todo for live in self.waiting)
@@ -270,7 +262,6 @@ class SimulatedEngine:
                 tokens = max(tokens, 1)
                 work = work.plus(tokens, live.context)
             budget -= tokens
-            live.begun = True
             chunks.append((live, tokens))
             if tokens < live.todo:
                 break
@@ -370,8 +361,6 @@ class SimulatedEngine:
             if live.todo == 0:
                 self.waiting.remove(live)
                 self._emit_first_token(live)
-        if chunks and not self.waiting and self.on_free is not None:
-            self.on_free(self)
         self._between = False
         self._begin()
 

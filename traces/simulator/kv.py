@@ -20,7 +20,7 @@ class LiveConversation:
     """
 
     __slots__ = (
-        "arrived", "begun", "context", "conversation", "engine", "first_token_at", "held", "joined",
+        "arrived", "context", "conversation", "engine", "first_token_at", "held", "joined",
         "lacking", "left", "order", "stall_s", "todo", "turn_at", "turn_index", "visit", "where",
     )  # fmt: skip
 
@@ -40,7 +40,6 @@ class LiveConversation:
         self.joined = 0  # iteration at which it began to decode
         self.visit = 0  # grows with every stay on an engine's batch: an older entry in its heap is void
         self.stall_s = 0.0
-        self.begun = False  # some of this leg's prompt is computed, or being computed
         self.first_token_at = 0.0
 
     @property

@@ -33,7 +33,6 @@ class SimulationTally:
     abandoned: int = 0
     transfers: int = 0
     through_prefiller_again: int = 0
-    taken_back: int = 0
     last_resorts: int = 0
     gate_wait_s: float = 0.0
 
@@ -118,7 +117,6 @@ class Totals:
     parked_tokens: int
     preemptions: int
     through_prefiller_again: int  # later turns
-    taken_back: int  # from a prefiller's queue, because the decoder became free
     last_resorts: int  # conversations that a prefiller holds
     gate_wait_s: float
     joules: float
@@ -176,7 +174,6 @@ class SimulationSummary:
     parked_tokens: int
     preemptions: int
     through_prefiller_again: int
-    taken_back: int
     last_resorts: int
     gate_wait_mean_s: float
     tokens_per_joule: float
@@ -196,7 +193,7 @@ def summarise(system: str, result: SimulationResult) -> SimulationSummary:
         *_p50_p95(result.ttfet), *_p50_p95(ttft[first]), *_p50_p95(ttft[~first]), *_p50_p95(tbt),
         recorder.gaps.percentile(99), *_p50_p95(result.e2e),
         totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions,
-        totals.through_prefiller_again, totals.taken_back, totals.last_resorts,
+        totals.through_prefiller_again, totals.last_resorts,
         totals.gate_wait_s / max(1, totals.conversations),
         totals.tokens_per_joule, totals.joules / max(1, totals.conversations), totals.events,
         totals.drops, totals.split_s,

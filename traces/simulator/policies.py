@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 
-from placement.routing.placer import FirstTurn, LaterTurn, Placer
+from placement.routing.least_kv import FirstTurn, LaterTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
 from placement.routing.receipts import Refusal
 from traces.simulator.kv import LiveConversation, Pressure

@@ -150,7 +150,6 @@ class Simulation:
             engine.gaps = self.recorder.gaps
             if self.fleet.elastic:
                 engine.prompts = PromptSharing(settings.tbt_s)
-                engine.on_free = self._became_free
         self._turns_on = dict.fromkeys(self.fleet.engines, 0)
         self._largest = min(engine.kv.capacity for engine in self.fleet.engines.values())
         self._router = SimulatedRouter(
@@ -161,8 +160,6 @@ class Simulation:
             for name, engine in self.fleet.engines.items()
         }
         self._gate: deque[LiveConversation] = deque()
-        # With the prefiller, and what the decoder has cached.
-        self._at_prefillers: dict[str, tuple[LiveConversation, str, int]] = {}
         self._arrivals: Iterator[TraceConversation] = iter(())
         self._arrived = 0
         self._served_at = 0.0  # the last turn's end: what lingers after it is nobody's work
@@ -223,7 +220,7 @@ class Simulation:
         prompt = live.turn.prompt_tokens
         decoder = self.fleet.engines[route.decoder]
         live.engine, live.where = route.decoder, Where.ACCELERATOR
-        live.first_token_at, live.begun = 0.0, False
+        live.first_token_at = 0.0
         live.todo, live.context = prompt - cached, cached
         live.left = live.output_tokens
         self.tally.to_prefill += prompt - cached
@@ -243,7 +240,6 @@ class Simulation:
         prefiller = self.fleet.engines[route.prefiller]
         if not route.pull:
             still = self._still_on(route.prefiller, live)
-            self._at_prefillers[live.key] = live, route.prefiller, cached
             live.todo, live.context = prompt - still, still
             self.tally.to_prefill += cached - still  # of what the decoder has, the prefiller has only this
         else:
@@ -253,30 +249,6 @@ class Simulation:
     def _still_on(self, prefiller: str, live: LiveConversation) -> int:
         turn = live.turn
         return min(self._prefixes[prefiller].of(live.key), turn.cached_tokens, turn.prompt_tokens - 1)
-
-    def _became_free(self, decoder: SimulatedEngine) -> None:
-        """No prompt waits here any more: one that still waits for a prefiller may be computed here."""
-        now = self.events.now
-        self.fleet.report(now)
-        for key in self.fleet.placer.second_thoughts(decoder.name, now):
-            live, prefiller, cached = self._at_prefillers[key]
-            if self.fleet.engines[prefiller].withdraw(live):
-                del self._at_prefillers[key]
-                self._take_back(live, prefiller, decoder, cached)
-                return
-
-    def _take_back(
-        self, live: LiveConversation, prefiller: str, decoder: SimulatedEngine, cached: int
-    ) -> None:
-        self.tally.taken_back += 1
-        self.tally.transfers -= 1
-        self._turns_on[prefiller] -= 1
-        self.tally.to_prefill -= live.todo
-        live.todo, live.context, live.left = live.turn.prompt_tokens - cached, cached, live.output_tokens
-        self.tally.to_prefill += live.todo
-        self.fleet.placer.taken_back(live.key, decoder.name, live.todo, self.events.now)
-        self.fleet.changed(decoder.name, confirmed=live)
-        decoder.submit(live)
 
     def _pull(self, live: LiveConversation, decoder: SimulatedEngine, cached: int, ready: float) -> float:
         size = cached * decoder.profile.kv_bytes_per_token
@@ -293,7 +265,6 @@ class Simulation:
     def _prefilled(self, prefiller: SimulatedEngine, live: LiveConversation) -> None:
         now = self.events.now
         self.fleet.placer.prefill_done(live.key, now)
-        self._at_prefillers.pop(live.key, None)
         self._turns_on[prefiller.name] -= 1
         self._prefixes[prefiller.name].remember(live.key, live.context)
         arrives = prefiller.network.send(live.lacking * prefiller.profile.kv_bytes_per_token, now)
@@ -404,7 +375,6 @@ class Simulation:
             parked_tokens=sum(engine.kv.parked_in_all for engine in engines),
             preemptions=sum(engine.preempted for engine in engines),
             through_prefiller_again=tally.through_prefiller_again,
-            taken_back=tally.taken_back,
             last_resorts=tally.last_resorts,
             gate_wait_s=tally.gate_wait_s,
             joules=sum(engine.joules(horizon) for engine in engines),

@@ -20,7 +20,7 @@ logger = logging.getLogger("conserve.workers.coserving")
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
 # The gateway's: what a turn's class and priority are worth, and of that the priority (router/turn.py).
-AHEAD_ARGUMENT, PRIORITY_ARGUMENT = "ahead_s", "priority_s"
+QUEUE_WEIGHT_ARGUMENT, PRIORITY_ARGUMENT = "queue_weight", "priority_s"
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
 
@@ -32,7 +32,7 @@ class TrackedRequest:
     offline: bool
     arrival: float  # on the scheduler's clock
     slo: TurnTargets
-    ahead_s: float = 0.0
+    queue_weight: float = 0.0
     priority_s: float = 0.0
     last_token: float | None = None
     last_served: float = 0.0
@@ -45,7 +45,7 @@ class TrackedRequest:
 
     @property
     def place_s(self) -> float:
-        return place_of(self.ahead_s, self.priority_s)
+        return place_of(self.queue_weight, self.priority_s)
 
     @property
     def worth_s(self) -> float:
@@ -75,7 +75,7 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
 
 def worths_of(arguments: Mapping[str, Any]) -> tuple[float, float]:
     """What the gateway says that the request's class and priority are worth, and of that the priority."""
-    return _seconds_of(arguments, AHEAD_ARGUMENT), _seconds_of(arguments, PRIORITY_ARGUMENT)
+    return _seconds_of(arguments, QUEUE_WEIGHT_ARGUMENT), _seconds_of(arguments, PRIORITY_ARGUMENT)
 
 
 def _seconds_of(arguments: Mapping[str, Any], name: str) -> float:
@@ -108,8 +108,8 @@ class TrackedRequests:
         arguments = self.arguments_of(request)
         # Whoever puts a target into a line of a batch would have turns wait for it.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
-        ahead_s, priority_s = worths_of(arguments)
-        tracked = TrackedRequest(request, offline, self.clock() - age, slo, ahead_s, priority_s)
+        queue_weight, priority_s = worths_of(arguments)
+        tracked = TrackedRequest(request, offline, self.clock() - age, slo, queue_weight, priority_s)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked
         return tracked
@@ -149,7 +149,7 @@ class TrackedRequests:
             last_served=tracked.last_served,
             slo=tracked.slo,
             refused=tracked.refused,
-            ahead_s=tracked.ahead_s,
+            queue_weight=tracked.queue_weight,
             priority_s=tracked.priority_s,
         )
 

@@ -131,7 +131,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
     def _arriving(self, request: Any, now: float) -> RequestView:
         """In the receiving thread."""
         arguments = internals.extra_args(request)
-        ahead_s, priority_s = worths_of(arguments)
+        queue_weight, priority_s = worths_of(arguments)
         return RequestView(
             request.request_id,
             offline=False,
@@ -139,7 +139,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             tokens=request.num_tokens,
             computed=self.cached_tokens(request),
             slo=slo_of(arguments, self.tracked.default_slo),
-            ahead_s=ahead_s,
+            queue_weight=queue_weight,
             priority_s=priority_s,
         )
 

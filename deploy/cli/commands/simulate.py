@@ -111,7 +111,6 @@ SHOWN = {
     "recomputed_tokens": "tokens computed again",
     "parked_tokens": "tokens parked on the host",
     "preemptions": "turns that gave way to others",
-    "taken_back": "turns taken back from a prefiller's queue",
     "last_resorts": "conversations that a prefiller holds",
     "tokens_per_joule": "tokens per joule",
     "joules_per_conversation": "joules a conversation",

@@ -16,10 +16,10 @@ from placement.scheduling.latency_model import LatencyModel
 class Bros(ServingPolicy):
     """BROS: online by time to the token deadline, offline by least swap-in cost, adaptive batch size.
 
-    Its bidirectional sharing of a block's slots needs attention kernels of its own. What it is for, giving
-    online work no more of an offline request's memory than it takes, holds here at the granularity of blocks
-    (see preemption.victims); slots would gain at most 0.9 % of throughput (docs/measurements/coserving.md).
-    The policy preempts between iterations only, which the residual time keeps short.
+    The paper also shares the slots of a block in both directions, which needs attention kernels of its own.
+    Its purpose, to take no more of an offline request's memory than online work needs, holds here at the
+    granularity of blocks (`preemption.victims`); slots would gain at most 0.9 % of throughput
+    (docs/measurements/coserving.md). The policy preempts between iterations only.
     """
 
     batch_start = 8  # requests of the first batch, and after a violation
@@ -47,9 +47,14 @@ class Bros(ServingPolicy):
         target = residual * (1 - self._settings.margin) if residual is not None else None
         self._overrun = target is not None and model.seconds(work) > target
         builder = BatchBuilder(
-            model, work, view.max_tokens - work.new_tokens, target, slots_left=slots, caps=left_out,
+            model,
+            work,
+            view.max_tokens - work.new_tokens,
+            target,
+            slots_left=slots,
+            caps=left_out,
             admit_waiting=not taken,
-        )  # fmt: skip
+        )
         order = [r.key for r in online if r.running] + [r.key for r in offline]
         return IterationPlan(tuple(order), tuple(r.key for r in taken), builder)
 
@@ -59,7 +64,7 @@ class Bros(ServingPolicy):
     def _replace_least_urgent(
         self, chosen: list[RequestView], offline: int, now: float, model: LatencyModel
     ) -> tuple[list[RequestView], int]:
-        """Requests that still meet their deadline after sitting out this iteration give their slot away."""
+        """Take slots from requests that meet their deadline even without this iteration."""
         kept, slots = list(chosen), 0
         seconds = model.seconds(preemption.online_work(kept, 1 << 30))
         while offline > slots and len(kept) > 1 and kept[-1].deadline() - now > 3 * seconds:

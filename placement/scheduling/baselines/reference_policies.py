@@ -7,7 +7,7 @@ from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 
 class OnlineOnly(ServingPolicy):
-    """Offline work never runs: the best latency that online work can have here."""
+    """Policy that never runs offline work: the best latency that online work can have."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
@@ -18,7 +18,7 @@ class OnlineOnly(ServingPolicy):
 
 
 class NonPreemptive(ServingPolicy):
-    """Online is admitted first, but offline work that runs keeps its memory, its slot and its turn."""
+    """Policy that admits online requests first, but never takes anything from a running offline request."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         order = tuple(request.key for request in view.running)
@@ -26,7 +26,7 @@ class NonPreemptive(ServingPolicy):
 
 
 class Sarathi(ServingPolicy):
-    """Chunked prefill with priorities: offline fills the engine's chunk, and is preempted for memory only."""
+    """Chunked prefill with priorities: offline work fills the chunk, and is preempted for memory only."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         taken = preemption.victims(view, lambda r: (-r.arrival,))
@@ -37,13 +37,13 @@ class Sarathi(ServingPolicy):
 
 
 class RoundRobin(ServingPolicy):
-    """Online and offline requests take turns, an iteration each: BROS's own baseline."""
+    """Policy that serves online and offline requests in alternate iterations: the baseline of BROS."""
 
     _offline_turn = False
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         online = preemption.online_requests(view)
-        # Waiting offline requests come after waiting online ones: they have a turn only without those.
+        # Waiting offline requests come after waiting online ones, so they can start only without those.
         startable = view.offline_waiting and not view.online_waiting
         offline = startable or any(request.offline for request in view.running)
         self._offline_turn = bool(offline) and (not online or not self._offline_turn)

@@ -249,7 +249,7 @@ CASES = {
     "placement.first_turns": case("prefiller", lambda got: got.placer.first_turns),
     "slos.ttfet": case(1.5, lambda got: got.gateway.slo.ttfet_s),
     "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slo.last_turn_tbt_s, 0.05),
-    "slos.ahead": case("12s", lambda got: got.gateway.classes[0].ahead_s, 12.0),
+    "slos.ahead": case("12s", lambda got: got.gateway.classes[0].queue_weight, 12.0),
     "slos.keys": case(["k"], lambda got: got.gateway.classes[-1].owners, (namespace("k"),)),
     "slos.e2e": case(60, lambda got: got.gateway.slo.e2e_s),
     "transfer.backend": case(

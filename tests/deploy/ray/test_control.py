@@ -27,9 +27,6 @@ class Feed:
             raise FeedError("the engine does not listen at present")
         return conversation == "known"
 
-    async def withdraw(self, conversation: str) -> bool:
-        return conversation == "waiting"
-
     async def drain(self, on: bool) -> None:
         self.drained.append(on)
 
@@ -75,8 +72,6 @@ async def test_commands_reach_the_engine(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         assert await client.release("known")
         assert not await client.release("other")
-        assert await client.withdraw("waiting")
-        assert not await client.withdraw("known")
         await client.drain()
         await client.drain(False)
         await client.drop(7, ("10.0.0.1:9", "10.0.0.2:9"), 1)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from placement.overload.signal import KvDemand, OverloadReason, OverloadSettings, OverloadWatch
 
-CALM = KvDemand(capacity=1_000, held=300, yields=0, waiting=0)
-FULL = KvDemand(capacity=1_000, held=950, yields=0, waiting=500)
+CALM = KvDemand(capacity=1_000, held=300, evictable=0, waiting=0)
+FULL = KvDemand(capacity=1_000, held=950, evictable=0, waiting=500)
 demands = st.builds(
     KvDemand,
     st.just(1_000.0),
@@ -40,7 +40,7 @@ def test_under_constant_demand_it_changes_at_most_once(
 
 @given(demands, st.floats(0, 1e6))
 def test_what_gives_way_at_once_never_makes_an_overload(demand: KvDemand, yields: float) -> None:
-    without, much = after((demand, 10)).state, after((replace(demand, yields=yields), 10)).state
+    without, much = after((demand, 10)).state, after((replace(demand, evictable=yields), 10)).state
     assert without.overloaded == much.overloaded and without.asked == much.asked
 
 
@@ -56,23 +56,23 @@ def test_one_long_prompt_is_no_overload() -> None:
 
 
 def test_what_waits_beside_free_kv_waits_for_computing() -> None:
-    busy = KvDemand(capacity=1_000, held=400, yields=0, waiting=2_000)
+    busy = KvDemand(capacity=1_000, held=400, evictable=0, waiting=2_000)
     assert after((busy, 20)).state.reason is OverloadReason.COMPUTE
     assert after((replace(busy, waiting=1_500, refused=500), 20)).state.reason is OverloadReason.COMPUTE
 
 
 def test_large_conversations_that_fit_on_no_decoder_wait_for_kv_although_some_is_free() -> None:
-    large = KvDemand(capacity=1_000, held=600, yields=0, waiting=0, refused=900)
+    large = KvDemand(capacity=1_000, held=600, evictable=0, waiting=0, refused=900)
     assert after((large, 20)).state.reason is OverloadReason.KV_SHORT
 
 
 def test_parking_and_offline_work_come_first() -> None:
-    state = after((KvDemand(capacity=1_000, held=600, yields=400, waiting=300), 20)).state
-    assert (state.overloaded, state.reason) == (False, OverloadReason.YIELDS)
+    state = after((KvDemand(capacity=1_000, held=600, evictable=400, waiting=300), 20)).state
+    assert (state.overloaded, state.reason) == (False, OverloadReason.EVICTABLE)
 
 
 def test_it_is_over_when_half_of_the_kv_is_asked_for_and_not_before() -> None:
-    less = KvDemand(capacity=1_000, held=700, yields=0, waiting=0)
+    less = KvDemand(capacity=1_000, held=700, evictable=0, waiting=0)
     watch = after((FULL, 20), (less, 20))
     assert (watch.state.overloaded, watch.state.reason) == (True, OverloadReason.NOT_OVER)
     watch = after((FULL, 20), (less, 20), (CALM, 20))
@@ -109,6 +109,6 @@ def test_it_is_declared_after_a_window_of_observations() -> None:
 
 def test_what_is_refused_and_what_waits_are_averaged_alike() -> None:
     """One look that sees fewer on their way than before says nothing about what they wait for."""
-    computing = KvDemand(capacity=1_000, held=100, yields=0, waiting=1_500, refused=500)
+    computing = KvDemand(capacity=1_000, held=100, evictable=0, waiting=1_500, refused=500)
     glimpse = replace(computing, waiting=400)
     assert after((computing, 20), (glimpse, 0.25)).state.reason is OverloadReason.COMPUTE

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import EngineInfo, Role
-from placement.routing.placer import FirstTurn, LaterTurn, Placement, Placer
+from placement.routing.least_kv import FirstTurn, LaterTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings
-from placement.routing.receipts import LOCAL_COST, Refusal, RefusalReason, Why
+from placement.routing.receipts import LOCAL_COST, Placement, Refusal, RefusalReason, Why
 from tests.placement.conftest import CURVE, engine, state
 
 
@@ -175,32 +176,6 @@ def test_a_slow_transfer_after_many_quick_ones_is_not_believed_for_long() -> Non
     assert place(placer, "later", now=now + 200.0).prefiller == "p0"
 
 
-def test_second_thoughts_name_turns_whose_decoder_is_sooner_now() -> None:
-    placer = a_placer(decoders=1)
-    busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)
-    placer.observe(busy, 0.0)
-    for key in "abc":
-        assert place(placer, key).prefiller == "p0"
-    assert placer.second_thoughts("d0", 0.0) == ()
-    placer.observe(state("d0", 0, 2), 0.1)
-    assert placer.second_thoughts("d0", 0.1) == ("b", "c")
-    placer.taken_back("c", "d0", 10_000, 0.1)
-    assert placer.second_thoughts("d0", 0.1) == (), "it is busy with the one it took"
-    assert placer.prefill_wait_s("p0", 0.1) == pytest.approx(2 * CURVE.seconds(10_000) - 0.1)
-
-
-def test_a_second_thought_counts_what_its_prefiller_holds_besides() -> None:
-    """A prefiller that decodes conversations of its own has less time for prompts than its queue says."""
-    placer = a_placer(decoders=1)
-    busy = state("d0", 0, 1, waiting_prompt_tokens=500_000, prompt_tokens_per_s=10_000.0, prompt_share=0.5)
-    placer.observe(busy, 0.0)
-    assert place(placer, "a").prefiller == "p0"
-    placer.observe(state("d0", 0, 2, prompt_share=0.8), 0.1)
-    assert placer.second_thoughts("d0", 0.1) == (), "as soon there, and begun"
-    placer.observe(state("p0", 0, 1, prompt_share=0.3), 0.1)
-    assert placer.second_thoughts("d0", 0.1) == ("a",)
-
-
 def test_a_large_later_turn_is_computed_where_it_ends_sooner() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
@@ -244,7 +219,6 @@ def test_an_engine_that_leaves_takes_what_is_known_of_it_along() -> None:
     assert place(placer, "e").prefiller is None
     fresh: EngineInfo = replace(engine("p0", Role.PREFILL), epoch=2)
     placer.engine_up(fresh)
-    assert placer.second_thoughts("d1", 0.0) == ()
     for key in "abcde":
         placer.release(key, 1.0)
     assert placer.prefill_wait_s("p0", 1.0) == 0.0
@@ -254,7 +228,7 @@ def test_decoders_lend_prompts_what_running_turns_leave_and_the_signals_say_so()
     placer = a_placer()
     placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
     placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)
-    placer.arrived(10_000, 0.0)
+    placer.prompt_arrived(10_000, 0.0)
     seen = placer.signals(0, 0.0)
     assert seen.lent == pytest.approx(0.75)
     assert seen.prompts_s == pytest.approx(seen.prefill_load) and seen.prompts_s > 0

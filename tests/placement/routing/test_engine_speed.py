@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from placement.engines import Role
-from placement.routing.engine_speed import Speeds
-from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.engine_speed import EngineSpeeds
+from placement.routing.least_kv import FirstTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import PlacerSettings
 from placement.routing.prefill_queue import HALF_LIFE_S
+from placement.routing.receipts import Placement
 from placement.scheduling.prefill_curve import PrefillCurve
 from tests.placement.conftest import engine, state
 
@@ -24,7 +26,7 @@ class Shown:
     """Engines of one kind of hardware, and what they report."""
 
     def __init__(self, *tiers: str, alike: bool = True) -> None:
-        self.speeds = Speeds(dict.fromkeys(tiers, "kind") if alike else {})
+        self.speeds = EngineSpeeds(dict.fromkeys(tiers, "kind") if alike else {})
         self.seq = 0
         for number, tier in enumerate(tiers):
             self.speeds.add(f"e{number}", tier)
@@ -33,7 +35,7 @@ class Shown:
         """Seconds that a prompt is taken to need there."""
         self.seq += 1
         report = replace(state(name, 0, self.seq, prompts=int(prompts)), prefill_curve=curve)
-        found = self.speeds.observe(report, now).curve
+        found = self.speeds.observe(report, now).estimate
         assert found is not None
         return found.seconds(TOKENS)
 

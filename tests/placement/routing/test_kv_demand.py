@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 
 from placement.overload.signal import OverloadReason, OverloadState
-from placement.routing.placer import FirstTurn, Placement, Placer
-from placement.routing.receipts import Refusal, RefusalReason
+from placement.routing.least_kv import FirstTurn
+from placement.routing.placer import Placer
+from placement.routing.receipts import Placement, Refusal, RefusalReason
 from tests.support.engines import info, placer, state
 
 
 def looked(made: Placer, refused: list[int]) -> OverloadState:
     """For so long that it may be declared."""
     for second in range(4):
-        seen = made.look(float(second), refused)
+        seen = made.observe_overload(float(second), refused)
     return seen
 
 
@@ -22,7 +23,7 @@ def test_idle_conversations_on_the_host_make_no_overload() -> None:
     idle.engine_up(info("d0"))
     idle.observe(replace(state("d0", seq=1, live=9_000), idle_tokens=6_000), 0.0)
     seen = looked(idle, [4_000])
-    assert (seen.overloaded, seen.reason) == (False, OverloadReason.YIELDS)
+    assert (seen.overloaded, seen.reason) == (False, OverloadReason.EVICTABLE)
 
     running = placer()
     running.engine_up(info("d0"))
@@ -44,7 +45,7 @@ def test_what_waits_is_counted_in_blocks_of_the_pool() -> None:
     refused = made.place(FirstTurn("b", needs[1]), 0.0)
     assert isinstance(refused, Refusal)
     made.release("a", 0.0)
-    seen = made.look(100.0, refused=needs)
+    seen = made.observe_overload(100.0, refused=needs)
     assert seen.asked == pytest.approx((4 * 9_100 + 500 + 4 * 3_100 + 500) / 38_000)
 
 
@@ -53,12 +54,12 @@ def test_kv_that_parameters_gave_holds_more_conversations_but_none_that_could_no
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, live=8_000), 0.0)
     assert isinstance(made.place(FirstTurn("a", 3_000), 0.0), Refusal)
-    made.resized("d0", 14_000)
+    made.resize("d0", 14_000)
     assert isinstance(made.place(FirstTurn("a", 3_000), 0.0), Placement)
     large = made.place(FirstTurn("b", 12_000), 0.0)
     assert isinstance(large, Refusal) and large.reason is RefusalReason.TOO_LARGE
     made.release("a", 0.0)
-    made.resized("d0", 10_000)
+    made.resize("d0", 10_000)
     assert isinstance(made.place(FirstTurn("c", 3_000), 0.0), Refusal)
 
 
@@ -75,5 +76,5 @@ def test_a_decoder_that_drains_stays_closed_whatever_its_size() -> None:
     made = placer()
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, draining=True), 0.0)
-    made.resized("d0", 20_000)
+    made.resize("d0", 20_000)
     assert isinstance(made.place(FirstTurn("a", 100), 0.0), Refusal)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from placement.engines import Role
-from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.least_kv import FirstTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import PlacerSettings
-from placement.routing.receipts import Refusal, RefusalReason, Why
+from placement.routing.receipts import Placement, Refusal, RefusalReason, Why
 from tests.placement.conftest import CURVE, engine, state
 
 NAMES = [f"d{i}" for i in range(5)]

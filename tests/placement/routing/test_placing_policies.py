@@ -3,9 +3,10 @@ import json
 import pytest
 
 from placement.engines import Role
-from placement.routing.placer import FirstTurn, LaterTurn, MissingCurve, Placement, Placer
+from placement.routing.least_kv import FirstTurn, LaterTurn
+from placement.routing.placer import MissingCurve, Placer
 from placement.routing.placer_settings import PlacerSettings, PlacingPolicy
-from placement.routing.receipts import Why
+from placement.routing.receipts import Placement, Why
 from tests.placement.conftest import CURVE, MakeFleet, engine
 
 

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.routing.placer import FirstTurn, LaterTurn, Placement, Placer
+from placement.routing.least_kv import FirstTurn, LaterTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings
-from placement.routing.receipts import Refusal, RefusalReason, Why
+from placement.routing.receipts import Placement, Refusal, RefusalReason, Why
 from placement.scheduling.prefill_curve import PrefillCurve
 from tests.placement.conftest import CURVE, MakeFleet, engine, state
 
@@ -160,8 +161,8 @@ def test_a_decoders_curve_counts_once_it_has_computed_prompts() -> None:
     assert isinstance(second, Placement) and second.prefiller is None
 
 
-def waits(placer: Placer, key: str, ahead_s: float, now: float = 0.0) -> float:
-    placed = placer.place(FirstTurn(key, 20_000, ahead_s=ahead_s), now)
+def waits(placer: Placer, key: str, queue_weight: float, now: float = 0.0) -> float:
+    placed = placer.place(FirstTurn(key, 20_000, queue_weight=queue_weight), now)
     assert isinstance(placed, Placement) and placed.receipt.prefiller.chosen
     return placed.receipt.prefiller.chosen.wait_s
 
@@ -182,8 +183,8 @@ def test_a_better_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None
 def test_prompts_of_a_better_class_end_before_those_that_came_first(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
     each = CURVE.seconds(20_000)
-    for key, ahead_s in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
-        placer.place(FirstTurn(key, 20_000, ahead_s=ahead_s), 0.0)
+    for key, queue_weight in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
+        placer.place(FirstTurn(key, 20_000, queue_weight=queue_weight), 0.0)
     placer.prefill_done("gold", each)
     assert placer.prefill_wait_s("p0", each) == pytest.approx(2 * each)
     assert waits(placer, "next", 8.0, each) == 0.0

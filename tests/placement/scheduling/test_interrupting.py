@@ -102,11 +102,14 @@ SHORT = BatchWork.of([(50, 0)])
 @pytest.mark.parametrize(
     ("more", "raised"),
     [
-        ({"ahead_s": 8.0}, True),
-        ({"ahead_s": 3.0}, True),  # before one of the two
+        ({"queue_weight": 8.0}, True),
+        ({"queue_weight": 3.0}, True),  # before one of the two
         ({}, False),  # no better than any
-        ({"ahead_s": 8.0, "priority_s": 8.0}, False),  # whoever asks may choose that
-        ({"ahead_s": -2.0, "priority_s": -10.0}, False),  # of a better class, but it will wait behind them
+        ({"queue_weight": 8.0, "priority_s": 8.0}, False),  # whoever asks may choose that
+        (
+            {"queue_weight": -2.0, "priority_s": -10.0},
+            False,
+        ),  # a better class, but it waits behind
     ],
 )
 def test_an_arrival_goes_before_prompts_of_a_lesser_class(more: dict[str, float], raised: bool) -> None:
@@ -115,7 +118,7 @@ def test_an_arrival_goes_before_prompts_of_a_lesser_class(more: dict[str, float]
 
 
 def test_but_not_where_as_much_is_thrown_away_or_tokens_come_late() -> None:
-    better = replace(NEW, ahead_s=8.0, slo=TurnTargets(60.0, 0.05))
+    better = replace(NEW, queue_weight=8.0, slo=TurnTargets(60.0, 0.05))
     policy = policy_with({})
     assert policy.interrupts(better, SHORT, PROMPTS, MODEL)
     assert not policy.interrupts(better, SHORT, replace(PROMPTS, passed_s=0.15), MODEL)
@@ -125,12 +128,12 @@ def test_but_not_where_as_much_is_thrown_away_or_tokens_come_late() -> None:
 
 def test_a_prompt_that_its_priority_puts_first_keeps_its_place() -> None:
     """The next plan would have it first again: the abort would only make both wait."""
-    urgent = replace(arrived("urgent"), ahead_s=9.0, priority_s=9.0)
+    urgent = replace(arrived("urgent"), queue_weight=9.0, priority_s=9.0)
     prompts = (YieldingPrompts(urgent.place_s, BatchWork.of([(1800, 0)]), 60.0),)
-    better = replace(NEW, ahead_s=5.0, slo=TurnTargets(60.0, 0.05))
+    better = replace(NEW, queue_weight=5.0, slo=TurnTargets(60.0, 0.05))
     assert not policy_with({}).interrupts(better, SHORT, replace(PROMPTS, prompts=prompts), MODEL)
     assert policy_with({}).interrupts(
-        replace(better, ahead_s=9.5), SHORT, replace(PROMPTS, prompts=prompts), MODEL
+        replace(better, queue_weight=9.5), SHORT, replace(PROMPTS, prompts=prompts), MODEL
     )
 
 
@@ -140,8 +143,8 @@ def test_what_stays_is_not_computed_again_for_less_than_it_takes() -> None:
     goes = YieldingPrompts(0.0, BatchWork.of([(100, 0)]), 60.0)
     batch = replace(PROMPTS, online_work=BatchWork(), slack_s=None, prompts=(goes, stays))
     better = replace(NEW, slo=TurnTargets(60.0, 0.05))
-    assert not policy_with({}).interrupts(replace(better, ahead_s=3.0), SHORT, batch, MODEL)
-    assert policy_with({}).interrupts(replace(better, ahead_s=3.5), SHORT, batch, MODEL)
+    assert not policy_with({}).interrupts(replace(better, queue_weight=3.0), SHORT, batch, MODEL)
+    assert policy_with({}).interrupts(replace(better, queue_weight=3.5), SHORT, batch, MODEL)
 
 
 def test_what_stays_of_the_prompts_is_computed_again_first() -> None:
@@ -152,7 +155,7 @@ def test_what_stays_of_the_prompts_is_computed_again_first() -> None:
 
 
 LESSER = arrived("lesser", 3000, 9.9)
-BETTER = replace(arrived("better", 300, 9.9), ahead_s=5.0)
+BETTER = replace(arrived("better", 300, 9.9), queue_weight=5.0)
 
 
 def done(aborted: bool) -> IterationDone:
@@ -174,7 +177,7 @@ def test_prompts_yield_once_a_better_class_was_here_and_not_twice_in_a_row() -> 
 
 
 def test_nothing_yields_beside_tokens_of_the_better_class_or_without_safepoints() -> None:
-    decoding = replace(online("gold"), ahead_s=5.0)
+    decoding = replace(online("gold"), queue_weight=5.0)
     for policy, yields in ((policy_with({}), True), (policy_with({}, safepoints=False), False)):
         policy.plan(view(waiting=(BETTER,)), MODEL)
         assert policy.plan(view(waiting=(LESSER,)), MODEL).yields == yields

@@ -95,10 +95,10 @@ def test_at_another_speed_every_term_is() -> None:
 
 def test_one_disturbed_iteration_is_no_change_of_speed() -> None:
     speed = SpeedFactor()
-    speed.see(0.1, 1.0)
+    speed.observe(0.1, 1.0)
     assert speed.factor < 1.15
     for _ in range(10):
-        speed.see(0.1, 0.1)
+        speed.observe(0.1, 0.1)
     assert speed.factor == pytest.approx(1.0, abs=0.02)
 
 
@@ -106,7 +106,7 @@ def test_the_factor_is_bounded() -> None:
     for seconds, bound in ((60.0, 1.5), (1e-6, 1 / 1.5)):
         speed = SpeedFactor(memory_s=1e-6)
         for _ in range(1000):
-            speed.see(0.1, seconds)
+            speed.observe(0.1, seconds)
         assert speed.factor == pytest.approx(bound)
 
 

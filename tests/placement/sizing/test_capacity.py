@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.routing.placer import FirstTurn
+from placement.routing.least_kv import FirstTurn
 from placement.sizing.capacity import CapacityWatch, Signals
 from tests.support.engines import info, placer, state
 
@@ -65,16 +65,16 @@ def test_the_placer_sees_demand_it_refuses_and_room_it_does_not_have() -> None:
     for decoder in ("d0", "d1"):
         made.engine_up(info(decoder, kv_tokens=10_000))
     for second in range(100):
-        made.arrived(300_000, float(second))  # three seconds of prompt a second, none placed
-        made.look(float(second))
+        made.prompt_arrived(300_000, float(second))  # three seconds of prompt a second, none placed
+        made.observe_overload(float(second))
     seen = made.signals(0, 99.0)
     assert seen.prefill_load == pytest.approx(3.0, rel=0.1)
     assert (seen.prefillers, seen.decoders, seen.decoder_pressure) == (1, 2, 0.0)
 
     made.place(FirstTurn("c", 4650), 99.0)  # with 100 of headroom, a quarter of 2 x 9,500
-    made.look(1_000.0)
+    made.observe_overload(1_000.0)
     assert made.signals(0, 1_000.0).decoder_pressure == pytest.approx(0.25, abs=0.001)
     made.observe(state("d1", 1, draining=True), 1_000.0)
-    made.look(2_000.0)
+    made.observe_overload(2_000.0)
     seen = made.signals(0, 2_000.0)
     assert (seen.decoders, seen.decoder_pressure) == (1, pytest.approx(0.5, abs=0.001))

@@ -8,7 +8,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from placement.overload.signal import OverloadReason
-from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.least_kv import FirstTurn
+from placement.routing.placer import Placer
+from placement.routing.receipts import Placement
 from placement.sizing.capacity import Thresholds
 from router.directory.fleet import CapacityWatcher
 from router.directory.messages import Ask
@@ -54,7 +56,7 @@ async def test_turns_that_wait_for_kv_are_declared_an_overload(caplog: pytest.Lo
     waiter = wait_for_kv(table, 3_000, turn=2)
     assert table.refused_tokens() == [4_000, 3_000]
     for second in range(4):
-        made.look(float(second), table.refused_tokens())
+        made.observe_overload(float(second), table.refused_tokens())
     await looked_once(made, table, 4.0)
     assert gauge(OverloadReason.KV_SHORT) == 1 and gauge(OverloadReason.FITS) == 0
     asked = REGISTRY.get_sample_value("conserve_kv_asked")
@@ -74,12 +76,12 @@ async def test_without_anybody_waiting_a_full_fleet_is_no_overload(caplog: pytes
 def test_a_receipt_of_the_time_of_an_overload_says_so() -> None:
     made, _ = full_fleet()
     for second in range(4):
-        made.look(float(second), [7_000])
+        made.observe_overload(float(second), [7_000])
     placed = made.place(FirstTurn("small", 100), 1.0)
     assert isinstance(placed, Placement) and placed.receipt.to_json()["overload"] == "kv_short"
     for look in range(4, 40):
         for number in range(2):
             made.observe(state(f"d{number}", seq=look, live=1_000), float(look))
-        made.look(float(look))
+        made.observe_overload(float(look))
     placed = made.place(FirstTurn("later", 100), 40.0)
     assert isinstance(placed, Placement) and placed.receipt.to_json()["overload"] is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placement.engines import Role
 from placement.priorities import QUANTUM
 from placement.routing.placer_settings import FirstTurns
-from placement.routing.prefix_map import Head
+from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal, RefusalReason
 from router import chains
 from router.directory.journal import Journal, Row
@@ -112,12 +112,12 @@ def test_who_waits_goes_ahead_by_its_class_but_nobody_waits_for_ever() -> None:
     place(made, ask("big", 9000))
     got: list[str] = []
     waits = (("old", 0.0, 0.0), ("plain", 20.0, 0.0), ("gold", 35.0, 30.0), ("low", 1.0, -60.0))
-    for key, at, ahead_s in waits:
-        asked = ask(key, 2000, wait_s=90.0, ahead_s=ahead_s)
+    for key, at, queue_weight in waits:
+        asked = ask(key, 2000, wait_s=90.0, queue_weight=queue_weight)
         assert isinstance(made.place(asked, at, lambda outcome, key=key: got.append(key)), Waiter)
     made.end("big", "deleted", 40.0)
     # One that goes before all that wait is placed at once; one that does not, waits behind them.
-    assert isinstance(made.place(ask("first", 2000, wait_s=9.0, ahead_s=50.0), 40.0, nobody), Placed)
+    assert isinstance(made.place(ask("first", 2000, wait_s=9.0, queue_weight=50.0), 40.0, nobody), Placed)
     assert isinstance(made.place(ask("last", 2000, wait_s=9.0), 40.0, lambda outcome: None), Waiter)
     made.serve_waiting(40.0)
     assert got == ["old", "gold", "plain"][: len(got)] and len(got) == 3
@@ -131,7 +131,7 @@ def test_under_an_overload_that_lasts_a_better_class_waits_behind_none_that_are_
         waits(made, f"c{number}", 8000, got, at=number / 10)
     now, running = 20.0, "big"
     for number in range(8):
-        waits(made, f"gold{number}", 8000, got, at=now, ahead_s=10.0)
+        waits(made, f"gold{number}", 8000, got, at=now, queue_weight=10.0)
         for _ in range(2):  # one place for the better class, one that it leaves
             made.end(running, "deleted", now)
             made.serve_waiting(now)
@@ -146,9 +146,9 @@ def test_prompts_that_fill_the_prefillers_do_not_hold_back_a_better_class() -> N
     count = 0
     while isinstance(made.place(ask(f"c{count}", 20_000), 0.0, nobody), Placed):
         count += 1
-    gold = place(made, ask("gold", 20_000, ahead_s=8.0))
+    gold = place(made, ask("gold", 20_000, queue_weight=8.0))
     made.prefill_done("gold", 0.0)
-    again = place(made, ask("gold", 50_000, ahead_s=8.0, uncached_tokens=40_000))
+    again = place(made, ask("gold", 50_000, queue_weight=8.0, uncached_tokens=40_000))
     for placed in (gold, again):
         receipt: Any = placed.note["receipt"]
         assert receipt["prefiller"]["chosen"]["wait_s"] == 0.0
@@ -160,7 +160,7 @@ def test_a_better_class_that_takes_everything_leaves_others_a_turn_now_and_then(
     for number in range(4):
         waits(made, f"c{number}", 8000, got, at=0.0)
     for number in range(60):
-        waits(made, f"gold{number}", 8000, got, at=0.0, ahead_s=10.0)
+        waits(made, f"gold{number}", 8000, got, at=0.0, queue_weight=10.0)
     running = "big"
     for now in range(11, 51):
         made.end(running, "deleted", float(now))
@@ -190,12 +190,12 @@ def test_who_waits_is_served_fairly_among_owners() -> None:
 
 
 def test_a_prompt_whose_beginning_an_engine_has_counts_with_the_rest() -> None:
-    made, got, head = table(decoders=1, kv_tokens=40_000), list[str](), (Head(b"system", 6_900),)
-    place(made, ask("a:first", 7_000, heads=head))
+    made, got, head = table(decoders=1, kv_tokens=40_000), list[str](), (PromptPrefix(b"system", 6_900),)
+    place(made, ask("a:first", 7_000, prefixes=head))
     place(made, ask("big", 30_000))
     for number in range(5):
         waits(made, f"b:{number}", 7_000, got)
-        waits(made, f"a:{number}", 7_000, got, heads=head)
+        waits(made, f"a:{number}", 7_000, got, prefixes=head)
     for key in ("a:first", "big"):
         made.end(key, "deleted", 2.0)
     made.serve_waiting(2.0)

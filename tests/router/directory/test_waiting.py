@@ -22,9 +22,14 @@ class Queue:
         self.served: list[str] = []
         self._turns = 0
 
-    def ask(self, key: str, flow: str = "", ahead_s: float = 0.0, priority_s: float = 0.0) -> Ask:
+    def ask(self, key: str, flow: str = "", queue_weight: float = 0.0, priority_weight: float = 0.0) -> Ask:
         self._turns += 1
-        more = {"turn": self._turns, "flow": flow, "ahead_s": ahead_s, "priority_s": priority_s}
+        more = {
+            "turn": self._turns,
+            "flow": flow,
+            "queue_weight": queue_weight,
+            "priority_weight": priority_weight,
+        }
         return Ask(key=key, gateway="g", prompt_tokens=TURN, wait_s=1000.0, **more)
 
     def waits(
@@ -32,12 +37,12 @@ class Queue:
         key: str,
         now: float,
         flow: str = "",
-        ahead_s: float = 0.0,
-        priority_s: float = 0.0,
+        queue_weight: float = 0.0,
+        priority_weight: float = 0.0,
         tokens: int = TURN,
     ) -> None:
-        asked = self.ask(key, flow, ahead_s, priority_s)
-        self.waiting.add(Waiter(asked, tokens, now - ahead_s, now + 1000.0, FULL, lambda outcome: None))
+        asked = self.ask(key, flow, queue_weight, priority_weight)
+        self.waiting.add(Waiter(asked, tokens, now - queue_weight, now + 1000.0, FULL, lambda outcome: None))
 
     def serve(self, now: float, count: int = 1) -> None:
         left = count
@@ -68,7 +73,7 @@ def test_an_owners_lesser_turn_has_its_place_whatever_lesser_ones_others_send() 
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0)
-        queue.waits(f"b:better{now}", now, ahead_s=BETTER_S)
+        queue.waits(f"b:better{now}", now, queue_weight=BETTER_S)
         queue.waits(f"a:{now}", now)
 
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
@@ -78,7 +83,7 @@ def test_a_flows_lesser_turn_has_its_place_whatever_lesser_ones_other_flows_send
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0, flow="x")
-        queue.waits(f"b:better{now}", now, flow="x", ahead_s=BETTER_S)
+        queue.waits(f"b:better{now}", now, flow="x", queue_weight=BETTER_S)
         queue.waits(f"b:{now}", now, flow="y")
 
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
@@ -89,7 +94,7 @@ def test_a_lesser_turn_that_was_left_out_is_passed_by_no_better_one_of_its_flow(
     queue = Queue()
     queue.waits("b:lesser", 0.0)
     queue.waiting.served(queue.ask("a:lesser"), TURN, 11.0)
-    better = queue.ask("b:better", ahead_s=BETTER_S)
+    better = queue.ask("b:better", queue_weight=BETTER_S)
     assert queue.waiting.may_pass(better, TURN, 5.0 - BETTER_S, 5.0)
     assert not queue.waiting.may_pass(better, TURN, 12.0 - BETTER_S, 12.0)
 
@@ -100,7 +105,7 @@ def test_a_priority_counts_among_turns_of_its_owner_and_not_among_owners(flow: s
     queue = Queue()
     queue.waits("b:first", 0.0)
     queue.waits("a:second", 1.0)
-    queue.waits("a:urgent", 2.0, flow=flow, priority_s=10.0)
+    queue.waits("a:urgent", 2.0, flow=flow, priority_weight=10.0)
     queue.waits("b:third", 3.0)
     queue.serve(4.0, count=4)
     assert queue.served == ["b:first", "a:urgent", "a:second", "b:third"]
@@ -109,7 +114,7 @@ def test_a_priority_counts_among_turns_of_its_owner_and_not_among_owners(flow: s
 def test_an_owner_whose_turns_are_all_urgent_has_no_more_than_another() -> None:
     queue = Queue()
     for number in range(40):
-        queue.waits(f"a:{number}", number / 100, priority_s=10.0)
+        queue.waits(f"a:{number}", number / 100, priority_weight=10.0)
         queue.waits(f"b:{number}", number / 100 + 0.001)
     queue.serve(30.0, count=40)
     assert sum(key.startswith("a:") for key in queue.served) == 20
@@ -118,10 +123,10 @@ def test_an_owner_whose_turns_are_all_urgent_has_no_more_than_another() -> None:
 
 def test_a_turn_of_low_priority_that_was_left_out_takes_no_place_from_another_owner() -> None:
     queue = Queue()
-    queue.waits("a:low", 0.0, priority_s=-10.0)
+    queue.waits("a:low", 0.0, priority_weight=-10.0)
     queue.waits("b:first", 1.0)
     for number in range(3):
-        queue.waits(f"a:high{number}", 2.0 + number, priority_s=10.0)
+        queue.waits(f"a:high{number}", 2.0 + number, priority_weight=10.0)
     queue.waits("b:second", 6.0)
     queue.serve(30.0, count=6)
     assert queue.served[:3] == ["a:low", "b:first", "a:high0"]
@@ -132,7 +137,7 @@ def test_better_turns_of_one_flow_pass_those_of_another_for_a_round() -> None:
     queue, passed = Queue(), 0
     queue.waits("a:large", 0.0, flow="x")
     for _ in range(20):
-        asked = queue.ask("a:better", flow="y", ahead_s=BETTER_S)
+        asked = queue.ask("a:better", flow="y", queue_weight=BETTER_S)
         if queue.waiting.may_pass(asked, TURN, 1.0 - BETTER_S, 1.0):
             queue.waiting.served(asked, TURN, 1.0)
             passed += 1
@@ -173,7 +178,7 @@ def test_a_look_at_the_queue_takes_no_more_work_with_a_flow_for_every_turn(
     for number in range(MAX_WAITING // 2):
         queue.waits(f"a:{number}", 0.0, flow=f"new{number}")
     monkeypatch.setattr(ClassOrder, "level", counted)
-    queue.waiting.may_pass(queue.ask("a:more", flow="more", ahead_s=BETTER_S), TURN, -BETTER_S, 0.0)
+    queue.waiting.may_pass(queue.ask("a:more", flow="more", queue_weight=BETTER_S), TURN, -BETTER_S, 0.0)
     assert 0 < looked <= 4 * FLOWS
     looked = 0
     queue.serve(1.0, count=1)

@@ -28,8 +28,8 @@ def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[Sim
     def arriving(conversations: Iterable[TraceConversation]) -> Iterator[TraceConversation]:
         for conversation in conversations:
             now = simulation.events.now
-            placer.arrived(conversation.turns[0].prompt_tokens, now)
-            placer.look(now)
+            placer.prompt_arrived(conversation.turns[0].prompt_tokens, now)
+            placer.observe_overload(now)
             last[:] = [placer.signals(0, now)]
             yield conversation
 

@@ -1,7 +1,6 @@
 """Elastic placing on a simulated fleet: running turns keep their target, and no account is left open."""
 
 from dataclasses import replace
-from random import Random
 
 from benchmarks.paper import elastic, workload
 from placement.routing.placer_settings import PlacerSettings
@@ -75,17 +74,6 @@ def test_what_fits_on_no_decoder_is_held_by_a_prefiller() -> None:
     result = play(System.ELASTIC, found, kv_tokens=60_000)
     assert result.totals.last_resorts > 0
     assert len(result.e2e) == 60
-
-
-def test_turns_that_still_wait_are_taken_back_when_their_decoder_is_free() -> None:
-    random = Random(3)
-    found = [
-        TraceConversation(f"c{i}", i * 0.05, (TraceTurn(random.randint(200, 40_000), 0, 60),))
-        for i in range(150)
-    ]
-    result = play(System.ELASTIC, found)
-    assert result.totals.taken_back > 0
-    assert len(result.e2e) == 150
 
 
 def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> None:

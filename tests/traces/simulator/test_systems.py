@@ -2,8 +2,10 @@
 
 import pytest
 
-from placement.routing.placer import FirstTurn, Placement, Placer
+from placement.routing.least_kv import FirstTurn
+from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings
+from placement.routing.receipts import Placement
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.policies import System, SystemSettings

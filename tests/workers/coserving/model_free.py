@@ -124,14 +124,14 @@ class ModelFreeEngine:
         prompt: list[int],
         output: int,
         priority: int,
-        ahead_s: float = 0.0,
+        queue_weight: float = 0.0,
         transfer: dict[str, Any] | None = None,
     ) -> None:
-        """`ahead_s`: what its class is worth. `transfer`: its `kv_transfer_params`."""
+        """`queue_weight`: what its class is worth. `transfer`: its `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        more = {"ahead_s": ahead_s, "kv_transfer_params": transfer}
+        more = {"queue_weight": queue_weight, "kv_transfer_params": transfer}
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=more)
         params.update_from_generation_config({}, 1)
         request = Request(key, prompt, params, None, priority=priority, block_hasher=self._hasher)

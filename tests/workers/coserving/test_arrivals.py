@@ -52,8 +52,8 @@ def raised(flag: Flag, running: PendingIteration, at: float, *arrivals: RequestV
     return flag.fields[RAISED] == EPOCH
 
 
-BETTER = RequestView("better", False, 10.1, 300, 0, slo=TurnTargets(1.0, 0.1), ahead_s=8.0)
-LESSER = replace(BETTER, key="lesser", ahead_s=0.0)
+BETTER = RequestView("better", False, 10.1, 300, 0, slo=TurnTargets(1.0, 0.1), queue_weight=8.0)
+LESSER = replace(BETTER, key="lesser", queue_weight=0.0)
 
 
 def test_one_of_a_better_class_does_and_one_of_the_same_does_not(flag: Flag) -> None:

@@ -54,10 +54,11 @@ def test_a_request_brings_its_slo_or_gets_the_engines(
 
 
 @pytest.mark.parametrize(
-    ("said", "ahead_s"), [(2.5, 2.5), ("3", 3.0), ("soon", 0.0), ([1], 0.0), ("nan", 0.0), (10**400, 0.0)]
+    ("said", "queue_weight"),
+    [(2.5, 2.5), ("3", 3.0), ("soon", 0.0), ([1], 0.0), ("nan", 0.0), (10**400, 0.0)],
 )
-def test_what_a_class_is_worth_is_a_number_or_nothing(said: object, ahead_s: float) -> None:
-    assert worths_of({"ahead_s": said, "priority_s": said}) == (ahead_s, ahead_s)
+def test_what_a_class_is_worth_is_a_number_or_nothing(said: object, queue_weight: float) -> None:
+    assert worths_of({"queue_weight": said, "priority_s": said}) == (queue_weight, queue_weight)
     assert worths_of({}) == (0.0, 0.0)
 
 

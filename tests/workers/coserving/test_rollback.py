@@ -79,7 +79,7 @@ def classes_storm(model: Path, left_out: rollback.Step | None, seed: int) -> Mod
                 key = f"{number}-{index}"
                 prompt = rng.choice(prefixes) + [rng.randint(32, 120) for _ in range(rng.randint(1, 200))]
                 asked[key] = prompt, rng.randint(1, 4)
-                engine.ask(key, *asked[key], priority=0, ahead_s=8.0 if number % 5 == 0 else 0.0)
+                engine.ask(key, *asked[key], priority=0, queue_weight=8.0 if number % 5 == 0 else 0.0)
         engine.step(abort_share=0.7, hang_up_share=0.01)
     return calmed(engine, asked)
 

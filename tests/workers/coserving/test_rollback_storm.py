@@ -81,11 +81,11 @@ def test_outputs_equal_an_undisturbed_run(
     assert not audit.exists(), audit.read_text()
 
 
-def talk(name: str, tokens: int, ahead_s: float = 0.0) -> StormRequest:
+def talk(name: str, tokens: int, queue_weight: float = 0.0) -> StormRequest:
     rng = random.Random(name)
     prompt = tuple(rng.randint(32, 120) for _ in range(tokens))
     params = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
-    return StormRequest(name, prompt, params, priority=0, ahead_s=ahead_s)
+    return StormRequest(name, prompt, params, priority=0, queue_weight=queue_weight)
 
 
 @pytest.mark.engine
@@ -94,7 +94,7 @@ def test_prompts_are_left_within_an_iteration_for_a_turn_of_a_better_class(
 ) -> None:
     """Nothing is offline, and nobody's target is at stake: only the class says who goes first."""
     lesser = [talk(f"lesser{number}", 900) for number in range(12)]
-    better = [talk(f"better{number}", 20, ahead_s=8.0) for number in range(12)]
+    better = [talk(f"better{number}", 20, queue_weight=8.0) for number in range(12)]
 
     async def run() -> tuple[dict[str, Any], dict[str, Any], int, int]:
         audit = {AUDIT_VARIABLE: str(tmp_path / "audit")}

@@ -1,0 +1,181 @@
+"""The placement rule of the conversation paper.
+
+A conversation is bound to the decoder with the least KV in use among those where it fits. Its first prompt is
+computed by the prefiller that would finish it first.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from placement.engines import EngineInfo, EngineState
+from placement.routing.decoder_pool import DecoderPool
+from placement.routing.engine_speed import EngineSpeed
+from placement.routing.placer_settings import PlacerSettings
+from placement.routing.prefill_queue import PrefillQueues
+from placement.routing.prefix_map import PrefixMap, PromptPrefix
+from placement.routing.receipts import (
+    DecoderChoice,
+    Estimates,
+    PrefillerChoice,
+    Refusal,
+    RefusalReason,
+    Why,
+    refuse,
+)
+from placement.scheduling.prefill_curve import PrefillCurve
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTurn:
+    key: str
+    prompt_tokens: int
+    preferred_decoder: str | None = None  # of the parent, or of the conversation this one forked from
+    had_decoder: bool = False  # it was served before, on a decoder that is gone
+    prefixes: Sequence[PromptPrefix] = ()  # that other prompts may share, by length
+    queue_weight: float = 0.0  # prompts with a lower weight wait behind it
+
+
+@dataclass(frozen=True, slots=True)
+class LaterTurn:
+    key: str
+    decoder: str  # where the conversation is bound
+    prompt_tokens: int
+    uncached_tokens: int
+    prefix_on: str = ""  # prefiller that still has the first `prefix_tokens` of the prompt
+    prefix_tokens: int = 0
+    queue_weight: float = 0.0
+
+
+class EngineChoice(NamedTuple):
+    """Engines chosen for a turn, before they are reserved."""
+
+    decoder: DecoderChoice
+    prefiller: PrefillerChoice
+    pool: DecoderPool  # that the decoder is in
+    cached: Mapping[str, int]  # tokens of the prompt that engines have cached, by estimate
+    estimates: Estimates | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingState:
+    """State of the fleet that a placement rule reads."""
+
+    settings: PlacerSettings
+    decoders: DecoderPool = field(default_factory=DecoderPool)
+    prefillers: PrefillQueues = field(default_factory=PrefillQueues)
+    prefixes: PrefixMap = field(default_factory=PrefixMap)
+    split_kv: dict[str, int] = field(default_factory=dict)  # KV of decoders that share their layers
+
+    def need(self, turn: FirstTurn) -> int:
+        """Return the tokens of KV to reserve for a first turn."""
+        return turn.prompt_tokens + self.settings.headroom_tokens
+
+    def cached_tokens(self, turn: FirstTurn, now: float) -> dict[str, int]:
+        """Return the tokens of the prompt that engines have cached, by estimate.
+
+        The last token is always computed.
+        """
+        most = turn.prompt_tokens - 1
+        cached = self.prefixes.cached_tokens(turn.prefixes, now)
+        return {engine: min(tokens, most) for engine, tokens in cached.items()}
+
+
+class LeastKvRule:
+    def __init__(self, state: RoutingState) -> None:
+        self.state = state
+
+    def first_turn(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
+        choice = self.find(turn, now)
+        return choice if isinstance(choice, Refusal) else self.unless_saturated(choice)
+
+    def later_turn(self, turn: LaterTurn, now: float) -> EngineChoice:
+        choice = self.find_later(turn, now)
+        policy, limit_s = self.state.settings.policy, self.state.settings.max_prefill_wait_s
+        best = choice.prefiller.chosen
+        if best is not None and best.wait_s > policy.later_turn_waits(best.prefill_s, limit_s):
+            return choice._replace(prefiller=PrefillerChoice.none(Why.PREFILLERS_BUSY))
+        return choice
+
+    def find(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
+        """Return the best decoder and the best prefiller, however long its queue is."""
+        settings, decoders = self.state.settings, self.state.decoders
+        decoder = decoders.choose(self.state.need(turn), turn.preferred_decoder)
+        if decoder is None:
+            return self._no_decoder(self.state.need(turn))
+        cached = self.state.cached_tokens(turn, now)
+        if not settings.policy.disaggregates:
+            prefiller = PrefillerChoice.none(Why.PREFILLED_LOCALLY)
+        elif decoder.chosen.engine in self.state.split_kv:
+            prefiller = PrefillerChoice.none(Why.SHARES_LAYERS)
+        elif turn.had_decoder and settings.shared_tier:
+            prefiller = PrefillerChoice.none(Why.RESTORED)
+        else:
+            prefillers, tokens, weight = self.state.prefillers, turn.prompt_tokens, turn.queue_weight
+            found = prefillers.choose(tokens, now, weight)
+            if found is None and not settings.local_prefill_without_prefiller:
+                return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
+            prefiller = found or PrefillerChoice.none(Why.NO_PREFILLER_UP)
+            prefiller = prefillers.prefer_cached(prefiller, tokens, cached, now, weight)
+        return EngineChoice(decoder, prefiller, decoders, cached)
+
+    def find_later(self, turn: LaterTurn, now: float) -> EngineChoice:
+        """Return the bound decoder, and the best prefiller if the turn has much to compute."""
+        settings, decoders = self.state.settings, self.state.decoders
+        decoder = DecoderChoice(Why.BOUND, decoders.option(turn.decoder), (), len(decoders), 0)
+        large = settings.policy.later_turn_through_prefiller(
+            settings.redisaggregation, turn.uncached_tokens, turn.prompt_tokens
+        )
+        if not large:
+            prefiller = PrefillerChoice.none(Why.PREFILLED_LOCALLY)
+        elif turn.decoder in self.state.split_kv:
+            prefiller = PrefillerChoice.none(Why.SHARES_LAYERS)
+        else:
+            found = self.state.prefillers.choose(turn.prompt_tokens, now, turn.queue_weight)
+            prefiller = found or PrefillerChoice.none(Why.NO_PREFILLER_UP)
+        return EngineChoice(decoder, prefiller, decoders, {turn.prefix_on: turn.prefix_tokens})
+
+    def unless_saturated(self, choice: EngineChoice) -> EngineChoice | Refusal:
+        """Refuse a turn that would wait for its prefiller for too long."""
+        wait_s = choice.prefiller.chosen.wait_s if choice.prefiller.chosen else 0.0
+        if wait_s <= (limit_s := self.state.settings.max_prefill_wait_s):
+            return choice
+        # The queue is a known number of seconds long, so when it is short enough again is known.
+        return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
+
+    def _no_decoder(self, need: int) -> Refusal:
+        settings, decoders = self.state.settings, self.state.decoders
+        if not len(decoders):
+            return refuse(RefusalReason.NO_DECODER, settings.retry_no_engine_s)
+        if not decoders.could_ever_hold(need):
+            return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
+        count, retry_s = len(decoders), settings.retry_no_capacity_s
+        return refuse(RefusalReason.NO_CAPACITY, retry_s, tokens=need, decoders=count)
+
+    # Events. This rule needs no state of its own.
+
+    def engine_up(self, info: EngineInfo, curve: PrefillCurve | None) -> None:
+        """Learn of an engine; `curve` is None where nothing is known of its speed."""
+
+    def engine_down(self, engine: str) -> tuple[str, ...]:
+        """Forget an engine; return the conversations that lose a reservation by it."""
+        return ()
+
+    def observe(self, state: EngineState, last_seq: int, speed: EngineSpeed, now: float) -> None:
+        """Take in a report of an engine."""
+
+    def placed(self, key: str, choice: EngineChoice, uncached: int, now: float) -> None:
+        """Note a placed turn, of whose prompt its decoder would compute `uncached` tokens."""
+
+    def transferred(self, tokens: int, seconds: float) -> None:
+        """Learn what of a transfer was not hidden: from the end of a prefill to the start on the decoder."""
+
+    def release(self, key: str) -> None:
+        """Forget a conversation that ended, or whose placement was not used."""
+
+    def pool_of(self, engine: str) -> DecoderPool:
+        return self.state.decoders
+
+    def lent_engines(self, decoders: Iterable[str]) -> float | None:
+        """Return the decoders' time that running turns leave to prompts, in engines; None if none is used."""
+        return None
