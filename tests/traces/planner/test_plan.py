@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.sizing.power_curve import Bound, Capacity, Means, provision
+from placement.sizing.provisioning import Bound, Capacity, Means, provision
 from traces import TraceError
 from traces.format import TraceConversation, TraceTurn, load
 from traces.planner import Candidate, FleetPlanner, PlanRequest, capacity_of, measure, plan_fleet
