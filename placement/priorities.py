@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
 
-LATELY_S = 60.0
 QUANTUM = 8192  # tokens of a round
 
 
@@ -29,30 +28,9 @@ class ClassOrder:
 
     def __init__(self) -> None:
         self._served: dict[float, float] = {}  # queue weight -> when
-        self._shared_at = -inf
-        self._best, self._best_at = -inf, -inf
 
     def served(self, queue_weight: float, now: float) -> None:
         self._served[queue_weight] = now
-
-    def shared(self, now: float) -> None:
-        """Lesser ones had their share of what a better class computes in."""
-        self._shared_at = now
-
-    def left_out_s(self, now: float) -> float:
-        """Since then."""
-        return now - self._shared_at
-
-    def best_of_late(self, best_s: float, now: float) -> float:
-        """The most that turns here were worth within a minute; `best_s`: of those that are here."""
-        if best_s >= self._best or now - self._best_at > LATELY_S:
-            self._best, self._best_at = best_s, now
-        return self._best
-
-    @property
-    def best_s(self) -> float:
-        """The most that turns here were worth when the latest were looked at."""
-        return self._best
 
     def level(self, queue_weight: float, arrival: float, highest_weight: float, now: float) -> float:
         """Return the rank of a turn beside others, of which one has `highest_weight`: the highest goes first.

@@ -7,7 +7,6 @@ What an iteration takes is the `truth`; what the policy believes may be another 
 
 import math
 from bisect import insort
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +18,6 @@ from placement.scheduling.interface import (
     RunningBatch,
     ServingPolicy,
     TurnTargets,
-    YieldingPrompts,
 )
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
@@ -123,7 +121,7 @@ class SimulatedCoServing:
                 not any(request.offline for request in self._waiting) and (more := offline(now)) is not None
             ):
                 self._waiting.append(more)
-            batch, yields = self._schedule(now)
+            batch = self._schedule(now)
             if not batch:
                 if self._running or self._waiting:
                     now += 1e-3
@@ -134,7 +132,7 @@ class SimulatedCoServing:
                 continue
             work = BatchWork.of((tokens, request.computed) for request, tokens in batch)
             seconds = self._truth.seconds(work)
-            aborted_at = self._interrupted(batch, yields, work, now, seconds, coming)
+            aborted_at = self._interrupted(batch, work, now, seconds, coming)
             ended = now + seconds if aborted_at is None else aborted_at
             self.served.iterations += 1
             late = 0
@@ -153,8 +151,7 @@ class SimulatedCoServing:
         self.served.seconds = now
         return self.served
 
-    def _schedule(self, now: float) -> tuple[list[tuple[SimulatedRequest, int]], bool]:
-        """The batch, and whether its prompts yield."""
+    def _schedule(self, now: float) -> list[tuple[SimulatedRequest, int]]:
         plan = self._policy.plan(self._view(now), self._believed)
         by_key = {request.key: request for request in self._running}
         for key in plan.preempt:
@@ -185,7 +182,7 @@ class SimulatedCoServing:
             self._running.append(request)
             batch.append((request, tokens))
             left -= tokens
-        return batch, plan.yields
+        return batch
 
     def _view(self, now: float) -> EngineView:
         waiting = self._in_order()
@@ -237,59 +234,48 @@ class SimulatedCoServing:
         self.served.preemptions += 1
 
     def _interrupted(
-        self, batch: list[tuple[SimulatedRequest, int]], yields: bool, work: BatchWork, now: float,
-        seconds: float, coming: list[SimulatedRequest],
-    ) -> float | None:  # fmt: skip
-        """When the iteration is left, if an arrival in its course is worth it."""
-        running = self._running_batch(batch, yields, work, now)
-        waiting = [  # place, tokens, context
-            (self._view_of(one, False).place_s, one.tokens - one.computed, one.computed)
-            for one in self._waiting
-            if not one.offline
-        ]
+        self,
+        batch: list[tuple[SimulatedRequest, int]],
+        work: BatchWork,
+        now: float,
+        seconds: float,
+        coming: list[SimulatedRequest],
+    ) -> float | None:
+        """Return when the iteration is left, if an arrival in its course is worth it."""
+        running = self._running_batch(batch, work, now)
+        waiting = [(one.tokens - one.computed, one.computed) for one in self._waiting if not one.offline]
         for request, tokens in batch:
             after = request.computed + tokens
             if not request.offline and after < request.tokens:
-                waiting.append((self._view_of(request, True).place_s, request.tokens - after, after))
+                waiting.append((request.tokens - after, after))
+        queued = BatchWork.of(waiting)
         layer = seconds / self._shape.layers
         for request in coming:
             if request.arrival >= now + seconds:
                 break
             view = self._view_of(request, False)
-            waiting.append((view.place_s, request.prompt, 0))
+            queued = queued.plus(request.prompt, 0)
             passed = request.arrival - now
-            queued = BatchWork.of(
-                (new, context) for place_s, new, context in waiting if place_s >= view.claims_s
-            )
             if self._policy.interrupts(view, queued, replace(running, passed_s=passed), self._believed):
                 left_at = now + math.ceil(passed / layer) * layer
                 return left_at if left_at < now + seconds else None
         return None
 
     def _running_batch(
-        self, batch: list[tuple[SimulatedRequest, int]], yields: bool, work: BatchWork, now: float
+        self, batch: list[tuple[SimulatedRequest, int]], work: BatchWork, now: float
     ) -> RunningBatch:
-        """At its start."""
-        online: list[tuple[int, int]] = []
-        prompts: dict[float, list[tuple[int, int]]] = defaultdict(list)
-        due_s: dict[float, float] = defaultdict(lambda: math.inf)
-        slack: float | None = None
-        for request, tokens in batch:
-            view = self._view_of(request, True)
-            if request.offline:
-                continue
-            if yields and not view.decoding:
-                prompts[view.place_s].append((tokens, request.computed))
-                due_s[view.place_s] = min(due_s[view.place_s], view.deadline() - now)
-            else:
-                online.append((tokens, request.computed))
-                slack = min(math.inf if slack is None else slack, view.deadline() - now)
-        offline_requests = sum(request.offline for request, _ in batch)
+        """Return the batch as it is when the iteration begins."""
+        online = [(request, tokens) for request, tokens in batch if not request.offline]
+        due = [self._view_of(request, True).deadline() - now for request, _ in online]
         return RunningBatch(
-            work, BatchWork.of(online), offline_requests, len(batch) - offline_requests,
-            self._believed.seconds(work), 0.0, slack,
-            tuple(YieldingPrompts(at, BatchWork.of(asked), due_s[at]) for at, asked in prompts.items()),
-        )  # fmt: skip
+            work,
+            BatchWork.of((tokens, request.computed) for request, tokens in online),
+            offline_requests=len(batch) - len(online),
+            online_requests=len(online),
+            seconds=self._believed.seconds(work),
+            passed_s=0.0,
+            slack_s=min(due, default=None),
+        )
 
     def _advance(self, request: SimulatedRequest, tokens: int, now: float) -> bool:
         """Whether an online token came after its deadline."""

@@ -39,7 +39,7 @@ class StormRequest:
     priority: int
     hang_up_after_s: float | None = None
     together: str = ""  # requests with the same word here arrive in the same moment
-    queue_weight: float = 0.0  # what its class is worth: prompts of the others yield to it
+    queue_weight: float = 0.0  # prompts with a lower weight wait behind it
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Memory that online requests need now, and the offline requests that give it."""
+"""Memory that online requests need now, and the offline requests that are preempted for it."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,11 +7,11 @@ from placement.scheduling.latency_model import BatchWork
 
 
 def online_demand(view: EngineView) -> int:
-    """Blocks that the online requests served in this iteration lack.
+    """Return the blocks that the online requests served in this iteration lack.
 
     A request asks for its whole prompt and one token more: admitted for its first chunk only, it would stall
-    between chunks. Waiting requests that get no tokens yet ask for nothing yet. Blocks that a request will
-    find in the prefix cache are not known here, so the demand is an upper bound.
+    between chunks. Waiting requests that get no tokens yet ask for nothing. Blocks that a request will find
+    in the prefix cache are not known here, so the demand is an upper bound.
     """
     need, tokens_left, block_tokens = 0, view.max_tokens, view.block_tokens
     for request in online_requests(view):
@@ -27,10 +27,10 @@ def online_demand(view: EngineView) -> int:
 def victims(
     view: EngineView, cheapest_first: Callable[[RequestView], tuple[float, ...]]
 ) -> tuple[RequestView, ...]:
-    """As few running offline requests as give online work the blocks and slots it lacks, cheapest first.
+    """Return the fewest running offline requests that give online work the blocks and slots it lacks.
 
-    A request's blocks go to the free queue tail first and keep their hashes, so only those that online work
-    really takes are lost to it; the rest it finds again when it resumes.
+    A request's blocks enter the free queue tail first and keep their hashes. So only those that online work
+    really takes are lost, and the request finds the rest again when it resumes.
     """
     offline = [request for request in view.running if request.offline]
     if not offline:
@@ -50,7 +50,7 @@ def victims(
 
 
 def online_work(requests: Iterable[RequestView], max_tokens: int) -> BatchWork:
-    """What the online requests will compute in an iteration of at most `max_tokens`, in the order given."""
+    """Return what these online requests compute in an iteration of at most `max_tokens`, in this order."""
     taken, left = [], max_tokens
     for request in requests:
         tokens = min(request.pending, left)
@@ -65,8 +65,8 @@ def online_requests(view: EngineView) -> tuple[RequestView, ...]:
     return (*(request for request in view.running if not request.offline), *view.online_waiting)
 
 
-def without(requests: Sequence[RequestView], gone: Iterable[RequestView]) -> tuple[RequestView, ...]:
-    keys = {request.key for request in gone}
+def without(requests: Sequence[RequestView], removed: Iterable[RequestView]) -> tuple[RequestView, ...]:
+    keys = {request.key for request in removed}
     if not keys:
         return tuple(requests)
     return tuple(request for request in requests if request.key not in keys)

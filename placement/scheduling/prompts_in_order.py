@@ -1,4 +1,4 @@
-"""Policy of engines without co-serving, and of engines while they share their layers."""
+"""Policies of engines without co-serving, and of engines while they share their layers."""
 
 import math
 from dataclasses import replace
@@ -15,14 +15,14 @@ from placement.scheduling.interface import (
     ServingSettings,
 )
 from placement.scheduling.latency_model import LatencyModel
-from placement.scheduling.prompt_budget import share_out
+from placement.scheduling.prompt_budget import share_online
 from placement.scheduling.prompt_order import PromptSharing
 
 
 class PromptsInOrder(ServingPolicy):
-    """Without co-serving: whoever decodes has a token, prompts what time the TBT targets leave, offline last.
+    """Policy without co-serving: decoding requests have a token, prompts the time that TBT targets leave.
 
-    vLLM's own rules say who has memory, and who gives it.
+    Offline requests come last. vLLM's own rules decide which request has memory, and which one is preempted.
     """
 
     def __init__(self, settings: ServingSettings) -> None:
@@ -32,29 +32,33 @@ class PromptsInOrder(ServingPolicy):
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         decoding = tuple(request for request in view.running if request.decoding)
-        target = min((request.slo.tbt_s for request in decoding), default=math.inf)
-        arriving_s = self._settings.slo.tbt_s
-        sharing = PromptSharing(target * (1 - self._margin.share), arriving_s=arriving_s)
+        target_s = min((request.slo.tbt_s for request in decoding), default=math.inf)
+        sharing = PromptSharing(target_s * (1 - self._margin.share))
         prompts = (request for request in preemption.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
-        first = share_out(requests, view.now, view.max_tokens, model, sharing, self._classes)
-        offline = sum(request.offline for request in decoding)  # take their token from what is left
+        first = share_online(requests, view.now, view.max_tokens, model, sharing, self._classes)
+        offline = sum(request.offline for request in decoding)  # they take their token from what is left
         waiting = tuple(request.key for request in first.prompts if not request.running)
         left = 0 if first.held_back else view.max_tokens - first.work.new_tokens
         builder = BatchBuilder(
-            model, first.work, left + offline,
-            first.seconds if decoding else None, floor=lambda request: int(request.decoding), caps=first.caps,
-            planned=frozenset(waiting), unplanned_s=first.seconds,
-        )  # fmt: skip
+            model,
+            first.work,
+            left + offline,
+            first.seconds if decoding else None,
+            floor=lambda request: int(request.decoding),
+            caps=first.caps,
+            planned=frozenset(waiting),
+            unplanned_s=first.seconds,
+        )
         order = online_then_offline(view.running, first.prompts)
         return IterationPlan(order, (), builder, waiting)
 
     def observe(self, done: IterationDone) -> None:
-        self._margin.see(done.predicted_s, done.seconds)
+        self._margin.observe(done.predicted_s, done.seconds)
 
 
 class TurnsAlone(PromptsInOrder):
-    """While engines share their layers: offline requests give back all they hold, and none starts."""
+    """Policy while engines share their layers: offline requests give back all they hold, and none starts."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         offline = tuple(request for request in view.running if request.offline)

@@ -345,7 +345,7 @@ class SimulatedEngine:
             self.gaps.add(seconds, batch.turns * self._iterations)
         if chunks:
             tokens = sum(tokens for _, tokens in chunks)
-            self._prompt_rate.see(tokens, self._events.now - self._began)
+            self._prompt_rate.observe(tokens, self._events.now - self._began)
         self._between = True
         grown = batch.turns * self._iterations
         self.decoded += grown

@@ -43,8 +43,7 @@ class PendingIteration:
     aborted: bool = False
     disowned: int = 0
     # For the arrival watch, in another thread, while it is armed and in the model.
-    # Online work that waits for the next iteration, by its place.
-    queued: Mapping[float, BatchWork] = field(default_factory=dict)
+    queued: BatchWork = field(default_factory=BatchWork)  # online work that waits for the next iteration
     arrivals: list[RequestView] = field(default_factory=list)
     raised: bool = False  # the flag, for one of them
     prompt_tokens: int = 0  # online, before a first token
@@ -209,8 +208,7 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "coserving_prompt_tokens_lost": CounterSpec(
         "conserve_coserving_prompt_tokens_lost",
-        "Tokens of turns' prompts in iterations that were left at a safepoint: beside offline work, or of a "
-        "lesser class than the turn that came.",
+        "Tokens of turns' prompts in iterations that were left at a safepoint.",
     ),
     "coserving_late_tokens": CounterSpec(
         "conserve_coserving_late_tokens", "Online tokens made later than their SLO target."

@@ -6,7 +6,6 @@ Decisions are in placement/scheduling/. Nothing here decides.
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from placement.scheduling.interface import (
     RequestView,
     RunningBatch,
     ServingSettings,
-    YieldingPrompts,
 )
 from placement.scheduling.latency_model import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
 from placement.scheduling.policy_registry import make_policy
@@ -79,7 +77,6 @@ class PlannedScheduling(internals.OpenScheduling):
         self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
         self._unplanned = 0
         self._budget = 0  # offline tokens that fit into the iteration planned last
-        self._yields = False  # that iteration: its prompts may be left for a better class
         # By the step's output: steps may overlap. None: it is empty, or noting it failed.
         self._under_way: dict[int, PendingIteration | None] = {}
         self._ended = 0.0  # the iteration before
@@ -135,7 +132,6 @@ class PlannedScheduling(internals.OpenScheduling):
         """vLLM's step, by the policy's plan; None: nothing was scheduled."""
         started = self.clock()
         self.let_holders_go_first()
-        self._yields = False
         plan = self.guarded(self._plan, started)
         running_before = {request.request_id for request in self.running}
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
@@ -171,7 +167,7 @@ class PlannedScheduling(internals.OpenScheduling):
         try:
             return step(*args)
         except Exception:
-            self._builder, self._budget, self._yields = None, 0, False
+            self._builder, self._budget = None, 0
             self.count_unplanned()
             self._unplanned += 1
             if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: it may fail with every iteration
@@ -203,7 +199,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self.running = [by_key[key] for key in plan.order]
         if plan.waiting is not None:
             self.waiting.name_online(self.requests[key] for key in plan.waiting)
-        self._builder, self._yields = plan.builder, plan.yields
+        self._builder = plan.builder
         self.carry_out(plan, now)
         return plan
 
@@ -275,8 +271,6 @@ class PlannedScheduling(internals.OpenScheduling):
         online: list[tuple[int, int]] = []
         offline: list[tuple[int, int]] = []  # it has what prompts leave
         decoding: list[tuple[int, int]] = []
-        yielding: dict[float, list[tuple[int, int]]] = defaultdict(list)  # prompts, by their place
-        due_s: dict[float, float] = defaultdict(lambda: math.inf)  # the first of them
         prompt_tokens = again = 0
         slack = tightest = math.inf
         scheduled: list[ScheduledRequest] = []
@@ -293,14 +287,8 @@ class PlannedScheduling(internals.OpenScheduling):
                     tightest = min(tightest, tracked.slo.tbt_s)
                 else:
                     prompt_tokens += tokens
-                left_s = tracked.deadline - started
-                if self._yields and not decodes:
-                    place_s = tracked.place_s
-                    yielding[place_s].append((tokens, context))
-                    due_s[place_s] = min(due_s[place_s], left_s)
-                else:
-                    online.append((tokens, context))
-                    slack = min(slack, left_s)
+                online.append((tokens, context))
+                slack = min(slack, tracked.deadline - started)
             admitted = request.request_id not in running_before
             if admitted:
                 tracked.adopted = self.full_blocks(context)
@@ -310,14 +298,10 @@ class PlannedScheduling(internals.OpenScheduling):
                 scheduled.append(self.noted(request, tokens, tracked.adopted, admitted))
         model = self.latency.model
         online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
-        prompts = tuple(
-            YieldingPrompts(place_s, BatchWork.of(asked), due_s[place_s])
-            for place_s, asked in yielding.items()
-        )
-        work = sum((one.work for one in prompts), online_work + offline_work)
+        work = online_work + offline_work
         batch = RunningBatch(
             work, online_work, len(offline), work.requests - len(offline), model.seconds(work), 0.0,
-            slack if online else None, prompts,
+            slack if online else None,
         )  # fmt: skip
         share = PromptSharing(tightest).share(model.seconds(BatchWork.of(decoding))) if decoding else 1.0
         return PendingIteration(
@@ -345,7 +329,7 @@ class PlannedScheduling(internals.OpenScheduling):
         if self._report is not None:
             self._report.prompt_share = iteration.prompt_share
             if iteration.prompt_tokens and not iteration.aborted:
-                self._report.prompt_rate.see(iteration.prompt_tokens, seconds)
+                self._report.prompt_rate.observe(iteration.prompt_tokens, seconds)
                 self._report.prompts += iteration.prompt_tokens >= PROMPT_TOKENS
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds

@@ -10,8 +10,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from placement.scheduling.interface import RequestView, ServingPolicy, TurnTargets, place_of, worth_of
-from placement.scheduling.latency_model import BatchWork, LatencyModel
+from placement.scheduling.interface import RequestView, ServingPolicy, TurnTargets
+from placement.scheduling.latency_model import LatencyModel
 from workers.coserving.iterations import PendingIteration
 from workers.coserving.safepoint import Flag
 
@@ -19,8 +19,8 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-# The gateway's: what a turn's class and priority are worth, and of that the priority (router/turn.py).
-QUEUE_WEIGHT_ARGUMENT, PRIORITY_ARGUMENT = "queue_weight", "priority_s"
+# Set by the gateway: seconds that a turn's class is worth while it waits (router/turn.py).
+QUEUE_WEIGHT_ARGUMENT = "queue_weight"
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 
 
@@ -33,7 +33,6 @@ class TrackedRequest:
     arrival: float  # on the scheduler's clock
     slo: TurnTargets
     queue_weight: float = 0.0
-    priority_s: float = 0.0
     last_token: float | None = None
     last_served: float = 0.0
     outputs: int = 0
@@ -42,14 +41,6 @@ class TrackedRequest:
     looked_up: float = -math.inf  # when it was last seen what of its prompt is there
     there: int = 0  # tokens
     adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
-
-    @property
-    def place_s(self) -> float:
-        return place_of(self.queue_weight, self.priority_s)
-
-    @property
-    def worth_s(self) -> float:
-        return worth_of(self.ahead_s, self.priority_s)
 
     @property
     def deadline(self) -> float:
@@ -73,14 +64,10 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
     return TurnTargets(ttft, tbt)
 
 
-def worths_of(arguments: Mapping[str, Any]) -> tuple[float, float]:
-    """What the gateway says that the request's class and priority are worth, and of that the priority."""
-    return _seconds_of(arguments, QUEUE_WEIGHT_ARGUMENT), _seconds_of(arguments, PRIORITY_ARGUMENT)
-
-
-def _seconds_of(arguments: Mapping[str, Any], name: str) -> float:
+def queue_weight_of(arguments: Mapping[str, Any]) -> float:
+    """Return the queue weight that the gateway gave the request; 0 where it gave none, or no number."""
     try:
-        seconds = float(arguments.get(name, 0.0))
+        seconds = float(arguments.get(QUEUE_WEIGHT_ARGUMENT, 0.0))
     except (TypeError, ValueError, OverflowError):
         return 0.0
     return seconds if math.isfinite(seconds) else 0.0
@@ -108,8 +95,8 @@ class TrackedRequests:
         arguments = self.arguments_of(request)
         # Whoever puts a target into a line of a batch would have turns wait for it.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
-        queue_weight, priority_s = worths_of(arguments)
-        tracked = TrackedRequest(request, offline, self.clock() - age, slo, queue_weight, priority_s)
+        weight = queue_weight_of(arguments)
+        tracked = TrackedRequest(request, offline, self.clock() - age, slo, weight)
         self.by_id[request.request_id] = tracked
         (self._offline if offline else self._online)[request.request_id] = tracked
         return tracked
@@ -150,7 +137,6 @@ class TrackedRequests:
             slo=tracked.slo,
             refused=tracked.refused,
             queue_weight=tracked.queue_weight,
-            priority_s=tracked.priority_s,
         )
 
     def start_order(
@@ -224,13 +210,9 @@ class ArrivalWatch:
         now = self._clock()
         view = self._view_of(request, now)
         running.arrivals.append(view)
-        queued = BatchWork()
-        for place_s, work in running.queued.items():
-            if place_s >= view.claims_s:
-                queued += work
+        queued = running.queued
         for arrival in running.arrivals:
-            if arrival.place_s >= view.claims_s:
-                queued = queued.plus(arrival.pending, arrival.computed)
+            queued = queued.plus(arrival.pending, arrival.computed)
         batch = replace(running.batch, passed_s=now - running.started)
         if self._policy().interrupts(view, queued, batch, self._model()):
             self._flag.raise_for(running.epoch)

@@ -3,7 +3,6 @@
 What an iteration did is undone in rollback.py.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from workers.coserving import rollback, safepoint
 from workers.coserving import vllm_internals as internals
 from workers.coserving.iterations import IterationRecord, PendingIteration, count, observe
 from workers.coserving.planned import PlannedScheduling
-from workers.coserving.requests import ArrivalWatch, slo_of, worths_of
+from workers.coserving.requests import ArrivalWatch, queue_weight_of, slo_of
 
 
 class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
@@ -47,10 +46,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         """
         if self._safepoint is None or not self._safepoint.arms or not self.needs_plan():
             return False
-        return bool(self.guarded(self._next_may_be_armed))
-
-    def _next_may_be_armed(self) -> bool:
-        return self._offline_prompt_may_run() or self._prompt_may_yield()
+        return bool(self.guarded(self._offline_prompt_may_run))
 
     def _offline_prompt_may_run(self) -> bool:
         if not self._offline_prompts_arm:
@@ -60,21 +56,13 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             return True
         return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
 
-    def _prompt_may_yield(self) -> bool:
-        best_s = self.policy.best_of_late_s
-        return best_s > -math.inf and any(
-            tracked.worth_s < best_s
-            for tracked in self.tracked.online()
-            if tracked.request.is_prefill_chunk or internals.is_waiting(tracked.request)
-        )
-
     def _worth_arming(self) -> float:
         """Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0."""
         if self._builder is None or self._under_way:
             return 0.0
         seconds = self.latency.model.seconds(self._builder.work)
         offline = self._builder.offline_tokens and self.policy.worth_arming(seconds, self._online_s)
-        return seconds if offline or self._yields else 0.0
+        return seconds if offline else 0.0
 
     def began(self, iteration: PendingIteration) -> None:
         if iteration.epoch:
@@ -131,7 +119,6 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
     def _arriving(self, request: Any, now: float) -> RequestView:
         """In the receiving thread."""
         arguments = internals.extra_args(request)
-        queue_weight, priority_s = worths_of(arguments)
         return RequestView(
             request.request_id,
             offline=False,
@@ -139,8 +126,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             tokens=request.num_tokens,
             computed=self.cached_tokens(request),
             slo=slo_of(arguments, self.tracked.default_slo),
-            queue_weight=queue_weight,
-            priority_s=priority_s,
+            queue_weight=queue_weight_of(arguments),
         )
 
     def _publish(self, iteration: PendingIteration) -> None:
@@ -149,13 +135,12 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         if not iteration.epoch:  # it cannot be aborted: nobody asks what waits behind it
             self._watch.in_flight = None
             return
-        queued: dict[float, BatchWork] = {}
+        queued = BatchWork()
         for tracked in self.tracked.online():
             request = tracked.request
             left = request.num_tokens - request.num_computed_tokens  # of running ones: after this iteration
             if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
-                sofar = queued.get(tracked.place_s, BatchWork())
-                queued[tracked.place_s] = sofar.plus(left, request.num_computed_tokens)
+                queued = queued.plus(left, request.num_computed_tokens)
         iteration.queued = queued
         self._watch.in_flight = iteration
 

@@ -7,7 +7,7 @@ import pytest
 
 from placement.scheduling.interface import TurnTargets
 from placement.scheduling.latency_model import BatchWork, LatencyModel
-from placement.scheduling.prompt_budget import worth_stretching
+from placement.scheduling.prompt_budget import stretched_iteration_s
 from tests.placement.scheduling.views import fill, offline, online, policy_with, view
 
 MODEL = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.010, per_request=0.001)
@@ -20,7 +20,7 @@ def requests(count: int, slo: TurnTargets = TurnTargets(1.0, TBT_S)) -> list[obj
 
 
 def stretched(count: int) -> float:
-    return worth_stretching(requests(count), MODEL, 2.0)  # type: ignore[arg-type]
+    return stretched_iteration_s(requests(count), MODEL, 2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 5, 10])
@@ -42,14 +42,14 @@ def test_more_requests_never_have_longer_iterations_until_they_fill_them_themsel
 
 def test_some_of_the_target_is_offline_work_s_however_long_the_contexts_are() -> None:
     long = [online(f"a{number}", 9000, 8999, slo=TurnTargets(1.0, 0.2)) for number in range(10)]  # 10 ms each
-    assert worth_stretching(long, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
+    assert stretched_iteration_s(long, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
     free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
-    assert worth_stretching(long, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
+    assert stretched_iteration_s(long, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
 
 
 def test_the_strictest_target_counts() -> None:
     mixed = [*requests(2), online("strict", 1000, 999, slo=TurnTargets(1.0, 0.05))]
-    assert worth_stretching(mixed, MODEL, 2.0) == pytest.approx(0.05)  # type: ignore[arg-type]
+    assert stretched_iteration_s(mixed, MODEL, 2.0) == pytest.approx(0.05)  # type: ignore[arg-type]
 
 
 def test_a_target_that_requests_break_by_themselves_leaves_nothing() -> None:
@@ -57,7 +57,7 @@ def test_a_target_that_requests_break_by_themselves_leaves_nothing() -> None:
 
 
 def test_an_operator_may_have_the_whole_target_always() -> None:
-    assert worth_stretching(requests(30), MODEL, math.inf) == pytest.approx(TBT_S)  # type: ignore[arg-type]
+    assert stretched_iteration_s(requests(30), MODEL, math.inf) == pytest.approx(TBT_S)  # type: ignore[arg-type]
 
 
 def test_offline_work_has_less_of_an_iteration_beside_many_requests() -> None:

@@ -13,7 +13,6 @@ from placement.scheduling.interface import (
     RunningBatch,
     ServingSettings,
     TurnTargets,
-    YieldingPrompts,
 )
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 from placement.scheduling.policy_registry import make_policy
@@ -22,7 +21,7 @@ from workers.coserving.requests import ArrivalWatch
 from workers.coserving.safepoint import RAISED, Flag
 
 MODEL = LatencyModel(per_token=1e-4, per_attended=0.0, per_context=0.0, constant=5e-3)
-PROMPT = BatchWork.of([(1900, 0)])  # of a class that is worth nothing, 0.2 s long
+OFFLINE = BatchWork.of([(1900, 0)])  # 0.2 s long
 EPOCH = 7
 
 
@@ -35,7 +34,7 @@ def flag() -> Iterator[Flag]:
 
 
 def iteration(**more: Any) -> PendingIteration:
-    batch = RunningBatch(PROMPT, BatchWork(), 0, 1, 0.195, 0.0, None, (YieldingPrompts(0.0, PROMPT, 60.0),))
+    batch = RunningBatch(OFFLINE, BatchWork(), 1, 0, 0.195, 0.0, None)
     return PendingIteration(10.0, batch, EPOCH, (), 0, **more)
 
 
@@ -52,18 +51,20 @@ def raised(flag: Flag, running: PendingIteration, at: float, *arrivals: RequestV
     return flag.fields[RAISED] == EPOCH
 
 
-BETTER = RequestView("better", False, 10.1, 300, 0, slo=TurnTargets(1.0, 0.1), queue_weight=8.0)
-LESSER = replace(BETTER, key="lesser", queue_weight=0.0)
+PATIENT = RequestView("patient", False, 10.1, 300, 0, slo=TurnTargets(1.0, 0.1))
+URGENT = replace(PATIENT, key="urgent", slo=TurnTargets(0.3, 0.1))
 
 
-def test_one_of_a_better_class_does_and_one_of_the_same_does_not(flag: Flag) -> None:
-    assert not raised(flag, iteration(), 10.05, LESSER)
-    assert raised(flag, iteration(), 10.05, BETTER)
+def test_an_arrival_raises_the_flag_if_it_would_wait_for_too_much_of_its_ttft(flag: Flag) -> None:
+    assert not raised(flag, iteration(), 10.05, PATIENT)
+    assert raised(flag, iteration(), 10.05, URGENT)
 
 
-def test_what_waits_of_lesser_classes_is_not_before_it(flag: Flag) -> None:
-    """Late in an iteration it is worth an abort only where the target is at stake."""
-    late, much = 10.15, BatchWork.of([(20_000, 0)])
-    assert not raised(flag, iteration(queued={0.0: much}), late, BETTER)
-    assert not raised(flag, iteration(), late, replace(LESSER, tokens=20_000), BETTER)
-    assert raised(flag, iteration(queued={8.0: much}), late, BETTER)
+def test_queued_prompts_count_as_waiting_before_an_arrival(flag: Flag) -> None:
+    much = BatchWork.of([(9_000, 0)])
+    assert raised(flag, iteration(queued=much), 10.05, PATIENT)
+
+
+def test_an_earlier_arrival_counts_as_waiting_before_the_next(flag: Flag) -> None:
+    never = replace(PATIENT, key="never", tokens=9_000, slo=TurnTargets(1e6, 0.1))
+    assert raised(flag, iteration(), 10.05, never, PATIENT)

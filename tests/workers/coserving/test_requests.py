@@ -7,7 +7,7 @@ import pytest
 
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.policy_registry import make_policy
-from workers.coserving.requests import TrackedRequests, slo_of, worths_of
+from workers.coserving.requests import TrackedRequests, queue_weight_of, slo_of
 
 DEFAULT = TurnTargets(2.0, 0.2)
 
@@ -58,8 +58,8 @@ def test_a_request_brings_its_slo_or_gets_the_engines(
     [(2.5, 2.5), ("3", 3.0), ("soon", 0.0), ([1], 0.0), ("nan", 0.0), (10**400, 0.0)],
 )
 def test_what_a_class_is_worth_is_a_number_or_nothing(said: object, queue_weight: float) -> None:
-    assert worths_of({"queue_weight": said, "priority_s": said}) == (queue_weight, queue_weight)
-    assert worths_of({}) == (0.0, 0.0)
+    assert queue_weight_of({"queue_weight": said}) == queue_weight
+    assert queue_weight_of({}) == 0.0
 
 
 def test_age_is_kept_across_clocks() -> None:

@@ -68,41 +68,6 @@ def test_no_request_reads_what_was_not_computed_for_it(
     assert not engine.scheduler.requests
 
 
-def classes_storm(model: Path, left_out: rollback.Step | None, seed: int) -> ModelFreeEngine:
-    """Nothing is offline: what yields are prompts, and now and then a better class's turn comes."""
-    rng, asked = random.Random(seed), dict[str, tuple[list[int], int]]()
-    engine = ModelFreeEngine(model, left_out, seed)
-    prefixes = [[rng.randint(32, 120) for _ in range(150)] for _ in range(3)]
-    for number in range(400):
-        if number % 6 == 0 and number < 340:
-            for index in range(rng.randint(1, 3)):
-                key = f"{number}-{index}"
-                prompt = rng.choice(prefixes) + [rng.randint(32, 120) for _ in range(rng.randint(1, 200))]
-                asked[key] = prompt, rng.randint(1, 4)
-                engine.ask(key, *asked[key], priority=0, queue_weight=8.0 if number % 5 == 0 else 0.0)
-        engine.step(abort_share=0.7, hang_up_share=0.01)
-    return calmed(engine, asked)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_prompts_that_yielded_to_a_better_class_are_computed_again(small_model: Path, seed: int) -> None:
-    engine = classes_storm(small_model, None, seed)
-    assert engine.aborts > 10
-    assert engine.lies == []
-    assert not engine.scheduler.requests
-
-
-def test_and_are_wrong_without_a_step_of_the_roll_back(small_model: Path) -> None:
-    def lied(seed: int) -> bool:
-        try:
-            engine = classes_storm(small_model, rollback.rewind_computed, seed)
-        except (AssertionError, ValueError, IndexError):
-            return True
-        return bool(engine.lies or engine.scheduler.requests)
-
-    assert any(lied(seed) for seed in range(3))
-
-
 @pytest.mark.parametrize("left_out", [rollback.rewind_computed, rollback.evict_written])
 def test_without_one_step_some_request_does(small_model: Path, left_out: rollback.Step) -> None:
     assert any(_lied(small_model, left_out, seed) for seed in range(3))
