@@ -137,7 +137,7 @@ async def started(
     clock, iterations = made.path / f"{name}.clock", made.path / f"{name}.iterations"
     path = [str(REPOSITORY), str(made.path / "plugin"), os.environ.get("PYTHONPATH", "")]
     os.environ |= {
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -212,5 +212,4 @@ def own_parts(
     }
     if variant.coserves:
         options["worker_cls"] = WORKER_CLASS if device == "cuda" else CPU_WORKER_CLASS
-        options["async_scheduling"] = False
     return options
