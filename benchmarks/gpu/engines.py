@@ -161,7 +161,7 @@ async def started(
     }
     if not variant.plain:
         arguments |= own_parts(name, variant, made, iterations, device)
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, **variant.options))
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | dict(variant.options))))
     try:
         engine = EngineUnderTest(KvEngine(llm), made.sizes, clock, iterations)
         await engine.answers(1, 20)
