@@ -1,6 +1,7 @@
 """The dashboard's page and JSON: what they show, and who may see them."""
 
 import base64
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
         status, page, headers = await fetch(made.urls[0], "/dashboard")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert b"https://" not in page and b'src="' not in page and b"@import" not in page
-    assert "default-src 'self'" in headers["Content-Security-Policy"]
+    policy = headers["Content-Security-Policy"]
+    script = page.partition(b"<script>")[2].partition(b"</script>")[0]
+    own = base64.b64encode(sha256(script).digest()).decode()
+    assert "default-src 'self'" in policy
+    assert f"script-src 'sha256-{own}'" in policy, "a script that markup brings along does not run"
 
 
 async def test_engines_lanes_and_receipts_are_of_what_was_served(tmp_path: Path) -> None:
