@@ -1,1 +1,1 @@
-"""Random faults under real agent load."""
+"""Random faults under agent load: `python -m benchmarks.chaos`."""

@@ -1,9 +1,8 @@
-"""Faults: a process of the fleet is killed, stopped, slowed down, or cannot write, for a while.
+"""Faults: a process of the fleet is killed, stopped, slowed down, or cannot write for a while.
 
-A full disk is a limit on the size of files (`prlimit`): writes fail with an error, and it needs no rights. It
-is lifted again, as somebody would make room. What delays packets here is that their sender or receiver is
-stopped again and again for parts of a second. The machine's clock is set only where that is allowed: an hour
-forward or back, and later right again.
+A full disk is a limit on the size of files (`prlimit`): writes fail with an error, and no rights are needed.
+A delay stops the sender or receiver again and again for parts of a second. The machine's clock is set only
+where that is allowed: an hour forward or back, and later right again.
 """
 
 import signal
@@ -25,23 +24,24 @@ KEEPS = ("ray::KeeperActor",)
 FRONT = ("router.gateway", "router.batch", "ray::DirectoryActor", "ray::GatewaysActor")
 RAY = ("gcs_server", "raylet/raylet")
 WRITES = ("ray::DirectoryActor", "router.batch", "router.gateway")
-STOPPED_S, FULL_S, SLOW_S, SET_S = (0.5, 12.0), (1.0, 6.0), (3.0, 15.0), (5.0, 20.0)
+KINDS = ("kill", "stop", "delay", "full", "clock")
+SECONDS = {"stop": (0.5, 12.0), "delay": (3.0, 15.0), "full": (1.0, 6.0), "clock": (5.0, 20.0)}
 DELAY_S, BETWEEN_S = (0.02, 0.4), (0.01, 0.1)
 HOUR_S = 3600.0
-_CLOCK = Lock()  # it is set by one at a time
+_CLOCK = Lock()  # one fault at a time sets it
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to one kind of process, and for how long."""
+    """A kind of fault, the kind of process that it hits, and how long it lasts."""
 
-    kind: str  # kill, stop, delay, full, clock
+    kind: str
     victim: str
     seconds: float = 0.0
 
     @property
     def on_an_engine(self) -> bool:
-        """These take a start to mend; Ray's own processes take keepers and directory with them."""
+        """Tell whether an engine's start mends the fault; Ray's processes take keepers with them."""
         return self.victim in (*ENGINE, *RAY)
 
     def __str__(self) -> str:
@@ -50,50 +50,38 @@ class Fault:
 
 
 def faults(random: Random, *, clock: bool = False, only_engines: bool = False) -> Iterator[Fault]:
-    """`clock`: the machine's may be set. `only_engines`: they are killed, and nothing else is done."""
+    """Yield faults: with `clock` also on the machine's clock, with `only_engines` only killed engines."""
     while True:
         if only_engines:
             yield Fault("kill", random.choice(ENGINE))
             continue
-        kind = random.choices(("kill", "stop", "delay", "full", "clock"), (6, 3, 2, 1, int(clock)))[0]
-        if kind == "kill":
-            yield Fault(kind, random.choice(random.choice((ENGINE, ENGINE, FRONT, KEEPS, RAY))))
-        elif kind in ("stop", "delay"):
-            victim = random.choice((*ENGINE, *FRONT, *KEEPS))
-            yield Fault(kind, victim, random.uniform(*(STOPPED_S if kind == "stop" else SLOW_S)))
-        elif kind == "clock":
-            yield Fault(kind, random.choice(("forward", "back")), random.uniform(*SET_S))
-        else:
-            yield Fault(kind, random.choice(WRITES), random.uniform(*FULL_S))
-
-
-def victims(home: FleetHome, name: str) -> list[psutil.Process]:
-    found = []
-    for process in marked(home):
-        with suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if name in line and "workers.host" not in line:
-                found.append(process)
-    return sorted(found, key=lambda process: process.pid)
+        kind = random.choices(KINDS, (6, 3, 2, 1, int(clock)))[0]
+        victims = {
+            "kill": random.choice((ENGINE, ENGINE, FRONT, KEEPS, RAY)),
+            "full": WRITES,
+            "clock": ("forward", "back"),
+        }
+        victim = random.choice(victims.get(kind, (*ENGINE, *FRONT, *KEEPS)))
+        yield Fault(kind, victim, random.uniform(*SECONDS[kind]) if kind in SECONDS else 0.0)
 
 
 def inflict(
     home: FleetHome, fault: Fault, random: Random, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """The pid that was hit; 0: there is none of that kind just now."""
+    """Inflict a fault and end it again; return the pid that was hit, or 0 where no such process runs."""
     if fault.kind == "clock":
         set_clock(HOUR_S if fault.victim == "forward" else -HOUR_S, fault.seconds, sleep)
         return 1
     found = victims(home, fault.victim)
     if not found:
         return 0
-    process = random.choice(found)
+    process, stops = random.choice(found), fault.kind in ("stop", "delay")
     try:
         if fault.kind == "kill":
             process.kill()
             return process.pid
         most = process.rlimit(psutil.RLIMIT_FSIZE)[1]
-        if fault.kind in ("stop", "delay"):
+        if stops:
             process.send_signal(signal.SIGSTOP)
         else:
             process.rlimit(psutil.RLIMIT_FSIZE, (0, most))
@@ -106,16 +94,27 @@ def inflict(
         else:
             sleep(fault.seconds)
     finally:
-        with suppress(psutil.NoSuchProcess):  # something else ended it meanwhile
-            if fault.kind in ("stop", "delay"):
+        with suppress(psutil.NoSuchProcess):  # another fault may have ended it
+            if stops:
                 process.send_signal(signal.SIGCONT)
             else:
                 process.rlimit(psutil.RLIMIT_FSIZE, (most, most))
     return process.pid
 
 
+def victims(home: FleetHome, name: str) -> list[psutil.Process]:
+    """Return the fleet's processes whose command line contains a name, by pid."""
+    found = []
+    for process in marked(home):
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if name in line and "workers.host" not in line:
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)
+
+
 def delay(process: psutil.Process, seconds: float, random: Random, sleep: Callable[[float], None]) -> None:
-    """What it sends and receives comes later, by a part of a second each time. It begins and ends stopped."""
+    """Delay all that a stopped process sends and receives; it is stopped afterwards too."""
     left = seconds
     while left > 0:
         late, between = random.uniform(*DELAY_S), random.uniform(*BETWEEN_S)
@@ -132,7 +131,7 @@ def set_clock(
     sleep: Callable[[float], None] = time.sleep,
     change: Callable[[int, float], None] = time.clock_settime,
 ) -> None:
-    """The machine's, and right again by the time that passed meanwhile."""
+    """Set the machine's clock forward or back for a while, and right again by the time that passed."""
     with _CLOCK:
         right = time.time() - time.monotonic()
         change(time.CLOCK_REALTIME, right + time.monotonic() + by_s)

@@ -1,0 +1,1 @@
+"""In-engine policies on real vLLM: `python -m benchmarks.coserving`."""

@@ -1,10 +1,10 @@
-"""Host time of a step in which requests decode: vLLM's scheduler alone, and with ours in it. No model.
+"""Host time of a step in which requests decode: vLLM's scheduler alone, and with ours in it, without a model.
 
     python -m benchmarks.coserving.steps [--quick] [--json FILE]
 
-vLLM's scheduler is real, and so are both sides of our connector; tokens are made up, and 36 layers call the
-hooks before and after each. Contexts are 600 to 4000 tokens. Figures are medians in microseconds, one kind of
-scheduler after the other; read them as differences within a run.
+vLLM's scheduler and both sides of our connector are real; tokens are made up, and 36 layers call the hooks
+before and after each. Contexts are 600 to 4,000 tokens. Figures are medians in microseconds, one kind of
+scheduler after the other; compare them within a run.
 """
 
 import os
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class HostSteps:
-    """An engine's scheduler, and the connector's worker side where it has one of ours."""
+    """Scheduler of an engine, with the connector's worker side unless it is plain vLLM."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         import torch
@@ -46,11 +46,18 @@ class HostSteps:
         from vllm.v1.structured_output import StructuredOutputManager
 
         config = EngineArgs(
-            model=str(folder / "model"), dtype="float32", max_model_len=BATCHED, block_size=BLOCK,
-            max_num_seqs=max(BATCHES), num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=BATCHED,
-            enforce_eager=True, async_scheduling=False, scheduling_policy="priority",
+            model=str(folder / "model"),
+            dtype="float32",
+            max_model_len=BATCHED,
+            block_size=BLOCK,
+            max_num_seqs=max(BATCHES),
+            num_gpu_blocks_override=BLOCKS,
+            max_num_batched_tokens=BATCHED,
+            enforce_eager=True,
+            async_scheduling=False,
+            scheduling_policy="priority",
             **self._ours(kind, folder),
-        ).create_engine_config()  # fmt: skip
+        ).create_engine_config()
         config.cache_config.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(LAYERS, spec)])
@@ -73,10 +80,12 @@ class HostSteps:
             return {}
         coserves = kind == "coserving"
         connector = ConnectorConfig(
-            transfer=False, feed=str(folder / f"{kind}.sock"), layer_hooks=coserves,
+            transfer=False,
+            feed=str(folder / f"{kind}.sock"),
+            layer_hooks=coserves,
             plugins=(SAFEPOINT_PLUGIN,) if coserves else (),
             safepoint=f"conserve-steps-{uuid.uuid4().hex[:8]}" if coserves else "",
-        )  # fmt: skip
+        )
         settings = CoServingConfig(ServingSettings(), iteration_log=str(folder / f"{kind}.iterations"))
         return {
             "kv_transfer_config": connector.to_kv_transfer_config(),
@@ -95,7 +104,7 @@ class HostSteps:
         self.scheduler.add_request(request)
 
     def step(self) -> int:
-        """Requests that were in it with one token each."""
+        """Run one step and return how many requests had one token in it."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         done = self._timed("schedule", self.scheduler.schedule)
@@ -133,7 +142,7 @@ class HostSteps:
         return output
 
     def of_batch(self, count: int, steps: int) -> dict[str, float]:
-        """Microseconds by part, with so many requests that decode."""
+        """Return the microseconds of each part of a step in which `count` requests decode."""
         from vllm.v1.request import RequestStatus
 
         rng, (least, most) = random.Random(count), CONTEXTS

@@ -1,17 +1,23 @@
-"""Policies taking turns on one engine under one load, by a scheduler whose policy changes while it runs."""
+"""Policies that take turns on one engine under the same online arrivals, beside endless offline work.
 
+The scheduler reads its policy from a file, and so changes it while the engine runs.
+"""
+
+import asyncio
+import itertools
 import json
 import os
 import random
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coserving.load import Experienced, OnlineLoad, PartLengths, PolicyTurn
 from benchmarks.harness.output import quantile
+from benchmarks.harness.rounds import forth_and_back
 from deploy.small_model import ModelShape, make_model
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel, SelfCorrecting
@@ -25,138 +31,241 @@ from workers.coserving.profile import (
     coserving_engine,
     measure,
     profile_of,
-    warm_up,
 )
 from workers.coserving.scheduler import CoServingScheduler
 from workers.processes import write_atomically
 from workers.profiles import Profile
 
 SCHEDULER = "benchmarks.coserving.turns.SwitchingScheduler"
-VARIABLE = "CONSERVE_BENCHMARK_POLICY"
+POLICY_FILE = "CONSERVE_BENCHMARK_POLICY"
+LAYERS, MAX_CONTEXT, BLOCK = 24, 2048, 32
+BASELINE = "online_only"
+LOOSE = TurnTargets(60.0, 10.0)
+END_LIMIT_S = 120.0
 
 
-def choose(path: Path, settings: ServingSettings, model: LatencyModel) -> None:
-    """The file becomes another one, by which the scheduler sees it."""
-    write_atomically(path, json.dumps({"settings": asdict(settings), "model": asdict(model)}))
+@dataclass(frozen=True)
+class PartLengths:
+    """Tokens of a prompt, of an answer, and at most of an iteration."""
+
+    prompt: int
+    output: int
+    iteration: int
+
+    @staticmethod
+    def part_of_paper(part: int) -> "PartLengths":
+        """Return a part of the paper's lengths: 4,096 in, 256 out, 2,048 an iteration."""
+        return PartLengths(4096 // part, 256 // part, 2048 // part)
+
+    @property
+    def offline_at_once(self) -> int:
+        """Offline requests that fill every iteration.
+
+        While one decodes, as many others have their prompts computed as fit into that many iterations.
+        """
+        return self.output * self.iteration // self.prompt + 4
+
+
+@dataclass(frozen=True)
+class OnlineLoad:
+    """Online requests with gamma-distributed gaps."""
+
+    rate: float  # requests a second
+    cv: float  # coefficient of variation of the gaps
+    seconds: float
+    lengths: PartLengths  # of online and offline requests
+    share: float = 0.0  # the rate as a share of the engine's capacity
+
+    def gaps(self, seed: int) -> Iterator[float]:
+        rng, shape = random.Random(seed), 1 / (self.cv * self.cv)
+        while True:
+            yield rng.gammavariate(shape, 1 / (self.rate * shape))
+
+
+@dataclass
+class Experienced:
+    """Measurements of one policy under one load, over all its turns."""
+
+    ttft: list[float] = field(default_factory=list)
+    tbt: list[float] = field(default_factory=list)
+    offline_tokens: int = 0  # computed for the first time
+    seconds: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        return self.offline_tokens / self.seconds if self.seconds else 0.0
+
+    def attainment(self, ttft_s: float, tbt_s: float) -> float:
+        """Return the share of first tokens or of gaps that are in time, whichever is less."""
+        if not self.ttft or not self.tbt:
+            return 0.0
+        first = sum(ttft <= ttft_s for ttft in self.ttft) / len(self.ttft)
+        return min(first, sum(gap <= tbt_s for gap in self.tbt) / len(self.tbt))
 
 
 class SwitchingScheduler(CoServingScheduler):
-    """Reads its settings anew whenever the file named in the environment is replaced."""
+    """Scheduler that reads its settings anew whenever the policy file is replaced."""
 
     _chosen_at = 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        path = os.environ[VARIABLE]
+        path = os.environ[POLICY_FILE]
         changed = os.stat(path).st_ino
         if changed != self._chosen_at:
             self._chosen_at = changed
             chosen = json.loads(Path(path).read_text())
             values = chosen["settings"]
             settings = ServingSettings(**{**values, "slo": TurnTargets(**values["slo"])})
-            # Each turn starts from the profile: none has what another's iterations have taught the model.
+            # Each turn starts from the profile, not from what another policy's iterations taught the model.
             self.policy = make_policy(settings)
             self.latency = SelfCorrecting(LatencyModel(**chosen["model"]))
             self.tracked.default_slo = settings.slo
         return super().schedule(throttle_prefills)
 
 
-LAYERS = 24
-MAX_CONTEXT = 2048
-BLOCK = 32
-BASELINE = "online_only"
-LOOSE = TurnTargets(60.0, 10.0)
+class PolicyTurn:
+    """A turn of one policy: `seconds` of load on the engine, then nothing is left of it."""
+
+    def __init__(self, engine: StandaloneEngine, load: OnlineLoad, seed: int) -> None:
+        self._engine, self._load, self._seed = engine, load, seed
+        self._rng, self._ids = random.Random(seed), itertools.count()
+        self.until = 0.0
+
+    async def run(self, into: Experienced, with_offline: bool) -> None:
+        load, began = self._load, time.monotonic()
+        self.until = until = began + load.seconds
+        count = load.lengths.offline_at_once if with_offline else 0
+        offline = [asyncio.create_task(self._offline()) for _ in range(count)]
+        online = []
+        for gap in load.gaps(self._seed):
+            if time.monotonic() + gap >= until:
+                break
+            await asyncio.sleep(gap)
+            online.append(asyncio.create_task(self._online(into)))
+        await asyncio.sleep(max(until - time.monotonic(), 0))
+        into.seconds += time.monotonic() - began
+        for task in offline:
+            task.cancel()
+        await asyncio.gather(*offline, return_exceptions=True)
+        await asyncio.wait_for(asyncio.gather(*online), END_LIMIT_S)
+        await self._engine.empty()
+
+    async def _online(self, into: Experienced) -> None:
+        asked = time.monotonic()
+        times = [time.monotonic() async for _ in self._stream(0)]
+        first, *later = (after - before for before, after in itertools.pairwise([asked, *times]))
+        into.ttft.append(first)
+        into.tbt += later
+
+    async def _offline(self) -> None:
+        while True:
+            async for _ in self._stream(1):
+                pass
+
+    def _stream(self, priority: int) -> AsyncIterator[Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        lengths, delta = self._load.lengths, RequestOutputKind.DELTA
+        params = SamplingParams(
+            temperature=0.0, max_tokens=lengths.output, ignore_eos=True, output_kind=delta
+        )
+        tokens = [self._rng.randint(32, 120) for _ in range(lengths.prompt)]
+        name = f"{self._seed}-{priority}-{next(self._ids)}-{time.monotonic_ns()}"
+        generated: AsyncIterator[Any] = self._engine.llm.generate(
+            {"prompt_token_ids": tokens}, params, name, priority=priority
+        )
+        return generated
 
 
 @dataclass
 class LoadOutcome:
+    """Measurements of all policies under one load, and their targets."""
+
     load: OnlineLoad
-    slo: TurnTargets  # the P99 of online work alone, in turns before
+    slo: TurnTargets
     by_policy: dict[str, Experienced]
     iterations: dict[str, list[IterationRecord]]
 
 
 @dataclass
 class TurnBench:
+    """A profiled engine whose policy can be chosen."""
+
     engine: StandaloneEngine
     profile: Profile
     lengths: PartLengths
-    chosen: Path  # the file that names the policy
-
-    @property
-    def model(self) -> LatencyModel:
-        return self.profile.model
+    policy_file: Path
 
     async def turn(
         self, name: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
     ) -> list[IterationRecord]:
-        choose(self.chosen, settings_of(name, slo, self.lengths), self.model)
+        """Play one turn; a name may end with ` without safepoints`. Return its iterations."""
+        policy, _, without = name.partition(" without ")
+        settings = ServingSettings(policy, slo, safepoints=without != "safepoints")
+        choose(self.policy_file, settings, self.profile.model)
         before = len(self.engine.iterations())
-        turn = PolicyTurn(self.engine, load, seed, with_offline=not name.startswith(BASELINE))
-        await turn.run(into)
+        turn = PolicyTurn(self.engine, load, seed)
+        await turn.run(into, with_offline=policy != BASELINE)
         records = [r for r in self.engine.iterations()[before:] if r.at <= turn.until]
         into.offline_tokens += sum(r.offline_tokens - r.again_tokens for r in records if not r.aborted)
         return records
 
     async def capacity(self, seconds: float) -> float:
-        """Requests a second, of the loads' lengths, when there is nothing but a batch of them."""
+        """Return requests a second when the engine has nothing but offline work."""
         load, got = OnlineLoad(1e-6, 1.0, seconds, self.lengths), Experienced()
         await self.turn("non_preemptive", load, 0, LOOSE, got)
         return got.throughput / (self.lengths.prompt + self.lengths.output)
 
     async def compare(self, load: OnlineLoad, policies: tuple[str, ...], turns: int) -> LoadOutcome:
-        """Each turn every policy meets the same arrivals; the targets are from turns of the baseline before.
+        """Let every policy meet the same arrivals in each turn.
 
-        Those turns decide nothing else: a policy is compared with as many requests of the baseline as it has
-        itself, since a P99 of twice as many is another order statistic. The policies go forwards, then
-        backwards, so that a drift of the machine meets all alike and neighbours stay neighbours.
+        The targets are the baseline's P99 in turns before. Those turns decide nothing else: a policy is
+        compared with as many requests of the baseline as it has itself, since a P99 depends on the number.
         """
         names = (BASELINE, *(name for name in policies if name != BASELINE))
         alone = Experienced()
         for number in range(turns):
             await self.turn(BASELINE, load, number, LOOSE, alone)
         slo = TurnTargets(quantile(alone.ttft, 0.99), quantile(alone.tbt, 0.99))
-        outcome = LoadOutcome(
-            load, slo, {name: Experienced() for name in names}, {name: [] for name in names}
-        )
+        found = LoadOutcome(load, slo, {name: Experienced() for name in names}, {name: [] for name in names})
         for number in range(turns):
-            for name in names if number % 2 == 0 else names[::-1]:
-                records = await self.turn(name, load, number, slo, outcome.by_policy[name])
-                outcome.iterations[name] += records
-        return outcome
+            for name in forth_and_back(names, number):
+                found.iterations[name] += await self.turn(name, load, number, slo, found.by_policy[name])
+        return found
 
 
-def settings_of(name: str, slo: TurnTargets, lengths: PartLengths) -> ServingSettings:
-    policy, _, without = name.partition(" without ")
-    return ServingSettings(policy, slo, safepoints=without != "safepoints")
-
-
-def threads() -> dict[str, str]:
-    """One core is left for vLLM's other processes, which spin while the model runs, and for the clients."""
-    count = max(1, (os.cpu_count() or 2) - 1)
-    return {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+def choose(file: Path, settings: ServingSettings, model: LatencyModel) -> None:
+    write_atomically(file, json.dumps({"settings": asdict(settings), "model": asdict(model)}))
 
 
 @asynccontextmanager
 async def bench(
-    model: Path | None, lengths: PartLengths, repeats: int, blocks: int, host_kv_gib: float = 0.0,
-    profile: Profile | None = None,
-) -> AsyncIterator[TurnBench]:  # fmt: skip
-    """An engine, profiled first where there is no profile. Without a model one of 24 layers is made."""
+    model: Path | None, lengths: PartLengths, repeats: int, blocks: int, host_kv_gib: float
+) -> AsyncIterator[TurnBench]:
+    """Run a profiled engine; without a model one of 24 layers is made."""
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder) / "model"
             make_model(model, ModelShape(layers=LAYERS))
-        chosen = Path(folder) / "policy.json"
-        choose(chosen, ServingSettings("non_preemptive"), CONSERVATIVE)
+        policy_file = Path(folder) / "policy.json"
+        choose(policy_file, ServingSettings("non_preemptive"), CONSERVATIVE)
+        # One core is left for vLLM's other processes, which spin while the model runs, and for clients.
+        threads = str(max(1, (os.cpu_count() or 2) - 1))
+        environment = {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         shape = StandaloneShape(
-            model, blocks=blocks, max_tokens=lengths.iteration, max_running=64, max_context=MAX_CONTEXT,
-            block_tokens=BLOCK, scheduler=SCHEDULER, plugins=(SAFEPOINT_PLUGIN,),
-            host_kv_gib=host_kv_gib, environment={VARIABLE: str(chosen), **threads()},
-        )  # fmt: skip
+            model,
+            blocks=blocks,
+            max_tokens=lengths.iteration,
+            max_running=64,
+            max_context=MAX_CONTEXT,
+            block_tokens=BLOCK,
+            scheduler=SCHEDULER,
+            plugins=(SAFEPOINT_PLUGIN,),
+            host_kv_gib=host_kv_gib,
+            environment={POLICY_FILE: str(policy_file), **environment},
+        )
         async with coserving_engine(shape, CoServingConfig()) as engine:
             grid = Grid(lengths.iteration, MAX_CONTEXT, 32, BLOCK, repeats)
-            if profile is None:
-                profile = profile_of(await measure(engine, grid), LAYERS, 0.0)
-            else:
-                await warm_up(engine, grid, random.Random(0))
-            yield TurnBench(engine, profile, lengths, chosen)
+            profile = profile_of(await measure(engine, grid), LAYERS, 0.0)
+            yield TurnBench(engine, profile, lengths, policy_file)

@@ -1,1 +1,1 @@
-"""Hostile input beside honest work."""
+"""Hostile input beside honest work: `python -m benchmarks.fuzz`."""

@@ -3,12 +3,12 @@
     python -m benchmarks.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
         [--schemathesis PROGRAM [--schemathesis-seconds 120]]
 
-The fleet is brought up for it. Fields of valid requests are replaced, removed and added, and bytes of valid
-ones tampered with; with --schemathesis (`make fuzz` has it) some requests are made from the gateway's
-`/openapi.json`. Meanwhile an honest conversation is held over and over: its answers (float32, greedy) have
-to be those it had before. Wanted: no engine ended, no request unanswered, no answer of 500, nothing left
-behind, the gateway's loop never held for 50 ms of processor time. The longest stall is of GET /health, beside
-that of a server that does nothing else: both share two cores with the engines.
+Fields of valid requests are replaced, removed and added, and bytes of valid requests are tampered with; with
+--schemathesis (`make fuzz` has it) some requests are made from the gateway's `/openapi.json`. Meanwhile an
+honest conversation repeats, and its answers (float32, greedy) must be those it had before. No engine may end,
+no request may stay unanswered, no answer may be a 500, nothing may be left behind, and the gateway's loop may
+never be held for 50 ms of processor time. The longest stall is of GET /health, beside that of an idle server,
+since both share two cores with the engines.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,70 +28,72 @@ import psutil
 
 from benchmarks.fuzz.described import Described, described
 from benchmarks.fuzz.mutations import Attack, attack
-from benchmarks.fuzz.stalls import held, watch
-from benchmarks.harness.fleet import brought_up
-from benchmarks.harness.output import command, write_json
+from benchmarks.fuzz.stalls import long_holds, watch
+from benchmarks.harness.fleet import CO_SERVING, brought_up
+from benchmarks.harness.output import command, print_figures, write_json
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import EngineStatus, fleet_status, serving
 
-ROOT = Path(__file__).parents[2]
-FLEET = ROOT / "configs" / "co-serving.yaml"
 REQUESTS, QUICK_REQUESTS = 100_000, 3_000
 CLIENTS = 12
-ANSWER_LIMIT_S = 180.0  # of a whole request: its first byte. A long prompt is due after 8 times its length
-TAMPERED_LIMIT_S = 0.25  # of one that may not be one
-READ_LIMIT_S = 1.0  # of an answer's rest: then the client hangs up
+ANSWER_LIMIT_S = 180.0  # to the first byte of a whole request; a long prompt is due after 8 times its length
+TAMPERED_LIMIT_S = 0.25  # to the first byte of a request that may be invalid
+READ_LIMIT_S = 1.0  # for the rest of an answer: then the client hangs up
 DESCRIBED_S = 120.0
 TURNS, TOKENS = 5, 16
-SETTLES_S = 20.0
+SETTLE_S = 20.0
 SHOWN = 8
+FAULTS = (
+    *("engines_ended", "unanswered", "internal_errors", "wrong", "left_running", "left_files"),
+    *("described_failed", "loop_held_over_50_ms"),
+)
 
 
 @dataclass
 class FuzzResults:
-    """What came of it."""
+    """Answers to the attacks, and honest conversations meanwhile."""
 
     sent: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     unanswered: list[str] = field(default_factory=list)
     internal: list[str] = field(default_factory=list)
-    slowest: tuple[float, str] = (0.0, "")  # of whole requests: seconds to its first byte, and what it was
+    slowest: tuple[float, str] = (0.0, "")  # seconds to the first byte, and the request
     honest: int = 0
     wrong: int = 0
     described: Described | None = None
 
 
-async def one(address: tuple[str, int], what: Attack, seen: FuzzResults) -> None:
-    """Send it, and read for a while: an honest server answers what is whole, and cuts or refuses the rest."""
-    limit = ANSWER_LIMIT_S if what.whole else TAMPERED_LIMIT_S
+async def send(address: tuple[str, int], request: Attack, seen: FuzzResults) -> None:
+    """Send a request and read for a while: a server answers whole requests, and cuts or refuses others."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), ANSWER_LIMIT_S)
     except (OSError, TimeoutError) as refused:
-        seen.unanswered.append(f"{what.about}: no connection ({refused})")
+        seen.unanswered.append(f"{request.about}: no connection ({refused})")
         return
-    status, asked = "cut", time.monotonic()
+    status, began = "cut", time.monotonic()
     try:
-        writer.write(what.data)
+        writer.write(request.data)
+        limit = ANSWER_LIMIT_S if request.whole else TAMPERED_LIMIT_S
         line = await asyncio.wait_for(reader.readline(), limit)
-        took = time.monotonic() - asked
-        seen.slowest = max(seen.slowest, (took, f"{what.about}, {len(what.data):,} bytes"))
+        about = f"{request.about}, {len(request.data):,} bytes"
+        seen.slowest = max(seen.slowest, (time.monotonic() - began, about))
         status = line[9:12].decode("ascii", "replace") or "cut"
         if status.startswith("5") and status != "503":
             rest = await asyncio.wait_for(reader.read(4096), READ_LIMIT_S)
-            seen.internal.append(f"{what.about}: {status} {rest[-300:]!r}")
+            seen.internal.append(f"{request.about}: {status} {rest[-300:]!r}")
         with suppress(TimeoutError):
             await asyncio.wait_for(reader.read(4096), READ_LIMIT_S)
     except TimeoutError:
         status = "waited for more"
-        if what.whole:
-            seen.unanswered.append(f"{what.about}: {what.data[-300:]!r}")
+        if request.whole:
+            seen.unanswered.append(f"{request.about}: {request.data[-300:]!r}")
     except (ConnectionError, ValueError, asyncio.LimitOverrunError):
         pass
     finally:
         seen.answers[status] += 1
         writer.close()
-        with suppress(Exception):  # its end is of no interest
+        with suppress(Exception):  # how the connection closes does not matter
             await asyncio.wait_for(writer.wait_closed(), 1)
 
 
@@ -103,45 +104,27 @@ async def attackers(
         random = Random(f"{seed} {number}")
         while seen.sent < requests:
             seen.sent += 1
-            number_sent = seen.sent
-            await one(address, attack(random, model), seen)
-            if number_sent % 1000 == 0:
-                print(
-                    f"  {seen.sent:,} sent, {seen.honest} honest conversations, {seen.wrong} wrong",
-                    flush=True,
-                )
+            if seen.sent % 1000 == 0:
+                honest = f"{seen.honest} honest conversations, {seen.wrong} wrong"
+                print(f"  {seen.sent:,} sent, {honest}", flush=True)
+            await send(address, attack(random, model), seen)
 
     await asyncio.gather(*(client(number) for number in range(CLIENTS)))
 
 
 async def honest(http: httpx.AsyncClient, model: str, name: str) -> list[str]:
-    """A conversation's answers."""
+    """Hold a conversation and return its answers."""
     messages: list[dict[str, str]] = [{"role": "system", "content": "You are an agent. " * 40}]
-    said = []
+    answers = []
     for turn in range(TURNS):
         messages.append({"role": "user", "content": f"Step {turn}: {'read and act ' * 20}"})
-        body: dict[str, Any] = {
-            "model": model, "messages": messages, "max_tokens": TOKENS, "min_tokens": TOKENS,
-            "ignore_eos": True, "temperature": 0.0,
-        }  # fmt: skip
+        body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0.0}
+        body |= {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
         answer = await http.post("/v1/chat/completions", json=body, headers={"x-conversation-id": name})
         answer.raise_for_status()
-        said.append(str(answer.json()["choices"][0]["message"]["content"]))
-        messages.append({"role": "assistant", "content": said[-1]})
-    return said
-
-
-async def beside(url: str, model: str, expected: list[str], seen: FuzzResults, stop: asyncio.Event) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
-        while not stop.is_set():
-            try:
-                said = await honest(http, model, f"honest-{seen.honest}")
-            except httpx.HTTPError as failed:
-                said = [repr(failed)]
-            seen.honest += 1
-            if said != expected:
-                seen.wrong += 1
-                print(f"  an honest conversation differs: {said[-1][:200]!r}", flush=True)
+        answers.append(str(answer.json()["choices"][0]["message"]["content"]))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
 
 
 async def run(
@@ -150,28 +133,41 @@ async def run(
     seen, stop, split = FuzzResults(), asyncio.Event(), urlsplit(url)
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
         expected = await honest(http, model, "before")
-    company = asyncio.create_task(beside(url, model, expected, seen, stop))
-    address = str(split.hostname), int(split.port or 80)
-    attacking = asyncio.create_task(attackers(address, model, requests, seed, seen))
-    if schemathesis is not None:
-        seen.described = await asyncio.to_thread(described, schemathesis, url, model, seconds)
-    await attacking
-    stop.set()
-    await company
+
+        async def repeat_honest() -> None:
+            while not stop.is_set():
+                try:
+                    answers = await honest(http, model, f"honest-{seen.honest}")
+                except httpx.HTTPError as failed:
+                    answers = [repr(failed)]
+                seen.honest += 1
+                if answers != expected:
+                    seen.wrong += 1
+                    print(f"  an honest conversation differs: {answers[-1][:200]!r}", flush=True)
+
+        beside = asyncio.create_task(repeat_honest())
+        address = str(split.hostname), int(split.port or 80)
+        attacking = asyncio.create_task(attackers(address, model, requests, seed, seen))
+        if schemathesis is not None:
+            seen.described = await asyncio.to_thread(described, schemathesis, url, model, seconds)
+        await attacking
+        stop.set()
+        await beside
     return seen
 
 
-def gateway(url: str) -> psutil.Process:
+def listener(url: str) -> psutil.Process:
+    """Return the process that listens at the URL's port."""
     port = urlsplit(url).port
     for found in psutil.net_connections("tcp"):
         if found.status == psutil.CONN_LISTEN and found.pid and found.laddr and found.laddr.port == port:
             return psutil.Process(found.pid)
-    raise SystemExit(f"nobody listens at {url}")
+    raise SystemExit(f"no process listens at {url}")
 
 
 def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
-    """Engines when nothing runs any more, or when that took too long."""
-    limit = time.monotonic() + SETTLES_S
+    """Return the engines when nothing runs any more, or after `SETTLE_S`."""
+    limit = time.monotonic() + SETTLE_S
     while True:
         engines = fleet_status(home).engines
         if time.monotonic() > limit or not any(one.running or one.waiting for one in engines):
@@ -180,79 +176,70 @@ def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
 
 
 def memory_mib(process: psutil.Process) -> float:
-    """Of the gateway and of the processes that read bodies for it."""
+    """Return the memory of the gateway and of the processes that read bodies for it."""
     return sum(one.memory_info().rss for one in (process, *process.children())) / (1 << 20)
 
 
-def incarnations(engines: tuple[EngineStatus, ...]) -> dict[str, tuple[int, int]]:
-    return {one.engine: (one.pid, one.restarts) for one in engines}
+def measure(
+    url: str, home: FleetHome, run_arguments: tuple[Any, ...]
+) -> tuple[FuzzResults, dict[str, float]]:
+    """Attack the fleet; return what was seen, and the figures."""
+    before, process, spawn = fleet_status(home).engines, listener(url), get_context("spawn")
+    theirs, ours = spawn.Pipe()
+    prober = spawn.Process(target=watch, args=(url, theirs), daemon=True)
+    prober.start()
+    files, memory, holds = process.num_fds(), memory_mib(process), long_holds(url)
+    began = time.monotonic()
+    seen = asyncio.run(run(url, *run_arguments))
+    seconds = time.monotonic() - began
+    ours.send(None)
+    stalls: dict[str, float] = ours.recv() if ours.poll(10) else {}
+    prober.join(5)
+    holds_after, after = long_holds(url), settled(home)
+    lives = {one.engine: (one.pid, one.restarts) for one in before}
+    described = seen.described or Described(0, False, 0, "")
+    return seen, {
+        "requests": seen.sent,
+        "described_requests": described.requests,
+        "described_failed": int(described.failed),
+        "described_unmade": described.unmade,
+        "requests_per_s": round(seen.sent / seconds, 1),
+        "engines_ended": sum(lives[one.engine] != (one.pid, one.restarts) for one in after),
+        "unanswered": len(seen.unanswered),
+        "slowest_answer_s": round(seen.slowest[0], 1),
+        "internal_errors": len(seen.internal),
+        "honest_conversations": seen.honest,
+        "wrong": seen.wrong,
+        "left_running": sum(one.running + one.waiting for one in after),
+        "left_files": max(0, process.num_fds() - files - CLIENTS),
+        "memory_mib": round(memory_mib(process), 1),
+        "memory_mib_before": round(memory, 1),
+        "loop_held_over_50_ms": holds_after - holds,
+        **stalls,
+    }
 
 
 def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_REQUESTS:,} requests")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=FLEET)
-    parser.add_argument("--schemathesis", type=Path, help="its program")
+    parser.add_argument("--fleet", type=Path, default=CO_SERVING)
+    parser.add_argument("--schemathesis", type=Path, help="path of the program")
     parser.add_argument("--schemathesis-seconds", type=float, default=DESCRIBED_S, metavar="SECONDS")
     options = parser.parse_args()
-    requests = QUICK_REQUESTS if options.quick else options.requests
-    fleet = load_fleet(options.fleet)
+    requests, fleet = QUICK_REQUESTS if options.quick else options.requests, load_fleet(options.fleet)
+    arguments = (fleet.model.name, requests, options.seed, options.schemathesis, options.schemathesis_seconds)
     with brought_up(fleet) as home:
-        url = serving(home).endpoint
-        before, process = fleet_status(home).engines, gateway(url)
-        theirs, ours = get_context("spawn").Pipe()
-        prober = get_context("spawn").Process(target=watch, args=(url, theirs), daemon=True)
-        prober.start()
-        files, memory, held_before = process.num_fds(), memory_mib(process), held(url)
-        began = time.monotonic()
-        theirs_too = options.schemathesis, options.schemathesis_seconds
-        seen = asyncio.run(run(url, fleet.model.name, requests, options.seed, *theirs_too))
-        seconds = time.monotonic() - began
-        stalls = _stalls(ours, prober)
-        held_after, after = held(url), settled(home)
-        figures = {
-            "requests": seen.sent,
-            "described_requests": seen.described.requests if seen.described else 0,
-            "described_failed": int(bool(seen.described and seen.described.failed)),
-            "described_unmade": seen.described.unmade if seen.described else 0,
-            "requests_per_s": round(seen.sent / seconds, 1),
-            "engines_ended": sum(
-                incarnations(before)[name] != now for name, now in incarnations(after).items()
-            ),
-            "unanswered": len(seen.unanswered),
-            "slowest_answer_s": round(seen.slowest[0], 1),
-            "internal_errors": len(seen.internal),
-            "honest_conversations": seen.honest,
-            "wrong": seen.wrong,
-            "left_running": sum(one.running + one.waiting for one in after),
-            "left_files": max(0, process.num_fds() - files - CLIENTS),
-            "memory_mib": round(memory_mib(process), 1),
-            "memory_mib_before": round(memory, 1),
-            "loop_held_over_50_ms": held_after - held_before,
-            **stalls,
-        }
+        seen, figures = measure(serving(home).endpoint, home, arguments)
     print("answers:", dict(seen.answers.most_common()))
     if seen.described is not None and seen.described.failed:
-        print(seen.described.said)
+        print(seen.described.output)
     print("slowest answer:", seen.slowest[1])
     for line in (*seen.unanswered[:SHOWN], *seen.internal[:SHOWN]):
         print(f"  {line}")
-    for name, value in figures.items():
-        print(f"{name} = {value}")
+    print_figures(figures)
     write_json(options.json, figures)
-    bad = (
-        *("engines_ended", "unanswered", "internal_errors", "wrong", "left_running", "left_files"),
-        *("described_failed", "loop_held_over_50_ms"),
-    )
-    sys.exit(1 if any(figures[name] for name in bad) else 0)
-
-
-def _stalls(pipe: Connection, prober: Any) -> dict[str, float]:
-    pipe.send(None)
-    found: dict[str, float] = pipe.recv() if pipe.poll(10) else {}
-    prober.join(5)
-    return found
+    sys.exit(1 if any(figures[name] for name in FAULTS) else 0)
 
 
 if __name__ == "__main__":

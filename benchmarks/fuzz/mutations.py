@@ -1,4 +1,4 @@
-"""Malformed requests: valid ones with something replaced, in their JSON or in their bytes."""
+"""Malformed requests: valid ones with something replaced in their JSON or in their bytes."""
 
 import json
 from collections.abc import Callable
@@ -7,65 +7,60 @@ from random import Random
 from typing import Any
 
 WORDS = "the agent reads a file and calls a tool"
-MESSAGES = [{"role": "system", "content": "You help."}, {"role": "user", "content": WORDS}]
-TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
-
+USER = {"role": "user", "content": WORDS}
+MESSAGES = [{"role": "system", "content": "You help."}, USER]
 # A valid request of each endpoint that takes one. Answers are short: most time goes into refusing.
-SEEDS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        "messages": MESSAGES, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True},
-        "tools": [TOOL], "tool_choice": "auto", "temperature": 0.5, "top_p": 0.9, "seed": 1, "n": 1,
-        "stop": ["x"], "logit_bias": {"5": 1}, "response_format": {"type": "text"}, "logprobs": True,
-        "top_logprobs": 2, "prompt_cache_key": "k", "metadata": {"session_id": "s"}, "service_tier": "auto",
-        "vllm_xargs": {"slo_tbt_ms": 200},
-    },
-    "/v1/completions": {
-        "prompt": [1, 2, 3, 4], "max_tokens": 2, "stream": False, "echo": False, "logprobs": 1,
-        "suffix": None, "presence_penalty": 0.1, "repetition_penalty": 1.1, "min_tokens": 0,
-    },
-    "/v1/responses": {
-        "input": [{"role": "user", "content": WORDS}], "max_output_tokens": 2, "store": False,
-        "stream": False, "previous_response_id": None, "reasoning": None, "conversation": {"id": "c"},
-    },
-    "/v1/messages": {
-        "messages": MESSAGES[1:], "system": "You help.", "max_tokens": 2, "stream": False,
-        "metadata": {"user_id": "u"},
-    },
-    "/v1/messages/count_tokens": {"messages": MESSAGES[1:]},
-    "/v1/embeddings": {"input": [WORDS], "encoding_format": "float"},
-    "/tokenize": {"messages": MESSAGES, "add_generation_prompt": True},
-    "/detokenize": {"tokens": [1, 2, 3]},
-    "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
-}  # fmt: skip
+SEEDS: dict[str, dict[str, Any]] = json.loads("""{
+  "/v1/chat/completions": {"messages": 0, "max_tokens": 2, "stream": true,
+    "stream_options": {"include_usage": true},
+    "tools": [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto", "temperature": 0.5, "top_p": 0.9, "seed": 1, "n": 1, "stop": ["x"],
+    "logit_bias": {"5": 1}, "response_format": {"type": "text"}, "logprobs": true, "top_logprobs": 2,
+    "prompt_cache_key": "k", "metadata": {"session_id": "s"}, "service_tier": "auto",
+    "vllm_xargs": {"slo_tbt_ms": 200}},
+  "/v1/completions": {"prompt": [1, 2, 3, 4], "max_tokens": 2, "stream": false, "echo": false, "logprobs": 1,
+    "suffix": null, "presence_penalty": 0.1, "repetition_penalty": 1.1, "min_tokens": 0},
+  "/v1/responses": {"input": 0, "max_output_tokens": 2, "store": false, "stream": false,
+    "previous_response_id": null, "reasoning": null, "conversation": {"id": "c"}},
+  "/v1/messages": {"messages": 0, "system": "You help.", "max_tokens": 2, "stream": false,
+    "metadata": {"user_id": "u"}},
+  "/v1/messages/count_tokens": {"messages": 0},
+  "/v1/embeddings": {"input": 0, "encoding_format": "float"},
+  "/tokenize": {"messages": 0, "add_generation_prompt": true},
+  "/detokenize": {"tokens": [1, 2, 3]},
+  "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}
+}""")
+SEEDS["/v1/chat/completions"]["messages"] = SEEDS["/tokenize"]["messages"] = MESSAGES
+SEEDS["/v1/messages"]["messages"] = SEEDS["/v1/messages/count_tokens"]["messages"] = [USER]
+SEEDS["/v1/responses"]["input"], SEEDS["/v1/embeddings"]["input"] = [USER], [WORDS]
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 READS = ("/v1/models", "/v1/models/x", "/v1/conversations", "/v1/conversations/x", "/v1/files", "/v1/batches")
-METHODS = ("POST", "POST", "POST", "POST", "GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW")
-OURS = ("kv_transfer_params", "request_id", "priority", "session_id", "cache_salt", "vllm_xargs", "nvext")
+METHODS = (*["POST"] * 4, "GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW")
+OUR_FIELDS = (
+    "kv_transfer_params",
+    "request_id",
+    "priority",
+    "session_id",
+    "cache_salt",
+    "vllm_xargs",
+    "nvext",
+)
 HEADERS = (
-    "x-conversation-id", "x-session-id", "x-parent-conversation-id", "x-correlation-id",
-    "x-conversation-final", "content-type", "content-encoding", "expect", "traceparent", "authorization",
-    "connection", "accept",
-)  # fmt: skip
-
-
-DEEP = "@deep@"  # stands for a nesting that no encoder would write
-
-
-def _nested(random: Random, text: str) -> str:
-    depth = random.choice((10, 500, 1000, 20_000))
-    return text.replace(
-        f'"{DEEP}"', random.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
-    )
-
-
+    *("x-conversation-id", "x-session-id", "x-parent-conversation-id", "x-correlation-id", "accept"),
+    *("x-conversation-final", "content-type", "content-encoding", "expect", "traceparent", "authorization"),
+    "connection",
+)
+HEADER_VALUES = ("x", "", "é", "a" * 600, "gzip", "100-continue", "00-0-0-0", "true", "\t")
+DEEP = "@deep@"  # stands for a nesting that no encoder writes
+STRINGS = ("", "\0", "\ud800", "é" * 50, "inf", "../../etc/passwd", "{{7*7}}", "%s%n")
+NUMBERS = (0, -1, 1, 2**31, 2**63, -(2**63), 10**30, -(10**30))
+FLOATS = (float("inf"), float("-inf"), float("nan"), 1e308, 5e-324, -0.0)
 HOSTILE: tuple[Callable[[Random], Any], ...] = (
     lambda random: None,
     lambda random: random.choice((True, False)),
-    lambda random: random.choice((0, -1, 1, 2**31, 2**63, -(2**63), 10**30, -(10**30))),
-    lambda random: random.choice((float("inf"), float("-inf"), float("nan"), 1e308, 5e-324, -0.0)),
-    lambda random: random.choice(
-        ("", "\0", "\ud800", "é" * 50, "inf", "../../etc/passwd", "{{7*7}}", "%s%n")
-    ),
+    lambda random: random.choice(NUMBERS),
+    lambda random: random.choice(FLOATS),
+    lambda random: random.choice(STRINGS),
     lambda random: "x" * random.choice((100, 10_000, 300_000)),
     lambda random: [],
     lambda random: {},
@@ -73,15 +68,19 @@ HOSTILE: tuple[Callable[[Random], Any], ...] = (
     lambda random: [None, [], {}, "x", 1.5],
     lambda random: {str(number): number for number in range(random.choice((1, 100, 3000)))},
     lambda random: [2**31] * random.choice((1, 50_000)),
-    lambda random: [{"role": "user", "content": WORDS}] * random.choice((1, 500)),
+    lambda random: [USER] * random.choice((1, 500)),
     lambda random: [{"role": random.choice(("tool", "x", "", None)), "content": [{"type": "image_url"}]}],
     lambda random: DEEP,
 )
+CONTENT_LENGTHS = (b"-1", b"1e3", b"99999999999999999999", b"0x10", b"", b"5, 6", b"+7")
+CHUNK_SIZES = (b"zz", b"-5", b"ffffffffffffffff", b"5;" + b"e" * 5000, b"5\n")
+VERSIONS = (b"HTTP/2.0", b"HTTP/0.9", b"HTTP/1.1 x", b"", b"ICY/1")
+TARGETS = (b"/\0", b"/v1/%00", b"http://other/v1/models", b"*", b"/" + b"a" * 20_000, b"//", b"")
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Bytes that are sent, and whether they are one whole request, which has to be answered in time."""
+    """Bytes to send, and whether they are one whole request, which has to be answered in time."""
 
     data: bytes
     whole: bool
@@ -89,38 +88,39 @@ class Attack:
 
 
 def attack(random: Random, model: str) -> Attack:
-    return _bytes(random, model) if random.random() < 0.3 else _fields(random, model)
+    return _tampered_bytes(random, model) if random.random() < 0.3 else _mutated_fields(random, model)
 
 
-def _fields(random: Random, model: str) -> Attack:
+def _mutated_fields(random: Random, model: str) -> Attack:
     path = random.choice((*SEEDS, *SEEDS, *READS))
     body: Any = {"model": model, **json.loads(json.dumps(SEEDS.get(path, {})))}
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         body = _mutated(random, body)
     method = random.choice(METHODS) if random.random() < 0.1 or path in READS else "POST"
-    # What leaves its length open may be answered until the context is full; its client hangs up instead.
+    # A request without a length may be answered until the context is full; its client hangs up instead.
     generates = any(name in SEEDS.get(path, ()) for name in LENGTHS) and isinstance(body, dict)
     limited = not generates or any(body.get(name) is not None for name in LENGTHS)
-    raw = _nested(random, json.dumps(body)).encode()
+    depth = random.choice((10, 500, 1000, 20_000))
+    nested = random.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
+    raw = json.dumps(body).replace(f'"{DEEP}"', nested).encode()
     if random.random() < 0.05:
-        raw = _bitten(random, raw)
+        raw = _flipped(random, raw)
     head = [("Content-Type", "application/json")]
     if random.random() < 0.2:
-        value = random.choice(("x", "", "é", "a" * 600, "gzip", "100-continue", "00-0-0-0", "true", "\t"))
-        head.append((random.choice(HEADERS), value))
+        head.append((random.choice(HEADERS), random.choice(HEADER_VALUES)))
     whole = limited and method not in ("HEAD", "BREW")
     return Attack(_request(method, path, head, raw), whole, f"{method} {path}")
 
 
 def _mutated(random: Random, value: Any) -> Any:
-    """One place of it is another: replaced, removed or new."""
+    """Return the value with one place replaced, removed or added."""
     if isinstance(value, dict) and value and random.random() < 0.9:
         key = random.choice([*value])
         step = random.random()
         if step < 0.1:
             return {name: one for name, one in value.items() if name != key}
         if step < 0.25:
-            return {**value, random.choice((*OURS, "é", "x" * 300)): random.choice(HOSTILE)(random)}
+            return {**value, random.choice((*OUR_FIELDS, "é", "x" * 300)): random.choice(HOSTILE)(random)}
         return {**value, key: _mutated(random, value[key])}
     if isinstance(value, list) and value and random.random() < 0.7:
         place = random.randrange(len(value))
@@ -134,56 +134,46 @@ def _request(method: str, path: str, head: list[tuple[str, str]], body: bytes) -
     return "\r\n".join(lines).encode("utf-8", "surrogatepass") + b"\r\n\r\n" + body
 
 
-def _bytes(random: Random, model: str) -> Attack:
-    """A valid request whose bytes were tampered with: it may not be one any more."""
+def _tampered_bytes(random: Random, model: str) -> Attack:
+    """Return a valid request whose bytes are tampered with, so that it may be invalid."""
     path = random.choice([*SEEDS])
-    good = _request("POST", path, [("Content-Type", "application/json")], _body(model, path))
+    valid = json.dumps({"model": model, **SEEDS[path]}).encode()
+    good = _request("POST", path, [("Content-Type", "application/json")], valid)
     head, _, body = good.partition(b"\r\n\r\n")
-    kind = random.randrange(12)
-    if kind == 0:
-        data = _bitten(random, good)
-    elif kind == 1:
-        data = good[: random.randrange(len(good))]
-    elif kind == 2:
-        data = random.randbytes(random.choice((1, 100, 5000)))
-    elif kind == 3:
-        wrong = random.choice((b"-1", b"1e3", b"99999999999999999999", b"0x10", b"", b"5, 6", b"+7"))
-        data = b"\r\n".join((*head.split(b"\r\n")[:-1], b"Content-Length: " + wrong)) + b"\r\n\r\n" + body
-    elif kind == 4:
-        data = head + b"\r\nTransfer-Encoding: chunked\r\n\r\n" + body
-    elif kind == 5:
-        sizes = random.choice((b"zz", b"-5", b"ffffffffffffffff", b"5;" + b"e" * 5000, b"5\n"))
-        lines = [*head.split(b"\r\n")[:-1], b"Transfer-Encoding: chunked"]
-        data = b"\r\n".join(lines) + b"\r\n\r\n" + sizes + b"\r\nhello\r\n0\r\n\r\n"
-    elif kind == 6:
-        data = head + b"\r\n" + b"X-Pad: " + b"p" * random.choice((1000, 70_000)) + b"\r\n\r\n" + body
-    elif kind == 7:
-        data = (
-            head
-            + b"".join(b"\r\nX-%d: y" % number for number in range(random.choice((50, 3000))))
-            + b"\r\n\r\n"
-        )
-    elif kind == 8:
-        data = good * random.choice((2, 10))  # pipelined
-    elif kind == 9:
-        data = good.replace(
-            b"HTTP/1.1", random.choice((b"HTTP/2.0", b"HTTP/0.9", b"HTTP/1.1 x", b"", b"ICY/1"))
-        )
-    elif kind == 10:
-        data = good.replace(b"\r\n", random.choice((b"\n", b"\r", b"\r\n ")), random.choice((1, -1)))
-    else:
-        where = random.choice(
-            (b"/\0", b"/v1/%00", b"http://other/v1/models", b"*", b"/" + b"a" * 20_000, b"//", b"")
-        )
-        data = good.replace(path.encode(), where, 1)
+    without_length = b"\r\n".join(head.split(b"\r\n")[:-1]) + b"\r\n"
+    end, kind = b"\r\n\r\n", random.randrange(12)
+    match kind:
+        case 0:
+            data = _flipped(random, good)
+        case 1:
+            data = good[: random.randrange(len(good))]
+        case 2:
+            data = random.randbytes(random.choice((1, 100, 5000)))
+        case 3:
+            data = without_length + b"Content-Length: " + random.choice(CONTENT_LENGTHS) + end + body
+        case 4:
+            data = head + b"\r\nTransfer-Encoding: chunked" + end + body
+        case 5:
+            chunk = random.choice(CHUNK_SIZES) + b"\r\nhello\r\n0" + end
+            data = without_length + b"Transfer-Encoding: chunked" + end + chunk
+        case 6:
+            data = head + b"\r\nX-Pad: " + b"p" * random.choice((1000, 70_000)) + end + body
+        case 7:
+            many = range(random.choice((50, 3000)))
+            data = head + b"".join(b"\r\nX-%d: y" % number for number in many) + end + body
+        case 8:
+            data = good * random.choice((2, 10))  # pipelined
+        case 9:
+            data = good.replace(b"HTTP/1.1", random.choice(VERSIONS))
+        case 10:
+            data = good.replace(b"\r\n", random.choice((b"\n", b"\r", b"\r\n ")), random.choice((1, -1)))
+        case _:
+            data = good.replace(path.encode(), random.choice(TARGETS), 1)
     return Attack(data, False, f"bytes {kind} {path}")
 
 
-def _body(model: str, path: str) -> bytes:
-    return json.dumps({"model": model, **SEEDS[path]}).encode()
-
-
-def _bitten(random: Random, data: bytes) -> bytes:
+def _flipped(random: Random, data: bytes) -> bytes:
+    """Return the data with some bytes replaced, removed or inserted."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 3, 20))):
         place = random.randrange(len(changed))

@@ -1,0 +1,1 @@
+"""Retention, parking and restores of KV beside plain vLLM: `python -m benchmarks.kv`."""

@@ -1,60 +1,81 @@
-"""Keeping, parking and restoring conversations against plain vLLM: `python -m benchmarks.kv`.
+"""Retention, parking and restores of KV beside plain vLLM.
 
-Agent conversations on one decoder whose accelerator holds a third of what lives at once: how many prompt
-tokens are computed again, and how long later turns wait for their first token, beside plain vLLM in the same
-run; then the same while offline work fills the decoder. Answers must be equal, token for token. Then
-restoring a prompt from the host against computing it, from 1k tokens up, and what restores do to the token
-times of a request that decodes meanwhile. In the end everything is released; what is left counts. Before all
-that, copies by themselves: to the host and back beside a plain copy, and a transfer through a staging window
-beside one in place.
+    python -m benchmarks.kv [--quick] [--json FILE] [--trace FILE]
 
-In full about ten minutes on two quiet cores.
+Agent conversations run on one decoder whose accelerator holds a third of what lives at once: how many prompt
+tokens are computed again, and how long later turns wait for their first token, beside plain vLLM; then the
+same while offline work fills the decoder. Answers must be equal, token for token. Then prompts are restored
+from the host against computing them, and beside a request that decodes. In the end everything is released,
+and blocks that are still held count. Copies by themselves come first: to the host and back, and over a
+connection.
 """
 
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.output import command, write_json
-from benchmarks.kv.measure import FULL, QUICK, measure
+from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.kv.conversations import HOST_KV_GIB, LoadShape, Played, compared, in_a_process, play_load
+from benchmarks.kv.copies import KvSize, measure_copies
+from benchmarks.kv.restore import RestorePlan, restore_against_recompute
+from deploy.small_model import make_model
+
+LENGTHS, QUICK_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32000), (1024, 8192)
+QUICK_LOAD = LoadShape(
+    conversations=12, lengths=1 / 64, turns=3, context=1500, arrivals_s=2.0, longest_wait_s=0.5
+)
 
 
-def show(found: dict[str, Any]) -> None:
-    for name, value in found.items():
-        if not isinstance(value, dict):
-            print(f"{name:32} {value:.4g}" if isinstance(value, float) else f"{name:32} {value}")
-    if "with_offline" in found:
-        print("\nwith offline work")
-        for name, value in found["with_offline"].items():
-            print(f"  {name:30} {value:.4g}" if isinstance(value, float) else f"  {name:30} {value}")
-    if "restore" not in found:
-        return
-    print("\nbeside restores: " + ", ".join(f"{k} {v:.4g}" for k, v in found["restore"]["beside"].items()))
-    print(
-        f"\n{'tokens':>8} {'restore s':>10} {'tokens/s':>9} {'compute s':>10} {'tokens/s':>9} {'faster':>8}"
-    )
-    for row in found["restore"]["by_length"]:
-        restore = f"{row['restore_s']:10.3f} {row['restore_tokens_per_s']:9.0f}"
-        compute = f"{row['recompute_s']:10.3f} {row['recompute_tokens_per_s']:9.0f}"
-        print(f"{row['tokens']:8} {restore} {compute} {row['restore_vs_recompute']:7.1f}x")
+def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Return all figures; `report` gets what is known after each part."""
+    model = Path(tempfile.gettempdir()) / "conserve-benchmark-model"
+    make_model(model)
+    copies = measure_copies(KvSize())
+    ours: Played = in_a_process(play_load, model, load, True, False)
+    plain: Played = in_a_process(play_load, model, load, False, False)
+    found = {**compared(plain, ours), **copies}
+    report(found)
+    plan = RestorePlan(QUICK_LENGTHS if quick else LENGTHS, 8192, decoded=400, host_kv_gib=HOST_KV_GIB)
+    restore = in_a_process(restore_against_recompute, model, plan)
+    rows, beside = restore["by_length"], restore["beside"]
+    found |= {
+        "restore_vs_recompute_8k": next(r["restore_vs_recompute"] for r in rows if r["tokens"] == 8192),
+        "break_even_tokens": min((r["tokens"] for r in rows if r["restore_vs_recompute"] > 1), default=None),
+        **{name: beside[name] for name in beside if name.startswith("tbt_change")},
+        "restore": restore,
+    }
+    if not quick:  # beside plain vLLM without any offline work, which computes less again
+        report(found)
+        full: Played = in_a_process(play_load, model, load, True, True)
+        found["with_offline"] = compared(plain, full)
+        found["recomputed_vs_vllm_with_offline"] = found["with_offline"]["recomputed_vs_vllm"]
+        found["leaked_blocks"] += full.faults
+    return found
 
 
 def main() -> None:
     parser = command(__doc__, quick="a small load, for a check")
     parser.add_argument("--trace", type=Path, help="conversations to take instead of the sample's")
-    arguments = parser.parse_args()
-    plan = QUICK if arguments.quick else FULL
-    if arguments.trace:
-        plan = replace(plan, load=replace(plan.load, trace=arguments.trace))
+    options = parser.parse_args()
+    load, began = QUICK_LOAD if options.quick else LoadShape(), time.monotonic()
+    if options.trace:
+        load = replace(load, trace=options.trace)
 
-    def tell(found: dict[str, Any]) -> None:
+    def report(found: dict[str, Any]) -> None:
         print(f"\nafter {time.monotonic() - began:.0f} s", flush=True)
-        show(found)
-        write_json(arguments.json, found)
+        print_figures({name: value for name, value in found.items() if not isinstance(value, dict)})
+        if "with_offline" in found:
+            print("\nwith offline work")
+            print_figures(found["with_offline"])
+        if "restore" in found:
+            print_rows("restores", found["restore"]["by_length"])
+            print_rows("beside a request that decodes", [found["restore"]["beside"]])
+        write_json(options.json, found)
 
-    began = time.monotonic()
-    tell(measure(plan, tell))
+    report(measure(load, options.quick, report))
 
 
 if __name__ == "__main__":

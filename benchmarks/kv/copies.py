@@ -1,9 +1,10 @@
-"""KV copied without an engine, of the shape of a model of today: equal bytes, or an error.
+"""Copies of KV without an engine, in the shape of a model of today; bytes that differ are an error.
 
-To the host and back beside a plain copy of the same blocks, and from one memory to another over a connection,
-staged and in place.
+Copies go to the host and back beside a plain copy of the same blocks, over a connection within one process in
+place and through a staging window, and from one process to another beside a plain copy over a socket.
 """
 
+import multiprocessing
 import secrets
 import socket
 import statistics
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -19,7 +20,6 @@ from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
 from kvtransfer.checkpoint.host_memory import block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.worker import Copier, come_after_the_model
-from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
@@ -28,11 +28,13 @@ from kvtransfer.transfer.staging import StagedBlockMemory
 Kv = dict[str, torch.Tensor]
 GB = 1e9
 LIMIT_S = 60.0
+SOCKET_BYTES = 4 << 20  # of a call of the plain copy
+HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class MadeShape:
-    """A block of a layer is 64 KiB: 16 tokens, 8 KV heads of 128 in 16 bit."""
+class KvSize:
+    """Sizes of the KV; a block of a layer is 64 KiB: 16 tokens, 8 KV heads of 128 in 16 bit."""
 
     layers: int = 32
     blocks: int = 128
@@ -41,123 +43,110 @@ class MadeShape:
     channels: int = 256  # keys and values
     rounds: int = 5
     window_bytes: int = 32 << 20
-    device: str = "cpu"
 
-    def made(self, filled: bool) -> Kv:
+    @property
+    def all_blocks(self) -> list[int]:
+        return list(range(self.blocks))
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_tokens
+
+    def make(self, random: bool) -> Kv:
         shape = (self.blocks, self.heads, self.block_tokens, self.channels)
-        made = torch.randn if filled else torch.zeros
-        return {
-            f"layer{n}": made(shape, dtype=torch.bfloat16, device=self.device) for n in range(self.layers)
-        }
+        fill = torch.randn if random else torch.zeros
+        return {f"layer{n}": fill(shape, dtype=torch.bfloat16) for n in range(self.layers)}
 
 
-def measure_copies(shape: MadeShape) -> dict[str, float]:
-    return {**host_copies(shape), **transfers(shape)}
+def measure_copies(size: KvSize) -> dict[str, float]:
+    return {**host_copies(size), **transfers(size), **between_processes(size)}
 
 
-def host_copies(shape: MadeShape) -> dict[str, float]:
-    """The host tier's copier, with digests, beside a copy of the same blocks that does nothing else.
+def host_copies(size: KvSize) -> dict[str, float]:
+    """Measure the host tier's copier, with digests, beside a plain copy of the same blocks.
 
-    On the CPU that is one thread, which comes after others as the copier's do, and a block of a layer a call;
-    on a GPU it is one call for everything, to or from pinned memory.
+    The plain copy is one thread of the copier's priority, with a call for each block of a layer; `one_call`
+    is a single copy of all bytes.
     """
-    kv = shape.made(True)
-    device = list(kv.values())
-    wanted = [layer.clone() for layer in device]
-    copier = Copier(memory_for(device, shape.blocks), mover_for(device))
-    order = torch.randperm(shape.blocks).tolist()
+    layers = list(size.make(True).values())
+    wanted = [layer.clone() for layer in layers]
+    copier = Copier(memory_for(layers, size.blocks), mover_for(layers))
+    order = torch.randperm(size.blocks).tolist()
     copies = [BlockCopy(block, slot, 1) for slot, block in enumerate(order)]
-    plain = _plain_copies(device, order)
-    alike = None if device[0].is_cuda else come_after_the_model
-    plainly = ThreadPoolExecutor(1, initializer=alike)
-    try:
-        taken: dict[str, list[float]] = {}
-        for _ in range(shape.rounds + 1):  # the first touches every page
-            for name, copy in plain.items():
-                taken.setdefault(name, []).append(plainly.submit(_seconds, copy).result())
-            taken.setdefault("store", []).append(_seconds(lambda: _store(copier, copies)))
-            for layer in device:
-                layer.zero_()
-            taken.setdefault("restore", []).append(_seconds(lambda: _restore(copier, copies)))
-            if not all(torch.equal(one, other) for one, other in zip(device, wanted, strict=True)):
-                raise AssertionError("KV did not come back from the host as it was")
-    finally:
-        copier.close()
-    size = shape.blocks * block_bytes(device)
-    gbs = {f"host_{name}_gbs": size / min(seconds[1:]) / GB for name, seconds in taken.items()}
-    ratios = [
-        statistics.median(plain / ours for plain, ours in zip(taken[f"plain_{way}"], taken[way], strict=True))
-        for way in ("store", "restore")
-    ]  # of one round: neighbours in time have the same machine
-    return {**gbs, "host_copy_vs_memcpy": min(ratios)}
-
-
-def _plain_copies(device: list[torch.Tensor], order: list[int]) -> dict[str, Callable[[], None]]:
-    if device[0].is_cuda:
-        together = torch.stack([layer.view(-1) for layer in device])
-        pinned = torch.empty_like(together, device="cpu", pin_memory=True)
-
-        def down() -> None:
-            pinned.copy_(together, non_blocking=True)
-            torch.cuda.synchronize()
-
-        def up() -> None:
-            together.copy_(pinned, non_blocking=True)
-            torch.cuda.synchronize()
-
-        return {"plain_store": down, "plain_restore": up}
-    rows = [layer.view(torch.uint8).view(len(layer), -1).numpy() for layer in device]
+    rows = [layer.view(torch.uint8).view(len(layer), -1).numpy() for layer in layers]
     host = [row.copy() for row in rows]
+    everything = torch.cat([layer.view(-1) for layer in layers]).view(torch.uint8).numpy()
+    elsewhere = everything.copy()
 
-    def copy() -> None:
+    def copy_blocks() -> None:
         for slot, block in enumerate(order):
             for there, here in zip(host, rows, strict=True):
                 there[slot] = here[block]
 
-    everything = torch.cat([layer.view(-1) for layer in device]).view(torch.uint8).numpy()
-    elsewhere = everything.copy()
-    return {
-        "plain_store": copy,
-        "plain_restore": copy,
-        "one_call": lambda: elsewhere.__setitem__(slice(None), everything),
-    }
+    def copy_once() -> None:
+        elsewhere[:] = everything
+
+    plain = {"plain_store": copy_blocks, "plain_restore": copy_blocks, "one_call": copy_once}
+    taken: dict[str, list[float]] = {name: [] for name in (*plain, "store", "restore")}
+    thread = ThreadPoolExecutor(1, initializer=come_after_the_model)
+    try:
+        for _ in range(size.rounds + 1):  # the first round touches every page
+            for name, copy in plain.items():
+                taken[name].append(thread.submit(_seconds, copy).result())
+            taken["store"].append(_seconds(lambda: _store(copier, copies)))
+            for layer in layers:
+                layer.zero_()
+            taken["restore"].append(_seconds(lambda: _restore(copier, copies)))
+            if not all(torch.equal(one, other) for one, other in zip(layers, wanted, strict=True)):
+                raise AssertionError("KV did not come back from the host as it was")
+    finally:
+        copier.close()
+    total = size.blocks * block_bytes(layers)
+    ratios = [  # within one round, since neighbours in time have the same machine
+        statistics.median(plain / ours for plain, ours in zip(taken[f"plain_{way}"], taken[way], strict=True))
+        for way in ("store", "restore")
+    ]
+    gbs = {f"host_{name}_gbs": total / min(seconds[1:]) / GB for name, seconds in taken.items()}
+    return {**gbs, "host_copy_vs_memcpy": min(ratios)}
 
 
 def _store(copier: Copier, copies: list[BlockCopy]) -> None:
     copier.submit(CheckpointOrder(stores=copies))
-    stored: list[int] = []
-
-    def done() -> bool:
-        stored.append(sum(copier.take_report().stored.values()))
-        return sum(stored) >= len(copies)
-
-    _until(done)
+    left, limit = len(copies), time.monotonic() + LIMIT_S
+    while left > 0:
+        left -= sum(copier.take_report().stored.values())
+        _pause(limit)
 
 
 def _restore(copier: Copier, copies: list[BlockCopy]) -> None:
     copier.submit(CheckpointOrder(loads=[BlockLoad("r", copies)]))
-    _until(lambda: bool(copier.take_ended().requests))
+    limit = time.monotonic() + LIMIT_S
+    while not copier.take_ended().requests:
+        _pause(limit)
 
 
-def transfers(shape: MadeShape, prompts: int = 1) -> dict[str, float]:
-    """One prompt over a connection of this machine, computed before it is asked for; on a GPU, `direct` and
-    `encrypted` are between host memories."""
-    theirs, mine = shape.made(True), shape.made(False)
-    on_host = [{name: layer.cpu() for name, layer in kv.items()} for kv in (theirs, mine)]
-    cuda = cuda_of(theirs["layer0"])
-    staged = [StagedBlockMemory(kv, shape.blocks, shape.window_bytes, cuda) for kv in (theirs, mine)]
-    direct = [HostBlockMemory(kv, shape.blocks) for kv in on_host]
-    size = sum(layer.nbytes for layer in theirs.values())
+def _pause(limit: float) -> None:
+    if time.monotonic() > limit:
+        raise TimeoutError(f"a copy of KV did not end in {LIMIT_S:g} s")
+    time.sleep(0.0002)
+
+
+def transfers(size: KvSize) -> dict[str, float]:
+    """Measure one prompt over a connection within this process, in place, encrypted and staged."""
+    theirs, mine = size.make(True), size.make(False)
+    staged = [StagedBlockMemory(kv, size.blocks, size.window_bytes, None) for kv in (theirs, mine)]
+    direct = [HostBlockMemory(kv, size.blocks) for kv in (theirs, mine)]
     seconds: dict[str, list[float]] = {"direct": [], "encrypted": [], "staged": []}
-    for _ in range(shape.rounds):
-        seconds["direct"].append(transfer_s(direct[0], direct[1], shape, prompts))
-        seconds["encrypted"].append(transfer_s(direct[0], direct[1], shape, prompts, encrypt=True))
-        seconds["staged"].append(transfer_s(staged[0], staged[1], shape, prompts))
+    for _ in range(size.rounds):
+        seconds["direct"].append(_transfer_s(direct[0], direct[1], size))
+        seconds["encrypted"].append(_transfer_s(direct[0], direct[1], size, encrypt=True))
+        seconds["staged"].append(_transfer_s(staged[0], staged[1], size))
     for memory in staged:
         memory.close()
     if not all(torch.equal(mine[name], layer) for name, layer in theirs.items()):
         raise AssertionError("KV did not arrive as it was sent")
-    gbs = {name: size / min(taken) / GB for name, taken in seconds.items()}
+    total = sum(layer.nbytes for layer in theirs.values())
+    gbs = {name: total / min(taken) / GB for name, taken in seconds.items()}
     return {
         "transfer_direct_gbs": gbs["direct"],
         "transfer_staged_gbs": gbs["staged"],
@@ -167,47 +156,104 @@ def transfers(shape: MadeShape, prompts: int = 1) -> dict[str, float]:
     }
 
 
-def transfer_s(
-    producer: BlockMemory, consumer: BlockMemory, shape: MadeShape, prompts: int, *, encrypt: bool = False
+def _transfer_s(
+    producer: BlockMemory, consumer: BlockMemory, size: KvSize, *, encrypt: bool = False
 ) -> float:
-    """Of all blocks, as so many prompts at once."""
-    exports = Exports(producer, shape.block_tokens, LIMIT_S, time.monotonic)
+    """Return the seconds of fetching a prompt that is computed already."""
+    exports = Exports(producer, size.block_tokens, LIMIT_S, time.monotonic)
     end = TransferEnd(1, 0, 1, LIMIT_S, secrets.token_bytes(16), encrypt)
-    listener = socket.create_server(("127.0.0.1", 0))
-    TransferServer(listener, end, exports)
-    port = int(listener.getsockname()[1])
-    each = shape.blocks // prompts
-    tokens = each * shape.block_tokens
-    for number in range(prompts):
-        exports.open(f"t{number}", [list(range(number * each, (number + 1) * each))], tokens, "p")
-    exports.begin_step([(f"t{number}", tokens) for number in range(prompts)])
-    for layer in range(len(producer.layers)):
+    with socket.create_server((HOST, 0)) as listener:
+        TransferServer(listener, end, exports)
+        _export(exports, size, "t")
+        source = TransferSource(HOST, int(listener.getsockname()[1]), "t", 1, "p")
+        return _seconds(lambda: fetch(source, [0], [size.all_blocks], consumer, end, Cancellation()))
+
+
+def _export(exports: Exports, size: KvSize, name: str) -> None:
+    """Offer all blocks as a prompt whose layers are all computed."""
+    exports.open(name, [size.all_blocks], size.tokens, "p")
+    exports.begin_step([(name, size.tokens)])
+    for layer in range(size.layers):
         exports.after_layer(layer)
-    with ThreadPoolExecutor(prompts) as threads:
-        began = time.perf_counter()
-        fetched = [
-            threads.submit(
-                fetch, TransferSource("127.0.0.1", port, f"t{number}", 1, "p"), [0],
-                [list(range(number * each, (number + 1) * each))], consumer, end, Cancellation(),
-            )
-            for number in range(prompts)
-        ]  # fmt: skip
-        for one in fetched:
-            one.result(LIMIT_S)
-        taken = time.perf_counter() - began
-    listener.close()
-    return taken
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def between_processes(size: KvSize) -> dict[str, float]:
+    """Measure one prompt from a process to another, as between engines, beside a plain copy over a socket."""
+    kv = size.make(False)
+    total = sum(layer.nbytes for layer in kv.values())
+    memory = HostBlockMemory(kv, size.blocks)
+    for layer in kv.values():
+        layer.fill_(1)  # touches every page
+    secret, spawn = secrets.token_bytes(16), multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    producer = spawn.Process(target=_produce, args=(theirs, size, secret))
+    producer.start()
+    theirs.close()  # so that our end sees the producer's death
+    taken: dict[str, list[float]] = {"clear": [], "encrypted": [], "plain": []}
+    try:
+        ports = ours.recv()
+        for _ in range(size.rounds):
+            for way in ("clear", "encrypted"):
+                ours.send(way)
+                end = TransferEnd(1, 0, 1, LIMIT_S, secret, way == "encrypted")
+                source = TransferSource(HOST, ports[way], ours.recv(), 1, "p")
+                began = time.perf_counter()
+                fetch(source, [0], [size.all_blocks], memory, end, Cancellation())
+                taken[way].append(time.perf_counter() - began)
+            ours.send("plain")
+            taken["plain"].append(_plain_s(ports["plain"], total))
+    finally:
+        ours.close()
+        producer.join(LIMIT_S)
+    gbs = {way: total / min(seconds) / GB for way, seconds in taken.items()}
+    return {
+        "processes_transfer_gbs": gbs["clear"],
+        "processes_encrypted_gbs": gbs["encrypted"],
+        "processes_plain_socket_gbs": gbs["plain"],
+        "processes_transfer_vs_plain_socket": gbs["clear"] / gbs["plain"],
+    }
+
+
+def _plain_s(port: int, total: int) -> float:
+    into = memoryview(bytearray(b"x") * SOCKET_BYTES)
+    with socket.create_connection((HOST, port)) as peer:
+        began, left = time.perf_counter(), total
+        while left:
+            got = peer.recv_into(into[: min(left, SOCKET_BYTES)], 0, socket.MSG_WAITALL)
+            if not got:
+                raise ConnectionError("the producer ended")
+            left -= got
+        return time.perf_counter() - began
+
+
+def _produce(orders: Connection, size: KvSize, secret: bytes) -> None:
+    """Serve prompts, and plain copies, as the pipe orders them."""
+    kv = size.make(True)
+    total = sum(layer.nbytes for layer in kv.values())
+    exports = Exports(HostBlockMemory(kv, size.blocks), size.block_tokens, LIMIT_S, time.monotonic)
+    listeners = {way: socket.create_server((HOST, 0)) for way in ("clear", "encrypted", "plain")}
+    for way in ("clear", "encrypted"):
+        TransferServer(listeners[way], TransferEnd(1, 0, 1, LIMIT_S, secret, way == "encrypted"), exports)
+    orders.send({way: listener.getsockname()[1] for way, listener in listeners.items()})
+    number = 0
+    while True:
+        try:
+            way = orders.recv()
+        except EOFError:
+            return
+        if way == "plain":
+            peer, _ = listeners["plain"].accept()
+            with peer:
+                source, left = memoryview(bytearray(b"x") * SOCKET_BYTES), total
+                while left:
+                    left -= peer.send(source[: min(left, SOCKET_BYTES)])
+        else:
+            number += 1
+            _export(exports, size, f"t{number}")
+            orders.send(f"t{number}")
+
+
+def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"a copy of KV did not end in {LIMIT_S:g} s")
-        time.sleep(0.0002)

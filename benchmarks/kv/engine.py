@@ -1,26 +1,24 @@
-"""A vLLM of this process, plain or with our connector, and conversations played on it: no HTTP, no fleet."""
+"""vLLM in this process, plain or with our connector, without HTTP and without a fleet."""
 
-import asyncio
 import os
-import random
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
 
 from kvtransfer.config import ConnectorConfig
-from traces.format import TraceConversation, load
-from traces.generators import Scale, fit, scale
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class KvShape:
+    """Sizes of an engine."""
+
     model: Path
     blocks: int
     block_tokens: int = 32  # the smallest that the CPU build takes
@@ -31,14 +29,18 @@ class KvShape:
 
 @dataclass
 class EngineAnswer:
+    """Tokens of an answer with their times since the request."""
+
     tokens: list[int]
     first_token_s: float
-    arrivals: list[float]  # times of tokens, since the request
-    cached_tokens: int  # of the prompt: on the accelerator already, or brought there
+    arrivals: list[float]
+    cached_tokens: int  # of the prompt: on the accelerator already, or restored
 
 
 @dataclass
 class KvEngine:
+    """A running engine that is asked with token ids."""
+
     llm: Any  # vLLM's AsyncLLM
     index: int = 0
 
@@ -65,10 +67,8 @@ class KvEngine:
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra or None,
         )
-        start = time.monotonic()
-        tokens: list[int] = []
-        arrivals: list[float] = []
-        cached = 0
+        began = time.monotonic()
+        answer = EngineAnswer([], 0.0, [], 0)
         async for delta in self.llm.generate(
             TokensPrompt(prompt_token_ids=prompt),
             sampling,
@@ -77,14 +77,15 @@ class KvEngine:
             priority=priority,
         ):
             new = delta.outputs[0].token_ids
-            cached = delta.num_cached_tokens or 0
-            tokens.extend(new)
-            arrivals.extend([time.monotonic() - start] * len(new))
-        return EngineAnswer(tokens, arrivals[0], arrivals, cached)
+            answer.cached_tokens = delta.num_cached_tokens or 0
+            answer.tokens.extend(new)
+            answer.arrivals.extend([time.monotonic() - began] * len(new))
+        answer.first_token_s = answer.arrivals[0]
+        return answer
 
 
 def counter(name: str, **labels: str) -> float:
-    """A counter of this process, summed over labels not given."""
+    """Return a counter of this process, summed over labels that are not given."""
     return sum(
         sample.value
         for family in REGISTRY.collect()
@@ -131,67 +132,3 @@ async def kv_engine(shape: KvShape, connector: ConnectorConfig | None) -> AsyncI
         yield engine
     finally:
         llm.shutdown()
-
-
-SAMPLE = REPOSITORY / "traces" / "samples" / "turns.jsonl.gz"
-
-
-@dataclass(frozen=True)
-class LoadShape:
-    conversations: int = 40
-    lengths: float = 1 / 16
-    times: float = 1 / 30
-    longest_wait_s: float = 10.0  # of a turn: the benchmark ends
-    turns: int = 6
-    context: int = 6000
-    arrivals_s: float = 45.0
-    trace: Path = SAMPLE
-
-
-@dataclass
-class PlayedTurns:
-    outputs: dict[str, list[list[int]]] = field(default_factory=dict)
-    later_first_token_s: list[float] = field(default_factory=list)
-    known_tokens: int = 0  # of later prompts: their KV was computed before
-    recomputed_tokens: int = 0  # of those, in whole blocks: computed again
-    recomputed_tails: int = 0  # of those, in a last block that was not full: vLLM keeps none of them
-
-
-def conversations(shape: LoadShape) -> list[TraceConversation]:
-    by = Scale(lengths=shape.lengths, waits=shape.times, wait_cap_s=shape.longest_wait_s)
-    scaled = fit(scale(load(shape.trace).conversations, by), shape.context, shape.turns)
-    return [c for c in scaled if len(c.turns) > 1][: shape.conversations]
-
-
-def living_tokens(load: list[TraceConversation]) -> int:
-    """What all of them hold in the end: none of them ends before the last has spoken."""
-    return sum(c.peak_context_tokens for c in load)
-
-
-async def play(
-    engine: KvEngine, load: list[TraceConversation], shape: LoadShape, block_tokens: int
-) -> PlayedTurns:
-    result = PlayedTurns()
-
-    async def live(number: int, conversation: TraceConversation) -> None:
-        rng = random.Random(number)
-        await asyncio.sleep(shape.arrivals_s * number / max(1, len(load)))
-        context: list[int] = []
-        for index, turn in enumerate(conversation.turns):
-            await asyncio.sleep(turn.wait_s)
-            kept = context[: turn.cached_tokens]
-            prompt = kept + [rng.randrange(5, 250) for _ in range(turn.prompt_tokens - len(kept))]
-            answer = await engine.ask(prompt, max(1, turn.output_tokens), conversation.id)
-            result.outputs.setdefault(conversation.id, []).append(answer.tokens)
-            if index:
-                # An answer's last token is never computed, and a prompt's last token always is.
-                known = min(len(kept), len(context) - 1, len(prompt) - 1)
-                result.later_first_token_s.append(answer.first_token_s)
-                result.known_tokens += known
-                whole = known // block_tokens * block_tokens
-                result.recomputed_tokens += max(0, whole - answer.cached_tokens)
-                result.recomputed_tails += known - whole
-            context = prompt + answer.tokens
-
-    await asyncio.gather(*(live(number, conversation) for number, conversation in enumerate(load)))
-    return result

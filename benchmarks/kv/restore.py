@@ -1,4 +1,5 @@
-"""A prompt that comes back from the host against one that is computed, and what that does to others."""
+"""Restores of a prompt's KV from the host, against computing it, and their effect on a request that
+decodes."""
 
 import asyncio
 import itertools
@@ -13,49 +14,43 @@ from benchmarks.kv.engine import KvEngine, KvShape, counter, kv_engine
 from kvtransfer.config import ConnectorConfig
 
 RESTORES = 4  # beside a request that decodes
-ROUNDS = 4  # of these
-SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this
+ROUNDS = 4
+SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this time
 
 
 @dataclass(frozen=True)
 class RestorePlan:
+    """Lengths of prompts that are restored alone, and sizes of restores beside a request that decodes."""
+
     lengths: tuple[int, ...]
-    beside: int  # tokens of the prompts that are restored beside a request that decodes
-    decoded: int  # tokens of that request
+    beside: int  # tokens of each prompt
+    decoded: int  # tokens of the other request
     host_kv_gib: float
-
-
-@dataclass(frozen=True)
-class Window:
-    """A time in which something else went on, on the clock of the request that decodes."""
-
-    begin_s: float
-    end_s: float
 
 
 @dataclass
 class Beside:
-    """Gaps between tokens of requests that decode, some touched by other turns."""
+    """Gaps between tokens of a request while other turns run, and how long those turns took."""
 
     touched: list[float] = field(default_factory=list)
-    before_step: list[float] = field(default_factory=list)  # of the other turn: it arrives, its KV is copied
-    windows: list[Window] = field(default_factory=list)
+    before_step: list[float] = field(default_factory=list)  # while the turn arrives and its KV is copied
+    seconds: list[float] = field(default_factory=list)
 
-    def lost_s(self, some: list[float], alone: float) -> float:
-        """By a request that decodes, for each other turn."""
-        return sum(gap - alone for gap in some) / len(self.windows)
+    def lost_s(self, gaps: list[float], alone: float) -> float:
+        """Return the seconds that the request loses for each other turn."""
+        return sum(gap - alone for gap in gaps) / len(self.seconds)
 
 
 async def restore_against_recompute(model: Path, plan: RestorePlan) -> dict[str, Any]:
     longest = max(plan.lengths)
-    tokens = max(longest, RESTORES * plan.beside)  # all that are hit again must be there at once
+    tokens = max(longest, RESTORES * plan.beside)  # all prompts that are hit again fit at once
     shape = KvShape(model, blocks=tokens // KvShape.block_tokens + 300, context=longest + 512)
     with tempfile.TemporaryDirectory() as folder:
         config = ConnectorConfig(transfer=False, host_kv_gib=plan.host_kv_gib, feed=f"{folder}/engine.sock")
         async with kv_engine(shape, config) as engine:
             rows = [await one_length(engine, length) for length in plan.lengths]
-            overlap = await decode_beside_restores(engine, plan.beside, plan.decoded)
-    return {"by_length": rows, "beside": overlap}
+            beside = await decode_beside_restores(engine, plan.beside, plan.decoded)
+    return {"by_length": rows, "beside": beside}
 
 
 async def one_length(engine: KvEngine, length: int) -> dict[str, float]:
@@ -86,7 +81,7 @@ async def restored_blocks(engine: KvEngine) -> float:
 
 
 async def leave_accelerator(engine: KvEngine) -> None:
-    """Every block leaves the accelerator once it is on the host; the host keeps what it has."""
+    """Drop every block from the accelerator once it is on the host; the host keeps what it has."""
     for _ in range(200):
         await engine.ask([5, 6, 7], 1)
         if await engine.llm.reset_prefix_cache():
@@ -96,12 +91,12 @@ async def leave_accelerator(engine: KvEngine) -> None:
 
 
 async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) -> dict[str, float]:
-    """Time between tokens of one request: alone, while other turns hit the cache, while they are restored.
+    """Measure the time between tokens of one request alone, beside prompts that hit, and beside restores.
 
-    The turn beside it computes a token or two in a step that both share, restored or not: a step over its
-    whole context. Before that step its prompt arrives, which any prompt of its length costs, and, if it is
-    restored, its blocks are copied. So the gaps before that step are measured against nothing beside it, and
-    what a turn takes from the other in all against what a turn takes whose KV is there.
+    A turn beside it computes a token or two in one shared step over its whole context, restored or not.
+    Before that step its prompt arrives and, if it is restored, its blocks are copied. So gaps before that
+    step are compared with gaps alone, and all that a restored turn takes with all that a turn takes that
+    hits.
     """
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 250) for _ in range(length)] for _ in range(RESTORES)]
@@ -111,23 +106,24 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
     restores, hits = Beside(), Beside()
     for _ in range(ROUNDS):
         await leave_accelerator(engine)
-        alone += gaps((await engine.ask([7] * 64, decoded)).arrivals)
+        arrivals = (await engine.ask([7] * 64, decoded)).arrivals
+        alone += (after - before for before, after in itertools.pairwise(arrivals))
         await decode_beside(engine, prompts, decoded, restores)
         before = await restored_blocks(engine)
-        await decode_beside(engine, prompts, decoded, hits)  # the same again: now they are there
-        assert await restored_blocks(engine) == before, "what should be hit was restored"
+        await decode_beside(engine, prompts, decoded, hits)
+        assert await restored_blocks(engine) == before, "a prompt that should hit was restored"
     tbt_alone = statistics.mean(alone)
     tbt_copying, tbt_arriving = statistics.mean(restores.before_step), statistics.mean(hits.before_step)
     lost_to_copy = restores.lost_s(restores.before_step, tbt_alone) - hits.lost_s(hits.before_step, tbt_alone)
-    gaps_each = len(restores.before_step) / len(restores.windows)
+    gaps_each = len(restores.before_step) / len(restores.seconds)
     return {
         "tokens": length,
-        "turns": len(restores.windows),
+        "turns": len(restores.seconds),
         "tbt_alone_s": tbt_alone,
         "tbt_while_copying_s": tbt_copying,
         "tbt_while_hits_arrive_s": tbt_arriving,
-        "restore_s": statistics.median(w.end_s - w.begin_s for w in restores.windows),
-        "hit_s": statistics.median(w.end_s - w.begin_s for w in hits.windows),
+        "restore_s": statistics.median(restores.seconds),
+        "hit_s": statistics.median(hits.seconds),
         "lost_a_restore_s": restores.lost_s(restores.touched, tbt_alone),
         "lost_a_hit_s": hits.lost_s(hits.touched, tbt_alone),
         "lost_to_copy_s": lost_to_copy,
@@ -138,36 +134,23 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
 
 
 async def decode_beside(engine: KvEngine, prompts: list[list[int]], decoded: int, found: Beside) -> None:
+    """Ask for the prompts one after another while another request decodes."""
     clock = asyncio.get_running_loop().time
-    began = clock()
+    origin = clock()
     decoding = asyncio.create_task(engine.ask([8] * 64, decoded))
     await asyncio.sleep(0.1)
     windows = []
     for number, prompt in enumerate(prompts):
-        at = clock() - began
+        began = clock() - origin
         await engine.ask(prompt, 1, f"beside{number}")
-        windows.append(Window(at, clock() - began))
+        windows.append((began, clock() - origin))
         await asyncio.sleep(0.03)
     arrivals = (await decoding).arrivals
-    complete = [window for window in windows if window.end_s < arrivals[-1]]
-    assert complete, "the request beside them ended too early"
-    found.windows += complete
-    found.touched += inside(arrivals, complete)
-    found.before_step += inside(arrivals, [before_its_step(w) for w in complete], ending=True)
-
-
-def inside(arrivals: list[float], windows: list[Window], ending: bool = False) -> list[float]:
-    """The gaps between tokens that overlap a window, or end in it."""
-    return [
-        after - before
-        for before, after in itertools.pairwise(arrivals)
-        if any((after if ending else before) < w.end_s and after > w.begin_s for w in windows)
-    ]
-
-
-def before_its_step(window: Window) -> Window:
-    return Window(window.begin_s, window.end_s - SHARED_STEP_S)
-
-
-def gaps(arrivals: list[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(arrivals)]
+    windows = [(began, ended) for began, ended in windows if ended < arrivals[-1]]
+    assert windows, "the request beside the prompts ended too early"
+    found.seconds += [ended - began for began, ended in windows]
+    for before, after in itertools.pairwise(arrivals):
+        if any(before < ended and after > began for began, ended in windows):
+            found.touched.append(after - before)
+        if any(began < after < ended - SHARED_STEP_S for began, ended in windows):
+            found.before_step.append(after - before)

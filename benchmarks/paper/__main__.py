@@ -115,7 +115,7 @@ def headlines(
     every_rate = [row.violations for row in by_rate if row.system == ours.system]
     return {
         "p95_ttfet_vs_ampd10": round(1 - ours.ttfet_p95_s / at[System.AMPD.value].ttfet_p95_s, 4),
-        "slo_violations": max(ours.violations, *every_rate),
+        "slo_violations": max([ours.violations, *every_rate]),
         "tokens_per_joule_gain_capped": round(capped.tokens_per_joule / ours.tokens_per_joule - 1, 4),
         "full_disagg_gmean_ttfet": round(at[System.FULL_DISAGGREGATION.value].ttfet_gmean, 3),
         "ours_gmean_ttfet": round(ours.ttfet_gmean, 3),

@@ -1,6 +1,6 @@
 """Our fleets beside other routers over real vLLM: the same engines and the same client, in turns of one run.
 
-    python -m benchmarks.peers [--peers DIR] [--trace FILE] [--rounds 3] [--quick] [--json FILE] [--page FILE]
+    python -m benchmarks.peers [--peers DIR] [--trace FILE] [--rounds 3] [--quick] [--json FILE]
 
 Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as requirements/peers.txt says. A peer
 that is not installed or does not run is named with its reason and left out from then on. When ours does not
@@ -22,7 +22,7 @@ from benchmarks.harness.engines import Bench, DoesNotRun, PlainEngines
 from benchmarks.harness.fleet import LAPTOP, changed
 from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.harness.rounds import rotated
-from benchmarks.peers import cpu, figures, page
+from benchmarks.peers import cpu, figures
 from benchmarks.peers.contenders import PeerSetup, contenders
 from benchmarks.peers.figures import OURS, PeerRow
 from benchmarks.peers.loads import Play, plays
@@ -124,8 +124,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fleet", type=Path, default=LAPTOP)
     parser.add_argument("--only", default="", help="only these contenders, separated by semicolons")
-    parser.add_argument("--page", type=Path, help="write a page there")
-    parser.add_argument("--provisional", default="", help="why the page's figures are not to be trusted yet")
     options = parser.parse_args()
     cpu.mark()
     quick, rounds = options.quick, 1 if options.quick else options.rounds
@@ -147,33 +145,14 @@ def main() -> None:
                     run.skipped[name] = "not asked for in this run (`--only`)"
             for number in range(rounds):
                 run.round(number, [one for one in everyone if one.name in wanted])
-        replicas = bench.replicas
     table, found = figures.medians(run.rows), figures.named(run.rows, run.lost)
     for trace, rows in table.items():
-        columns = (("contender", "contender"), *page.COLUMNS.items())
-        print_rows(
-            trace,
-            (
-                {title: {"contender": name, **row}[key] for key, title in columns}
-                for name, row in rows.items()
-            ),
-        )
+        print_rows(trace, ({"contender": name, **row} for name, row in rows.items()))
     print_figures(found)
     print("\n".join(f"left out: {name}: {why}" for name, why in run.skipped.items()))
     lists = {"table": table, "rows": [asdict(one) for one in run.rows]}
     counts = {"failures": figures.failures(table, run.lost), "left_out": run.skipped}
     write_json(options.json, found | counts | lists)
-    if options.page:
-        asked = ['python -m benchmarks.peers --peers "$PEERS"', "--quick" if quick else f"--rounds {rounds}"]
-        asked += [f'--only "{options.only}"'] if options.only else []
-        text = page.written(
-            *(table, found, figures.by_round(run.rows), run.skipped, loads),
-            command=" ".join(asked),
-            rounds=rounds,
-            engines=replicas,
-            provisional=options.provisional,
-        )
-        options.page.write_text(text)
 
 
 if __name__ == "__main__":

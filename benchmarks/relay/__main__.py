@@ -1,6 +1,6 @@
 """Cost of a token on its way through the gateway, beside HAProxy, FastAPI and peers' routers.
 
-    python -m benchmarks.relay [--quick] [--json FILE] [--page FILE] [--peers DIR]
+    python -m benchmarks.relay [--quick] [--json FILE] [--peers DIR]
 
 One fake engine and one client that checks every answer, with one subject at a time between them: none, our
 relay alone, our whole gateway (identity, binding by a directory, relay, metrics), HAProxy, our relay and
@@ -154,7 +154,6 @@ def allow_many_sockets() -> None:
 
 def main() -> None:
     parser = command(__doc__, quick="ends within 45 s; noisier")
-    parser.add_argument("--page", type=Path, help="write a page with tables there")
     parser.add_argument("--peers", type=Path, default=os.environ.get("CONSERVE_PEERS"))
     options = parser.parse_args()
     allow_many_sockets()
@@ -165,8 +164,6 @@ def main() -> None:
         print_rows(scenario, ({"subject": name, **row} for name, row in rows.items()))
     print_figures(figures)
     write_json(options.json, {**figures, "table": table, "runs": results})
-    if options.page:
-        options.page.write_text(report.page(table, figures, quick=options.quick))
 
 
 if __name__ == "__main__":

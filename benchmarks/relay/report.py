@@ -1,10 +1,8 @@
-"""Medians, named figures and the page of `benchmarks.relay`."""
+"""Medians and named figures of `benchmarks.relay`."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-from benchmarks.harness.page import machine, shown, table_lines
 
 STEP, MANY, FEW = "256x40 in step", "1000x40", "100x20"
 WHOLE, FIRST = "whole answers", "first turns"
@@ -12,42 +10,11 @@ OURS, SEALED, GATEWAY = "conserve", "conserve tls", "conserve gateway"
 SLOW = "fastapi+httpx"
 RUST_PEERS = ("sglang-router", "vllm-router")
 CPU = "cpu_ms_per_1k_tokens"
-COLUMNS = {
-    "connections": ("conns", 1.0),
-    CPU: ("CPU ms/1k tok", 1.0),
-    "first_token_p50_s": ("first token ms", 1e3),
-    "delay_p50_s": ("delay p50 ms", 1e3),
-    "delay_p99_s": ("p99 ms", 1e3),
-    "late_streams": ("late", 1.0),
-    "requests_per_s": ("req/s", 1.0),
-    "requests_per_core_s": ("req/s/core", 1.0),
-    "memory_mb": ("RSS MB", 1.0),
-    "errors": ("errors", 1.0),
-}
+COLUMNS = (
+    *("connections", CPU, "first_token_p50_s", "delay_p50_s", "delay_p99_s", "late_streams"),
+    *("requests_per_s", "requests_per_core_s", "memory_mb", "errors"),
+)
 WORST = ("late_streams", "errors")
-ABOUT = {
-    STEP: "256 streams at 40 tokens/s that advance together, as in a decode batch",
-    MANY: "1,000 streams at 40 tokens/s, begun within a fifth of a second",
-    FEW: "100 streams at 20 tokens/s: latency",
-    WHOLE: "64 connections ask for whole answers without a pause",
-    FIRST: "the same, each request the first turn of a new conversation",
-}
-HEAD = """# Cost of a token on its way through the gateway
-
-`{command}` writes this page. {machine}
-
-A fake engine emits events in the shape of vLLM's, and a client checks status, framing, order and number of
-tokens. One subject at a time stands between them, alone on its processor; engine, client and our directory
-have the other. Processor time is the scheduler's count of the subject's threads, kernel work included,
-which on loopback delivers the packets and is most of each subject's cost. Figures are medians of the
-repetitions, for `late` and `errors` the worst one. A ratio is the median of the repetitions' own ratios;
-with several peers, the least favourable one. A stream is late when it ends more than half a second after
-the engine's schedule.
-
-`conserve` is the relay alone, `conserve gateway` the whole gateway with identity, binding by a directory,
-relay, observer, metrics and a log line a turn. `fastapi+httpx` is the proxy that is usually written first,
-and gets an eighth of each load.
-"""
 
 Results = dict[str, dict[str, list[dict[str, Any]]]]  # by scenario and subject, one entry a repetition
 Table = dict[str, dict[str, dict[str, float | None]]]  # by scenario, subject and figure
@@ -109,26 +76,3 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
         "gateway_requests_per_core_s": of(WHOLE, GATEWAY, "requests_per_core_s"),
         "gateway_late_streams": of(MANY, GATEWAY, "late_streams"),
     }
-
-
-def page(table: Table, figures: Mapping[str, float | None], *, quick: bool) -> str:
-    """Return the Markdown of a page with all tables."""
-    command = f"python -m benchmarks.relay{' --quick' if quick else ''} --page docs/measurements/relay-run.md"
-    parts = [HEAD.format(command=command, machine=machine())]
-    for scenario, rows in table.items():
-        keys = [key for key in COLUMNS if any(row.get(key) is not None for row in rows.values())]
-        lines = [
-            [
-                subject,
-                *("" if (value := row[key]) is None else shown(value * COLUMNS[key][1]) for key in keys),
-            ]
-            for subject, row in rows.items()
-        ]
-        parts += [
-            f"## {ABOUT[scenario]}\n",
-            *table_lines(["", *(COLUMNS[key][0] for key in keys)], lines),
-            "",
-        ]
-    named = [[f"`{name}`", "–" if value is None else shown(value)] for name, value in figures.items()]
-    parts += ["## Named figures\n", *table_lines(["figure", "value"], named)]
-    return "\n".join(parts) + "\n"

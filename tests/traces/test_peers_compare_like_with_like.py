@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.engines import Bench, DoesNotRun, PlainEngines
-from benchmarks.peers import page
 from benchmarks.peers.__main__ import PeerRun
 from benchmarks.peers.contenders import PeerSetup, contenders
-from benchmarks.peers.figures import RATIOS, PeerRow, by_round, failures, medians, named
+from benchmarks.peers.figures import RATIOS, PeerRow, failures, medians, named
 from benchmarks.peers.loads import plays
 from deploy.fleet import load_fleet
 
@@ -84,18 +83,3 @@ def test_traces_are_the_sample_the_mix_and_a_burst_or_the_one_that_is_given() ->
     assert len(arrivals) == 10 and arrivals == sorted(arrivals)
     (given,) = plays(REPOSITORY / "traces" / "samples" / "laptop.jsonl.gz", quick=False)
     assert given.name == "laptop" and len(given.conversations) == 24
-
-
-def test_the_page_has_every_trace_the_figures_and_what_did_not_run() -> None:
-    rows = [a_row("ours", 2.0), a_row("quick", 4.0)]
-    table = medians(rows)
-    text = page.written(
-        *(table, named(rows), by_round(rows), {"other": "not\n installed"}, plays(None, quick=True)),
-        command="python -m benchmarks.peers --quick",
-        rounds=1,
-        engines=3,
-        provisional="the machine was busy",
-    )
-    assert "**Provisional**: the machine was busy" in text
-    assert "| ours | 2 |" in text and "| `ttfet_p95_vs_best_peer` | 0.50 (0.50 to 0.50) | 0.5 |" in text
-    assert "| other | not installed |" in text

@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.coserving.engine import Served, SimulatedCoServing, SimulatedRequest, SimulatedShape
 from placement.scheduling.baselines.bros import Bros
 from placement.scheduling.interface import ServingPolicy, ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
 from placement.scheduling.policy_registry import POLICIES, make_policy
+from tests.placement.scheduling.simulated_engine import (
+    Served,
+    SimulatedCoServing,
+    SimulatedRequest,
+    SimulatedShape,
+)
 
 TRUTH = LatencyModel(per_token=2e-5, per_attended=9e-10, per_context=4e-8, constant=7e-3)
 SHAPE = SimulatedShape(blocks=2_000, max_tokens=1024)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from benchmarks.coserving.cpu_overlap import overlapping
-from benchmarks.coserving.storm import (
+from tests.support.architectures import architecture_directory
+from tests.workers.coserving.audit import AUDIT_VARIABLE
+from tests.workers.coserving.storm import (
     StormResult,
     storm,
     storm_config,
     storm_shape,
 )
-from tests.support.architectures import architecture_directory
-from tests.workers.coserving.audit import AUDIT_VARIABLE
 from workers.coserving.profile import coserving_engine
 
 CRIPPLED = "tests.workers.coserving.crippled."

@@ -1,8 +1,8 @@
-"""One co-serving engine, iteration by iteration: the product's in-engine policies on a computed clock.
+"""One co-serving engine on a computed clock, iteration by iteration, with the product's scheduling policies.
 
-The engine does what vLLM does around a policy: two loops over running and waiting requests, blocks taken
-when tokens are scheduled, the latest offline request giving way when a running online one lacks a block.
-What an iteration takes is the `truth`; what the policy believes may be another model.
+The engine does what vLLM does around a policy: two loops over running and waiting requests, blocks taken when
+tokens are scheduled, and the latest offline request preempted when a running online one lacks a block.
+`truth` says how long an iteration takes; the policy may believe another model.
 """
 
 import math
@@ -58,18 +58,25 @@ class SimulatedRequest:
     def view(self, running: bool, shape: SimulatedShape) -> RequestView:
         on_host = shape.checkpoint and self.offline
         return RequestView(
-            self.key, self.offline, self.arrival, self.tokens, self.computed, self.blocks,
+            self.key,
+            self.offline,
+            self.arrival,
+            self.tokens,
+            self.computed,
+            self.blocks,
             saved_blocks=self.blocks if on_host else 0,
             restore_blocks=0 if running or not on_host else -(-self.furthest // shape.block_tokens),
             running=running,
             last_token=self.tokens_at[-1] if self.tokens_at else None,
-            last_served=self.last_served, slo=self.slo, queue_weight=self.queue_weight,
-        )  # fmt: skip
+            last_served=self.last_served,
+            slo=self.slo,
+            queue_weight=self.queue_weight,
+        )
 
 
 @dataclass
 class Served:
-    """What came of a run."""
+    """Result of a run."""
 
     finished: list[SimulatedRequest] = field(default_factory=list)
     offline_tokens: int = 0  # computed for the first time
@@ -106,8 +113,11 @@ class SimulatedCoServing:
         offline: Callable[[float], SimulatedRequest | None] = lambda now: None,
         follows: Callable[[SimulatedRequest], SimulatedRequest | None] = lambda ended: None,
     ) -> Served:
-        """Until the clock has passed `until`; `offline` gives one more offline request when one is wanted,
-        `follows` the turn that comes, later, after one that has ended."""
+        """Run until the clock has passed `until`.
+
+        `offline` returns one more offline request when the engine can take one, and `follows` returns the
+        turn that comes after one that has ended.
+        """
         coming = sorted(arrivals, key=lambda request: request.arrival)
         now, ended_ones = 0.0, 0
         while now < until:
@@ -143,10 +153,16 @@ class SimulatedCoServing:
             offline_requests = sum(request.offline for request, _ in batch)
             self._policy.observe(
                 IterationDone(
-                    ended, work, self._believed.seconds(work), ended - now, len(batch) - offline_requests,
-                    offline_requests, late, aborted_at is not None,
+                    ended,
+                    work,
+                    self._believed.seconds(work),
+                    ended - now,
+                    len(batch) - offline_requests,
+                    offline_requests,
+                    late,
+                    aborted_at is not None,
                 )
-            )  # fmt: skip
+            )
             now = ended
         self.served.seconds = now
         return self.served
@@ -190,16 +206,21 @@ class SimulatedCoServing:
         offline = waiting[len(online) :]
         shape = self._shape
         return EngineView(
-            now, tuple(self._view_of(request, True) for request in self._running),
-            tuple(self._view_of(request, False) for request in online), len(offline),
-            self._view_of(offline[0], False) if offline else None, self.free_blocks, shape.blocks,
-            shape.block_tokens, shape.max_tokens, shape.max_running,
-        )  # fmt: skip
+            now,
+            tuple(self._view_of(request, True) for request in self._running),
+            tuple(self._view_of(request, False) for request in online),
+            len(offline),
+            self._view_of(offline[0], False) if offline else None,
+            self.free_blocks,
+            shape.blocks,
+            shape.block_tokens,
+            shape.max_tokens,
+            shape.max_running,
+        )
 
     def _in_order(self, first: tuple[str, ...] | None = None) -> list[SimulatedRequest]:
-        """Those that wait: online as the plan has them, else by arrival, then offline as the policy starts
-        them.
-        """
+        """Return waiting requests: online ones by the plan, else by arrival, then offline ones by start
+        order."""
         turn = {key: number for number, key in enumerate(first or ())}
         online = sorted(
             (request for request in self._waiting if not request.offline),
@@ -278,7 +299,7 @@ class SimulatedCoServing:
         )
 
     def _advance(self, request: SimulatedRequest, tokens: int, now: float) -> bool:
-        """Whether an online token came after its deadline."""
+        """Advance a request; return whether an online token came after its deadline."""
         request.computed += tokens
         request.last_served = now
         if request.offline:

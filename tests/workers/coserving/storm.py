@@ -1,10 +1,10 @@
 """A storm of aborts and preemptions, after which every output must equal that of an undisturbed run.
 
-    python -m benchmarks.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--overlap]
+    python -m tests.workers.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--overlap]
 
-Requests are of two classes, share prefixes, are computed in chunks, and use structured output, stop strings,
-logprobs, seeded sampling with n > 1 and clients that hang up. The model is in float32; outputs are compared
-token by token.
+Requests are online and offline, share prefixes, are computed in chunks, and use structured output, stop
+strings, logprobs, seeded sampling with n > 1 and clients that hang up. The model is in float32; outputs are
+compared token by token.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def asks(seed: int, count: int) -> list[StormRequest]:
 
 
 async def ask(engine: StandaloneEngine, one: StormRequest, run: str, stall_s: float) -> Any:
-    """The comparable part of what came back; None for a client that hung up."""
+    """Return the comparable part of an answer; None for a client that hung up."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -155,7 +155,7 @@ def comparable(output: Any) -> Any:
 
 
 class Raiser(threading.Thread):
-    """Raises the flag of armed iterations at random moments, as arrivals would, until told to stop."""
+    """Thread that raises the flag of armed iterations at random moments, as arrivals do."""
 
     def __init__(self, flag: Flag, seed: int, probability: float, longest_s: float) -> None:
         super().__init__(daemon=True)
@@ -201,7 +201,7 @@ async def storm(
     stall_s: float = 120.0,
     until_wrong: bool = False,
 ) -> StormResult:
-    """Rounds of the same requests, until there were that many aborts and preemptions."""
+    """Play the same requests in rounds until there were that many aborts and preemptions."""
     started = time.monotonic()
     many = asks(seed, count)
     expected = await run_all(engine, [one for one in many if one.hang_up_after_s is None], CALM, 1.0)
@@ -275,9 +275,13 @@ async def _main(arguments: argparse.Namespace) -> StormResult:
     binding = "|".join(str(core) for core in range(arguments.ranks))  # a core a rank; one rank binds itself
     environment = {"VLLM_CPU_OMP_THREADS_BIND": binding} if arguments.ranks > 1 else {}
     shape = storm_shape(
-        arguments.model, compiled=arguments.compiled, ranks=arguments.ranks,
-        host_kv_gib=arguments.host_kv_gib, environment=environment, overlaps=arguments.overlap,
-    )  # fmt: skip
+        arguments.model,
+        compiled=arguments.compiled,
+        ranks=arguments.ranks,
+        host_kv_gib=arguments.host_kv_gib,
+        environment=environment,
+        overlaps=arguments.overlap,
+    )
     with cpu_overlap.overlapping() if arguments.overlap else contextlib.nullcontext():
         async with coserving_engine(shape, storm_config()) as engine:
             return await storm(

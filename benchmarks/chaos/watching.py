@@ -1,0 +1,135 @@
+"""The fleet and a batch beside the agents: their state, their counts, and whether anything is left behind."""
+
+import asyncio
+import json
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from deploy.errors import LifecycleError
+from deploy.home import FleetHome
+from deploy.lifecycle.status import FleetStatus, fleet_status
+
+HELD = ("running", "waiting", "conversations", "live_tokens", "parked_tokens")
+WHOLE_S, BATCH_S = 400.0, 400.0
+LINES, LINE_TOKENS, LINE_REPEATS = 60, 12, 12
+LOOK_S = 4.0
+CHANGES, ABORTS = "conserve_overload_changes_total{", "conserve_coserving_aborts_total{"
+COMPLETIONS = "/v1/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def status(home: FleetHome) -> FleetStatus | None:
+    with suppress(LifecycleError, OSError):
+        return fleet_status(home)
+    return None
+
+
+def whole(home: FleetHome) -> bool:
+    """Tell whether all engines serve."""
+    state = status(home)
+    return state is not None and state.reachable and all(one.phase == "serving" for one in state.engines)
+
+
+def settled(home: FleetHome, limit_s: float) -> list[str]:
+    """Wait until the fleet is whole and holds nothing; return what it still holds after the limit."""
+    deadline = time.monotonic() + WHOLE_S
+    while not whole(home):
+        if time.monotonic() > deadline:
+            return [f"not whole after {WHOLE_S:.0f} s: {status(home)}"]
+        time.sleep(1)
+    deadline = time.monotonic() + limit_s
+    while (left := held(home)) and time.monotonic() < deadline:
+        time.sleep(1)
+    return left
+
+
+def held(home: FleetHome) -> list[str]:
+    state = status(home)
+    if state is None or not state.reachable:
+        return ["the directory does not answer"]
+    counts = [(one.engine, name, getattr(one, name)) for one in state.engines for name in HELD]
+    return [f"{engine}: {name} {count}" for engine, name, count in counts if count]
+
+
+def layer_changes(home: FleetHome) -> dict[str, float]:
+    """Return the directory's counts of dropped and restored layers, by labels."""
+    state = status(home)
+    if state is None or not state.metrics:
+        return {}
+    lines = httpx.get(f"http://{state.metrics}/metrics", timeout=30).text.splitlines()
+    found = (line.removeprefix(CHANGES).rpartition("} ") for line in lines if line.startswith(CHANGES))
+    return {labels: float(value) for labels, _, value in found}
+
+
+class AbortedIterations:
+    """Count of iterations that engines aborted, over all their lives."""
+
+    def __init__(self, home: FleetHome) -> None:
+        self._home = home
+        self._last: defaultdict[str, float] = defaultdict(float)  # by engine
+        self.total = 0.0
+
+    def look(self) -> None:
+        state = status(self._home)
+        for one in state.engines if state is not None else ():
+            with suppress(httpx.HTTPError):
+                lines = httpx.get(f"http://{one.http}/metrics", timeout=30).text.splitlines()
+                now = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(ABORTS))
+                before = self._last[one.engine]
+                self.total += now - before if now >= before else now
+                self._last[one.engine] = now
+
+    async def run(self) -> None:
+        """Look again and again, since a killed engine takes its count with it."""
+        while True:
+            await asyncio.gather(asyncio.to_thread(self.look), asyncio.sleep(LOOK_S))
+
+
+class Batch:
+    """A batch whose lines must each be answered once, as the undisturbed fleet answers them."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60.0, headers={"authorization": "Bearer chaos"})
+        lengths = {"ignore_eos": True, "min_tokens": LINE_TOKENS, "max_tokens": LINE_TOKENS}
+        prompts = [f"Line {number}: the agent " * LINE_REPEATS for number in range(LINES)]
+        self._bodies = [{"model": model, "prompt": one, "temperature": 0.0, **lengths} for one in prompts]
+        self._expected: list[str] = []
+        self._batch = ""
+
+    def learn(self) -> None:
+        """Learn the answers of the undisturbed fleet."""
+        for body in self._bodies:
+            answer = self._http.post(COMPLETIONS, json=body).raise_for_status()
+            self._expected.append(answer.json()["choices"][0]["text"])
+
+    def submit(self) -> None:
+        lines = "\n".join(
+            json.dumps({"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body})
+            for number, body in enumerate(self._bodies)
+        )
+        upload = {"file": ("lines.jsonl", lines)}
+        file = self._http.post("/v1/files", files=upload, data={"purpose": "batch"}).raise_for_status().json()
+        wanted = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        self._batch = self._http.post("/v1/batches", json=wanted).raise_for_status().json()["id"]
+
+    def results(self) -> tuple[list[str], list[str]]:
+        """Return lines that are missing or failed, and lines that are wrong or there twice."""
+        deadline, state = time.monotonic() + BATCH_S, dict[str, Any]()
+        while state.get("status") not in ENDED and time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                state = self._http.get(f"/v1/batches/{self._batch}").raise_for_status().json()
+            time.sleep(1)
+        if state.get("status") != "completed":
+            return [f"the batch is {state.get('status', 'gone')}: {state}"], []
+        text = self._http.get(f"/v1/files/{state['output_file_id']}/content").raise_for_status().text
+        answers, wrong = Counter[str](), []
+        for line in map(json.loads, text.splitlines()):
+            name, answer = line["custom_id"], line["response"]["body"]["choices"][0]["text"]
+            answers[name] += 1
+            if answer != self._expected[int(name)] or answers[name] > 1:
+                wrong.append(f"line {name}: {answer!r}")
+        return [f"line {number}" for number in range(LINES) if not answers[str(number)]], wrong

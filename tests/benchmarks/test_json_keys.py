@@ -1,0 +1,95 @@
+"""Benchmarks keep the names of their figures in `--json`: earlier runs are compared by them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks import placement, prefixes, returns
+from benchmarks.batch import Phase
+from benchmarks.coserving import __main__ as coserving
+from benchmarks.coserving.turns import Experienced, LoadOutcome, OnlineLoad, PartLengths
+from benchmarks.kv.conversations import Played, compared
+from benchmarks.overload.live import PolicyBursts
+from benchmarks.paper import __main__ as paper
+from benchmarks.paper import elastic
+from benchmarks.peers import figures as peers
+from benchmarks.relay import report as relay
+from placement.scheduling.interface import TurnTargets
+from traces.simulator.policies import System
+
+
+def keys(text: str) -> set[str]:
+    return set(text.split())
+
+
+def row(cls: Any, *names: str) -> Any:
+    """Return a row that begins with some names, with the same small value for each figure."""
+    return cls(*names, *[0.01] * (len(cls.__dataclass_fields__) - len(names)))
+
+
+def test_relay() -> None:
+    assert set(relay.named_figures({}, {})) == keys("""
+        cpu_ms_per_1k_tokens cpu_vs_haproxy cpu_vs_httpx_proxy cpu_vs_best_peer cpu_vs_best_peer_1000_streams
+        cpu_vs_haproxy_1000_streams requests_per_s requests_per_core_s requests_per_core_vs_best_peer
+        added_ttft_p50_ms late_streams tls_cpu_vs_plain tls_cpu_vs_plain_1000_streams tls_cpu_vs_haproxy
+        tls_requests_per_core_vs_plain gateway_cpu_vs_haproxy gateway_cpu_vs_best_peer
+        gateway_cpu_vs_best_peer_1000_streams gateway_first_turns_per_core_s gateway_requests_per_core_s
+        gateway_late_streams""")
+
+
+def test_peers() -> None:
+    assert set(peers.named([])) == keys("""
+        ttfet_p95_vs_best_peer ttfet_p50_vs_best_peer e2e_p95_vs_best_peer gap_p99_vs_best_peer
+        later_ttft_p95_vs_best_peer cpu_vs_best_peer failed refused""")
+
+
+def test_paper() -> None:
+    saturated = [row(paper.PaperRow, system.value) for system in paper.SYSTEMS]
+    assert set(paper.headlines([], saturated, saturated[0])) == keys("""
+        p95_ttfet_vs_ampd10 slo_violations tokens_per_joule_gain_capped full_disagg_gmean_ttfet
+        ours_gmean_ttfet""")
+    systems = (*(system.value for system in System), elastic.CAPPED)
+    rows = [row(elastic.ElasticRow, load, name) for load in ("saturation", "mix") for name in systems]
+    assert set(elastic.headlines(rows)) == keys("""
+        elastic_worst_ttfet elastic_worst_first_ttft elastic_worst_later_ttft elastic_worst_e2e
+        elastic_late_share elastic_tokens_per_joule_vs_collocated
+        elastic_capped_tokens_per_joule_vs_collocated elastic_kv_bound_ttfet_vs_collocated""")
+
+
+def test_prefixes_and_returns() -> None:
+    table = {name: row(prefixes.PrefixFigures) for name in prefixes.VARIANTS}
+    assert set(prefixes.ratios(table)) == keys("""
+        prefill_tokens_vs_apart bytes_vs_apart ttft_p95_vs_apart prefill_tokens_vs_unknown bytes_vs_unknown
+        ttft_p95_vs_unknown failed""")
+    rounds = [returns.ReturnRound(name, [1.0], [1.0], [1]) for name in returns.VARIANTS]
+    assert set(returns.figures_of(rounds)) == keys("""
+        ttft_p50_vs_on_arrival early_ttft_p50_vs_on_arrival tbt_vs_on_arrival tbt_mean_vs_on_arrival
+        early_tbt_vs_on_arrival""")
+
+
+def test_kv_and_overload() -> None:
+    played = Played({"c": [[1]]}, [1.0, 1.0])
+    assert set(compared(played, played)) == keys("""
+        turns turns_with_other_output known_tokens recomputed_tokens recomputed_tokens_vllm recomputed_tails
+        recomputed_vs_vllm recomputed_vs_vllm_with_tails later_ttft_p50_s later_ttft_p50_vllm_s
+        later_ttft_p95_s later_ttft_p95_vllm_s later_ttft_p95_vs_vllm restored_blocks leaked_blocks
+        offline_prompts seconds seconds_vllm""")
+    assert set(PolicyBursts([1.0], [1.0], [1.0], [1.0], [1.0]).figures()) == keys("""
+        ttft_p50_s ttft_p99_s tbt_p50_s tbt_p99_s tpot_p50_s tpot_p99_s e2e_p50_s burst_s burst_least_s
+        burst_most_s tokens_per_s recomputed_tokens preemptions drops""")
+
+
+def test_coserving() -> None:
+    got = {name: Experienced([1.0], [1.0], 1, 1.0) for name in coserving.POLICIES}
+    load = OnlineLoad(1.0, 1.0, 1.0, PartLengths.part_of_paper(16))
+    outcome = LoadOutcome(load, TurnTargets(1.0, 1.0), got, {name: [] for name in got})
+    profile: Any = SimpleNamespace(errors=[SimpleNamespace(median=0.1, p90=0.2)])
+    assert set(coserving.figures([outcome], profile)) == keys("""
+        ttft_p99_vs_online_only tbt_p99_vs_online_only throughput_vs_nonpreemptive attainment_at_1
+        safepoint_cost abort_p99_layers profile_error_p50 profile_error_p90""")
+
+
+def test_batch_and_placement() -> None:
+    assert set(Phase().to_json()) == keys("""
+        turns refused ttft_p50_s ttft_p90_s ttft_p99_s tbt_p50_s tbt_p90_s tbt_p99_s offline_done
+        offline_failed offline_tokens_per_s""")
+    assert set(placement.percentiles([1.0])) == keys("p50_us p90_us p99_us p99.9_us")
