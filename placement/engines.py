@@ -1,4 +1,4 @@
-"""What the fleet knows about its engines: plain data that crosses between packages."""
+"""Engines as the fleet knows them: their identity and their reports, as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

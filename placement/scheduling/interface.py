@@ -135,7 +135,7 @@ class BatchBuilder:
 
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
-    """What a policy decides before an iteration."""
+    """Decision of a policy before an iteration."""
 
     order: tuple[str, ...]  # of the running requests
     preempt: tuple[str, ...]  # running offline requests that give their memory and slot back now

@@ -33,7 +33,7 @@ def test_a_module_of_placement_does_no_io(module: Path) -> None:
     assert set(reached(module)) <= ALLOWED
 
 
-def test_opening_a_file_or_asking_the_time_would_be_seen(tmp_path: Path) -> None:
+def test_the_check_finds_file_access_and_clocks(tmp_path: Path) -> None:
     module = tmp_path / "wrong.py"
     module.write_text(
         "import time\nfrom pathlib import Path\n\n\ndef f():\n    return open('x'), time.time()\n"

@@ -12,12 +12,12 @@ RULES = PrefetchRules(park_after_s=60.0, lead_s=2.0)
 IDLE = EngineState("d", 1, 1, 0, 0, 0, free_tokens=1000, running=3, waiting=0)
 
 
-def test_before_the_announced_end_whatever_was_seen() -> None:
+def test_an_announced_wait_decides_over_observed_waits() -> None:
     assert RULES.prefetch(30.0, (500.0,) * 8) == PrefetchTime(28.0, 2.0)
     assert RULES.prefetch(1.0, ()) == PrefetchTime(0.5, 0.5)
 
 
-def test_by_the_waits_seen_when_nothing_is_announced() -> None:
+def test_observed_waits_decide_when_none_is_announced() -> None:
     assert RULES.prefetch(None, (100.0, 300.0)) is None  # too few
     # A quarter was shorter.
     assert RULES.prefetch(None, (400.0, 100.0, 300.0, 200.0)) == PrefetchTime(198.0, 2.0)
@@ -27,12 +27,12 @@ def test_by_the_waits_seen_when_nothing_is_announced() -> None:
 @pytest.mark.parametrize(
     "busy", [{"waiting": 1}, {"waiting_prompt_tokens": 9}, {"draining": True}, {"free_tokens": 499}]
 )
-def test_not_where_it_would_cost_a_turn(busy: dict[str, int]) -> None:
+def test_no_prefetch_while_a_turn_waits_or_space_is_missing(busy: dict[str, int]) -> None:
     assert may_prefetch(IDLE, 500)
     assert not may_prefetch(replace(IDLE, **busy), 500)  # type: ignore[arg-type]
 
 
-def test_not_where_layers_are_shared() -> None:
+def test_no_prefetch_while_layers_are_shared() -> None:
     """Nothing comes from the host there: the whole prompt would be computed, where KV is short."""
     shape = EngineShape(8, 3e6, 1000, 8192, 1024, 1e9, None)
     whole = SplitState("d:1", shape, 0, 1000, newest=7)

@@ -16,7 +16,7 @@ def heads(queues: dict[str, deque[tuple[int, float]]]) -> dict[str, QueueHead]:
 
 
 @given(st.lists(TURNS, min_size=2, max_size=5))
-def test_while_they_wait_names_are_served_alike(turns: list[list[tuple[int, float]]]) -> None:
+def test_waiting_names_are_served_alike(turns: list[list[tuple[int, float]]]) -> None:
     queues = {f"n{index}": deque(sorted(one, key=lambda turn: turn[1])) for index, one in enumerate(turns)}
     rounds, served = FairRounds(QUANTUM), dict.fromkeys(queues, 0)
     while all(queues.values()):
@@ -28,7 +28,7 @@ def test_while_they_wait_names_are_served_alike(turns: list[list[tuple[int, floa
 
 
 @given(TURNS, st.integers(1, LARGEST))
-def test_coming_back_often_earns_nothing(others: list[tuple[int, float]], size: int) -> None:
+def test_returning_often_gains_nothing(others: list[tuple[int, float]], size: int) -> None:
     """One always waits; the other has one turn at a time, due before all, and comes back at once."""
     steady, rounds, back = deque(others), FairRounds(QUANTUM), 0
     waited = 0

@@ -28,7 +28,7 @@ def after(*phases: tuple[KvDemand, float], every: float = 0.25) -> OverloadWatch
 
 
 @given(demands, demands, st.floats(0.05, 5))
-def test_under_constant_demand_it_changes_at_most_once(
+def test_constant_demand_changes_the_state_at_most_once(
     before: KvDemand, constant: KvDemand, every: float
 ) -> None:
     watch, changes = after((before, 20)), 0
@@ -39,12 +39,12 @@ def test_under_constant_demand_it_changes_at_most_once(
 
 
 @given(demands, st.floats(0, 1e6))
-def test_what_gives_way_at_once_never_makes_an_overload(demand: KvDemand, yields: float) -> None:
-    without, much = after((demand, 10)).state, after((replace(demand, evictable=yields), 10)).state
+def test_evictable_kv_never_makes_an_overload(demand: KvDemand, evictable: float) -> None:
+    without, much = after((demand, 10)).state, after((replace(demand, evictable=evictable), 10)).state
     assert without.overloaded == much.overloaded and without.asked == much.asked
 
 
-def test_a_demand_that_nothing_can_give_way_to_is_declared_with_a_reason_and_what_is_lacking() -> None:
+def test_an_overload_is_declared_with_its_reason_and_the_lacking_tokens() -> None:
     state = after((CALM, 10), (FULL, 20)).state
     assert (state.overloaded, state.reason, state.lacking_tokens) == (True, OverloadReason.KV_SHORT, 450)
     assert 10 < state.since < 20 and 1.4 < state.asked < 1.46
@@ -55,23 +55,23 @@ def test_one_long_prompt_is_no_overload() -> None:
     assert (state.overloaded, state.reason) == (False, OverloadReason.BRIEF)
 
 
-def test_what_waits_beside_free_kv_waits_for_computing() -> None:
+def test_turns_that_wait_beside_free_kv_wait_for_compute() -> None:
     busy = KvDemand(capacity=1_000, held=400, evictable=0, waiting=2_000)
     assert after((busy, 20)).state.reason is OverloadReason.COMPUTE
     assert after((replace(busy, waiting=1_500, refused=500), 20)).state.reason is OverloadReason.COMPUTE
 
 
-def test_large_conversations_that_fit_on_no_decoder_wait_for_kv_although_some_is_free() -> None:
+def test_large_conversations_that_fit_on_no_decoder_are_an_overload_beside_free_kv() -> None:
     large = KvDemand(capacity=1_000, held=600, evictable=0, waiting=0, refused=900)
     assert after((large, 20)).state.reason is OverloadReason.KV_SHORT
 
 
-def test_parking_and_offline_work_come_first() -> None:
+def test_idle_and_offline_kv_is_evicted_before_an_overload_is_declared() -> None:
     state = after((KvDemand(capacity=1_000, held=600, evictable=400, waiting=300), 20)).state
     assert (state.overloaded, state.reason) == (False, OverloadReason.EVICTABLE)
 
 
-def test_it_is_over_when_half_of_the_kv_is_asked_for_and_not_before() -> None:
+def test_an_overload_ends_when_demand_falls_below_half_of_the_kv() -> None:
     less = KvDemand(capacity=1_000, held=700, evictable=0, waiting=0)
     watch = after((FULL, 20), (less, 20))
     assert (watch.state.overloaded, watch.state.reason) == (True, OverloadReason.NOT_OVER)
@@ -79,7 +79,7 @@ def test_it_is_over_when_half_of_the_kv_is_asked_for_and_not_before() -> None:
     assert not watch.state.overloaded and watch.state.since > 40
 
 
-def test_without_decoders_it_is_neither_overload_nor_over_unseen() -> None:
+def test_an_overload_ends_when_no_decoder_accepts_conversations() -> None:
     watch = after((FULL, 20))
     assert watch.state.overloaded
     state = watch.observe(KvDemand(0, 0, 0, 0), 20.0)
@@ -93,7 +93,7 @@ def test_without_decoders_it_is_neither_overload_nor_over_unseen() -> None:
 
 
 @given(demands, st.floats(0, 1e9))
-def test_no_single_observation_declares_it(demand: KvDemand, now: float) -> None:
+def test_a_single_observation_declares_no_overload(demand: KvDemand, now: float) -> None:
     watch = OverloadWatch()
     state = watch.observe(demand, now)
     assert not state.overloaded and state.asked * 1_000 == pytest.approx(demand.asked)
@@ -101,13 +101,13 @@ def test_no_single_observation_declares_it(demand: KvDemand, now: float) -> None
         assert not watch.observe(CALM, now + look).overloaded
 
 
-def test_it_is_declared_after_a_window_of_observations() -> None:
+def test_an_overload_is_declared_after_a_window_of_observations() -> None:
     window = OverloadSettings().window_s
     assert not after((FULL, window), every=0.5).state.overloaded
     assert after((FULL, window + 0.5), every=0.5).state.reason is OverloadReason.KV_SHORT
 
 
-def test_what_is_refused_and_what_waits_are_averaged_alike() -> None:
+def test_refused_and_waiting_demand_are_averaged_alike() -> None:
     """One look that sees fewer on their way than before says nothing about what they wait for."""
     computing = KvDemand(capacity=1_000, held=100, evictable=0, waiting=1_500, refused=500)
     glimpse = replace(computing, waiting=400)

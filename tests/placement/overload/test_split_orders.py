@@ -32,12 +32,12 @@ def decoder(
     return SharingDecoder(name, tier, held, 4, split)
 
 
-def test_overload_makes_pairs_of_engines_with_whole_models() -> None:
+def test_an_overload_pairs_engines_with_whole_models() -> None:
     made = split_orders(LACKING, [decoder("a"), decoder("b", held=800)], LIMITS)
     assert made == SplitOrders(drops=(("a", "b"),))
 
 
-def test_no_more_than_is_lacking_and_the_reserve() -> None:
+def test_orders_gain_no_more_than_the_lacking_kv_and_the_reserve() -> None:
     four = [decoder(name) for name in "abcd"]
     assert len(split_orders(LACKING, four, LIMITS).drops) == 1
     more = replace(LACKING, lacking_tokens=2_000)
@@ -52,7 +52,7 @@ def trio(held: float = 900) -> list[SharingDecoder]:
     ]
 
 
-def test_where_two_do_not_suffice_more_engines_share() -> None:
+def test_more_than_two_engines_share_when_two_do_not_suffice() -> None:
     much = replace(LACKING, lacking_tokens=100_000)
     assert split_orders(much, [decoder(name) for name in "abc"], LIMITS).drops == (("c", "a", "b"),)
     four = split_orders(much, [decoder(name) for name in "abcd"], LIMITS).drops
@@ -61,7 +61,7 @@ def test_where_two_do_not_suffice_more_engines_share() -> None:
     assert sorted(map(len, six)) == [2, 4]
 
 
-def test_a_group_of_three_is_restored_together_and_as_soon_as_one_is_gone() -> None:
+def test_a_group_of_three_is_restored_as_soon_as_one_member_is_gone() -> None:
     assert split_orders(OVER, trio(held=100), LIMITS) == SplitOrders(restores=(("a", "b", "c"),))
     assert split_orders(OVER, [*trio(held=100)[:2], trio(held=1_200)[2]], LIMITS) == SplitOrders()
     assert split_orders(LACKING, trio()[1:], LIMITS) == SplitOrders(restores=(("b", "c"),))
@@ -71,12 +71,12 @@ def test_a_group_of_three_is_restored_together_and_as_soon_as_one_is_gone() -> N
     assert split_orders(LACKING, leaving, LIMITS) == SplitOrders(restores=(("a", "b", "c"),))
 
 
-def test_what_a_pair_has_gained_is_not_lacking_any_more() -> None:
+def test_kv_that_a_pair_gained_is_not_lacking() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(LACKING, pair, LIMITS) == SplitOrders()
 
 
-def test_groups_that_are_split_do_not_grow_and_say_so() -> None:
+def test_split_groups_do_not_grow_and_the_reason_is_named() -> None:
     much = replace(LACKING, lacking_tokens=100_000)
     pairs = [decoder("a", 7), decoder("b", 7), decoder("c", 8), decoder("d", 8)]
     assert split_orders(much, pairs, LIMITS) == SplitOrders(why_no_more=NotDropped.SPLIT)
@@ -86,18 +86,18 @@ def test_groups_that_are_split_do_not_grow_and_say_so() -> None:
     assert split_orders(much, two_more, LIMITS).drops == (("e", "f"),)
 
 
-def test_tiers_do_not_mix() -> None:
+def test_engines_of_different_tiers_do_not_share_layers() -> None:
     made = split_orders(LACKING, [decoder("a"), decoder("b", tier="other")], LIMITS)
     assert made == SplitOrders(why_no_more=NotDropped.ALONE)
 
 
-def test_engines_whose_time_is_not_measured_are_left_alone() -> None:
+def test_engines_without_a_latency_model_are_left_alone() -> None:
     unmeasured = replace(SHAPE, latency=None)
     two = [replace(one, split=replace(one.split, shape=unmeasured)) for one in (decoder("a"), decoder("b"))]
     assert split_orders(LACKING, two, LIMITS) == SplitOrders(why_no_more=NotDropped.UNMEASURED)
 
 
-def test_when_it_is_over_a_pair_is_restored_if_what_it_holds_fits() -> None:
+def test_a_pair_is_restored_after_the_overload_if_its_kv_fits() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(OVER, pair, LIMITS) == SplitOrders(restores=(("a", "b"),))
     full = [decoder("a", epoch=7, held=1_200), decoder("b", epoch=7)]
@@ -118,20 +118,20 @@ def test_an_engine_whose_peer_is_gone_is_restored(state: OverloadState) -> None:
     assert split_orders(state, left, LIMITS) == SplitOrders(restores=(("a",),))
 
 
-def test_a_pair_of_which_one_is_to_leave_is_restored_and_never_made() -> None:
+def test_a_pair_with_a_leaving_engine_is_restored_and_never_formed() -> None:
     pair = [replace(decoder("a", epoch=7), leaving=True), decoder("b", epoch=7)]
     assert split_orders(LACKING, pair, LIMITS) == SplitOrders(restores=(("a", "b"),))
     whole = [replace(decoder("a"), leaving=True), decoder("b")]
     assert split_orders(LACKING, whole, LIMITS).drops == ()
 
 
-def test_engines_that_failed_a_while_ago_are_left_alone() -> None:
+def test_unwilling_engines_are_left_alone() -> None:
     three = [decoder("a"), decoder("b"), decoder("c")]
     assert split_orders(LACKING, three, LIMITS, unwilling={"a"}).drops == (("b", "c"),)
 
 
 @pytest.mark.parametrize("state", [OVER, LACKING])
-def test_while_some_decoder_is_silent_nobody_is_taken_to_be_alone(state: OverloadState) -> None:
+def test_no_group_is_restored_for_a_missing_member_while_a_decoder_is_silent(state: OverloadState) -> None:
     left = [decoder("a", epoch=7), decoder("b", held=100)]
     assert split_orders(state, left, LIMITS, silent=True).restores == ()
     two_more = [*left, decoder("c")]
@@ -139,7 +139,7 @@ def test_while_some_decoder_is_silent_nobody_is_taken_to_be_alone(state: Overloa
     assert made.drops == (("c", "b"),)  # the one whose peer is not heard shares with nobody else
 
 
-def test_a_pair_that_failed_a_while_ago_is_neither_restored_nor_half_of_it_merged() -> None:
+def test_an_unwilling_pair_is_neither_restored_nor_merged() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(OVER, pair, LIMITS, unwilling={"b"}) == SplitOrders()
     assert split_orders(OVER, [decoder("a", epoch=7)], LIMITS, unwilling={"a"}) == SplitOrders()

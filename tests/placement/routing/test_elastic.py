@@ -36,7 +36,7 @@ def place(placer: Placer, key: str, tokens: int = 10_000, now: float = 0.0) -> P
     share=st.floats(0.1, 1.0),
     tokens=st.integers(500, 40_000),
 )
-def test_the_lesser_of_two_estimates_decides_and_both_are_on_the_receipt(
+def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
     queued: list[int], waiting: int, rate: float, share: float, tokens: int
 ) -> None:
     placer = a_placer(decoders=1)
@@ -57,7 +57,7 @@ def test_the_lesser_of_two_estimates_decides_and_both_are_on_the_receipt(
     assert answer.receipt.to_json()["estimates"]["remote_s"] == estimates.remote_s
 
 
-def test_a_prefiller_has_it_when_idle_and_the_decoder_when_the_queue_is_long() -> None:
+def test_an_idle_prefiller_computes_the_prompt_and_the_decoder_does_when_the_queue_is_long() -> None:
     placer = a_placer()
     placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
     placer.observe(state("d1", 0, 1, prompt_share=0.7), 0.0)
@@ -73,7 +73,7 @@ def waits_on(placer: Placer, decoder: str, prompt_tokens: int, live_tokens: int 
     assert placer.observe(report, 0.0)
 
 
-def test_of_decoders_with_capacity_the_one_that_is_clearly_sooner_computes_the_prompt() -> None:
+def test_a_decoder_that_is_clearly_sooner_is_chosen() -> None:
     placer = a_placer()
     place(placer, "queued", 100_000)
     waits_on(placer, "d0", 0, live_tokens=50_000)
@@ -94,7 +94,7 @@ def test_of_decoders_with_capacity_the_one_that_is_clearly_sooner_computes_the_p
         (100_000, 30_000, 50_000, "d1"),  # its parent's decoder
     ],
 )
-def test_it_stays_with_the_least_kv_in_use(
+def test_the_decoder_with_the_least_kv_is_kept_unless_another_is_clearly_sooner(
     queued: int, waiting: int, live: int, preferred: str | None
 ) -> None:
     placer = a_placer()
@@ -108,7 +108,7 @@ def test_it_stays_with_the_least_kv_in_use(
 
 
 @pytest.mark.parametrize(("full", "chosen"), [(1, "d0"), (2, "d1")])
-def test_where_many_decoders_are_full_only_kv_counts(full: int, chosen: str) -> None:
+def test_only_kv_counts_when_many_decoders_are_full(full: int, chosen: str) -> None:
     placer = a_placer(decoders=5)
     place(placer, "queued", 100_000)
     waits_on(placer, "d0", 0, live_tokens=50_000)
@@ -118,7 +118,7 @@ def test_where_many_decoders_are_full_only_kv_counts(full: int, chosen: str) -> 
     assert place(placer, "a").decoder == chosen
 
 
-def test_where_nothing_is_known_of_any_decoder_it_stays_with_the_least_kv_in_use() -> None:
+def test_decoders_of_unknown_speed_are_chosen_by_kv() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     for number in range(2):
         placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
@@ -133,7 +133,7 @@ def test_the_papers_rule_estimates_nothing() -> None:
     assert all(answer.prefiller == "p0" and answer.receipt.estimates is None for answer in answers)
 
 
-def test_what_was_placed_on_a_decoder_counts_until_the_decoder_reports_it() -> None:
+def test_a_placed_prompt_counts_until_its_decoder_reports_it() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1), 0.0)
     for number in range(20):
@@ -142,7 +142,7 @@ def test_what_was_placed_on_a_decoder_counts_until_the_decoder_reports_it() -> N
     assert 7 <= local <= 13, "a burst without a report is divided, not sent to one side"
 
 
-def test_a_decoder_of_which_nothing_is_known_computes_nothing() -> None:
+def test_a_decoder_of_unknown_speed_computes_no_first_prompt() -> None:
     """Safe rather than fast: no curve, no rate yet."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, first_turns=FirstTurns.ELASTIC)
     placer = Placer(settings, {"prefill": CURVE})
@@ -153,7 +153,7 @@ def test_a_decoder_of_which_nothing_is_known_computes_nothing() -> None:
     assert place(placer, "new").prefiller is None
 
 
-def test_a_transfer_that_is_not_hidden_counts() -> None:
+def test_the_visible_part_of_a_transfer_counts() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1, prompt_share=0.8), 0.0)
     assert place(placer, "a").prefiller == "p0"
@@ -162,7 +162,7 @@ def test_a_transfer_that_is_not_hidden_counts() -> None:
     assert place(placer, "b").prefiller is None
 
 
-def test_a_slow_transfer_after_many_quick_ones_is_not_believed_for_long() -> None:
+def test_the_cost_of_one_slow_transfer_fades() -> None:
     placer = a_placer(decoders=1)
     now = 0.0
     for number in range(8):  # each after a lull, and each as quick as was thought or quicker
@@ -193,7 +193,7 @@ def test_a_large_later_turn_is_computed_where_it_ends_sooner() -> None:
     assert cached_there.prefiller == "p0", "what the prefiller has cached does not count"
 
 
-def test_a_prefiller_holds_what_fits_on_no_decoder_before_anything_is_refused() -> None:
+def test_a_prefiller_holds_a_conversation_that_fits_on_no_decoder() -> None:
     placer = a_placer(decoders=1, kv_tokens=100_000)
     for engine_name in ("d0", "p0"):
         placer.observe(state(engine_name, 0, 1), 0.0)
@@ -210,7 +210,7 @@ def test_a_prefiller_holds_what_fits_on_no_decoder_before_anything_is_refused() 
     assert set(placer.engine_down("p0")) == {"a", "c"}, "one queued there, the other held"
 
 
-def test_an_engine_that_leaves_takes_what_is_known_of_it_along() -> None:
+def test_an_engine_that_leaves_is_forgotten() -> None:
     placer = a_placer(decoders=2)
     for key in "abcd":
         place(placer, key)
@@ -224,7 +224,7 @@ def test_an_engine_that_leaves_takes_what_is_known_of_it_along() -> None:
     assert placer.prefill_wait_s("p0", 1.0) == 0.0
 
 
-def test_decoders_lend_prompts_what_running_turns_leave_and_the_signals_say_so() -> None:
+def test_the_signals_name_the_time_that_decoders_lend_to_prompts() -> None:
     placer = a_placer()
     placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
     placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)
@@ -235,7 +235,7 @@ def test_decoders_lend_prompts_what_running_turns_leave_and_the_signals_say_so()
     assert a_placer(first=FirstTurns.PREFILLER).signals(0, 0.0).lent is None
 
 
-def test_a_prefillers_curve_follows_what_prompts_take() -> None:
+def test_a_prefillers_curve_follows_its_prompts() -> None:
     placer = a_placer(first=FirstTurns.PREFILLER)
     now, slower = 0.0, 3.0
     for number in range(40):
@@ -267,7 +267,7 @@ def saturated(decoders: int) -> Placer:
     return placer
 
 
-def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
+def test_a_decoder_with_time_takes_a_turn_when_prefillers_are_saturated() -> None:
     placer = saturated(decoders=8)
     for number in range(7):
         placer.observe(state(f"d{number}", 0, 1, waiting_prompt_tokens=50_000), 0.0)
@@ -278,7 +278,7 @@ def test_of_many_decoders_any_that_has_time_spares_a_turn_the_refusal() -> None:
     assert [one.engine for one in options].count("d7") == 1
 
 
-def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> None:
+def test_a_turn_is_refused_only_when_no_decoder_has_time_either() -> None:
     placer = saturated(decoders=2)
     placer.observe(state("d1", 0, 1, waiting_prompt_tokens=50_000), 0.0)
     spared = place(placer, "new")
@@ -288,7 +288,7 @@ def test_saturated_prefillers_refuse_nothing_that_a_decoder_has_time_for() -> No
     assert isinstance(refused, Refusal) and refused.reason is RefusalReason.SATURATED
 
 
-def test_whom_it_was_to_be_keeps_it_while_that_has_time() -> None:
+def test_the_decoder_with_the_least_kv_keeps_the_turn_if_it_has_time() -> None:
     """A fork's beginning is with its parent's decoder, though others hold less."""
     placer = saturated(decoders=3)
     placer.observe(state("d2", 500_000, 1), 0.0)

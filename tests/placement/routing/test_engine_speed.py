@@ -40,7 +40,7 @@ class Shown:
         return found.seconds(TOKENS)
 
 
-def test_an_engine_that_was_slow_long_ago_is_taken_to_be_as_fast_as_its_like() -> None:
+def test_an_engine_that_was_slow_long_ago_is_estimated_like_its_hardware() -> None:
     shown = Shown("prefill", "decode")
     assert shown.says("e0", SLOW, 100.0, 0.0) == pytest.approx(seconds(SLOW))
     taken = []
@@ -52,21 +52,21 @@ def test_an_engine_that_was_slow_long_ago_is_taken_to_be_as_fast_as_its_like() -
     assert shown.says("e0", SLOW, 200.0, 200.0) == pytest.approx(seconds(SLOW)), "it has computed another one"
 
 
-def test_one_that_is_faster_than_its_like_stays_so() -> None:
+def test_a_faster_engine_keeps_its_own_estimate() -> None:
     shown = Shown("prefill", "decode")
     shown.says("e0", FAST, 100.0, 0.0)
     shown.says("e1", SLOW, 1.0, 90.0)
     assert shown.says("e0", FAST, 100.0, 90.0) == pytest.approx(seconds(FAST))
 
 
-def test_other_hardware_says_nothing() -> None:
+def test_engines_of_other_hardware_do_not_change_an_estimate() -> None:
     shown = Shown("prefill", "decode", alike=False)
     shown.says("e0", SLOW, 100.0, 0.0)
     shown.says("e1", FAST, 1.0, 90.0)
     assert shown.says("e0", SLOW, 100.0, 90.0) == pytest.approx(seconds(SLOW))
 
 
-def test_where_nobody_computed_lately_the_best_that_it_has_shown_counts() -> None:
+def test_an_engine_is_estimated_by_its_best_curve_when_none_computed_lately() -> None:
     """Something else had its machine for a while, and it is alone of its kind."""
     shown = Shown("prefill")
     shown.says("e0", FAST, 1, 0.0)
@@ -79,7 +79,7 @@ def test_where_nobody_computed_lately_the_best_that_it_has_shown_counts() -> Non
     assert shown.says("e0", SLOW, 59, 400.0) > 0.98 * seconds(SLOW), "it has become slower for good"
 
 
-def test_a_new_engine_is_as_fast_as_its_like() -> None:
+def test_a_new_engine_is_estimated_like_its_hardware() -> None:
     shown = Shown("decode", "decode")
     guess = shown.says("e1", SLOW, 0.0, 0.0)
     assert guess == pytest.approx(seconds(SLOW)), "a guess, while nobody has shown anything"
@@ -88,7 +88,7 @@ def test_a_new_engine_is_as_fast_as_its_like() -> None:
     assert shown.says("e1", SLOW, 0.0, 3.0) == pytest.approx(seconds(FAST))
 
 
-def test_what_an_engine_says_first_is_not_taken_to_be_of_now() -> None:
+def test_the_first_report_of_an_engine_may_be_old() -> None:
     """The directory has started again: rates and curves may be hours old."""
     shown = Shown("prefill", "decode")
     shown.says("e0", FAST, 10.0, 100.0)

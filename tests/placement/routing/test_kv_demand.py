@@ -31,7 +31,7 @@ def test_idle_conversations_on_the_host_make_no_overload() -> None:
     assert looked(running, [4_000]).overloaded
 
 
-def test_what_waits_is_counted_in_blocks_of_the_pool() -> None:
+def test_waiting_turns_are_counted_in_kv_of_the_pool() -> None:
     """Four groups of full attention: a token takes four of the pool, on an engine and in the queue alike."""
     made = placer()
     made.engine_up(info("d0", kv_tokens=40_000))
@@ -49,7 +49,7 @@ def test_what_waits_is_counted_in_blocks_of_the_pool() -> None:
     assert seen.asked == pytest.approx((4 * 9_100 + 500 + 4 * 3_100 + 500) / 38_000)
 
 
-def test_kv_that_parameters_gave_holds_more_conversations_but_none_that_could_not_stay() -> None:
+def test_dropped_parameters_hold_more_conversations_but_none_that_a_whole_model_cannot() -> None:
     made = placer()
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, live=8_000), 0.0)
@@ -63,7 +63,7 @@ def test_kv_that_parameters_gave_holds_more_conversations_but_none_that_could_no
     assert isinstance(made.place(FirstTurn("c", 3_000), 0.0), Refusal)
 
 
-def test_what_is_on_a_draining_decoder_needs_a_place_on_the_others() -> None:
+def test_kv_on_a_draining_decoder_counts_as_demand_on_the_others() -> None:
     made = placer()
     for name in ("d0", "d1"):
         made.engine_up(info(name))
@@ -72,7 +72,7 @@ def test_what_is_on_a_draining_decoder_needs_a_place_on_the_others() -> None:
     assert looked(made, []).asked == pytest.approx((5_000 + 6_000) / 9_500)
 
 
-def test_a_decoder_that_drains_stays_closed_whatever_its_size() -> None:
+def test_a_draining_decoder_stays_closed_when_it_is_resized() -> None:
     made = placer()
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, draining=True), 0.0)

@@ -29,7 +29,7 @@ def two_speeds() -> Placer:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.floats(0, 2)), max_size=40))
-def test_each_prompt_goes_where_it_would_end_first(arrivals: list[tuple[int, float]]) -> None:
+def test_each_prompt_goes_to_the_prefiller_that_finishes_it_first(arrivals: list[tuple[int, float]]) -> None:
     placer = two_speeds()
     free_at = {"fast": 0.0, "slow": 0.0}
     curve = {"fast": FAST, "slow": SLOW}
@@ -51,7 +51,7 @@ def test_each_prompt_goes_where_it_would_end_first(arrivals: list[tuple[int, flo
         assert chosen and now + chosen.wait_s + chosen.prefill_s == pytest.approx(ends[placed.prefiller])
 
 
-def test_the_wait_of_a_saturated_prefiller_is_known(fleet: MakeFleet) -> None:
+def test_a_saturated_refusal_names_the_excess_wait(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1.0)
     each = CURVE.seconds(20_000)
     accepted = 0
@@ -76,7 +76,7 @@ def test_an_end_reported_early_or_late_moves_the_queue(fleet: MakeFleet) -> None
     assert placer.prefill_wait_s("p0", overdue) == 0
 
 
-def test_a_prefiller_that_says_it_is_idle_has_no_queue(fleet: MakeFleet) -> None:
+def test_an_idle_prefiller_has_no_queue(fleet: MakeFleet) -> None:
     placer = fleet(forget_prefill_after_s=5.0)
     placer.place(FirstTurn("lost", 50_000), 0.0)
     placer.observe(state("p0", 0, 1, running=0), 4.0)
@@ -122,7 +122,7 @@ def prefill_s(placer: Placer, tokens: int) -> float:
     return answer.receipt.prefiller.chosen.prefill_s
 
 
-def test_the_engines_own_curve_takes_the_place_of_the_guess(fleet: MakeFleet) -> None:
+def test_a_reported_curve_replaces_the_initial_one(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9)
     assert prefill_s(placer, 20_000) == pytest.approx(CURVE.seconds(20_000))
     placer.observe(state("p0", 0, 1, prefill_curve=(0.01, 2e-5, 1e-10)), 0.0)
@@ -133,7 +133,7 @@ def test_the_engines_own_curve_takes_the_place_of_the_guess(fleet: MakeFleet) ->
     assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000)), "as fast as it was"
 
 
-def test_what_was_learned_of_a_guess_is_not_learned_twice_when_the_curve_comes(fleet: MakeFleet) -> None:
+def test_a_correction_is_rescaled_when_the_curve_changes(fleet: MakeFleet) -> None:
     """Prompts took a tenth of the guess; then the engine reports a curve that says so itself."""
     placer, now = fleet(kv_tokens=10**9), 0.0
     took = CURVE.seconds(8192) / 10
@@ -167,7 +167,7 @@ def waits(placer: Placer, key: str, queue_weight: float, now: float = 0.0) -> fl
     return placed.receipt.prefiller.chosen.wait_s
 
 
-def test_a_better_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None:
+def test_a_higher_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None:
     """Engines compute them first: what others have queued saturates no prefiller for it."""
     placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1.0)
     each, queued = CURVE.seconds(20_000), 0
@@ -180,7 +180,7 @@ def test_a_better_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None
     assert waits(placer, "between", 4.0) == pytest.approx(each), "behind the better one's, before others"
 
 
-def test_prompts_of_a_better_class_end_before_those_that_came_first(fleet: MakeFleet) -> None:
+def test_prompts_of_a_higher_class_end_before_earlier_ones(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
     each = CURVE.seconds(20_000)
     for key, queue_weight in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
@@ -195,7 +195,7 @@ def test_prompts_of_a_better_class_end_before_those_that_came_first(fleet: MakeF
     assert waits(placer, "last", 8.0, each) == 0.0, "nothing is left of those that have ended"
 
 
-def test_a_prefiller_that_is_lost_takes_its_queue_along(fleet: MakeFleet) -> None:
+def test_the_queue_of_a_lost_prefiller_is_forgotten(fleet: MakeFleet) -> None:
     placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1e9)
     for number in range(4):
         placer.place(FirstTurn(f"c{number}", 20_000), 0.0)

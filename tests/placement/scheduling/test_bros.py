@@ -20,12 +20,12 @@ def test_online_requests_are_ordered_by_time_to_their_deadline() -> None:
     assert plan.order == ("urgent", "next", "calm")
 
 
-def test_offline_requests_are_ordered_by_what_they_must_bring_back() -> None:
+def test_offline_requests_are_ordered_by_blocks_to_restore() -> None:
     requests = (offline("far", restore_blocks=30), offline("near"), offline("mid", restore_blocks=5))
     assert make_policy(ServingSettings("bros")).plan(view(*requests), MODEL).order == ("near", "mid", "far")
 
 
-def test_waiting_offline_requests_start_in_the_order_of_what_they_must_bring_back() -> None:
+def test_waiting_offline_requests_start_in_order_of_blocks_to_restore() -> None:
     first = offline("first", restore_blocks=30, running=False)
     waiting = [first, offline("second", arrival=1.0, running=False)]
     for name, expected in (("bros", ["second", "first"]), ("conserve", ["first", "second"])):
@@ -40,7 +40,7 @@ def test_the_iteration_ends_before_the_most_urgent_deadline() -> None:
     assert 0 < soon < later
 
 
-def test_the_batch_grows_by_one_and_falls_at_once() -> None:
+def test_the_batch_grows_by_one_and_is_reset_after_a_violation() -> None:
     policy = policy_with({"batch_start": 2}, "bros")
     requests = [offline(f"off{i}", 100, 99) for i in range(10)]
     served = []
@@ -50,7 +50,7 @@ def test_the_batch_grows_by_one_and_falls_at_once() -> None:
     assert served == [2, 3, 4, 5, 2]
 
 
-def test_requests_with_time_to_spare_give_their_place_to_offline_requests() -> None:
+def test_requests_with_time_to_spare_give_their_slot_to_offline_requests() -> None:
     policy = policy_with({"batch_start": 3}, "bros")
     calm = [online(f"calm{i}", last_token=10.0) for i in range(2)]
     tokens = fill(policy, view(online("urgent", last_token=9.975), *calm, offline("off", 100, 99)))

@@ -31,41 +31,41 @@ def test_an_arrival_that_would_miss_its_ttft_raises_the_flag() -> None:
     assert raises(LONG)
 
 
-def test_one_that_meets_it_anyway_does_not() -> None:
+def test_an_arrival_that_meets_its_ttft_does_not_raise_the_flag() -> None:
     assert not raises(replace(LONG, seconds=0.5), ttft_share=1.0)
 
 
-def test_an_arrival_may_be_made_to_wait_for_a_share_of_its_ttft_only() -> None:
+def test_an_arrival_waits_for_a_share_of_its_ttft_only() -> None:
     within_the_target = replace(LONG, seconds=0.5)
     assert raises(within_the_target, ttft_share=0.5)
     assert not raises(replace(LONG, seconds=0.2), ttft_share=0.5)
 
 
-def test_what_is_queued_before_it_counts() -> None:
+def test_queued_prompts_count_as_waiting_time() -> None:
     almost = replace(LONG, seconds=0.5)
     assert raises(almost, queued=BatchWork.of([(300, 0)] * 5), ttft_share=1.0)
 
 
-def test_a_batch_without_offline_requests_is_left_alone() -> None:
+def test_a_batch_without_offline_requests_is_not_aborted() -> None:
     assert not raises(replace(LONG, offline_requests=0))
 
 
-def test_an_iteration_that_is_nearly_done_is_left_alone() -> None:
+def test_an_iteration_that_is_nearly_done_is_not_aborted() -> None:
     assert not raises(replace(LONG, seconds=0.8, passed_s=0.799), queued=BatchWork.of([(9000, 0)]))
 
 
-def test_much_work_is_not_thrown_away_for_a_little_sooner() -> None:
+def test_much_work_is_not_thrown_away_for_a_small_gain() -> None:
     late_in_it = replace(LONG, seconds=0.4, passed_s=0.3)  # its TTFT of 0.5 s is kept either way
     assert not raises(late_in_it)
     assert raises(late_in_it, ttft_share=0.25, abort_worth=0.3)
     assert raises(replace(late_in_it, passed_s=0.2)), "as much is won as is lost"
 
 
-def test_whatever_it_costs_where_the_target_is_at_stake() -> None:
+def test_an_arrival_that_would_miss_its_target_aborts_at_any_cost() -> None:
     assert raises(replace(LONG, seconds=1.6, passed_s=1.1))
 
 
-def test_online_requests_of_the_batch_are_not_made_to_pay_for_nothing() -> None:
+def test_an_abort_does_not_make_online_requests_of_the_batch_late() -> None:
     mixed = replace(
         LONG, online_requests=4, online_work=BatchWork.of([(1, 500)] * 4), slack_s=0.05, passed_s=0.02
     )

@@ -31,7 +31,7 @@ def measured(count: int, noise: float, seed: int = 0, largest: int = 2048) -> li
     return samples
 
 
-def test_the_sums_are_kept_per_row() -> None:
+def test_the_sums_are_kept_per_request() -> None:
     assert BatchWork.of([(10, 0), (10, 90)]) == BatchWork(20, 10 * 10 + 10 * 100, 110, 900, 2)
     assert BatchWork.of([(20, 0)]).attended > BatchWork.of([(10, 0), (10, 0)]).attended
 
@@ -69,7 +69,7 @@ def test_the_error_on_noisy_samples_stays_near_the_noise() -> None:
     assert overall.p90 < 0.10
 
 
-def test_errors_are_told_by_region() -> None:
+def test_errors_are_reported_by_region() -> None:
     samples = measured(200, noise=0.05)
     regions = error_by_region(TRUE, samples)
     assert sum(region.samples for region in regions[1:]) == 200
@@ -95,6 +95,6 @@ def test_a_term_that_the_prior_does_not_have_stays_out() -> None:
     assert (found.per_before, found.per_request) == (0, 0)
 
 
-def test_a_model_with_a_negative_coefficient_cannot_be_made() -> None:
+def test_negative_coefficients_are_refused() -> None:
     with pytest.raises(ValueError, match="not negative"):
         LatencyModel(-1e-6, 0, 0, 0)

@@ -25,12 +25,12 @@ EIGHT_B = ModelSize(8.0e9, 7.5e9, 2, 32 * 32 * 128, 32 * 8 * 128 * 2 * 2)
         ("NVIDIA L40S", "L40S"),
     ],
 )
-def test_a_drivers_name_is_found(device: str, name: str) -> None:
+def test_an_accelerator_is_found_by_its_drivers_name(device: str, name: str) -> None:
     assert accelerator_of(device) is ACCELERATORS[name]
 
 
 @pytest.mark.parametrize("device", ["Intel(R) Xeon(R) Processor x1", "AMD Instinct MI300X", ""])
-def test_others_are_not_taken_for_one(device: str) -> None:
+def test_an_unknown_device_is_no_accelerator(device: str) -> None:
     assert accelerator_of(device) is None
 
 
@@ -38,7 +38,7 @@ def test_every_accelerator_has_its_source() -> None:
     assert all(one.source for one in ACCELERATORS.values())
 
 
-def test_a_prompt_and_a_token_take_what_the_hardware_allows() -> None:
+def test_the_prior_is_near_what_the_hardware_allows() -> None:
     model = prior(H100, EIGHT_B, 1)
     prompt, token = BatchWork.of([(8192, 0)]), BatchWork.of([(1, 8192)])
     assert 0.15 < model.seconds(prompt) < 0.6  # 14 to 55 thousand tokens a second

@@ -7,11 +7,11 @@ from tests.placement.scheduling.views import MODEL, arrived, fill, offline, onli
 CROWD = tuple(arrived(f"new{i}", 1000) for i in range(8))
 
 
-def test_without_a_share_a_crowd_of_online_requests_takes_everything() -> None:
+def test_many_online_requests_take_the_whole_iteration_without_an_offline_share() -> None:
     assert fill(make_policy(ServingSettings()), view(offline("off"), waiting=CROWD))["off"] == 0
 
 
-def test_a_share_is_kept_against_a_crowd_of_online_requests() -> None:
+def test_the_offline_share_is_kept_beside_many_online_requests() -> None:
     tokens = fill(make_policy(ServingSettings(offline_share=0.1)), view(offline("off"), waiting=CROWD))
     assert tokens["off"] == 204
     assert sum(tokens.values()) == 2048
@@ -34,7 +34,7 @@ def test_an_aged_request_is_the_last_to_lose_its_memory() -> None:
     assert policy.plan(state, MODEL).preempt == ("fresh",)
 
 
-def test_a_waiting_request_that_aged_may_start_though_little_memory_is_left() -> None:
+def test_an_aged_waiting_request_may_start_with_little_memory_left() -> None:
     waiting = offline("head", running=False, arrival=1.0, last_served=0.0)
     state = view(online("on"), free=5, offline_head=waiting, offline_waiting=1)
     assert fill(policy_with({"online_reserve": 0.5}), state)["head"] == 0

@@ -94,7 +94,7 @@ def test_safepoints_shorten_the_first_token() -> None:
     assert worst_ttft(with_them) < worst_ttft(without)
 
 
-def test_bros_starts_waiting_offline_requests_by_what_they_must_bring_back() -> None:
+def test_bros_starts_waiting_offline_requests_by_blocks_to_restore() -> None:
     """The same load, in the order of arrival or of swap-in cost: the second restores fewer blocks."""
     tight = SimulatedShape(blocks=420, max_tokens=1024)
     by_arrival = type("ByArrival", (Bros,), {"start_order": ServingPolicy.start_order})

@@ -38,7 +38,7 @@ def test_the_tightest_target_in_the_batch_decides() -> None:
     assert 0 < tight < loose < 2000
 
 
-def test_tokens_of_waiting_online_requests_are_kept_for_them() -> None:
+def test_tokens_are_kept_for_waiting_online_requests() -> None:
     tokens = fill(
         make_policy(ServingSettings("conserve")), view(offline("off"), waiting=(arrived("new", 300),))
     )
@@ -46,7 +46,7 @@ def test_tokens_of_waiting_online_requests_are_kept_for_them() -> None:
     assert MODEL.seconds(BatchWork.of([(300, 0), (tokens["off"], 0)])) <= SLO.tbt_s
 
 
-def test_alone_offline_takes_the_iteration() -> None:
+def test_offline_work_alone_fills_the_iteration() -> None:
     tokens = fill(make_policy(ServingSettings("conserve")), view(offline("a", 1500), offline("b", 1500)))
     assert sum(tokens.values()) == 2048
 
@@ -64,7 +64,7 @@ def test_online_only_gives_offline_nothing() -> None:
     assert tokens == {"off": 0, "w": 0}
 
 
-def test_sarathi_fills_its_chunk_whatever_the_context() -> None:
+def test_sarathi_fills_its_chunk_at_any_context() -> None:
     policy = make_policy(ServingSettings("sarathi"))
     for context in (0, 1500):
         request = offline("off", 4000, context)
@@ -95,7 +95,7 @@ def test_online_decoding_is_never_left_out(name: str) -> None:
     assert all(tokens[f"on{i}"] == 1 for i in range(40))
 
 
-def test_an_unknown_policy_is_told_with_those_there_are() -> None:
+def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(UnknownPolicyError, match="bros, conserve"):
         make_policy(ServingSettings("fifo"))
 

@@ -19,13 +19,13 @@ def test_nothing_is_preempted_while_blocks_and_places_suffice(name: str) -> None
 
 
 @pytest.mark.parametrize("name", PREEMPTING)
-def test_one_victim_is_enough_when_its_blocks_are(name: str) -> None:
+def test_one_victim_is_enough_when_it_has_enough_blocks(name: str) -> None:
     requests = [offline(f"off{i}", 900, 800, arrival=float(i)) for i in range(5)]
     assert len(preempted(name, view(*requests, waiting=(arrived("new", 300),), free=0))) == 1
 
 
 @pytest.mark.parametrize("name", PREEMPTING)
-def test_a_full_batch_gives_a_place(name: str) -> None:
+def test_a_full_batch_preempts_one_offline_request_for_a_slot(name: str) -> None:
     requests = [offline(f"off{i}", 900, 800) for i in range(4)]
     state = view(*requests, waiting=(arrived("new"),), max_running=4)
     assert len(preempted(name, state)) == 1
@@ -42,19 +42,19 @@ def test_a_running_online_request_that_grows_takes_offline_blocks() -> None:
     assert preempted("conserve", view(growing, offline("off", 900, 800), free=0)) == ("off",)
 
 
-def test_conserve_takes_what_the_host_already_has() -> None:
+def test_conserve_preempts_requests_whose_blocks_are_on_the_host_first() -> None:
     saved = offline("saved", 900, 800, saved_blocks=50, arrival=1.0)
     unsaved = offline("unsaved", 900, 800, saved_blocks=3, arrival=2.0)
     assert preempted("conserve", view(saved, unsaved, waiting=(arrived("new", 300),), free=0)) == ("saved",)
 
 
-def test_requests_that_get_no_tokens_yet_ask_for_no_blocks_yet() -> None:
+def test_requests_without_tokens_in_this_iteration_ask_for_no_blocks() -> None:
     queue = tuple(arrived(f"new{i}", 2000) for i in range(10))
     requests = [offline(f"off{i}", 1700, 1600) for i in range(10)]
     assert len(preempted("conserve", view(*requests, waiting=queue, free=0, max_tokens=2000))) == 2
 
 
-def test_offline_does_not_start_in_the_iteration_that_preempted() -> None:
+def test_no_offline_request_starts_in_an_iteration_that_preempts() -> None:
     plan = make_policy(ServingSettings("conserve")).plan(
         view(offline("a", 900, 800), waiting=(arrived("new", 300),), free=0), MODEL
     )

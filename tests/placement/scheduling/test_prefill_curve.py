@@ -19,7 +19,7 @@ def test_a_prompt_is_prefilled_in_chunks_on_top_of_what_is_cached(appended: int,
 
 
 @pytest.mark.parametrize("chunk", [2_048, 8_192])
-def test_the_curve_of_a_latency_model_is_near_what_its_chunks_cost(chunk: int) -> None:
+def test_the_curve_is_near_the_cost_of_the_chunks(chunk: int) -> None:
     curve = curve_of(MODEL, chunk)
     for prompt in (chunk, 3 * chunk, 100_000):
         assert curve.seconds(prompt) == pytest.approx(prompt_seconds(MODEL, chunk, prompt), rel=0.1)
@@ -43,12 +43,12 @@ def test_fit_weighs_short_prompts_as_much_as_long_ones() -> None:
 
 
 @pytest.mark.parametrize("samples", [[], [(10, 1.0), (20, 2.0)], [(10, 1.0), (20, 0.0), (30, 1.0)]])
-def test_samples_that_cannot_make_a_curve_are_refused(samples: list[tuple[float, float]]) -> None:
+def test_unusable_samples_are_refused(samples: list[tuple[float, float]]) -> None:
     with pytest.raises(CurveError):
         fit_curve(samples)
 
 
 @pytest.mark.parametrize("abc", [(-1, 1, 1), (0, 0, 0), (0, float("nan"), 0), (0, 1, float("inf"))])
-def test_coefficients_that_cannot_be_a_curve_are_refused(abc: tuple[float, float, float]) -> None:
+def test_unusable_coefficients_are_refused(abc: tuple[float, float, float]) -> None:
     with pytest.raises(CurveError):
         PrefillCurve(*abc)

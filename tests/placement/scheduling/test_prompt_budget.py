@@ -24,7 +24,7 @@ def started(key: str, left: int, computed: int = 1000, **more: object) -> Reques
 
 
 @BOTH
-def test_the_shortest_goes_first_wherever_it_waits(name: str) -> None:
+def test_the_shortest_prompt_goes_first(name: str) -> None:
     tokens = given(
         name, started("long", 3000), online("a"), waiting=(arrived("longer", 9000), arrived("new", 50))
     )
@@ -34,7 +34,7 @@ def test_the_shortest_goes_first_wherever_it_waits(name: str) -> None:
 
 
 @BOTH
-def test_a_long_one_ages(name: str) -> None:
+def test_a_long_prompt_ages(name: str) -> None:
     waiting = (arrived("new", 200), arrived("old", 3000, at=-20.0))
     tokens = given(name, online("a"), waiting=waiting)
     assert tokens["new"] == 0
@@ -42,7 +42,7 @@ def test_a_long_one_ages(name: str) -> None:
 
 
 @BOTH
-def test_what_the_engine_had_no_place_for_makes_nobody_wait_who_has_one(name: str) -> None:
+def test_a_prompt_without_memory_does_not_hold_up_one_that_has_memory(name: str) -> None:
     refused = arrived("short", 50)
     tokens = given(name, started("long", 3000), waiting=(refused,))
     assert tokens["short"] == 50
@@ -53,29 +53,29 @@ def test_what_the_engine_had_no_place_for_makes_nobody_wait_who_has_one(name: st
 
 
 @BOTH
-def test_nobody_starts_before_an_overdue_one_that_lacks_place(name: str) -> None:
+def test_no_prompt_starts_before_an_overdue_one_that_lacks_memory(name: str) -> None:
     overdue = RequestView("big", False, arrival=-50.0, tokens=3000, computed=0, refused=True)
     plan = make_policy(ServingSettings(name)).plan(view(waiting=(arrived("new", 50), overdue)), MODEL)
     assert plan.waiting == ("big", "new")
 
 
-def test_one_that_ends_does_not_wait_for_a_part_of_the_next_nor_offline_work() -> None:
+def test_a_prompt_that_ends_does_not_wait_for_a_part_of_the_next_one() -> None:
     behind = (arrived("next", 2500), arrived("third", 2600))
     tokens = given("prompts_in_order", started("ends", 50), offline("off"), waiting=behind)
     assert tokens == {"ends": 50, "off": 0, "next": 0, "third": 0}
 
 
-def test_unless_the_next_is_overdue() -> None:
+def test_an_overdue_prompt_joins_the_iteration_in_which_another_one_ends() -> None:
     tokens = given("prompts_in_order", started("ends", 50), waiting=(arrived("next", 2500, at=-50.0),))
     assert tokens["next"] > 0
 
 
-def test_with_co_serving_iterations_are_full() -> None:
+def test_iterations_are_full_with_co_serving() -> None:
     tokens = given("conserve", started("ends", 50), waiting=(arrived("next", 2500),))
     assert tokens == {"ends": 50, "next": 2048 - 50}
 
 
-def test_without_co_serving_offline_work_comes_last_and_its_tokens_go_on() -> None:
+def test_offline_requests_come_last_without_co_serving_and_go_on_decoding() -> None:
     running = offline("writes", 2000, 1999, last_token=9.9)
     tokens = given(
         "prompts_in_order", online("a"), running, offline("off", 9000), waiting=(arrived("new", 100),)
@@ -87,14 +87,14 @@ def test_without_co_serving_offline_work_comes_last_and_its_tokens_go_on() -> No
     assert MODEL.seconds(work) <= 0.05
 
 
-def test_one_that_came_after_the_plan_has_what_time_is_left_and_a_token_at_least() -> None:
+def test_a_request_that_came_after_the_plan_has_the_time_that_is_left() -> None:
     plan = make_policy(ServingSettings("prompts_in_order")).plan(view(online("a")), MODEL)
     assert plan.builder.take(online("a"), 1) == 1
     assert 1 < plan.builder.take(arrived("late", 3000), 2000) < 2000
     assert plan.builder.take(arrived("later", 3000), 2000) == 1
 
 
-def test_who_is_ahead_goes_first_but_no_class_is_left_out_for_longer_than_that() -> None:
+def test_a_higher_class_goes_first_but_a_lower_one_is_not_left_out_for_longer_than_the_difference() -> None:
     first, gold = arrived("first", 2000, 10.0), replace(arrived("gold", 2000, 15.0), queue_weight=10.0)
     late = replace(gold, key="late", arrival=21.0)
 
@@ -110,7 +110,7 @@ def test_who_is_ahead_goes_first_but_no_class_is_left_out_for_longer_than_that()
     assert order(served) == ["gold", "late", "first"]
 
 
-def test_others_prompts_that_have_waited_long_cost_a_better_class_nothing_while_they_are_served() -> None:
+def test_old_prompts_of_a_lower_class_do_not_delay_a_higher_one_while_some_are_served() -> None:
     """An overload that lasts: all of the other class have waited for longer than the better is worth."""
     policy = make_policy(ServingSettings("prompts_in_order"))
     old = tuple(arrived(f"old-{n}", 1000, 10.0 - n) for n in range(20))

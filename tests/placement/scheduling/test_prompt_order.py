@@ -25,7 +25,7 @@ def test_running_requests_keep_their_target_or_prompts_have_half(
     assert 0.5 <= SHARING.share(decoding_s) < 1
 
 
-def test_the_shorter_goes_first_and_the_longer_ages() -> None:
+def test_a_shorter_prompt_is_due_first_and_a_longer_one_ages() -> None:
     long_one = SHARING.due(MODEL, 0.0, 40_000, 0)
     assert SHARING.due(MODEL, 0.0, 300, 0) < long_one
     assert SHARING.due(MODEL, 5.0, 300, 0) < long_one
@@ -34,7 +34,7 @@ def test_the_shorter_goes_first_and_the_longer_ages() -> None:
 
 
 @given(st.integers(5_000, 60_000), st.integers(500, 8_192))
-def test_a_prompt_in_the_chunks_it_says_takes_no_longer_than_in_others(prompt: int, other: int) -> None:
+def test_no_other_chunk_size_is_faster(prompt: int, other: int) -> None:
     def seconds(chunk: int) -> float:
         parts = [(min(chunk, prompt - at), at) for at in range(0, prompt, chunk)]
         return sum(MODEL.seconds(BatchWork.of([part])) for part in parts)
@@ -43,7 +43,7 @@ def test_a_prompt_in_the_chunks_it_says_takes_no_longer_than_in_others(prompt: i
     assert seconds(SHARING.chunk(MODEL, 8_192)) <= 1.05 * seconds(other) + last
 
 
-def test_chunks_are_bounded_and_as_large_as_may_be_where_attention_is_causal() -> None:
+def test_chunks_are_bounded_and_largest_where_attention_is_causal() -> None:
     causal = LatencyModel(1e-5, 1e-9, 2e-8, 0.012, per_before=1e-9)
     assert PromptSharing.chunk(causal, 8_192) == 8_192
     assert PromptSharing.chunk(LatencyModel(1e-5, 1.0, 0.0, 1e-6), 8_192) == LEAST_CHUNK

@@ -17,7 +17,7 @@ def given(*requests: object, **more: object) -> dict[str, int]:
     return fill(conserve(), view(*requests, **more))  # type: ignore[arg-type]
 
 
-def test_beside_an_urgent_prompt_requests_have_their_token_and_offline_work_has_none() -> None:
+def test_offline_work_has_no_tokens_beside_an_urgent_prompt() -> None:
     assert given(online("a"), offline("off"), waiting=(URGENT,)) == {"a": 1, "off": 0, "new": 300}
 
 
@@ -28,7 +28,7 @@ def test_offline_work_joins_a_prompt_that_has_time() -> None:
     assert tokens["off"] > 0
 
 
-def test_the_prompt_has_what_the_requests_deadline_leaves() -> None:
+def test_a_prompt_has_the_time_until_the_next_token_is_due() -> None:
     fresh = given(online("a"), waiting=(LONG,))
     set_back = given(online("a", last_token=9.98), waiting=(LONG,))
     assert 0 < set_back["new"] < fresh["new"] < 1500
@@ -36,13 +36,13 @@ def test_the_prompt_has_what_the_requests_deadline_leaves() -> None:
         assert MODEL.seconds(BatchWork.of([(1, 99), (tokens["new"], 0)])) <= left_s
 
 
-def test_a_prompt_in_its_course_does_not_take_the_requests_tokens() -> None:
+def test_a_running_prompt_does_not_take_tokens_of_decoding_requests() -> None:
     half = online("half", 3000, 1000, last_token=None, arrival=-5.0)
     tokens = given(half, online("a", last_token=9.97), max_tokens=60)
     assert tokens == {"a": 1, "half": 59}
 
 
-def test_requests_without_any_time_leave_a_prompt_half_of_the_iteration() -> None:
+def test_late_decoding_requests_leave_a_prompt_half_of_the_iteration() -> None:
     requests = [online(f"a{i}", 3000, 2999, last_token=9.0) for i in range(20)]
     tokens = given(*requests, waiting=(LONG,))
     assert all(tokens[request.key] == 1 for request in requests)
@@ -50,16 +50,16 @@ def test_requests_without_any_time_leave_a_prompt_half_of_the_iteration() -> Non
     assert MODEL.seconds(BatchWork.of([(1, 2999)] * 20 + [(tokens["new"], 0)])) > 1.9 * requests_s
 
 
-def test_requests_that_wait_longer_leave_offline_work_less_of_the_iteration() -> None:
+def test_offline_work_has_less_time_when_a_token_is_due_sooner() -> None:
     rested, waited = (given(online("a", last_token=at), offline("off"))["off"] for at in (10.0, 9.97))
     assert 0 < waited < rested
 
 
-def test_a_prompt_without_requests_beside_it_has_the_whole_iteration() -> None:
+def test_a_prompt_alone_has_the_whole_iteration() -> None:
     assert given(waiting=(arrived("new", 3000, at=9.0),))["new"] == 2048
 
 
-def test_the_margin_is_what_iterations_take_beyond_their_prediction() -> None:
+def test_the_margin_follows_prediction_errors() -> None:
     def offline_tokens_after(seconds: float) -> int:
         policy = make_policy(ServingSettings(margin=0.1))
         for _ in range(300):
@@ -72,7 +72,7 @@ def test_the_margin_is_what_iterations_take_beyond_their_prediction() -> None:
     assert slow < configured < exact
 
 
-def test_what_is_late_now_and_then_costs_offline_tokens_but_no_prompt_s() -> None:
+def test_occasional_late_iterations_cost_offline_tokens_but_none_of_prompts() -> None:
     policy = make_policy(ServingSettings(margin=0.1))
     for number in range(2_000):
         seconds = 0.048 if number % 10 == 0 else 0.04

@@ -48,7 +48,7 @@ def test_a_long_stretch_of_decoding_does_not_make_it_forget_prefills() -> None:
     assert learning.model.seconds(prefill) == pytest.approx(TRUE.seconds(prefill), rel=0.15)
 
 
-def test_iterations_that_something_else_disturbed_teach_nothing() -> None:
+def test_disturbed_iterations_are_not_learned_from() -> None:
     learning = SelfCorrecting(TRUE)
     rng = random.Random(5)
     for sample in measured(640, noise=0.02):
@@ -58,7 +58,7 @@ def test_iterations_that_something_else_disturbed_teach_nothing() -> None:
     assert after.p90 < 0.05
 
 
-def test_an_engine_that_became_slower_is_followed() -> None:
+def test_the_model_follows_an_engine_that_became_slower() -> None:
     learning = SelfCorrecting(TRUE)
     for sample in measured(640, noise=0.02):
         learning.observe(sample.work, 2 * sample.seconds)
@@ -74,7 +74,7 @@ def test_corrections_are_bounded() -> None:
         assert base / 3 * 0.999 <= now <= base * 3 * 1.001
 
 
-def test_a_machine_that_is_slower_for_seconds_is_followed_within_one() -> None:
+def test_the_model_follows_a_temporary_slowdown_within_a_second() -> None:
     learning = SelfCorrecting(TRUE)
     prefill = BatchWork.of([(256, 1000)])
     second = int(1 / TRUE.seconds(prefill))
@@ -84,7 +84,7 @@ def test_a_machine_that_is_slower_for_seconds_is_followed_within_one() -> None:
         assert learning.model.seconds(prefill) == pytest.approx(slower * TRUE.seconds(prefill), rel=0.03)
 
 
-def test_at_another_speed_every_term_is() -> None:
+def test_another_speed_scales_every_term() -> None:
     learning = SelfCorrecting(TRUE, every=10_000)
     prefill = BatchWork.of([(256, 1000)])
     for _ in range(200):
@@ -93,7 +93,7 @@ def test_at_another_speed_every_term_is() -> None:
     assert learning.model.seconds(DECODE) == pytest.approx(1.3 * TRUE.seconds(DECODE), rel=0.01)
 
 
-def test_one_disturbed_iteration_is_no_change_of_speed() -> None:
+def test_one_disturbed_iteration_does_not_change_the_speed() -> None:
     speed = SpeedFactor()
     speed.observe(0.1, 1.0)
     assert speed.factor < 1.15
@@ -102,7 +102,7 @@ def test_one_disturbed_iteration_is_no_change_of_speed() -> None:
     assert speed.factor == pytest.approx(1.0, abs=0.02)
 
 
-def test_the_factor_is_bounded() -> None:
+def test_the_speed_factor_is_bounded() -> None:
     for seconds, bound in ((60.0, 1.5), (1e-6, 1 / 1.5)):
         speed = SpeedFactor(memory_s=1e-6)
         for _ in range(1000):
@@ -110,7 +110,7 @@ def test_the_factor_is_bounded() -> None:
         assert speed.factor == pytest.approx(bound)
 
 
-def test_a_new_fit_does_not_move_what_is_said_of_the_latest_work() -> None:
+def test_a_new_fit_keeps_the_estimate_of_the_latest_work() -> None:
     learning = SelfCorrecting(TRUE, every=64)
     prefill = BatchWork.of([(256, 1000)])
     said = []

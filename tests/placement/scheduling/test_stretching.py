@@ -24,23 +24,23 @@ def stretched(count: int) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 5, 10])
-def test_requests_that_cost_no_more_than_twice_the_constant_have_the_whole_target(count: int) -> None:
+def test_cheap_decoding_leaves_offline_work_the_whole_target(count: int) -> None:
     assert stretched(count) == pytest.approx(TBT_S)
 
 
-def test_requests_that_cost_four_times_the_constant_leave_offline_work_half_of_the_rest() -> None:
+def test_decoding_at_four_times_the_constant_leaves_offline_work_half_of_the_rest() -> None:
     alone = 0.010 + 20 * 0.002
     assert stretched(20) == pytest.approx(alone + (TBT_S - alone) / 2)
 
 
-def test_more_requests_never_have_longer_iterations_until_they_fill_them_themselves() -> None:
+def test_more_decoding_requests_never_lengthen_iterations_until_they_fill_them() -> None:
     lengths = [stretched(count) for count in range(1, 46)]
     shortest = lengths.index(min(lengths))
     assert lengths[: shortest + 1] == sorted(lengths[: shortest + 1], reverse=True)
     assert all(MODEL.seconds(BatchWork.of([(1, 999)] * n)) <= stretched(n) for n in range(1, 60))
 
 
-def test_some_of_the_target_is_offline_work_s_however_long_the_contexts_are() -> None:
+def test_offline_work_keeps_some_of_the_target_beside_long_contexts() -> None:
     long = [online(f"a{number}", 9000, 8999, slo=TurnTargets(1.0, 0.2)) for number in range(10)]  # 10 ms each
     assert stretched_iteration_s(long, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
     free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
@@ -52,11 +52,11 @@ def test_the_strictest_target_counts() -> None:
     assert stretched_iteration_s(mixed, MODEL, 2.0) == pytest.approx(0.05)  # type: ignore[arg-type]
 
 
-def test_a_target_that_requests_break_by_themselves_leaves_nothing() -> None:
+def test_a_target_that_decoding_alone_exceeds_leaves_no_offline_time() -> None:
     assert stretched(100) == pytest.approx(0.010 + 100 * 0.002)
 
 
-def test_an_operator_may_have_the_whole_target_always() -> None:
+def test_an_infinite_constant_gives_offline_work_the_whole_target() -> None:
     assert stretched_iteration_s(requests(30), MODEL, math.inf) == pytest.approx(TBT_S)  # type: ignore[arg-type]
 
 

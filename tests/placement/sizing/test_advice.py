@@ -38,7 +38,7 @@ def given_for(seen: Signals, *, prefills: bool = True) -> dict[Action, int]:
         (signals(decoders=0, pressure=1.0), {Action.ADD_DECODERS: 1}),
     ],
 )
-def test_what_is_advised(seen: Signals, expected: dict[Action, int]) -> None:
+def test_advice_follows_the_signals(seen: Signals, expected: dict[Action, int]) -> None:
     assert given_for(seen) == expected
 
 
@@ -59,11 +59,11 @@ def test_elastic_fleets_count_what_decoders_have_left(
     assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
 
 
-def test_a_fleet_that_does_not_disaggregate_hears_nothing_of_prefillers() -> None:
+def test_a_fleet_without_disaggregation_gets_no_advice_on_prefillers() -> None:
     assert given_for(signals(load=0.0, prefillers=0), prefills=False) == {}
 
 
-def test_the_reason_has_the_numbers() -> None:
+def test_the_reason_names_the_numbers() -> None:
     (one,) = advise(signals(load=1.2, prefill_wait_s=4.0), LIMITS, LONGEST_WAIT_S)
     assert one == Recommendation(
         Action.ADD_PREFILLERS,
@@ -74,7 +74,7 @@ def test_the_reason_has_the_numbers() -> None:
 
 
 @given(st.floats(0.86, 20), st.integers(1, 500))
-def test_what_is_added_is_enough_and_one_less_would_not_be(load: float, engines: int) -> None:
+def test_the_advised_engines_suffice_and_one_less_would_not(load: float, engines: int) -> None:
     count = given_for(signals(pressure=load, decoders=engines))[Action.ADD_DECODERS]
     assert load * engines / (engines + count) <= LIMITS.target + 1e-6
     assert count == 1 or load * engines / (engines + count - 1) > LIMITS.target

@@ -11,7 +11,7 @@ from placement.sizing.capacity import Thresholds
 LIMITS = ScaleLimits(1, 4, Thresholds(0.85, 0.7, 0.4), cool_down_s=60, calm_s=300)
 
 
-def test_a_load_above_the_threshold_adds_what_it_asks_for_once_in_a_cool_down() -> None:
+def test_a_high_load_adds_engines_once_in_a_cool_down() -> None:
     scaler = TierScaler(LIMITS)
     first = scaler.decide(1.3, 1, 0.0)
     assert (first.replicas, first.reason) == (2, "130% in use, above 85%")
@@ -20,7 +20,7 @@ def test_a_load_above_the_threshold_adds_what_it_asks_for_once_in_a_cool_down() 
     assert scaler.decide(5.0, 4, 200.0).replicas == 4, "the limit"
 
 
-def test_one_is_taken_away_after_a_calm_and_the_next_after_another() -> None:
+def test_one_engine_is_removed_after_each_calm() -> None:
     scaler = TierScaler(LIMITS)
     assert scaler.decide(0.1, 3, 0.0).replicas == 3
     assert scaler.decide(0.1, 3, 299.0).replicas == 3
@@ -31,7 +31,7 @@ def test_one_is_taken_away_after_a_calm_and_the_next_after_another() -> None:
     assert scaler.decide(0.0, 1, 9_000.0).replicas == 1, "the limit"
 
 
-def test_a_peak_in_between_begins_the_calm_anew() -> None:
+def test_a_peak_restarts_the_calm() -> None:
     scaler = TierScaler(LIMITS)
     scaler.decide(0.1, 2, 0.0)
     scaler.decide(0.6, 2, 200.0)
@@ -39,18 +39,18 @@ def test_a_peak_in_between_begins_the_calm_anew() -> None:
     assert scaler.decide(0.1, 2, 610.0).replicas == 1
 
 
-def test_nothing_is_taken_away_that_would_have_to_come_back() -> None:
+def test_no_engine_is_removed_that_the_target_needs() -> None:
     scaler = TierScaler(ScaleLimits(1, 4, Thresholds(0.85, 0.7, 0.6), 0, 0))
     assert scaler.decide(0.5, 2, 0.0).replicas == 2, "one would be at 100 %"
 
 
-def test_limits_that_changed_are_kept_at_once() -> None:
+def test_changed_limits_apply_at_once() -> None:
     assert TierScaler(LIMITS).decide(0.6, 9, 0.0).replicas == 4
     assert TierScaler(LIMITS).decide(0.6, 0, 0.0).replicas == 1
 
 
 @given(st.lists(st.floats(0, 6), min_size=1, max_size=400), st.integers(1, 4))
-def test_it_never_leaves_its_limits_and_changes_at_most_once_a_cool_down(
+def test_the_scaler_stays_within_limits_and_changes_once_in_a_cool_down(
     work: list[float], replicas: int
 ) -> None:
     scaler, changes = TierScaler(LIMITS), []

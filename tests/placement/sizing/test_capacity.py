@@ -17,7 +17,7 @@ def signals(watch: CapacityWatch, prefillers: int, now: float) -> Signals:
 
 
 @given(st.floats(0.1, 3), st.floats(0.05, 2))
-def test_a_steady_demand_is_seen_as_what_it_is(load: float, gap: float) -> None:
+def test_a_steady_demand_is_measured(load: float, gap: float) -> None:
     watch, now = CapacityWatch(window_s=20), 0.0
     while now < 200:
         now += gap
@@ -26,7 +26,7 @@ def test_a_steady_demand_is_seen_as_what_it_is(load: float, gap: float) -> None:
     assert signals(watch, 2, now).prefill_load == pytest.approx(load / 2, rel=gap / 20 + 0.01)
 
 
-def test_demand_fades_when_nobody_comes_any_more() -> None:
+def test_demand_fades_without_arrivals() -> None:
     watch = CapacityWatch(window_s=10)
     watch.arrived(1_000, 0.0)
     assert signals(watch, 1, 0.0).prefill_load == pytest.approx(100)
@@ -40,7 +40,7 @@ def test_demand_without_a_prefiller_has_no_measure() -> None:
     assert signals(watch, 0, 0.0).prefill_load == inf
 
 
-def test_one_full_second_is_no_full_minute() -> None:
+def test_one_full_second_does_not_fill_the_window() -> None:
     watch = CapacityWatch(window_s=60)
     watch.observed(0.2, 0.0)
     watch.observed(1.0, 1.0)
@@ -59,7 +59,7 @@ def test_saturation_comes_when_the_shortest_queue_has_grown_to_its_limit(
     assert Signals(2, load, wait_s, 2, 0.5, 0.0, 60.0).saturates_in_s(10.0) == expected
 
 
-def test_the_placer_sees_demand_it_refuses_and_room_it_does_not_have() -> None:
+def test_the_placer_counts_refused_demand_and_full_decoders() -> None:
     made = placer(capacity_window_s=10.0)
     made.engine_up(info("p0", Role.PREFILL))
     for decoder in ("d0", "d1"):

@@ -52,7 +52,7 @@ def test_prefillers_carry_the_rate_asked_for(rate: float) -> None:
     assert provision(SWE, PAPER, count, rate).load.prefill <= 0.9 + 1e-9
 
 
-def test_what_cannot_be_planned_is_refused_with_a_reason() -> None:
+def test_an_impossible_plan_is_refused_with_a_reason() -> None:
     with pytest.raises(ProvisioningError, match="not one fits"):
         provision(replace(SWE, peak_kv_tokens=400_000), PAPER)
     with pytest.raises(ProvisioningError, match="above zero"):
