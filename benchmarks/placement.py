@@ -25,9 +25,9 @@ from placement.routing.placer import Placer
 from placement.routing.placer_settings import PlacerSettings
 from placement.routing.receipts import Placement
 from placement.scheduling.prefill_curve import PrefillCurve
-from router.chains import End
 from router.directory.conversations import ConversationRecord
 from router.directory.journal import Journal, node, placed, turn_ended
+from router.identity.prefix_chain import End
 
 KV_TOKENS = 4_000_000
 REPORTS_PER_DECISION = 10

@@ -308,15 +308,17 @@ def owner_key(request: Any) -> str | None:
 
 
 def note_what_client_said(request: Any, conversation: RetainedConversation) -> None:
-    """How long its KV stays where, checked and bounded by the gateway (router/reading.py)."""
+    """How long its KV stays where, checked and bounded by the gateway (router/requests/parsing.py)."""
     said = (request.kv_transfer_params or {}).get("conversation") or {}
     conversation.park_after_s = said.get("park_after_s")
     conversation.ttl_s = said.get("ttl_s", conversation.ttl_s)
 
 
 def brings_back(request: Any) -> tuple[str, float] | None:
-    """Whose KV it brings back ahead, and how soon that one's turn is due (router/returns.py). Nothing is
-    computed for such a request: it ends when there is no more to bring."""
+    """Return the conversation whose KV a request prefetches, and the seconds until its turn is due.
+
+    Nothing is computed for such a request: it ends when there is no more to bring.
+    """
     match (request.kv_transfer_params or {}).get("brings_back") if is_offline(request) else None:
         case {"conversation": str(key), "due_in_s": int() | float() as due_in_s}:
             return key, float(due_in_s)

@@ -10,9 +10,9 @@ follows is what would have followed. All ids are drawn from a seed, and are the 
 it is past these pieces is refused with a status: an answer that begins there would look whole.
 
 *Response fields*: answers of the Responses API say whose history they go on from. An engine gets the whole
-history as input (router/answers.py), so that it knows no answer before its own and says `null`; the gateway
-says in a header what is to stand there. Only the response's own field is another then: what a client sent,
-and the answer echoes (tools' schemas), may have one of that name too. All else stays as it is written.
+history as input (`router/gateway/responses`), so that it knows no answer before its own and says `null`; the
+gateway says in a header what the field is to be. Only the response's own field changes: what a client sent
+and the answer echoes (tools' schemas) may have a field of that name too. All else stays as it is written.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ AsgiMessage = MutableMapping[str, Any]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiApp = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
-SAYS = b"x-response-says"  # router/answers.py
+SAYS = b"x-response-says"  # router/gateway/responses/stored_answers.py
 _FIELD = "previous_response_id"
 _UNSAID = (b'"previous_response_id":null', b'"previous_response_id": null')
 _DATA = b"data: "

@@ -6,7 +6,8 @@ tokens of each conversation's last turn. When vLLM has rendered the next prompt,
 that says the same as a beginning of the prompt takes its place, where every API hands its tokens to the
 engine. What differs in text (edits, stripped reasoning, tool calls rendered anew) is other tokens, as without
 this. A conversation that moves begins on its other engine with what its text tokenises to. What is sent on
-its behalf and is no turn of it (`router/returns.py`) names it in a header, and is built from the same tokens.
+its behalf and is no turn of it (`router/gateway/turn/prefetch.py`) names it in a header, and is built from
+the same tokens.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from prometheus_client import Counter
 
 log = logging.getLogger("conserve.workers.exact_tokens")
 
-TOKENS_OF = b"x-tokens-of-conversation"  # what gateways say (router/returns.py)
+TOKENS_OF = b"x-tokens-of-conversation"  # what gateways say (router/gateway/turn/prefetch.py)
 MOST_BYTES = 128 << 20  # of all conversations' tokens; beyond it those go that were longest silent
 MOST_READ = 65_536  # tokens of one prompt that are compared as text, some 0.1 s
 BESIDE_TOKENS = 1_024  # bytes that a turn takes beside its tokens

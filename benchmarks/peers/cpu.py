@@ -22,7 +22,7 @@ KINDS = (
     ("VLLM::EngineCore", "engine core"),  # and the model, where there is no worker
     (SERVER, "engine server"),
     ("api_server", "engine server"),  # a peer's
-    ("router.gateway", "router"),
+    ("router.gateway.main", "router"),
     ("launch_router", "router"),
     ("vllm-router", "router"),
     ("router.batch", "batch"),

@@ -73,7 +73,7 @@ def our_gateway(directory_port: int, work: Path) -> Subject:
         "policy": "collocated",
     }
     settings.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "router.gateway", "--config", str(settings)]
+    command = [sys.executable, "-m", "router.gateway.main", "--config", str(settings)]
     return Subject(GATEWAY, command, port, ready_path="/ready")
 
 

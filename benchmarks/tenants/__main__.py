@@ -31,7 +31,7 @@ from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import KeyLimitsSpec
 from deploy.lifecycle.status import serving
-from router.keys import hash_of
+from router.auth.keys import hash_of
 from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions, text
 

@@ -18,9 +18,9 @@ from deploy.home import FleetHome, FleetKeys
 from kvtransfer import KVTransferError
 from placement import PlacementError
 from placement.engines import Role
+from router.gateway.turn.turn import PRIORITY_S
 from router.http import Certificate, TlsError
-from router.reading import HIGHEST_PRIORITY
-from router.turn import PRIORITY_S
+from router.requests.parsing import HIGHEST_PRIORITY
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving

@@ -19,8 +19,10 @@ from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
+from router.auth.keys import Limits, inline
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import (
+from router.directory.directory import DirectorySettings
+from router.gateway.config import (
     AnswersConfig,
     BatchAddress,
     GatewayConfig,
@@ -31,10 +33,8 @@ from router.config import (
     TlsConfig,
     TracingConfig,
 )
-from router.directory.directory import DirectorySettings
 from router.http import ServerLimits, UpstreamLimits
-from router.identity import EVERYBODY, namespace
-from router.keys import Limits, inline
+from router.identity.conversation_ids import EVERYBODY, namespace
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,

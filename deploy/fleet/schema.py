@@ -26,11 +26,11 @@ from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from placement.scheduling.interface import ServingSettings
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
+from router.auth.keys import COMMON
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
+from router.gateway.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
-from router.keys import COMMON
-from router.reading import LONGEST_HINT_S
+from router.requests.parsing import LONGEST_HINT_S
 from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import LaunchSpec as Engine

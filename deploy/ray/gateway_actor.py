@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 import router.batch.config
-import router.config
+import router.gateway.config
 from deploy.errors import DeployError
 from deploy.fleet.components import batch_config, gateway_config
 from deploy.home import FleetHome, FleetKeys
@@ -88,10 +88,10 @@ class GatewaysActor:
     async def _keep_gateway(self, name: str, batch: str) -> None:
         answers = str(self._home.gateways / "answers.sqlite")
         config = gateway_config(self._fleet, name, self._directory, self._keys, batch, answers)
-        text = router.config.dump(config)
+        text = router.gateway.config.dump(config)
         directory, other = self._place(name, _fingerprint(text))
         grace_s = config.drain_s + GRACE_S
-        await self._keep(name, "router.gateway", text, directory, config.port, grace_s, other)
+        await self._keep(name, "router.gateway.main", text, directory, config.port, grace_s, other)
 
     async def _keep(
         self,

@@ -6,10 +6,10 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from router.config import ServedModel
 from router.errors import GatewayConfigError
+from router.gateway.config import ServedModel
 from router.http import ServerLimits, UpstreamLimits
-from router.prompt_limit import MAX_BYTES_PER_TOKEN
+from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
 
 HOUR_S = 3600
 MIN_WINDOW_S = HOUR_S

@@ -18,10 +18,10 @@ from router.batch.records import ClaimedRequest, Result, Usage, offline_body
 from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
-from router.fields import OFFLINE_HEADER, check_fields
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
-from router.identity import PrefixGroups
-from router.prompt_limit import PromptLimit
+from router.identity.conversation_ids import PrefixGroups
+from router.requests.fields import OFFLINE_HEADER, check_fields
+from router.requests.prompt_limit import PromptLimit
 
 log = logging.getLogger("conserve.router.batch.executor")
 

@@ -1,16 +1,18 @@
 """The gateway's side of the batch process: requests passed on to it, and how it knows whose they are.
 
 The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
-key, one that no client has. Of the client's own headers only those of `router/forwarded.py` go on.
+key, one that no client has. Of the client's own headers only those of
+`router/requests/forwarded_headers.py` go on.
 """
 
 import hmac
 import math
 
+from router.auth.keys import Key
 from router.batch.routes import canonical_target
-from router.config import BatchAddress
 from router.errors import Unauthorized
-from router.forwarded import forwarded
+from router.gateway.config import BatchAddress
+from router.gateway.turn.turn import Turn
 from router.http import (
     Endpoint,
     Headers,
@@ -22,8 +24,7 @@ from router.http import (
     UpstreamRequest,
     forward,
 )
-from router.keys import Key
-from router.turn import Turn
+from router.requests.forwarded_headers import forwarded
 
 _CALLER = b"x-conserve-caller"
 MOST_BYTES, MOST_BATCHES = "x-conserve-most-bytes", "x-conserve-most-batches"  # that its owner may have

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import xxhash
 
-from router.fields import OFFLINE_PRIORITY
-from router.reading import HINT_FIELDS, prompts_of
+from router.requests.fields import OFFLINE_PRIORITY
+from router.requests.parsing import HINT_FIELDS, prompts_of
 
 
 class BatchStatus(StrEnum):
@@ -172,7 +172,7 @@ def offline_body(body: Mapping[str, Any]) -> bytes:
 def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
     """Of a request of `size` bytes, its answer included."""
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        if isinstance(body.get(name), int | float):  # a whole one: router/fields.py
+        if isinstance(body.get(name), int | float):  # a whole one: router/requests/fields.py
             return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * prompts_of(body)
     return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
 

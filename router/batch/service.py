@@ -26,7 +26,6 @@ from router.batch.store import Store
 from router.directory.client import DirectoryClient
 from router.directory.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound
-from router.fields import OFFLINE_HEADER
 from router.http import (
     Endpoint,
     Headers,
@@ -40,8 +39,9 @@ from router.http import (
 )
 from router.http.asgi import asgi_handler
 from router.process import SteadyClock, log_to_stderr
-from router.readers import Readers
-from router.reading import Api
+from router.requests.fields import OFFLINE_HEADER
+from router.requests.parser_pool import Readers
+from router.requests.parsing import Api
 
 log = logging.getLogger("conserve.router.batch")
 

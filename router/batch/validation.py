@@ -15,10 +15,10 @@ from router.batch.config import BatchConfig
 from router.batch.metrics import BATCHES_ENDED
 from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest, estimated_tokens, prefix_key
 from router.batch.store import Store
-from router.config import ServedModel
 from router.errors import BadRequest, RouterError
-from router.fields import check_fields
-from router.reading import HINT_FIELDS, check_items, is_deep
+from router.gateway.config import ServedModel
+from router.requests.fields import check_fields
+from router.requests.parsing import HINT_FIELDS, check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
 

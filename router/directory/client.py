@@ -15,14 +15,14 @@ import grpc
 from placement.engines import EngineInfo
 from placement.routing.receipts import Refusal
 from router import metrics
-from router.chains import Chain, End
 from router.directory import messages as m
 from router.directory.cache import Cache, EngineList, Known
 from router.directory.messages import Activity, Ask, Placed
 from router.directory.push import process_name
 from router.directory.rpc import BROKEN, MAX_MESSAGE, BadReply, Method, Stub
 from router.errors import DirectoryUnavailable
-from router.identity import MAX_NODES, Found, Holder
+from router.identity.conversation_ids import MAX_NODES, Found, Holder
+from router.identity.prefix_chain import Chain, End
 
 log = logging.getLogger("conserve.router.directory.client")
 

@@ -24,10 +24,10 @@ from xxhash import xxh3_64_intdigest
 from placement.engines import EngineInfo
 from placement.routing.bindings import Binding
 from router import metrics
-from router.chains import End
 from router.directory import wal
 from router.directory.conversations import ConversationRecord
 from router.errors import RouterError
+from router.identity.prefix_chain import End
 from router.process import SteadyClock, Zero
 
 log = logging.getLogger("conserve.router.directory.journal")

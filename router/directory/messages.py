@@ -7,8 +7,8 @@ from placement.engines import EngineInfo, EngineState
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal
 from placement.sizing.capacity import Recommendation, Signals
-from router.chains import End
 from router.directory.rpc import Method
+from router.identity.prefix_chain import End
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from placement.routing.bindings import Binding, Bindings, StaleEpoch
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.receipts import Placement, Refusal, RefusalReason
-from router.chains import End
 from router.directory import journal
 from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
 from router.directory.fleet import FleetView
 from router.directory.messages import Ask, Placed
 from router.directory.waiting import Waiter, Waiting
-from router.identity import MAX_NODES, NodeTable
+from router.identity.conversation_ids import MAX_NODES, NodeTable
+from router.identity.prefix_chain import End
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)

@@ -16,7 +16,7 @@ from deploy.cli.commands.run import curl_line
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec
 from deploy.lifecycle.status import endpoint_of, trust_of
-from router.config import TlsConfig
+from router.gateway.config import TlsConfig
 from tests.support.certificates import Authority
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet
 

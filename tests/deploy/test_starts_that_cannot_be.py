@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-import router.config
+import router.gateway.config
 from deploy.errors import LifecycleError
 from deploy.fleet import parse_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from deploy.lifecycle.up import refuse_what_does_not_fit
-from router.config import GatewayConfig, ServedModel
 from router.directory.journal import Journal, Row
+from router.gateway.config import GatewayConfig, ServedModel
 from tests.support.fleet import ROOT, conserve
 from workers.processes import free_port
 
@@ -89,10 +89,10 @@ def test_fewer_files_than_connections_need(base: Path) -> None:
     fleet = base / "fleet.yaml"
     fleet.write_text(laptop(lambda content: None))
     config = GatewayConfig("127.0.0.1:9", (ServedModel("small"),), port=0)
-    (base / "gateway.json").write_bytes(router.config.dump(config))
+    (base / "gateway.json").write_bytes(router.gateway.config.dump(config))
     for code in (
         f"from deploy.cli import main; sys.argv = ['conserve', 'up', {str(fleet)!r}, '--detach']; main()",
-        f"from router.gateway import main; sys.exit(main(['--config', {str(base / 'gateway.json')!r}]))",
+        f"from router.gateway.main import main; sys.exit(main(['--config', {str(base / 'gateway.json')!r}]))",
     ):
         environment = {**os.environ, "CONSERVE_HOME": str(base)}
         command = [sys.executable, "-c", FEW + code]

@@ -122,7 +122,7 @@ def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> 
     text_turn(client(fleet.url, "gateway"), fleet.model, messages)
     before = conversation(fleet, "gateway", 1)
     messages.append({"role": "user", "content": "Go on."})
-    gateways = set(fleet.processes("router.gateway")) - set(fleet.processes("workers.host"))
+    gateways = set(fleet.processes("router.gateway.main")) - set(fleet.processes("workers.host"))
     stream = ChatStream(fleet.url, fleet.model, messages, "gateway", 3000)
     stream.until_text(10)
     fleet.kill(gateways.pop())

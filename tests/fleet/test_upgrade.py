@@ -126,7 +126,7 @@ def test_agents_talk_on_while_gateways_and_decoders_are_replaced(
 ) -> None:
     fleet = changing.fleet
     before, homes = changing.epochs(), {key: conversation(fleet, key)["decoder"] for key in agents.turns}
-    gateways = set(fleet.processes("router.gateway"))
+    gateways = set(fleet.processes("router.gateway.main"))
     changing.up(lambda content: content["conversation"].update(decoder_wait="31s"))
     turns = dict(agents.turns)
     fleet.until(lambda: agents.all_have(max(turns.values()) + 2), 120, "turns after the upgrade")
@@ -135,7 +135,7 @@ def test_agents_talk_on_while_gateways_and_decoders_are_replaced(
     after = changing.epochs()
     assert after["prefill-0"] == before["prefill-0"]
     assert after["decode-0"] > before["decode-0"] and after["decode-1"] > before["decode-1"]
-    assert not gateways & set(fleet.processes("router.gateway"))
+    assert not gateways & set(fleet.processes("router.gateway.main"))
     for key, home in homes.items():
         told = conversation(fleet, key)
         assert told["turns"] >= turns[key]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from router.auth.keys import Limits
+from router.auth.rate_limits import Addresses
 from router.http import Headers, Request, ServerLimits
-from router.keys import Limits
-from router.rates import Addresses
 from tests.support.fake_fleet import ask, fleet, user
 from tests.support.waiting import until
 

@@ -14,10 +14,10 @@ import pytest
 from anthropic.types import beta as anthropic_beta
 from openai.types import chat, responses
 
-from router.config import ServedModel
-from router.fields import FIELDS
+from router.auth.keys import inline
+from router.gateway.config import ServedModel
 from router.http import ServerLimits
-from router.keys import inline
+from router.requests.fields import FIELDS
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
 from tests.support.waiting import until
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import chains
-from router.chains import canonical
 from router.errors import BadIdentity
+from router.identity import prefix_chain as chains
+from router.identity.prefix_chain import canonical
 
 SEED = chains.seed("space", "model")
 TEXT = st.text(max_size=40)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from router.config import GatewayConfig, ServedModel, SloClass, SloTargets
 from router.errors import BadRequest
-from router.identity import namespace
-from router.turn import FLOW_HEADERS, Classes
+from router.gateway.config import GatewayConfig, ServedModel, SloClass, SloTargets
+from router.gateway.turn.turn import FLOW_HEADERS, Classes
+from router.identity.conversation_ids import namespace
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 

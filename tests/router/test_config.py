@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from router.config import GatewayConfig, ServedModel, SloTargets, dump, load
+from router.auth.keys import Key, hash_of, inline
 from router.errors import GatewayConfigError
-from router.keys import Key, hash_of, inline
+from router.gateway.config import GatewayConfig, ServedModel, SloTargets, dump, load
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:

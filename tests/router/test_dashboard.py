@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from router.config import SloTargets
-from router.keys import inline
+from router.auth.keys import inline
+from router.gateway.config import SloTargets
 from tests.support.fake_fleet import ask, fleet, user
 
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from router.config import SloTargets
+from router.gateway.config import SloTargets
 from tests.support.fake_fleet import ask, fleet, get, user
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

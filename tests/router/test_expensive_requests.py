@@ -10,13 +10,13 @@ import httpx
 import orjson
 import pytest
 
+from router.auth.keys import inline
 from router.batch.routes import canonical_target
-from router.config import BatchAddress, ServedModel
 from router.errors import ContextTooLong, NotFound, Unavailable
-from router.fields import MAX_OTHER_BYTES
-from router.keys import inline
-from router.prompt_limit import MAX_BYTES_PER_TOKEN, UNKNOWN_CONTEXT, PromptLimit
-from router.reading import Api, Reading, read_body
+from router.gateway.config import BatchAddress, ServedModel
+from router.requests.fields import MAX_OTHER_BYTES
+from router.requests.parsing import Api, Reading, read_body
+from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN, UNKNOWN_CONTEXT, PromptLimit
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
 
 

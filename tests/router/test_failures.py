@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from placement.engines import EngineInfo, Role
-from router.config import GatewayConfig, ServedModel
-from router.gateway import Gateway
+from router.gateway.config import GatewayConfig, ServedModel
+from router.gateway.main import Gateway
 from tests.support.directory_process import DirectoryProcess
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import MODEL, ask, assistant, fleet, get, user

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from placement.prefetch_rules import PrefetchRules
 from router.errors import BadRequest
-from router.reading import Hints, read_hints
+from router.requests.parsing import Hints, read_hints
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
@@ -248,7 +248,7 @@ async def test_who_has_most_prompts_kept_to_be_sent_again_has_one_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that waits longest is another owner's, and comes back."""
-    monkeypatch.setattr("router.returns.MAX_BYTES", 20_000)
+    monkeypatch.setattr("router.gateway.turn.prefetch.MAX_BYTES", 20_000)
     async with fleet(tmp_path) as made:
         for key, count in (("few", 1), ("many", 6)):
             for number in range(count):

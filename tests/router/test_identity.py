@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import chains
-from router.chains import Chain
 from router.errors import BadIdentity
-from router.identity import (
+from router.identity import prefix_chain as chains
+from router.identity.conversation_ids import (
     ID_HEADERS,
     MAX_ID_BYTES,
     MOST_TIPS,
@@ -25,6 +24,7 @@ from router.identity import (
     namespace,
     resolve_prefix,
 )
+from router.identity.prefix_chain import Chain
 
 SEED = chains.seed("space", "model")
 

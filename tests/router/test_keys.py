@@ -14,9 +14,9 @@ from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from deploy.cli.commands.key import app as key_commands
-from router.config import ServedModel
+from router.auth.keys import Key, Keys, KeysFileError, Limits, Scope, hash_of, inline, load, parse
 from router.errors import Unauthorized
-from router.keys import Key, Keys, KeysFileError, Limits, Scope, hash_of, inline, load, parse
+from router.gateway.config import ServedModel
 from tests.router.test_large_bodies import BOUND_S, Stalls
 from tests.support.descriptors import no_descriptors
 from tests.support.fake_fleet import MODEL, ask, fleet, get, user

@@ -13,16 +13,17 @@ import psutil
 import pytest
 from prometheus_client import REGISTRY
 
-from router import reading
 from router.errors import ApiError
-from router.prompt_limit import PromptLimit
-from router.readers import MOST_WAITING, Readers
-from router.reading import Api, Reading, read_body
+from router.requests import parsing as reading
+from router.requests.parser_pool import MOST_WAITING, Readers
+from router.requests.parsing import Api, Reading, read_body
+from router.requests.prompt_limit import PromptLimit
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, user
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
+PARSER = "router.requests.parser_pool"
 MIB = 1 << 20
 BOUND_S = 0.02
 START = b'{"model": "small", "max_tokens": 2, '
@@ -162,7 +163,7 @@ async def test_a_prompt_beyond_every_context_is_refused_before_it_is_hashed(
     made: FakeFleet, monkeypatch: pytest.MonkeyPatch, prompt: object
 ) -> None:
     context = made.gateways[0].directory.engines.max_context
-    monkeypatch.setattr("router.chains.of_body", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr("router.identity.prefix_chain.of_body", lambda *_: pytest.fail("hashed"))
     body = orjson.dumps({"model": MODEL, "prompt": prompt})
     assert context
     with pytest.raises(ApiError) as refused:
@@ -234,7 +235,7 @@ async def test_a_reader_that_was_killed_while_idle_costs_nobody_a_request() -> N
     asked = replace(CHAT, limit=PromptLimit(100_000))
     try:
         assert (await readers.read(asked, (COSTLY,))).prompt
-        (reader,) = (one for one in psutil.Process().children() if "router.readers" in one.cmdline())
+        (reader,) = (one for one in psutil.Process().children() if PARSER in one.cmdline())
         reader.kill()
         await until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE)
         await asyncio.sleep(0.2)  # the loop hears of it

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from router.fields import with_fields
-from router.legs import prefill_body, pull_from
-from router.reading import Api
+from router.gateway.turn.legs import prefill_body, pull_from
+from router.requests.fields import with_fields
+from router.requests.parsing import Api
 from tests.support.engines import info
 
 VALUES = st.recursive(

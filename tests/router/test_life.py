@@ -8,8 +8,8 @@ import aiohttp
 import orjson
 
 from placement.routing.placer_settings import PlacingPolicy
-from router.config import SloTargets
-from router.identity import namespace
+from router.gateway.config import SloTargets
+from router.identity.conversation_ids import namespace
 from tests.support.fake_engine import SeenRequest
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until

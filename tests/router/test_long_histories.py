@@ -16,11 +16,9 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
-from router.answer_store import AnswerStore
-from router.answers import AnswerObserver, Answers, History
 from router.errors import PayloadTooLarge
-from router.http import ServerLimits
-from router.items import (
+from router.gateway.responses.answer_store import AnswerStore
+from router.gateway.responses.items import (
     PIECE_BYTES,
     Pieces,
     cut_items,
@@ -29,9 +27,11 @@ from router.items import (
     without_brackets,
     write_items,
 )
-from router.prompt_limit import PromptLimit
-from router.readers import MOST_WAITING, Readers
-from router.reading import CHEAP_MARKS, Api, Reading
+from router.gateway.responses.stored_answers import AnswerObserver, Answers, History
+from router.http import ServerLimits
+from router.requests.parser_pool import MOST_WAITING, Readers
+from router.requests.parsing import CHEAP_MARKS, Api, Reading
+from router.requests.prompt_limit import PromptLimit
 from tests.router.test_large_bodies import BOUND_S, Stalls
 from tests.router.test_rates import limited
 from tests.router.test_stored_answers import ALICE, BOB, PATH, name_of, say, stored
@@ -171,7 +171,7 @@ async def test_a_full_disk_still_reads(tmp_path: Path) -> None:
 async def test_no_wait_for_a_hanging_disk_is_without_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("router.answers.LONGEST_S", 0.3)
+    monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)
     disk = None
     try:
         async with fleet(tmp_path, answers=stored(tmp_path)) as made:
@@ -202,7 +202,7 @@ async def test_no_wait_for_a_hanging_disk_is_without_a_limit(
 async def test_a_disk_that_answers_again_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.answers.LONGEST_S", 0.3)
+    monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         disk = Hanging(monkeypatch, "keep")
         before = REGISTRY.get_sample_value(*KEPT) or 0
@@ -214,7 +214,7 @@ async def test_a_disk_that_answers_again_is_used_again(
 
 
 async def test_a_history_has_a_number_of_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.answers.LONGEST_HISTORY", 3)
+    monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_HISTORY", 3)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         for _ in range(4):
             assert (await say(made, "again", conversation="c")).status == 200
@@ -256,7 +256,7 @@ async def test_a_folder_that_cannot_be_made_is_tried_again(tmp_path: Path) -> No
 
 
 async def test_a_body_that_never_can_be_read_is_not_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.readers.MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr("router.requests.parser_pool.MOST_WAITING_BYTES", 1000)
     asked = Reading(PATH, Api.RESPONSES, {}, "o", frozenset(), PromptLimit(0))
     with pytest.raises(PayloadTooLarge, match="1000"):
         await Readers().read_beside(asked, (b"x" * 1001,))

@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from router.keys import inline
+from router.auth.keys import inline
 from tests.router.test_failures import engine_process
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet, get
 

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from router import fields
-from router.config import AnswersConfig, BatchAddress
 from router.errors import BadRequest
+from router.gateway.config import AnswersConfig, BatchAddress
+from router.requests import fields
 from tests.support.fake_fleet import FakeFleet, ask, fleet, user
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from router.life import BrokenBy
+from router.gateway.turn.handler import BrokenBy
 from tests.support.fake_fleet import ask, assistant, fleet, user
 
 NAMED = {"x-session-id": "s"}

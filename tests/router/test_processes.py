@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.config import GatewayConfig, ServedModel, dump
+from router.gateway.config import GatewayConfig, ServedModel, dump
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
 
@@ -31,7 +31,7 @@ async def gateway_process(folder: Path, config: GatewayConfig) -> AsyncIterator[
     file = folder / f"{config.name}.json"
     file.write_bytes(dump(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router.gateway", "--config", str(file)),
+        *(sys.executable, "-m", "router.gateway.main", "--config", str(file)),
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

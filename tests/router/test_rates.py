@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import rates
-from router.config import ServedModel
+from router.auth import rate_limits as rates
+from router.auth.keys import Key, Limits, hash_of
+from router.auth.rate_limits import Bucket, Meters
 from router.directory.messages import Spent
 from router.errors import RateLimited
-from router.keys import Key, Limits, hash_of
-from router.rates import Bucket, Meters
+from router.gateway.config import ServedModel
 from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, user
 from tests.support.waiting import until
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import chains
-from router.config import SloClass, SloTargets
 from router.directory.cache import Known
-from router.identity import Explicit
-from router.reading import Api, Hints, Prompt
-from router.turn import TokenRatio, Turn
+from router.gateway.config import SloClass, SloTargets
+from router.gateway.turn.turn import TokenRatio, Turn
+from router.identity import prefix_chain as chains
+from router.identity.conversation_ids import Explicit
+from router.requests.parsing import Api, Hints, Prompt
 
 SEED = chains.seed("s", "m")
 

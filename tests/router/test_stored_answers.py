@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from router import answers
-from router.answer_store import VERSION, AnswerStore, ChainEnd, fair_share
-from router.answers import Answers, History
-from router.config import AnswersConfig
 from router.errors import GatewayConfigError
+from router.gateway.config import AnswersConfig
+from router.gateway.responses import stored_answers as answers
+from router.gateway.responses.answer_store import VERSION, AnswerStore, ChainEnd, fair_share
+from router.gateway.responses.items import ReadAnswer
+from router.gateway.responses.stored_answers import Answers, History
 from router.http import ServerLimits
-from router.identity import namespace
-from router.items import ReadAnswer
+from router.identity.conversation_ids import namespace
 from tests.router.test_clocks import MachineClocks
 from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, fleet, get
 from tests.support.waiting import until
@@ -290,7 +290,7 @@ def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> 
 async def test_a_conversation_whose_answers_went_with_their_age_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.answer_store.PRUNE_S", 0.0)
+    monkeypatch.setattr("router.gateway.responses.answer_store.PRUNE_S", 0.0)
     async with fleet(tmp_path, answers=stored(tmp_path, keep_s=0.0)) as made:
         first = name_of(await say(made, "one", conversation="c"))
         for more in ({"conversation": "c"}, {"previous": first}):
@@ -306,7 +306,7 @@ async def test_a_conversation_whose_answers_went_with_their_age_says_so(
 def test_known_conversations_are_bounded_and_one_owner_does_not_push_out_anothers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.answer_store.MOST_CONVERSATIONS", 10)
+    monkeypatch.setattr("router.gateway.responses.answer_store.MOST_CONVERSATIONS", 10)
     machine = MachineClocks()
     store = AnswerStore(stored(tmp_path), machine.clock())
     names = [("alice", "first"), *(("bob", f"many-{number}") for number in range(40))]
@@ -406,7 +406,7 @@ async def test_a_file_of_an_earlier_version_opens_and_a_newer_one_is_refused(
 async def test_answers_are_kept_as_long_as_they_should_be_whatever_the_system_clock_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    monkeypatch.setattr("router.answer_store.PRUNE_S", 0.0)
+    monkeypatch.setattr("router.gateway.responses.answer_store.PRUNE_S", 0.0)
     machine, kept = MachineClocks(), History(ASKED, None, None, True)
     for number, (passed, there) in enumerate(((0.0, True), (300.0, True), (310.0, False))):
         answers = Answers(stored(tmp_path, keep_s=600.0), machine.clock())
@@ -421,7 +421,7 @@ async def test_answers_are_kept_as_long_as_they_should_be_whatever_the_system_cl
 async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.answers.MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr("router.gateway.responses.stored_answers.MOST_WAITING_BYTES", 1000)
     answers = Answers(stored(tmp_path))
     await answers.start()
     with closing(sqlite3.connect(tmp_path / "answers.sqlite", isolation_level=None)) as other:

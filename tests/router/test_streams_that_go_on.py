@@ -11,14 +11,14 @@ import aiohttp
 import orjson
 import pytest
 
-from router import chains
-from router.config import SloClass, SloTargets
 from router.errors import EngineLost
+from router.gateway.config import SloClass, SloTargets
+from router.gateway.turn.execution import Continuation, why_not
+from router.gateway.turn.turn import Turn
 from router.http import RelayEnd, RelayOutcome
-from router.identity import Explicit
-from router.reading import CHEAP_BYTES, Api, Hints, Prompt
-from router.running import Continuation, why_not
-from router.turn import Turn
+from router.identity import prefix_chain as chains
+from router.identity.conversation_ids import Explicit
+from router.requests.parsing import CHEAP_BYTES, Api, Hints, Prompt
 from tests.router.test_failures import engine_process
 from tests.support.fake_engine import FakeEngine, prompt_size
 from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user

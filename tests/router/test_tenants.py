@@ -9,9 +9,9 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
+from router.auth.keys import inline
 from router.http import ServerLimits
-from router.identity import EVERYBODY, PrefixGroups, namespace
-from router.keys import inline
+from router.identity.conversation_ids import EVERYBODY, PrefixGroups, namespace
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import REGISTRY
 
-from router.config import TracingConfig
-from router.tracing import MOST_WAITING, TurnTracer
+from router.gateway.config import TracingConfig
+from router.gateway.tracing import MOST_WAITING, TurnTracer
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
 from tests.support.waiting import until
@@ -268,7 +268,7 @@ def test_a_full_queue_drops_turns_and_not_memory() -> None:
 
 
 async def test_off_the_libraries_are_not_even_loaded(tmp_path: Path) -> None:
-    code = "import sys, router.gateway; print([m for m in sys.modules if m.startswith('opentelemetry')])"
+    code = "import sys, router.gateway.main; print([m for m in sys.modules if m.startswith('opentelemetry')])"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
     assert printed.strip() == b"[]"

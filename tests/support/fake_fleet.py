@@ -13,10 +13,10 @@ import orjson
 from placement.engines import EngineInfo, Role
 from placement.routing.placer_settings import Redisaggregation
 from placement.scheduling.prefill_curve import PrefillCurve
-from router.config import GatewayConfig, ServedModel
 from router.directory.directory import DirectorySettings
 from router.directory.server import DirectoryServer
-from router.gateway import Gateway
+from router.gateway.config import GatewayConfig, ServedModel
+from router.gateway.main import Gateway
 from tests.support.engines import CURVES, placer
 from tests.support.fake_engine import FakeEngine, SeenRequest
 from tests.support.waiting import until

@@ -19,7 +19,7 @@ from deploy.cli.common import FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.key_types import seconds
-from router.keys import Key, Limits, Scope, hash_of, load, parse
+from router.auth.keys import Key, Limits, Scope, hash_of, load, parse
 from workers.processes import write_atomically
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")

@@ -17,8 +17,8 @@ from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.status import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
+from router.auth.keys import load as load_keys
 from router.directory.repair import replace, salvage
-from router.keys import load as load_keys
 
 app = typer.Typer()
 LOOK_EVERY_S = 1.0

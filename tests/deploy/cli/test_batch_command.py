@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.keys import Key, Keys, hash_of
+from router.auth.keys import Key, Keys, hash_of
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import jsonl, line

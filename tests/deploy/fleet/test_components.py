@@ -23,7 +23,7 @@ from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome, FleetKeys
 from placement.engines import Role
 from placement.routing.placer_settings import PlacingPolicy
-from router.config import Handover, dump, load
+from router.gateway.config import Handover, dump, load
 from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
 CONFIGS = SCHEMA_FILE.parent

@@ -37,12 +37,19 @@ from placement.scheduling.interface import ServingSettings
 from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
+from router.auth.keys import Limits, inline
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.config import AnswersConfig, GatewayConfig, ServedModel, SloTargets, TlsConfig, TracingConfig
 from router.directory.directory import DirectorySettings
+from router.gateway.config import (
+    AnswersConfig,
+    GatewayConfig,
+    ServedModel,
+    SloTargets,
+    TlsConfig,
+    TracingConfig,
+)
 from router.http import ServerLimits, UpstreamLimits
-from router.identity import namespace
-from router.keys import Limits, inline
+from router.identity.conversation_ids import namespace
 from tests.support.fleet import ROOT
 from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
 from workers.keeper import KeeperSettings

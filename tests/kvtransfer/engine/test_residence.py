@@ -146,7 +146,7 @@ APIS = {
 def test_a_restore_computes_nothing_and_is_answered(
     engine: EngineProcess, script: TurnScript, path: str
 ) -> None:
-    """As the gateway asks for it (router/returns.py): the prompt of who is parked, as offline work."""
+    """Prefetch a parked conversation as the gateway does: its prompt is sent as an offline request."""
     body = {"model": "m", **APIS[path]}
     key = f"away{path}"
     engine.post(path, body, X_Session_ID=key)

@@ -8,18 +8,18 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from placement.engines import EngineInfo, EngineState, Role
-from router.answers import Answers
+from router.auth.keys import Keys
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
-from router.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
+from router.gateway.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
+from router.gateway.responses.stored_answers import Answers
+from router.gateway.turn.turn import Classes, read_turn
 from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
-from router.identity import PrefixGroups
-from router.keys import Keys
-from router.prompt_limit import PromptLimit
-from router.readers import Readers
-from router.reading import Api
-from router.turn import Classes, read_turn
+from router.identity.conversation_ids import PrefixGroups
+from router.requests.parser_pool import Readers
+from router.requests.parsing import Api
+from router.requests.prompt_limit import PromptLimit
 from tests.router.batch.fake_engine import MODEL
 
 SECRET = "s3cret"

@@ -8,7 +8,7 @@ import pytest
 
 from router.batch.config import BatchLimits
 from router.batch.validation import BadLine, check_line
-from router.config import ServedModel
+from router.gateway.config import ServedModel
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit

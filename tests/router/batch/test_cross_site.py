@@ -6,8 +6,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.config import BatchAddress
-from router.keys import inline
+from router.auth.keys import inline
+from router.gateway.config import BatchAddress
 from tests.router.batch.gateway import SECRET, GatewayWithBatch
 from tests.support.fake_fleet import ask, fleet, get, user
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from prometheus_client import REGISTRY
 
-from router.config import BatchAddress
+from router.gateway.config import BatchAddress
 from router.http import ServerLimits, UpstreamLimits
 from tests.router.batch.fake_engine import MODEL, OfflineEngine
 from tests.router.batch.gateway import SECRET, FrontGateway, GatewayWithBatch, StaticFleet

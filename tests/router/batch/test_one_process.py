@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from router.identity import namespace
+from router.identity.conversation_ids import namespace
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import FrontGateway, GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit

@@ -10,8 +10,8 @@ import aiohttp
 import openai
 import pytest
 
+from router.auth.keys import Keys, Limits
 from router.batch.config import DispatchSettings
-from router.keys import Keys, Limits
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit, upload
 

@@ -14,9 +14,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from router.auth.keys import inline
 from router.batch.config import BatchConfig, dump
-from router.config import BatchAddress, ServedModel
-from router.keys import inline
+from router.gateway.config import BatchAddress, ServedModel
 from tests.router.batch.gateway import FAST
 from tests.router.batch.jobs import ended, in_progress, jsonl, line, lines_of, submit
 from tests.router.batch.processes import free_port

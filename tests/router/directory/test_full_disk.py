@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.config import GatewayConfig, ServedModel
-from router.gateway import Gateway
+from router.gateway.config import GatewayConfig, ServedModel
+from router.gateway.main import Gateway
 from tests.support.directory_process import DirectoryProcess
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import MODEL, GatewayAnswer, ask, get, user

@@ -15,11 +15,11 @@ from placement.priorities import QUANTUM
 from placement.routing.placer_settings import FirstTurns
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal, RefusalReason
-from router import chains
 from router.directory.journal import Journal, Row
 from router.directory.messages import Ask, Placed
 from router.directory.table import BindingTable
 from router.directory.waiting import MAX_WAITING, Waiter
+from router.identity import prefix_chain as chains
 from tests.support.engines import info, placer, state
 
 SEED = chains.seed("s", "m")

@@ -15,7 +15,7 @@ import openai
 import orjson
 import pytest
 
-from router.config import TlsConfig
+from router.gateway.config import TlsConfig
 from router.http import Certificate, RelayEnd, Request, Responder, Server, ServerLimits, TlsError
 from tests.router.http.client import HOST, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection

@@ -31,7 +31,7 @@ _INT32 = 2**31 - 1
 class BodyPart(Enum):
     """Parts of a body, each with a bound of its own."""
 
-    PROMPT = auto()  # what engines tokenise: as much as a context holds (`router/prompt_limit.py`)
+    PROMPT = auto()  # what engines tokenise: as much as a context holds (`router/requests/prompt_limit.py`)
     GRAMMAR = auto()  # what engines compile: `MAX_GRAMMAR_BYTES` a field
     OTHER = auto()  # all else: `MAX_OTHER_BYTES` together
 

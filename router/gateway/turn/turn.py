@@ -15,19 +15,19 @@ from xxhash import xxh3_128_digest
 from placement.objectives import tbt_s, ttfet_s
 from placement.routing.prefix_map import PromptPrefix
 from router import metrics
-from router.answers import Answers, History
-from router.config import DEFAULT_CLASS, GatewayConfig, ServedModel, SloClass, SloTargets
+from router.auth.rate_limits import FREE, Charge
 from router.directory.cache import Known
 from router.errors import BadRequest
-from router.fields import positive, with_fields
-from router.forwarded import forwarded
+from router.gateway.config import DEFAULT_CLASS, GatewayConfig, ServedModel, SloClass, SloTargets
+from router.gateway.responses.stored_answers import Answers, History
 from router.http import Headers, Observation, RawHeaders, RelayEnd, RelayOutcome, Request
-from router.identity import PrefixGroups, hint_of
+from router.identity.conversation_ids import PrefixGroups, hint_of
 from router.metrics import SLO_TARGETS_RAISED
-from router.prompt_limit import PromptLimit
-from router.rates import FREE, Charge
-from router.readers import Readers
-from router.reading import HINT_FIELDS, Api, Prompt, Reading
+from router.requests.fields import positive, with_fields
+from router.requests.forwarded_headers import forwarded
+from router.requests.parser_pool import Readers
+from router.requests.parsing import HINT_FIELDS, Api, Prompt, Reading
+from router.requests.prompt_limit import PromptLimit
 
 CLASS_HEADER, CLASS_FIELD = "x-slo-class", "slo_class"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
@@ -122,7 +122,7 @@ def _milliseconds(header: str, text: str) -> float:
 
 
 if TYPE_CHECKING:
-    from router.tracing import TurnTrace
+    from router.gateway.tracing import TurnTrace
 
 FLOW_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")  # llm-d's
 

@@ -19,22 +19,23 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from placement.objectives import tbt_s
-from router import legs, metrics
-from router.answers import Answers
-from router.binding import Binder, Identified, Route
-from router.chains import OTHERS, REASONED
-from router.config import DEFAULT_CLASS, GatewayConfig, SloClass
+from router import metrics
 from router.directory.cache import Asked, Known
 from router.directory.client import DirectoryClient
 from router.errors import ApiError, ClientLeft, DirectoryUnavailable
+from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloClass
+from router.gateway.responses.stored_answers import Answers
+from router.gateway.turn import legs
+from router.gateway.turn.binding import Binder, Identified, Route
+from router.gateway.turn.execution import Continuation, Losses, Prefilled, Ran, Runner
+from router.gateway.turn.prefetch import Returns
+from router.gateway.turn.turn import TokenRatio, Turn, TurnMetrics
 from router.http import Observation, RelayEnd, Responder, UpstreamPool
-from router.identity import conversation_id
-from router.returns import Returns
-from router.running import Continuation, Losses, Prefilled, Ran, Runner
-from router.turn import TokenRatio, Turn, TurnMetrics
+from router.identity.conversation_ids import conversation_id
+from router.identity.prefix_chain import OTHERS, REASONED
 
 if TYPE_CHECKING:
-    from router.tracing import TurnTracer
+    from router.gateway.tracing import TurnTracer
 
 log = logging.getLogger("conserve.router.life")
 

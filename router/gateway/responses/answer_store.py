@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
-from router.config import AnswersConfig
 from router.errors import GatewayConfigError
-from router.items import Pieces, ReadAnswer, inflated, without_brackets
+from router.gateway.config import AnswersConfig
+from router.gateway.responses.items import Pieces, ReadAnswer, inflated, without_brackets
 from router.process import SteadyClock, Zero
 
 Result = TypeVar("Result")

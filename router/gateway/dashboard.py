@@ -17,12 +17,12 @@ from urllib.parse import unquote
 import orjson
 
 from placement.engines import Role
-from router.config import GatewayConfig
+from router.auth.keys import Key, Keys
 from router.directory.client import DirectoryClient
 from router.directory.messages import TimelineReport
 from router.errors import DirectoryUnavailable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
+from router.gateway.config import GatewayConfig
 from router.http import Request, Responder
-from router.keys import Key, Keys
 
 PREFIX = "/dashboard"
 WINDOW_S = 120.0

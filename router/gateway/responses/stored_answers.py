@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 import orjson
 
 from router import metrics
-from router.answer_store import AnswerStore, ChainEnd, DiskThread, StoredChain
-from router.config import AnswersConfig
 from router.errors import (
     ApiError,
     BadIdentity,
@@ -29,13 +27,15 @@ from router.errors import (
     PayloadTooLarge,
     Unavailable,
 )
-from router.fields import with_fields, with_items
+from router.gateway.config import AnswersConfig
+from router.gateway.responses.answer_store import AnswerStore, ChainEnd, DiskThread, StoredChain
+from router.gateway.responses.items import PIECE_BYTES, AnswerReading, ReadAnswer, Span, cut_items
 from router.http import RawHeaders, ServerLimits, StreamObserver
-from router.identity import named_conversation
-from router.items import PIECE_BYTES, AnswerReading, ReadAnswer, Span, cut_items
+from router.identity.conversation_ids import named_conversation
 from router.process import SteadyClock
-from router.readers import Readers
-from router.reading import ReadBody, is_cheap
+from router.requests.fields import with_fields, with_items
+from router.requests.parser_pool import Readers
+from router.requests.parsing import ReadBody, is_cheap
 
 log = logging.getLogger("conserve.router.answers")
 

@@ -10,10 +10,10 @@ from pydantic.dataclasses import dataclass as checked
 
 from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
+from router.auth.keys import COMMON, Key, Limits
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
-from router.keys import COMMON, Key, Limits
-from router.prompt_limit import MAX_BYTES_PER_TOKEN
+from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
 
 _STRICT = ConfigDict(extra="forbid")
 

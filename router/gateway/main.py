@@ -1,4 +1,4 @@
-"""A gateway process: `python -m router.gateway --config FILE.json`."""
+"""A gateway process: `python -m router.gateway.main --config FILE.json`."""
 
 import argparse
 import asyncio
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from router.answers import Answers
-from router.api import Routes
+from router.auth.keys import Keys
+from router.auth.rate_limits import Meters
 from router.batch.forwarding import BatchForwarding
-from router.config import GatewayConfig, load
 from router.directory.client import DirectoryClient
 from router.errors import GatewayConfigError
+from router.gateway.config import GatewayConfig, load
+from router.gateway.responses.stored_answers import Answers
+from router.gateway.routes import Routes
+from router.gateway.turn.handler import Life
 from router.http import (
     Certificate,
     Endpoint,
@@ -23,15 +26,12 @@ from router.http import (
     UpstreamPool,
     reserve_descriptors,
 )
-from router.keys import Keys
-from router.life import Life
 from router.metrics import LOOP_HELD, HttpCounts
 from router.process import collect_when_idle, log_to_stderr, settle_heap
-from router.rates import Meters
-from router.readers import Readers
+from router.requests.parser_pool import Readers
 
 if TYPE_CHECKING:
-    from router.tracing import TurnTracer
+    from router.gateway.tracing import TurnTracer
 
 log = logging.getLogger("conserve.router.gateway")
 
@@ -122,7 +122,7 @@ async def _watch_loop() -> None:
 def _tracer(config: GatewayConfig) -> "TurnTracer | None":
     if config.tracing is None:
         return None
-    from router.tracing import TurnTracer  # its libraries are loaded only where it is on
+    from router.gateway.tracing import TurnTracer  # its libraries are loaded only where it is on
 
     return TurnTracer(config.tracing, config.fleet, config.name)
 
@@ -137,9 +137,9 @@ def run(config: GatewayConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m router.gateway", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m router.gateway.main", description=__doc__)
     parser.add_argument(
-        "--config", type=Path, required=True, help="a JSON file of router.config.GatewayConfig"
+        "--config", type=Path, required=True, help="a JSON file of router.gateway.config.GatewayConfig"
     )
     options = parser.parse_args(arguments)
     log_to_stderr()

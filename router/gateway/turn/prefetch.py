@@ -18,12 +18,12 @@ from router import metrics
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.errors import DirectoryUnavailable, UpstreamError
-from router.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
+from router.gateway.turn.legs import one_token_body
+from router.gateway.turn.turn import Turn
 from router.http import Endpoint, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.http.stream import read_usage
-from router.identity import owner_of
-from router.legs import one_token_body
-from router.turn import Turn
+from router.identity.conversation_ids import owner_of
+from router.requests.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
 
 log = logging.getLogger("conserve.router.returns")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from router.fields import fields_of
+from router.requests.fields import fields_of
 
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _MESSAGE = {

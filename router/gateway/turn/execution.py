@@ -13,12 +13,16 @@ from typing import Any
 from uuid import uuid4
 
 from placement.engines import EngineInfo
-from router import legs, metrics
-from router.answers import Answers
-from router.binding import Route
-from router.config import GatewayConfig, Handover
+from router import metrics
 from router.directory.client import DirectoryClient
 from router.errors import ApiError, EngineLost, SetAside
+from router.gateway.config import GatewayConfig, Handover
+from router.gateway.responses.stored_answers import Answers
+from router.gateway.turn import legs
+from router.gateway.turn.binding import Route
+from router.gateway.turn.legs import decoder_lost
+from router.gateway.turn.prefetch import Returns
+from router.gateway.turn.turn import TokenRatio, Turn
 from router.http import (
     Observation,
     RelayEnd,
@@ -30,10 +34,7 @@ from router.http import (
     UpstreamPool,
     break_off,
 )
-from router.legs import decoder_lost
-from router.reading import CHEAP_BYTES, Api
-from router.returns import Returns
-from router.turn import TokenRatio, Turn
+from router.requests.parsing import CHEAP_BYTES, Api
 
 log = logging.getLogger("conserve.router.running")
 

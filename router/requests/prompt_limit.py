@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from router.chains import media_in
 from router.errors import ApiError, ContextTooLong, Unavailable
-from router.fields import BodyPart, fields_of
+from router.identity.prefix_chain import media_in
+from router.requests.fields import BodyPart, fields_of
 
 # Prose and source code have 3 to 5 bytes a token. Only rows of spaces or of one sign have many more.
 MAX_BYTES_PER_TOKEN = 16

@@ -14,15 +14,12 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
-from router import openapi
-from router.answers import Answers
+from router.auth.cross_site import refuse_cross_site
+from router.auth.keys import Key, Keys
+from router.auth.rate_limits import Addresses, Meters, Shares
 from router.batch.forwarding import BatchForwarding
 from router.batch.routes import PREFIXES as BATCH_PREFIXES
 from router.batch.routes import ROUTES as BATCH_ROUTES
-from router.config import GatewayConfig
-from router.cross_site import refuse_cross_site
-from router.dashboard import PREFIX as DASHBOARD
-from router.dashboard import DashboardRoutes
 from router.directory.client import DirectoryClient
 from router.errors import (
     ANTHROPIC,
@@ -38,7 +35,13 @@ from router.errors import (
     Unavailable,
     Unsupported,
 )
-from router.fields import with_fields
+from router.gateway import openapi
+from router.gateway.config import GatewayConfig
+from router.gateway.dashboard import PREFIX as DASHBOARD
+from router.gateway.dashboard import DashboardRoutes
+from router.gateway.responses.stored_answers import Answers
+from router.gateway.turn.handler import Life
+from router.gateway.turn.turn import Classes, Models, TokenRatio, read_turn, text_headers
 from router.http import (
     Endpoint,
     Handler,
@@ -50,15 +53,12 @@ from router.http import (
     UpstreamRequest,
     relay,
 )
-from router.identity import PrefixGroups, clean_id, conversation_id, conversation_key
-from router.keys import Key, Keys
-from router.life import Life
+from router.identity.conversation_ids import PrefixGroups, clean_id, conversation_id, conversation_key
 from router.metrics import HttpCounts
-from router.prompt_limit import PromptLimit
-from router.rates import Addresses, Meters, Shares
-from router.readers import Readers
-from router.reading import Api, Reading
-from router.turn import Classes, Models, TokenRatio, read_turn, text_headers
+from router.requests.fields import with_fields
+from router.requests.parser_pool import Readers
+from router.requests.parsing import Api, Reading
+from router.requests.prompt_limit import PromptLimit
 
 audit = logging.getLogger("conserve.audit")
 

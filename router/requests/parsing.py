@@ -1,8 +1,8 @@
 """Requests of turns, read: bodies parsed, checked and hashed, and hints, by functions of plain data.
 
 What reading a body costs is known before: by its bytes and brackets. A costly one is read in a process of its
-own (`router/readers.py`), since parsing holds the interpreter. Sizes are checked before anything is hashed: a
-prompt that no engine could hold has more text than the context's tokens can spell.
+own (`router/requests/parser_pool.py`), since parsing holds the interpreter. Sizes are checked before
+anything is hashed: a prompt that no engine could hold has more text than the context's tokens can spell.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from typing import Any
 import orjson
 from xxhash import xxh3_128_digest
 
-from router import chains
-from router.chains import Chain
 from router.errors import BadRequest, ModelNotFound
-from router.fields import check_fields
-from router.identity import Explicit, explicit_identity
-from router.items import Span, find_items, write_items
-from router.prompt_limit import PromptLimit, token_ids
+from router.gateway.responses.items import Span, find_items, write_items
+from router.identity import prefix_chain as chains
+from router.identity.conversation_ids import Explicit, explicit_identity
+from router.identity.prefix_chain import Chain
+from router.requests.fields import check_fields
+from router.requests.prompt_limit import PromptLimit, token_ids
 
 HIGHEST_PRIORITY = 10
 LONGEST_HINT_S = 7 * 24 * 3600.0

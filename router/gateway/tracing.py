@@ -34,7 +34,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from router import metrics
-from router.config import TracingConfig
+from router.gateway.config import TracingConfig
 from router.http import RawHeaders
 
 log = logging.getLogger("conserve.router.tracing")

@@ -18,10 +18,10 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from router import metrics
+from router.auth.keys import Key, Limits
 from router.directory.messages import Spent
 from router.errors import ApiError, RateLimited, TooManyRequests
 from router.http import Request, Responder
-from router.keys import Key, Limits
 
 SHARE_EVERY_S = 0.25
 _HEARD_S = 3.0  # a gateway that says nothing for so long has no turns

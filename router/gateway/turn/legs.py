@@ -10,7 +10,7 @@ import orjson
 from placement.engines import EngineInfo
 from router import metrics
 from router.errors import EngineLost, EngineUnreachable, UpstreamError
-from router.fields import with_fields
+from router.gateway.turn.turn import Turn
 from router.http import (
     Endpoint,
     RelayEnd,
@@ -24,8 +24,8 @@ from router.http import (
     relay,
     usage_of,
 )
-from router.reading import Api
-from router.turn import Turn
+from router.requests.fields import with_fields
+from router.requests.parsing import Api
 
 log = logging.getLogger("conserve.router.legs")
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from placement.engines import EngineInfo
 from placement.routing.receipts import Refusal, RefusalReason
 from router import metrics
-from router.chains import Chain
-from router.config import GatewayConfig
 from router.directory.cache import Known
 from router.directory.client import DirectoryClient
 from router.directory.messages import Ask, Placed
@@ -28,9 +26,11 @@ from router.errors import (
     TooManyRequests,
     Unavailable,
 )
+from router.gateway.config import GatewayConfig
+from router.gateway.turn.turn import PRIORITY_S, TokenRatio, Turn, TurnMetrics
 from router.http import Responder
-from router.identity import How, conversation_key, resolve_prefix
-from router.turn import PRIORITY_S, TokenRatio, Turn, TurnMetrics
+from router.identity.conversation_ids import How, conversation_key, resolve_prefix
+from router.identity.prefix_chain import Chain
 
 log = logging.getLogger("conserve.router.binding")
 

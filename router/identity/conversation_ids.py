@@ -25,8 +25,8 @@ from uuid import uuid4
 
 from xxhash import xxh3_128_hexdigest
 
-from router.chains import Chain, End
 from router.errors import BadIdentity
+from router.identity.prefix_chain import Chain, End
 
 ID_HEADERS = (
     "x-conversation-id",

@@ -1,4 +1,4 @@
-"""Processes that read costly bodies, so that the gateway's loop does not: `python -m router.readers`.
+"""Processes that parse costly bodies beside the event loop: `python -m router.requests.parser_pool`.
 
 Parsing holds the interpreter, so that a thread would not do. A body goes over in the pieces in which it came,
 and what is known of it comes back. One owner's bodies are read one after another, however many it sends.
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from router.errors import ApiError, InternalError, PayloadTooLarge, TooManyRequests, Unavailable
-from router.reading import is_cheap
+from router.requests.parsing import is_cheap
 
 log = logging.getLogger("conserve.router.readers")
 
@@ -130,7 +130,7 @@ class Readers:
 async def _start() -> Process:
     try:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "router.readers", stdin=PIPE, stdout=PIPE, limit=4 << 20
+            sys.executable, "-m", "router.requests.parser_pool", stdin=PIPE, stdout=PIPE, limit=4 << 20
         )
     except OSError as wrong:  # descriptors, processes or memory
         log.error("no process to read large bodies can be started reason=%r", wrong)

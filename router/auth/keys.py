@@ -26,9 +26,9 @@ from pydantic.dataclasses import dataclass as checked
 from router import metrics
 from router.errors import Forbidden, GatewayConfigError, Unauthorized
 from router.http import Headers
-from router.identity import namespace
+from router.identity.conversation_ids import namespace
 from router.process import WatchedFiles, content_of
-from router.readers import Readers
+from router.requests.parser_pool import Readers
 
 log = logging.getLogger("conserve.router.keys")
 
