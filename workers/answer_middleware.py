@@ -32,7 +32,7 @@ from kvtransfer.vllm_internals import CONTINUING, ReplayedOutputs, continue_gene
 
 logger = logging.getLogger("conserve.workers.answer_middleware")
 
-# What gateways say and are told (router/http/responder.py).
+# Headers of the resume protocol (router/http/streams/resume.py).
 PIECES = b"x-stream-pieces"  # asks for lines; so many pieces has the client already
 SEED = b"x-stream-seed"
 CREATED = b"x-stream-created"  # when the answer began, as the client was told

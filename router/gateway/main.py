@@ -45,7 +45,7 @@ class Gateway:
         self.config = config
         self.directory = DirectoryClient(config.directory, config.name, secret=config.directory_secret)
         self.pool = UpstreamPool(config.upstream, config.engine_key)
-        self.directory.engines.on_gone = lambda http: self.pool.lose(Endpoint.parse(http))
+        self.directory.engines.on_gone = lambda http: self.pool.fail_endpoint(Endpoint.parse(http))
         self.tracer = _tracer(config)
         self._readers = Readers()
         most_bytes = config.limits.max_body_bytes

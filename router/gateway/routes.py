@@ -165,7 +165,7 @@ class Routes:
                 key = self._keys.caller(request.headers)
                 key.check(request.method)
                 with self._shares.one(key.owner if key.hash else self._address(request)) as keep:
-                    request.body.keep = keep
+                    request.body.account = keep
                     await self._within_limits(key, request, responder)
         except ApiError as refused:
             self._note(key, request, responder, refused.status)

@@ -1,20 +1,14 @@
 """The gateway's HTTP: a server, connections to engines, and the relay between them (see README.md)."""
 
+from router.http.exchange import RelayEnd, RelayOutcome, UpstreamResponse
 from router.http.limits import ServerLimits, UpstreamLimits, descriptors_problem, reserve_descriptors
 from router.http.pool import UpstreamPool
-from router.http.relay import (
-    RelayEnd,
-    RelayOutcome,
-    UpstreamResponse,
-    break_off,
-    fetch,
-    forward,
-    relay,
-)
+from router.http.relay import fetch, forward, relay
 from router.http.request import Headers, RawHeaders, Request, end_to_end
-from router.http.responder import Handler, Responder, SentPieces
+from router.http.response import Handler, Responder
 from router.http.server import Server
-from router.http.stream import Observation, StreamObserver, TokenUsage, usage_of
+from router.http.streams.resume import StreamProgress
+from router.http.streams.sse_observer import Observation, StreamObserver, TokenUsage, usage_from
 from router.http.tls import Certificate, TlsError
 from router.http.upstream import Endpoint, UpstreamRequest
 
@@ -29,22 +23,21 @@ __all__ = [
     "RelayOutcome",
     "Request",
     "Responder",
-    "SentPieces",
     "Server",
     "ServerLimits",
     "StreamObserver",
+    "StreamProgress",
     "TlsError",
     "TokenUsage",
     "UpstreamLimits",
     "UpstreamPool",
     "UpstreamRequest",
     "UpstreamResponse",
-    "break_off",
     "descriptors_problem",
     "end_to_end",
     "fetch",
     "forward",
     "relay",
     "reserve_descriptors",
-    "usage_of",
+    "usage_from",
 ]

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from router.errors import ApiError, BadRequest, ClientLeft, MethodNotAllowed, NotFound
 from router.http.request import RawHeaders, Request, end_to_end
-from router.http.responder import Handler, Responder
+from router.http.response import Handler, Responder
 
 log = logging.getLogger("conserve.router.http.asgi")
 

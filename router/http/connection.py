@@ -10,8 +10,9 @@ from typing import Protocol, cast
 
 from router.errors import ApiError, ExpectationFailed, InternalError, RequestTimeout
 from router.http.limits import Crowd, ServerLimits, address_of
-from router.http.request import Request, RequestBody, RequestHead, RequestParser
-from router.http.responder import Handler, Responder
+from router.http.parsers import RequestParser
+from router.http.request import Request, RequestBody, RequestHead
+from router.http.response import Handler, Responder
 
 log = logging.getLogger("conserve.router.http.server")
 
@@ -127,7 +128,7 @@ class ServerConnection(asyncio.Protocol):
             length=head.content_length if head.content_length is not None or head.has_body else 0,
             max_bytes=self._limits.max_body_bytes,
             high_bytes=self._limits.read_high_bytes,
-            demand=self._send_continue if expects else None,
+            on_demand=self._send_continue if expects else None,
             pause=self._pause_reading,
             resume=self._resume_reading,
         )
@@ -171,7 +172,6 @@ class ServerConnection(asyncio.Protocol):
             head_only=item.method == "HEAD",
             http10=item.http_version == "1.0",
             keep_alive=item.keep_alive,
-            sealed=self._below is not None,
         )
         if self._write_deadline is not None:
             responder.paused = True
@@ -284,7 +284,7 @@ class ServerConnection(asyncio.Protocol):
         if self._responder is None and not self._parser.in_head and not self._lingering:
             self._transport.close()
 
-    def check(self, now: float) -> None:
+    def check_deadlines(self, now: float) -> None:
         if self._write_deadline is not None and now > self._write_deadline:
             self._server.timed_out("write")
             self.abort()

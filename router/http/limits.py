@@ -72,30 +72,62 @@ class UpstreamLimits:
         return min(self.first_byte_timeout_s, self.chunk_timeout_s, self.idle_timeout_s)
 
 
-class Watched(Protocol):
-    def check(self, now: float) -> None:
-        """Act on what is overdue at ``now`` (the loop's clock)."""
+class AnswerTimer:
+    """Deadline for the engine's next bytes. Traffic sets ``active``; bytes read no clock."""
+
+    __slots__ = ("_first_byte_s", "_limits", "active", "answered", "deadline", "sending")
+
+    def __init__(self, limits: UpstreamLimits) -> None:
+        self._limits = limits
+        self._first_byte_s = 0.0
+        self.deadline = 0.0
+        self.active = False
+        """Bytes have passed since the last check."""
+        self.answered = False
+        """Bytes of the current response have arrived."""
+        self.sending = False
+        """The current request's body is still on its way."""
+
+    def start(self, now: float, first_byte_timeout_s: float | None) -> None:
+        self.active = self.answered = False
+        self._first_byte_s = first_byte_timeout_s or self._limits.first_byte_timeout_s
+        self.deadline = now + self._first_byte_s
+
+    def start_idle(self, now: float) -> None:
+        self.deadline = now + self._limits.idle_timeout_s
+
+    def extend(self, now: float) -> None:
+        self.active = False
+        limit = self._limits.chunk_timeout_s
+        if not (self.answered or self.sending):
+            limit = max(limit, self._first_byte_s)
+        self.deadline = now + limit
+
+
+class HasDeadlines(Protocol):
+    def check_deadlines(self, now: float) -> None:
+        """Act on what is overdue at ``now``, by the event loop's clock."""
 
 
 class Sweeper:
     def __init__(self, loop: asyncio.AbstractEventLoop, shortest_timeout_s: float) -> None:
         self._loop = loop
         self._interval = min(1.0, max(0.01, shortest_timeout_s / 4))
-        self._watched: set[Watched] = set()
+        self._watched: set[HasDeadlines] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, item: Watched) -> None:
+    def add(self, item: HasDeadlines) -> None:
         self._watched.add(item)
         if self._timer is None:
             self._timer = self._loop.call_later(self._interval, self._sweep)
 
-    def discard(self, item: Watched) -> None:
+    def discard(self, item: HasDeadlines) -> None:
         self._watched.discard(item)
 
     def _sweep(self) -> None:
         now = self._loop.time()
         for item in tuple(self._watched):
-            item.check(now)
+            item.check_deadlines(now)
         rearm = bool(self._watched)
         self._timer = self._loop.call_later(self._interval, self._sweep) if rearm else None
 

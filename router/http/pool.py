@@ -1,4 +1,4 @@
-"""Kept-alive connections to engines, bounded for each endpoint."""
+"""Pool of kept-alive connections to engines, with a limit for each endpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from router.errors import EngineBusy, EngineUnreachable
 from router.http.limits import Sweeper, UpstreamLimits
-from router.http.stream import pump_of
+from router.http.streams.splice import make_splice_loop
 from router.http.upstream import Endpoint, UpstreamConnection
 
 log = logging.getLogger("conserve.router.http.pool")
@@ -27,8 +27,8 @@ class PoolStats:
 
 
 @dataclass(slots=True)
-class _Places:
-    """One endpoint's connections: ``open`` counts idle, busy and connecting ones."""
+class _EndpointConnections:
+    """Connections to one endpoint; ``open`` counts idle, busy and connecting ones."""
 
     open: int = 0
     idle: list[UpstreamConnection] = field(default_factory=list)
@@ -36,84 +36,78 @@ class _Places:
 
 
 class UpstreamPool:
-    def __init__(self, limits: UpstreamLimits | None = None, key: str = "") -> None:
-        """`key`: shown to engines with every request."""
+    """Connections to all engines, their time-outs, and the loop that splices their streams."""
+
+    def __init__(self, limits: UpstreamLimits | None = None, engine_key: str = "") -> None:
+        """``engine_key`` goes to engines with every request, as proof that the fleet sent it."""
         self.limits = limits or UpstreamLimits()
-        self._key = key
+        self.engine_key = engine_key
         self.stats = PoolStats()
         self.loop = asyncio.get_running_loop()
-        self._places: dict[Endpoint, _Places] = {}
+        self._endpoints: dict[Endpoint, _EndpointConnections] = {}
         self._all: set[UpstreamConnection] = set()
-        self.pump = pump_of(self.loop)
+        self.splice_loop = make_splice_loop(self.loop)
         self._sweeper = Sweeper(self.loop, self.limits.shortest_s)
 
-    def idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
-        """The most recently used of those that wait for work.
+    def take_idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
+        """Take the most recently used idle connection, if there is one.
 
-        ``fresh`` drops them all: for a repeat after a kept-alive connection was found dead.
+        ``fresh`` drops all idle connections: for a repeat after a kept-alive connection was found dead.
         """
-        places = self._places.get(endpoint)
-        while places is not None and places.idle:
-            connection = places.idle.pop()
+        connections = self._endpoints.get(endpoint)
+        while connections is not None and connections.idle:
+            connection = connections.idle.pop()
             if fresh:
-                connection.abort()  # as old as the one that was dead
+                connection.abort()  # as old as the dead one
             elif not connection.closed:
                 return connection
         return None
 
     async def acquire(self, endpoint: Endpoint) -> UpstreamConnection:
-        """Where none is idle: a new connection, or the next to come free."""
-        places = self._places.get(endpoint)
-        if places is None:
-            places = self._places[endpoint] = _Places()
-        if places.open < self.limits.max_connections:
-            places.open += 1
-            return await self._connect(places, endpoint)
-        while (handed := await self._wait(places, endpoint)) is not None:
+        """Open a connection, or wait for one to become free when the endpoint has as many as it may."""
+        connections = self._endpoints.get(endpoint)
+        if connections is None:
+            connections = self._endpoints[endpoint] = _EndpointConnections()
+        if connections.open < self.limits.max_connections:
+            connections.open += 1
+            return await self._connect(connections, endpoint)
+        while (handed := await self._wait(connections, endpoint)) is not None:
             if not handed.closed:
                 return handed
-        return await self._connect(places, endpoint)
+        return await self._connect(connections, endpoint)
 
-    async def _wait(self, places: _Places, endpoint: Endpoint) -> UpstreamConnection | None:
-        """A connection that came free, or None: the place of one that closed."""
+    async def _wait(self, connections: _EndpointConnections, endpoint: Endpoint) -> UpstreamConnection | None:
+        """Wait for a connection that became free; None: one has closed, and a new one may be opened."""
         waiter: asyncio.Future[UpstreamConnection | None] = self.loop.create_future()
-        places.waiters.append(waiter)
+        connections.waiters.append(waiter)
         try:
             async with asyncio.timeout(self.limits.acquire_timeout_s):
                 return await waiter
         except (TimeoutError, asyncio.CancelledError) as error:
             if waiter.done() and not waiter.cancelled():
-                self._return(places, waiter.result())
+                self._return(connections, waiter.result())
             if isinstance(error, asyncio.CancelledError):
                 raise
             self.stats.acquire_timeouts += 1
             text = f"All {self.limits.max_connections} connections to the engine at {endpoint} are in use."
             raise EngineBusy(text, retry_after_s=1.0) from None
 
-    async def _connect(self, places: _Places, endpoint: Endpoint) -> UpstreamConnection:
+    async def _connect(self, connections: _EndpointConnections, endpoint: Endpoint) -> UpstreamConnection:
         try:
             async with asyncio.timeout(self.limits.connect_timeout_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: UpstreamConnection(
-                        endpoint,
-                        self.limits,
-                        self.pump,
-                        self.connection_free,
-                        self.connection_gone,
-                        self._key,
-                    ),
-                    *endpoint,
+                    lambda: UpstreamConnection(endpoint, self), *endpoint
                 )
         except (OSError, TimeoutError) as error:
-            self._free_place(places)
+            self._free_slot(connections)
             self.stats.connect_failures += 1
             why = "timed out" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
             raise EngineUnreachable(f"The engine at {endpoint} cannot be reached ({why}).") from error
         except asyncio.CancelledError:
-            self._free_place(places)
+            self._free_slot(connections)
             raise
-        if connection.closed:  # accepted and reset before we could look at it
-            self._free_place(places)
+        if connection.closed:  # accepted and reset at once
+            self._free_slot(connections)
             self.stats.connect_failures += 1
             raise EngineUnreachable(f"The engine at {endpoint} closed a new connection at once.")
         self.stats.connected += 1
@@ -122,48 +116,48 @@ class UpstreamPool:
         self._sweeper.add(connection)
         return connection
 
-    def _return(self, places: _Places, handed: UpstreamConnection | None) -> None:
+    def _return(self, connections: _EndpointConnections, handed: UpstreamConnection | None) -> None:
         if handed is not None and not handed.closed:
             self.connection_free(handed)
         elif handed is None:
-            self._free_place(places)
+            self._free_slot(connections)
 
-    def _free_place(self, places: _Places) -> None:
-        """A place came free: the first who waits may connect."""
-        while places.waiters:
-            waiter = places.waiters.popleft()
+    def _free_slot(self, connections: _EndpointConnections) -> None:
+        """Let the first waiter open a connection in the place of one that closed."""
+        while connections.waiters:
+            waiter = connections.waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 return
-        places.open -= 1
+        connections.open -= 1
 
-    def lose(self, endpoint: Endpoint) -> None:
-        """Nobody is there any more, and the system may be long in saying so: a machine that vanished."""
+    def fail_endpoint(self, endpoint: Endpoint) -> None:
+        """End all exchanges with an engine that is gone; TCP may take long to notice a vanished machine."""
         for connection in [one for one in self._all if one.endpoint == endpoint]:
-            connection.lose()
+            connection.fail_as_lost()
 
-    # The connections' side
+    # Called by connections
 
     def connection_free(self, connection: UpstreamConnection) -> None:
-        places = self._places[connection.endpoint]
-        connection.park(self.loop.time())
-        while places.waiters:
-            waiter = places.waiters.popleft()
+        connections = self._endpoints[connection.endpoint]
+        connection.start_idle()
+        while connections.waiters:
+            waiter = connections.waiters.popleft()
             if not waiter.done():
                 waiter.set_result(connection)
                 return
-        places.idle.append(connection)
+        connections.idle.append(connection)
 
     def connection_gone(self, connection: UpstreamConnection) -> None:
         if connection not in self._all:
-            return  # it never left _connect, which gives the place back
+            return  # still in _connect, which releases its slot
         self._all.discard(connection)
         self._sweeper.discard(connection)
         self.stats.connections -= 1
-        places = self._places[connection.endpoint]
-        if connection in places.idle:
-            places.idle.remove(connection)
-        self._free_place(places)
+        connections = self._endpoints[connection.endpoint]
+        if connection in connections.idle:
+            connections.idle.remove(connection)
+        self._free_slot(connections)
 
     async def close(self) -> None:
         """Abort every connection and wait until the sockets are closed."""
@@ -173,5 +167,5 @@ class UpstreamPool:
         if gone:
             await asyncio.wait(gone)
         self._sweeper.close()
-        if self.pump is not None:
-            self.pump.close()
+        if self.splice_loop is not None:
+            self.splice_loop.close()

@@ -19,7 +19,7 @@ from functools import partial
 from router.errors import ApiError, Unavailable
 from router.http.connection import ServerConnection
 from router.http.limits import Crowd, ServerLimits, Sweeper
-from router.http.responder import Handler
+from router.http.response import Handler
 from router.http.tls import Certificate, Handshakes
 
 log = logging.getLogger("conserve.router.http.server")

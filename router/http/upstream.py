@@ -1,4 +1,8 @@
-"""Connection to an engine: what is asked, who takes the answer, and the parsing of the answer."""
+"""Connection to an engine: the request that goes out, the parser of the response, and its receiver.
+
+`UpstreamConnection` carries one exchange at a time. Complete chunks of a stream bypass the parser; once the
+first content has come they can bypass the connection as well (`router.http.splice`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, Protocol, Self, cast
 from urllib.parse import urlsplit
@@ -14,27 +17,36 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.errors import EngineGarbled, EngineLost, EngineSilent, UpstreamError
-from router.http.limits import UpstreamLimits
+from router.http.limits import AnswerTimer, UpstreamLimits
+from router.http.parsers import ResponseParser
 from router.http.request import HOP_BY_HOP, RawHeaders, RequestBody, end_to_end
-from router.http.responder import BODILESS, Responder, SentPieces
-from router.http.stream import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, Passage, Pump, StreamObserver
+from router.http.response import Responder
+from router.http.streams.resume import StreamProgress
+from router.http.streams.splice import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, SpliceLoop, SpliceStream
+from router.http.streams.sse_observer import StreamObserver
 
 log = logging.getLogger("conserve.router.http.upstream")
 
 ENGINE_KEY = b"x-conserve-key"
-# Besides the hop-by-hop ones: ours to write (host, content-length, key), or met here already (expect).
-NOT_PASSED = HOP_BY_HOP | {b"host", b"content-length", b"expect", ENGINE_KEY}
+# Headers of a client that are not forwarded besides the hop-by-hop ones: the connection writes its own
+# (host, content-length, key), or the server has dealt with them (expect).
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", ENGINE_KEY}
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
+EVENT_CHUNK_END = b"\n\n\r\n"
+CHEAPLY_COPIED = 64 * 1024
 
 
 class Endpoint(NamedTuple):
+    """Host and port of an engine."""
+
     host: str
     port: int
 
     @classmethod
     @lru_cache(4096)
     def parse(cls, url: str) -> Self:
-        """From ``host:port`` or ``http://host:port`` (a path is ignored)."""
+        """Read ``host:port`` or ``http://host:port``; a path is ignored."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not an engine's address; expected http://HOST:PORT")
@@ -45,26 +57,27 @@ class Endpoint(NamedTuple):
 
 
 class UpstreamRequest(NamedTuple):
-    """What goes to an engine. ``headers`` may be the client's own: hop-by-hop ones are dropped here."""
+    """Request to an engine. ``headers`` may be the client's own: hop-by-hop headers are dropped here."""
 
     method: str
     target: bytes
     """Path and query as they go on the wire."""
     headers: RawHeaders
     body: tuple[bytes, ...] = ()
-    """In pieces: what is large is never copied into one."""
+    """Parts of the body: a large body is never copied into one piece."""
     repeatable: bool | None = None
-    """May it be sent twice when a kept-alive connection turns out dead? None: only a safe method may.
+    """Whether the request may be sent again after a kept-alive connection turned out dead. None: only if its
+    method is safe.
 
-    A generation is repeatable as long as nothing of its answer has been seen: the engine aborts a request
-    whose connection is gone, and computing one twice changes nothing but time. A leg of a KV transfer is
-    not: its transfer id may be used up.
+    A generation is repeatable until something of its answer has arrived: the engine aborts a request whose
+    connection is gone, and a second computation costs only time. A leg of a KV transfer is not repeatable,
+    because its transfer id may be used up.
     """
     first_byte_timeout_s: float | None = None
     stream: RequestBody | None = None
-    """Instead of ``body``: what a client is still sending. It can go out only once."""
+    """Body that the client is still sending, instead of ``body``. It can be sent only once."""
     max_bytes: int = 0
-    """Of ``stream``, whatever the server's bound for bodies that are read whole."""
+    """Largest size of ``stream``; the server's limit for bodies that are read whole does not apply to it."""
 
     @property
     def may_repeat(self) -> bool:
@@ -73,9 +86,9 @@ class UpstreamRequest(NamedTuple):
         return self.method in SAFE_METHODS if self.repeatable is None else self.repeatable
 
     def head(self, first: bytes) -> bytes:
-        """`first`: lines of headers that are the connection's."""
+        """Encode the request's head; ``first`` holds the header lines of the connection."""
         lines = [b"%b %b HTTP/1.1\r\n%b" % (self.method.encode(), self.target, first)]
-        lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_PASSED)]
+        lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_FORWARDED)]
         length = sum(map(len, self.body)) if self.stream is None else self.stream.length
         if length is None:
             lines.append(b"transfer-encoding: chunked\r\n")
@@ -85,10 +98,16 @@ class UpstreamRequest(NamedTuple):
         return b"".join(lines)
 
 
-class ResponseSink(Protocol):
-    """Receives one response: head, body pieces, then one of end and failure (which may come alone).
+@lru_cache(4096)
+def _connection_headers(endpoint: Endpoint, engine_key: str) -> bytes:
+    host = b"host: %b\r\n" % str(endpoint).encode()
+    return host + b"%b: %b\r\n" % (ENGINE_KEY, engine_key.encode()) if engine_key else host
 
-    The end brings the last piece along, so that it can leave in one write with the end of the response.
+
+class ResponseSink(Protocol):
+    """Receiver of one response: head, body parts, then either the end or a failure.
+
+    A failure may come alone. The end brings the last part along, so that both leave in one write.
     """
 
     def on_head(self, status: int, headers: RawHeaders) -> None: ...
@@ -96,117 +115,102 @@ class ResponseSink(Protocol):
     def on_body(self, data: bytes) -> None: ...
 
     def on_chunk(self, framed: bytes, start: int) -> None:
-        """One body piece still in its chunk framing; the content, ``framed[start:-2]``, ends an event."""
+        """Receive one chunk with its framing. The content, ``framed[start:-2]``, ends with an event."""
 
     def on_end(self, tail: bytes) -> None: ...
 
     def on_whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
-        """Head and end at once: the response came in one piece."""
+        """Receive a response that arrived in one piece, instead of ``on_head`` and ``on_end``."""
 
     def on_failure(self, error: UpstreamError) -> None: ...
 
 
-QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
-EVENT_CHUNK_END = b"\n\n\r\n"
-CHEAPLY_COPIED = 64 * 1024
+class ConnectionOwner(Protocol):
+    """Pool of a connection, as the connection sees it."""
+
+    loop: asyncio.AbstractEventLoop
+    limits: UpstreamLimits
+    splice_loop: SpliceLoop | None
+    engine_key: str
+
+    def connection_free(self, connection: UpstreamConnection) -> None:
+        """Take the connection back: its exchange is over and it can carry another one."""
+
+    def connection_gone(self, connection: UpstreamConnection) -> None:
+        """Forget the connection: its socket is closed. Called once."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Carries one exchange at a time. The pool owns it; ``send`` lends it to a sink until end or failure."""
+    """Connection to an engine. The pool owns it; ``send`` lends it to a sink until end or failure."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        limits: UpstreamLimits,
-        pump: Pump | None,
-        free: Callable[[UpstreamConnection], None],
-        gone: Callable[[UpstreamConnection], None],
-        key: str = "",
-    ) -> None:
-        """``free`` is told when it can carry another request, ``gone`` once, when it is closed."""
+    def __init__(self, endpoint: Endpoint, owner: ConnectionOwner) -> None:
         self.endpoint = endpoint
-        self._first = b"host: %b\r\n" % str(endpoint).encode()
-        if key:
-            self._first += b"%b: %b\r\n" % (ENGINE_KEY, key.encode())
         self.exchanges = 0
-        """Requests sent on it, this one included."""
+        """Requests sent on this connection, the current one included."""
         self.closed = False
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[None] = owner.loop.create_future()
         """Done when the socket is closed."""
-        self._pump, self._tell_free, self._tell_gone = pump, free, gone
-        self._limits = limits
-        self._loop = asyncio.get_running_loop()
+        self._owner = owner
         self._sink: ResponseSink | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._deadline = self._first_byte_s = 0.0
+        self._parser = ResponseParser()
+        self._timer = AnswerTimer(owner.limits)
         self._paused = False
-        self._excess = False
-        self._sending = False  # a request's body is still on its way
         self._writable: asyncio.Future[None] | None = None
-        self._passage: Passage | None = None
-        self._pumped_events = 0
-        self._reset()
+        self._between_chunks = False
+        self._acknowledges_late = False
+        self._splice: SpliceStream | None = None
 
-    def _reset(self) -> None:
-        self._headers: RawHeaders = []
-        self._head_bytes = 0
-        self._status = 0
-        self._head_due = False
-        self._head_seen = False
-        self._head_only = False
-        self._complete = self._keep_alive = False
-        self._until_close = False
-        self._chunk_ended = self._between_chunks = self._streaming = False
-        self._pieces: list[bytes] = []
-        self._heard = False
-        self.answered = False
-        """Something of this exchange's response has arrived."""
+    @property
+    def answered(self) -> bool:
+        """Whether bytes of the current response have arrived."""
+        return self._timer.answered
 
     def send(self, request: UpstreamRequest, sink: ResponseSink) -> None:
-        self._reset()
-        self._head_only = request.method == "HEAD"
+        self._parser.expect(head_only=request.method == "HEAD")
+        self._between_chunks = self._acknowledges_late = False
         self.exchanges += 1
         self._sink = sink
-        self._first_byte_s = request.first_byte_timeout_s or self._limits.first_byte_timeout_s
-        self._deadline = self._loop.time() + self._first_byte_s
+        self._timer.start(self._owner.loop.time(), request.first_byte_timeout_s)
         # One system call: uvloop writes at once, so that two writes would be two packets.
-        head, body = request.head(self._first), request.body
+        head = request.head(_connection_headers(self.endpoint, self._owner.engine_key))
+        body = request.body
         if sum(map(len, body)) <= CHEAPLY_COPIED:
             self._transport.write(b"".join((head, *body)))
         else:
             self._transport.writelines((head, *body))
 
     async def send_body(self, body: RequestBody, max_bytes: int) -> None:
-        """The body of the request just sent, as it comes from the client, no faster than the peer takes it.
+        """Send the body of the current request as it arrives from the client, at the engine's speed.
 
-        Raises what the client did wrong; returns early when the exchange is over before the body is.
+        Raises the error of a faulty client body. Returns early when the exchange ends before the body does.
         """
-        self._sending = True
+        timer = self._timer
+        timer.sending = True
         async for piece in body.pieces(max_bytes):
             if self.closed or self._sink is None:
                 return
-            self._heard = True
+            timer.active = True
             self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if body.length is None else piece)
             if self._writable is not None:
                 await self._writable
         if body.length is None and not self.closed:
             self._transport.write(b"0\r\n\r\n")
-        self._sending = False
-        self._heard = True  # the time for the answer begins
+        timer.sending = False
+        timer.active = True  # the time for the answer begins now
 
     def _acknowledge_late(self) -> None:
-        """Acknowledge every second token instead of each: a quarter less of the packets that we send.
+        """Acknowledge every second token instead of each, which saves a quarter of the packets we send.
 
-        The system falls back to one each after a pause longer than its own delay (40 ms), so that this is
-        said again from time to time. Systems without the option go on as they are.
+        The kernel returns to one acknowledgement a packet after a pause longer than its delay (40 ms), so
+        the option is set again from time to time. Systems without the option are left alone.
         """
         if QUICK_ACKNOWLEDGEMENT is not None and self.socket is not None:
             with contextlib.suppress(OSError):
                 self.socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACKNOWLEDGEMENT, 0)
 
     def pause(self) -> None:
-        """Back-pressure: the client does not keep up."""
-        self._leave_pump()
+        """Stop reading from the engine, because the client does not keep up."""
+        self._stop_splicing()
         if not self._paused and not self.closed:
             self._paused = True
             self._transport.pause_reading()
@@ -217,43 +221,34 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Drop the exchange and the connection; the engine sees it at once. The sink hears nothing more."""
+        """Drop exchange and connection; the engine notices at once. The sink is not called any more."""
         self._sink = None
-        self._leave_pump()
+        self._stop_splicing()
         if not self.closed:
             self._transport.abort()
 
-    def lose(self) -> None:
-        """The engine is known to be gone."""
+    def fail_as_lost(self) -> None:
+        """End the exchange because the engine is known to be gone."""
         self._fail(EngineLost("The engine is gone; try again."))
 
-    def park(self, now: float) -> None:
-        """In the pool, waiting for its next exchange."""
-        self._deadline = now + self._limits.idle_timeout_s
+    def start_idle(self) -> None:
+        """Start the time-out of a connection that waits in the pool."""
+        self._timer.start_idle(self._owner.loop.time())
 
-    def check(self, now: float) -> None:
+    def check_deadlines(self, now: float) -> None:
+        timer = self._timer
         if self._paused:
-            self._heard = True
-        elif self._heard or self._heard_by_pump():
-            self._heard = False
-            limit = self._limits.chunk_timeout_s
-            if not (self.answered or self._sending):
-                limit = max(limit, self._first_byte_s)
-            self._deadline = now + limit
-            if self._streaming:
+            timer.active = True
+        elif timer.active or (self._splice is not None and self._splice.was_active()):
+            timer.extend(now)
+            if self._acknowledges_late:
                 self._acknowledge_late()
-        elif now > self._deadline:
+        elif now > timer.deadline:
             if self._sink is None:
                 self._transport.abort()
                 return
-            what = "stopped in its answer" if self.answered else "did not begin to answer in time"
+            what = "stopped in its answer" if timer.answered else "did not begin to answer in time"
             self._fail(EngineSilent(f"The engine {what}; try again."))
-
-    def _heard_by_pump(self) -> bool:
-        before = self._pumped_events
-        if self._passage is not None:
-            self._pumped_events = self._passage.observer.events
-        return self._pumped_events != before
 
     # Transport callbacks
 
@@ -262,20 +257,21 @@ class UpstreamConnection(asyncio.Protocol):
         self.socket = transport.get_extra_info("socket")
 
     def data_received(self, data: bytes) -> None:
-        sink = self._sink
+        sink, timer = self._sink, self._timer
         if sink is None:
-            self._transport.abort()  # bytes nobody asked for
+            self._transport.abort()  # no request is waiting for these bytes
             return
-        self._heard = self.answered = True
+        timer.active = timer.answered = True
         if self._between_chunks:
             line = SIZE_LINES[len(data)] if len(data) <= LARGEST_EVENT else b"-"
             if data.startswith(line) and data.endswith(EVENT_CHUNK_END):
-                # Exactly one chunk, as every token of a stream: it goes on as it came, past the parser, which
-                # stands between two chunks before and after it.
+                # Exactly one chunk, as every token of a stream. It bypasses the parser, which stands between
+                # two chunks before and after it.
                 sink.on_chunk(data, len(line))
                 return
+        parser = self._parser
         try:
-            self._parser.feed_data(data)
+            parser.feed(data)
         except httptools.HttpParserError as error:
             self._deliver(sink)
             self._fail(EngineGarbled(f"The engine's response is not valid HTTP: {error}."))
@@ -283,166 +279,130 @@ class UpstreamConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail(EngineGarbled("The engine switched protocols unasked."))
             return
-        if not self._head_seen and not self._check_head_size(len(data)):
+        if not parser.head_seen and not self._check_head_size(len(data)):
             return
-        if self._complete:
+        if parser.complete:
             self._finish(sink)
-        else:
-            # Not so when a part of the next size line came along.
-            self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
-            if self._between_chunks and not self._streaming:
-                self._streaming = True
-                self._acknowledge_late()
-            self._deliver(sink)
-
-    # The pump: it reads for us while each read is one whole event
-
-    def pump_to(
-        self, responder: Responder, observer: StreamObserver, event_bytes: int, sent: SentPieces | None
-    ) -> None:
-        """Between two chunks: what comes next may go straight to the client."""
-        pump = self._pump
-        if pump is None or self._passage is not None or self._paused:
             return
-        client = responder.free_socket()
-        if client is not None:
-            self._transport.pause_reading()
-            self._passage = Passage(
-                client, responder, observer, self.read_aside, self.write_aside, event_bytes, sent
-            )
-            pump.take(self.socket.fileno(), self._passage)
+        # False when a part of the next size line has arrived as well.
+        self._between_chunks = parser.chunk_ended and data.endswith(b"\r\n")
+        if self._between_chunks and not self._acknowledges_late:
+            self._acknowledges_late = True
+            self._acknowledge_late()
+        self._deliver(sink)
 
-    def read_aside(self, data: bytes) -> None:
-        passage = self._passage
-        assert passage is not None
-        if data:
-            try:
-                self.data_received(data)
-            except Exception:
-                # As a transport would; the pump has other streams to serve.
-                log.exception("a stream could not be passed on engine=%s", self.endpoint)
-                self._leave_pump()
-                self._transport.abort()
-        goes_on = 0 < len(data) < LARGEST_READ and self._between_chunks and not passage.observer.holds_end
-        if self._passage is passage and not (goes_on and passage.responder.free_socket() is not None):
-            self._leave_pump()
+    def eof_received(self) -> bool:
+        if self._parser.until_close and self._sink is not None:
+            self._finish(self._sink)
+        return False
 
-    def write_aside(self, rest: bytes) -> None:
-        passage = self._passage
-        assert passage is not None
-        self._leave_pump()
-        passage.responder.write_rest(rest)
-
-    def _leave_pump(self) -> None:
-        pump = self._pump
-        if self._passage is not None and pump is not None:
-            self._passage = None
-            pump.drop(self.socket.fileno())
-            if not self._paused:
-                self._transport.resume_reading()
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_splicing()
+        self.closed = True
+        self.resume_writing()
+        self.gone.set_result(None)
+        self._owner.connection_gone(self)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            when = "in the middle of its answer" if self.answered else "before it answered"
+            sink.on_failure(EngineLost(f"The connection to the engine was lost {when}; try again."))
 
     def pause_writing(self) -> None:
         if self._writable is None:
-            self._writable = self._loop.create_future()
+            self._writable = self._owner.loop.create_future()
 
     def resume_writing(self) -> None:
         writable, self._writable = self._writable, None
         if writable is not None and not writable.done():
             writable.set_result(None)
 
-    def eof_received(self) -> bool:
-        if self._until_close and self._sink is not None:
-            self._excess = True
-            self._finish(self._sink)
-        return False
+    # Splicing: the loop reads the engine's socket while each read is one whole event
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._leave_pump()
-        self.closed = True
-        self.resume_writing()
-        self.gone.set_result(None)
-        self._tell_gone(self)
-        sink, self._sink = self._sink, None
-        if sink is not None:
-            when = "in the middle of its answer" if self.answered else "before it answered"
-            sink.on_failure(EngineLost(f"The connection to the engine was lost {when}; try again."))
-
-    # Callbacks of llhttp: they only note; data_received hands on, head first
-
-    def on_message_begin(self) -> None:
-        if self._complete:
-            self._excess = True
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_seen:
-            self._headers.append((name, value.rstrip(b" \t")))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if self._complete or status < 200:
-            self._headers = []
+    def splice_to(
+        self,
+        responder: Responder,
+        observer: StreamObserver,
+        chunk_bytes: int,
+        progress: StreamProgress | None,
+    ) -> None:
+        """Let the coming chunks go straight to the client, if nothing waits in front of them."""
+        loop = self._owner.splice_loop
+        if loop is None or self._splice is not None or self._paused:
             return
-        self._status = status
-        self._head_due = self._head_seen = True
-        names = {name.lower() for name, _ in self._headers}
-        if self._head_only or status in BODILESS:
-            self._complete = True
-            self._excess = self._excess or self._head_only
-        elif b"content-length" not in names and b"transfer-encoding" not in names:
-            self._until_close = True
+        client = responder.splice_socket()
+        if client is not None:
+            self._transport.pause_reading()
+            engine = self.socket.fileno()
+            self._splice = SpliceStream(engine, client, self, responder, observer, chunk_bytes, progress)
+            loop.add(self._splice)
 
-    def on_body(self, data: bytes) -> None:
-        if not self._complete:
-            self._pieces.append(data)
+    def on_diverted(self, data: bytes) -> None:
+        """Receive data of the spliced stream that is not one whole event; empty: an end or an error."""
+        splice = self._splice
+        assert splice is not None
+        if data:
+            try:
+                self.data_received(data)
+            except Exception:
+                # As a transport would do it; the loop has other streams to serve.
+                log.exception("a stream could not be passed on engine=%s", self.endpoint)
+                self._stop_splicing()
+                self._transport.abort()
+        continues = 0 < len(data) < LARGEST_READ and self._between_chunks and not splice.observer.holds_end
+        if self._splice is splice and not (continues and splice.responder.splice_socket() is not None):
+            self._stop_splicing()
 
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
+    def on_unsent(self, rest: bytes) -> None:
+        """Receive the bytes of a chunk that the client's socket did not take."""
+        splice = self._splice
+        assert splice is not None
+        self._stop_splicing()
+        splice.responder.write_framed(rest)
 
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
+    def _stop_splicing(self) -> None:
+        splice, self._splice = self._splice, None
+        if splice is not None and (loop := self._owner.splice_loop) is not None:
+            loop.remove(splice)
+            if not self._paused:
+                self._transport.resume_reading()
 
-    def on_message_complete(self) -> None:
-        if self._head_seen and not self._complete:
-            self._complete = True
-            self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the next byte
+    # What the parser recorded goes to the sink
 
     def _check_head_size(self, size: int) -> bool:
-        self._head_bytes += size
-        if self._head_bytes > self._limits.max_head_bytes:
+        self._parser.head_bytes += size
+        if self._parser.head_bytes > self._owner.limits.max_head_bytes:
             self._fail(EngineGarbled("The engine's response head is too large."))
             return False
         return True
 
     def _deliver(self, sink: ResponseSink) -> None:
-        if self._head_due:
-            self._head_due = False
-            sink.on_head(self._status, self._headers)
-        if self._pieces and self._sink is sink:
-            sink.on_body(self._take_pieces())
-
-    def _take_pieces(self) -> bytes:
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        parser = self._parser
+        if parser.head_unreported:
+            parser.head_unreported = False
+            sink.on_head(parser.status, parser.headers)
+        if parser.body_parts and self._sink is sink:
+            sink.on_body(parser.take_body())
 
     def _finish(self, sink: ResponseSink) -> None:
-        reusable = not (self._excess or self._until_close or self._sending) and self._keep_alive
+        parser = self._parser
+        reusable = parser.keep_alive and not (parser.excess or parser.until_close or self._timer.sending)
         self._sink = None
-        self._heard = False
-        self._leave_pump()
+        self._timer.active = False
+        self._stop_splicing()
         if self._paused:
             self.resume()
         if reusable and not self.closed and not self._transport.is_closing():
-            self._tell_free(self)
+            self._owner.connection_free(self)
         else:
             self._transport.abort()
-        if self._head_due:
-            sink.on_whole(self._status, self._headers, self._take_pieces())
+        if parser.head_unreported:
+            sink.on_whole(parser.status, parser.headers, parser.take_body())
         else:
-            sink.on_end(self._take_pieces())
+            sink.on_end(parser.take_body())
 
     def _fail(self, error: UpstreamError) -> None:
         sink, self._sink = self._sink, None
-        self._leave_pump()
+        self._stop_splicing()
         self._transport.abort()
         if sink is not None:
             sink.on_failure(error)

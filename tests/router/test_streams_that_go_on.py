@@ -369,11 +369,11 @@ def test_a_stream_of_hours_may_be_cut_often_but_not_in_one_place() -> None:
     now = 0.0
     turn = a_turn(Api.CHAT, {"temperature": 0})
     stream = Continuation(turn, lambda: now)
-    assert stream.sent is not None
-    cut = RelayOutcome(RelayEnd.CUT, 200, EngineLost("lost"))
+    assert stream.progress is not None
+    cut = RelayOutcome(RelayEnd.RESUMABLE, 200, EngineLost("lost"))
     for _ in range(5):
         now += 3600
-        stream.sent.lines += b":7;\n"
+        stream.progress.lines += b":7;\n"
         assert stream.next_try(turn, cut).resume is not None
     stream.next_try(turn, cut)
     with pytest.raises(EngineLost):

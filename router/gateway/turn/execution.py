@@ -28,11 +28,10 @@ from router.http import (
     RelayEnd,
     RelayOutcome,
     Responder,
-    SentPieces,
     StreamObserver,
+    StreamProgress,
     TokenUsage,
     UpstreamPool,
-    break_off,
 )
 from router.requests.parsing import CHEAP_BYTES, Api
 
@@ -83,14 +82,14 @@ class Continuation:
 
     That one gets the client's request with the tokens that were sent, puts them through its parsers and goes
     on behind them, so that tool calls, structured output, stop strings and usage stand where they stood
-    (`SentPieces`). Greedy answers go on as they would have; sampled ones are drawn anew from there, which a
-    comment in the stream says. What cannot go on exactly ends in an error event, and is counted.
+    (`StreamProgress`). Greedy answers go on as they would have; sampled ones are drawn anew from there, which
+    a comment in the stream says. What cannot go on exactly ends in an error event, and is counted.
     """
 
     def __init__(self, turn: Turn, clock: Callable[[], float]) -> None:
         streams = turn.body.get("stream") is True
         self._why_not = why_not(turn) if streams else None
-        self.sent = SentPieces() if streams and self._why_not is None else None
+        self.progress = StreamProgress() if streams and self._why_not is None else None
         self._sampled = turn.body.get("temperature") != 0
         self._clock = clock
         self._tries = 0  # since the client last got something new
@@ -101,17 +100,17 @@ class Continuation:
 
     def with_usage(self, seen: Observation) -> Observation:
         """With what the engine said in its lines, where the client did not ask for `usage`."""
-        prompt = self.sent.prompt if self.sent is not None and seen.usage is None else None
-        if self.sent is None or prompt is None:
+        prompt = self.progress.prompt_tokens if self.progress is not None and seen.usage is None else None
+        if self.progress is None or prompt is None:
             return seen
-        generated = self.sent.generated
+        generated = self.progress.generated_tokens
         usage = TokenUsage(prompt[0], max(0, seen.events - 2) if generated is None else generated, prompt[1])
         return seen._replace(usage=usage)
 
     def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
         """What another engine is asked. Raises what ended the stream when it was cut too often."""
-        assert self.sent is not None
-        now, pieces, self._was_cut = self._clock(), self.sent.pieces, True
+        assert self.progress is not None
+        now, pieces, self._was_cut = self._clock(), self.progress.events, True
         if pieces > self._had or self._first_cut is None:
             self._tries, self._had, self._first_cut = 0, pieces, now
         self._fails_as = "cut_again"
@@ -119,30 +118,30 @@ class Continuation:
             raise outcome.error or EngineLost("The engine was lost in the middle of its answer; try again.")
         self._tries += 1
         self._fails_as = "no_place"
-        self.sent.comment = _SAMPLED if self._sampled and self.sent.pieces else b""
-        outputs = self.sent.outputs
+        self.progress.resume_comment = _SAMPLED if self._sampled and self.progress.events else b""
+        outputs = self.progress.outputs
         return replace(turn, resume={"outputs": outputs} if outputs else None)
 
     def judged(self, outcome: RelayOutcome) -> RelayOutcome:
         """What became of a try: gone on, to be tried again, or an error."""
         if outcome.end in (RelayEnd.NOT_STARTED, RelayEnd.HELD):
             if decoder_lost(outcome):
-                return outcome._replace(end=RelayEnd.CUT)
+                return outcome._replace(end=RelayEnd.RESUMABLE)
             self._fails_as = "refused"
             status = outcome.response.status if outcome.response is not None else 0
             raise outcome.error or EngineLost(f"No other engine goes on with this answer (status {status}).")
-        self._fails_as = "set_aside" if outcome.end is RelayEnd.CUT else "cut_again"
+        self._fails_as = "set_aside" if outcome.end is RelayEnd.RESUMABLE else "cut_again"
         return outcome
 
     def broken_off(self, responder: Responder, error: ApiError) -> RelayOutcome:
-        break_off(responder, error)
+        responder.end_with_error(error)
         log.warning("stream not resumed why=%s reason=%r", self._fails_as, str(error))
         return RelayOutcome(RelayEnd.BROKEN, responder.status, error)
 
     def ended(self, outcome: RelayOutcome) -> None:
         """Counts what came of a stream whose engine ended under it."""
         if outcome.end is RelayEnd.BROKEN:
-            said = self._why_not or (self.sent.why_not if self.sent is not None else None)
+            said = self._why_not or (self.progress.obstacle if self.progress is not None else None)
             first = said if isinstance(outcome.error, EngineLost) else None
             if why := self._fails_as if self._was_cut else first:
                 metrics.STREAMS_CUT.labels(why).inc()
@@ -257,7 +256,7 @@ class Runner:
         try:
             if route.prefiller is None:
                 sent = legs.for_leg("decode leg", turn, route.decoder)
-                said = None, responder, observer, stream.sent
+                said = None, responder, observer, stream.progress
                 outcome = await legs.decode(self._pool, sent, key, route.decoder, *said)
             else:
                 outcome = await self._run_both(
@@ -291,7 +290,7 @@ class Runner:
                 await asyncio.wait([prefill])
                 params = prefill.result()
             sent = legs.for_leg("decode leg", turn, route.decoder)
-            said = params, responder, observer, stream.sent
+            said = params, responder, observer, stream.progress
             return await legs.decode(self._pool, sent, key, route.decoder, *said)
         finally:
             if not prefill.done():

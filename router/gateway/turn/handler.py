@@ -101,7 +101,7 @@ class Life:
                     route = await self.binder.bind_again(turn, who, route, responder)
                     ran = await self._runner.run(turn, route, responder, stream)
                 cause = route.cause
-                while ran.outcome.end is RelayEnd.CUT:
+                while ran.outcome.end is RelayEnd.RESUMABLE:
                     route, ran = await self._go_on(turn, who, route, ran, responder, stream)
             except ClientLeft:
                 if not turn.charge.computing:

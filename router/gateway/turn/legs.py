@@ -16,13 +16,13 @@ from router.http import (
     RelayEnd,
     RelayOutcome,
     Responder,
-    SentPieces,
     StreamObserver,
+    StreamProgress,
     UpstreamPool,
     UpstreamRequest,
     fetch,
     relay,
-    usage_of,
+    usage_from,
 )
 from router.requests.fields import with_fields
 from router.requests.parsing import Api
@@ -129,7 +129,7 @@ async def prefill(
         return _failed(key, prefiller, str(wrong), unreachable=unreachable, died=died)
     if response.status != 200:
         return _failed(key, prefiller, f"status {response.status}")
-    usage = usage_of(answer.get("usage") or {})
+    usage = usage_from(answer.get("usage") or {})
     if usage is None:
         return PrefillAnswer(0, answer.get("kv_transfer_params"))
     cached = usage.cached_tokens or 0
@@ -146,17 +146,17 @@ async def decode(
     params: Mapping[str, Any] | None,
     responder: Responder,
     observer: StreamObserver,
-    sent: SentPieces | None,
+    progress: StreamProgress | None,
 ) -> RelayOutcome:
-    """Without `params` or hints the client's body goes as it came. `sent`: of a stream that may go on
+    """Without `params` or hints the client's body goes as it came. `progress`: of a stream that may go on
     elsewhere, or does."""
     said = {"conversation": hints} if (hints := turn.prompt.hints.for_engine) else {}
     told = {**(params or {}), **said, **_resumed(turn.resume)}
     body = with_fields(turn.raw, {"kv_transfer_params": told}) if told else turn.raw
-    more = sent.headers if sent is not None else []
+    more = progress.headers if progress is not None else []
     request = _request(turn, key, body, *more, repeatable=not params)
     endpoint = Endpoint.parse(decoder.http)
-    return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING, sent=sent)
+    return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING, progress=progress)
 
 
 def _request(

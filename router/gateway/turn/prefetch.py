@@ -21,7 +21,7 @@ from router.errors import DirectoryUnavailable, UpstreamError
 from router.gateway.turn.legs import one_token_body
 from router.gateway.turn.turn import Turn
 from router.http import Endpoint, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
-from router.http.stream import read_usage
+from router.http.streams.sse_observer import find_usage
 from router.identity.conversation_ids import owner_of
 from router.requests.fields import OFFLINE_HEADER, OFFLINE_PRIORITY
 
@@ -147,7 +147,7 @@ def _outcome(answer: UpstreamResponse) -> str:
     """An engine whose host has the KV no more answers as well."""
     if answer.status != 200:
         return "failed"
-    usage = read_usage(answer.body)
+    usage = find_usage(answer.body)
     if usage is None or usage.cached_tokens is None:  # it does not say
         return "restored"
     return "restored" if usage.cached_tokens >= usage.prompt_tokens / 2 else "gone"

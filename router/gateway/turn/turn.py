@@ -191,8 +191,8 @@ async def read_turn(
         read = await readers.read(replace(asked, items=True), pieces)
         own_bytes = sum(map(len, pieces))
         pieces, history = await answers.with_history(space, pieces, read)
-        if request.body.keep is not None:  # a history is kept as long as a body
-            request.body.keep(sum(map(len, pieces)) - own_bytes)
+        if request.body.account is not None:  # a history is kept as long as a body
+            request.body.account(sum(map(len, pieces)) - own_bytes)
         if history.previous is not None:  # now there is all of the input
             read = await readers.read(asked, pieces)
     prompt = read.prompt
@@ -283,7 +283,7 @@ _OUTCOMES = {
     RelayEnd.COMPLETE: "complete",
     RelayEnd.CLIENT_GONE: "client_gone",
     RelayEnd.BROKEN: "broken",
-    RelayEnd.CUT: "broken",
+    RelayEnd.RESUMABLE: "broken",
     RelayEnd.NOT_STARTED: "failed",
     RelayEnd.HELD: "failed",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from router.http.request import Request
-from router.http.responder import Responder
+from router.http.response import Responder
 from router.http.server import Server
 
 MODEL = "tiny"

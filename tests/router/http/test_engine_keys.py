@@ -15,7 +15,7 @@ async def test_the_key_goes_with_each_request_and_a_clients_own_does_not(serve: 
             await connection.write(answer(b"{}"))
 
     engine, endpoint = await engine_of(script)
-    pool = UpstreamPool(key="of the engines")
+    pool = UpstreamPool(engine_key="of the engines")
     _, port = await serve(RelayingGateway(pool, endpoint))
     async with await Client.connect(port) as client:
         for _ in range(2):

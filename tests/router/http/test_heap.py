@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.http import Request, Responder, Server
-from router.http.request import RequestParser
+from router.http.parsers import RequestParser
 from router.process import collect_when_idle, settle_heap
 from tests.support.waiting import until
 

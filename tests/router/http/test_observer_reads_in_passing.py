@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.http import StreamObserver, TokenUsage
-from router.http.relay import EventBoundary
+from router.http.streams.sse_observer import EventBoundary
 from tests.support.clock import Clock
 
 SSE = b"text/event-stream; charset=utf-8"
@@ -49,9 +49,9 @@ def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE)
     observer.start(200, kind)
     for piece in pieces:
         clock.now += 0.02
-        if whole := boundary.whole(piece):
+        if whole := boundary.complete(piece):
             observer.feed(whole)
-    if rest := boundary.rest(b""):
+    if rest := boundary.flush(b""):
         observer.feed(rest)
     return observer
 
@@ -144,17 +144,17 @@ def test_cuts_change_nothing_but_times(cuts: list[int]) -> None:
 @given(st.lists(st.binary(max_size=30), max_size=20), st.binary(max_size=10))
 def test_the_boundary_loses_and_changes_nothing(pieces: list[bytes], tail: bytes) -> None:
     boundary = EventBoundary()
-    passed = [boundary.whole(piece) for piece in pieces]
+    passed = [boundary.complete(piece) for piece in pieces]
     assert all(part == b"" or part.endswith((b"\n\n", b"\r\n\r\n")) for part in passed)
-    assert b"".join(passed) + boundary.rest(tail) == b"".join(pieces) + tail
+    assert b"".join(passed) + boundary.flush(tail) == b"".join(pieces) + tail
 
 
 def test_an_event_too_long_to_hold_is_passed_in_parts() -> None:
     boundary = EventBoundary()
     text = b"data: " + b"x" * 300_000 + b"\n\n"
     pieces = [text[at : at + 10_000] for at in range(0, len(text), 10_000)]
-    passed = [boundary.whole(piece) for piece in pieces]
-    assert b"".join(passed) + boundary.rest(b"") == text
+    passed = [boundary.complete(piece) for piece in pieces]
+    assert b"".join(passed) + boundary.flush(b"") == text
     assert max(map(len, passed)) < 100_000
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.errors import ApiError
 from router.http import ServerLimits
-from router.http.request import RequestHead, RequestParser
+from router.http.parsers import RequestParser
+from router.http.request import RequestHead
 
 LIMITS = ServerLimits(max_url_bytes=200, max_headers=10, max_head_bytes=1000)
 

@@ -240,7 +240,7 @@ async def test_accepted_sockets_send_at_once(serve: Any) -> None:
     async def look(request: Request, responder: Responder) -> None:
         responder.start(200, [])
         responder.write(b"x")
-        descriptor = responder.free_socket()
+        descriptor = responder.splice_socket()
         assert descriptor is not None
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))

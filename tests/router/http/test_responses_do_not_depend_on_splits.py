@@ -12,13 +12,25 @@ from hypothesis import strategies as st
 
 from router.errors import UpstreamError
 from router.http import Endpoint, Observation, RawHeaders, StreamObserver, UpstreamLimits, UpstreamRequest
-from router.http.relay import Passing
-from router.http.responder import Responder
+from router.http.exchange import RelayExchange
+from router.http.response import Responder
 from router.http.upstream import UpstreamConnection
 from tests.router.http.engine import STREAM_HEAD
 
 
-def ignore(_: object) -> None: ...
+class Owner:
+    """Pool of one connection, which is not used again."""
+
+    splice_loop = None
+    engine_key = ""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.limits = UpstreamLimits()
+
+    def connection_free(self, connection: UpstreamConnection) -> None: ...
+
+    def connection_gone(self, connection: UpstreamConnection) -> None: ...
 
 
 class Wire:
@@ -86,8 +98,8 @@ def relayed(pieces: list[bytes]) -> Relayed:
         client, engine = Wire(), Wire()
         observer = StreamObserver(lambda: 1.0)
         responder = Responder(ResponseHost(loop), client)  # type: ignore[arg-type]
-        passing = Passing(loop, responder, observer, frozenset())
-        connection = UpstreamConnection(Endpoint("h", 1), UpstreamLimits(), None, ignore, ignore)
+        passing = RelayExchange(loop, responder, observer, frozenset())
+        connection = UpstreamConnection(Endpoint("h", 1), Owner(loop))
         connection.connection_made(engine)  # type: ignore[arg-type]
         passing.connection = connection
         connection.send(UpstreamRequest("POST", b"/", RawHeaders()), passing)

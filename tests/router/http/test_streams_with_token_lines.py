@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from router.http import RelayEnd, Request, Responder, SentPieces
-from router.http.responder import MOST_LINES_BYTES
-from router.http.stream import Passage
+from router.http import RelayEnd, Request, Responder, StreamProgress
+from router.http.streams.resume import MAX_LINES_BYTES
+from router.http.streams.splice import SpliceStream
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import EngineConnection
 from tests.router.http.gateway import RelayingGateway
@@ -36,9 +36,9 @@ def lined(number: int) -> bytes:
 async def test_they_are_taken_out_by_the_pump(
     serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aside: list[bytes] = []
+    diverted: list[bytes] = []
     monkeypatch.setattr(
-        Passage, "aside", lambda self, engine, data: (aside.append(data), self.read_aside(data))
+        SpliceStream, "divert", lambda self, data: (diverted.append(data), self.connection.on_diverted(data))
     )
     taken = asyncio.Semaphore(0)
 
@@ -51,8 +51,8 @@ async def test_they_are_taken_out_by_the_pump(
         engine.reset()
 
     _, endpoint = await engine_of(script)
-    sent = SentPieces()
-    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
+    progress = StreamProgress()
+    gateway = RelayingGateway(pool_of(), endpoint, progress=progress)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
@@ -62,10 +62,10 @@ async def test_they_are_taken_out_by_the_pump(
             assert await client.chunk() == token(f"t{number}")
             taken.release()
         await eventually(lambda: gateway.outcomes)
-        assert gateway.outcomes[0].end is RelayEnd.CUT
-        assert sent.outputs == [[1000 + number] for number in range(30)]
-        assert (sent.pieces, sent.can_go_on) == (30, True)
-        assert [data for data in aside if data] == [], "no token took the long way"
+        assert gateway.outcomes[0].end is RelayEnd.RESUMABLE
+        assert progress.outputs == [[1000 + number] for number in range(30)]
+        assert (progress.events, progress.obstacle) == (30, None)
+        assert [data for data in diverted if data] == [], "no token was diverted"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -100,8 +100,8 @@ async def test_they_are_taken_out_however_the_bytes_come(
         engine.writer.close()
 
     _, endpoint = await engine_of(script)
-    sent = SentPieces()
-    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
+    progress = StreamProgress()
+    gateway = RelayingGateway(pool_of(), endpoint, progress=progress)
 
     async def handle(request: Request, responder: Responder) -> None:
         await gateway(request, responder)
@@ -113,12 +113,12 @@ async def test_they_are_taken_out_however_the_bytes_come(
         await client.head()
         await eventually(lambda: gateway.outcomes)
         got = b"".join(await client.chunks())
-        assert gateway.outcomes[0].end is RelayEnd.CUT
+        assert gateway.outcomes[0].end is RelayEnd.RESUMABLE
         whole = [b"".join(bare[:n]) for n in range(len(bare) + 1)]
         upto = whole.index(got)
-        assert sent.can_go_on
-        assert sent.pieces == upto - got.count(b": keep-alive\n\n")
-        assert [t for one in sent.outputs for t in one] == [t for ids in tokens[:upto] for t in ids]
+        assert progress.obstacle is None
+        assert progress.events == upto - got.count(b": keep-alive\n\n")
+        assert [t for one in progress.outputs for t in one] == [t for ids in tokens[:upto] for t in ids]
 
 
 async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
@@ -132,20 +132,20 @@ async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
         engine.reset()
 
     _, endpoint = await engine_of(script)
-    sent = SentPieces()
-    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
+    progress = StreamProgress()
+    gateway = RelayingGateway(pool_of(), endpoint, progress=progress)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
         answer = await client.answer()
         assert b"engine_lost" in answer.body
-        assert gateway.outcomes[0].end is RelayEnd.BROKEN and sent.why_not == "torn"
+        assert gateway.outcomes[0].end is RelayEnd.BROKEN and progress.obstacle == "torn"
 
 
 async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of: Any) -> None:
     taken = asyncio.Semaphore(0)
     tokens = b":" + b"123456;" * 1200 + b"\n"
-    number = MOST_LINES_BYTES // len(tokens) + 10
+    number = MAX_LINES_BYTES // len(tokens) + 10
 
     async def script(engine: EngineConnection) -> None:
         await engine.request()
@@ -156,8 +156,8 @@ async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of:
         engine.reset()
 
     _, endpoint = await engine_of(script)
-    sent = SentPieces()
-    gateway = RelayingGateway(pool_of(), endpoint, sent=sent)
+    progress = StreamProgress()
+    gateway = RelayingGateway(pool_of(), endpoint, progress=progress)
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
         client.ask(b"/", b"{}")
@@ -166,5 +166,5 @@ async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of:
             assert await client.chunk() == token("t")
             taken.release()
         await eventually(lambda: gateway.outcomes)
-    assert gateway.outcomes[0].end is RelayEnd.BROKEN and sent.why_not == "too_long"
-    assert len(sent.lines) < MOST_LINES_BYTES + len(tokens)
+    assert gateway.outcomes[0].end is RelayEnd.BROKEN and progress.obstacle == "too_long"
+    assert len(progress.lines) < MAX_LINES_BYTES + len(tokens)

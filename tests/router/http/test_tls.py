@@ -106,7 +106,7 @@ async def _get(url: str, path: str, authority: Authority) -> str:
         return (await client.get(url + path)).text
 
 
-async def test_a_stream_is_whole_although_the_relay_pumps_streams_to_sockets(
+async def test_a_stream_is_whole_although_plain_streams_are_spliced(
     serve: Any, pool_of: Any, engine_of: Any, authority: Authority
 ) -> None:
     pieces = [b'{"choices":[{"delta":{"content":"token %d "}}]}' % number for number in range(300)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.http import RelayEnd, UpstreamLimits
-from router.http.stream import Passage, Pump
+from router.http.streams.splice import SpliceLoop, SpliceStream
 from router.http.upstream import UpstreamConnection
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection
@@ -29,21 +29,21 @@ def chunked(data: bytes) -> bytes:
 
 
 @pytest.fixture
-def aside(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What did not simply pass through the pump."""
+def diverted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Data of spliced streams that was not one whole event."""
     seen: list[bytes] = []
-    original = Passage.aside
+    original = SpliceStream.divert
 
-    def note(passage: Passage, engine: int, data: bytes) -> None:
+    def record(stream: SpliceStream, data: bytes) -> None:
         seen.append(data)
-        original(passage, engine, data)
+        original(stream, data)
 
-    monkeypatch.setattr(Passage, "aside", note)
+    monkeypatch.setattr(SpliceStream, "divert", record)
     return seen
 
 
 async def test_tokens_pass_through_it_and_are_counted(
-    serve: Any, pool_of: Any, engine_of: Any, aside: list[bytes]
+    serve: Any, pool_of: Any, engine_of: Any, diverted: list[bytes]
 ) -> None:
     tokens = [token(f"t{n}") for n in range(30)]
     taken = asyncio.Semaphore(0)
@@ -66,16 +66,16 @@ async def test_tokens_pass_through_it_and_are_counted(
             await client.head()
             for n, each in enumerate(tokens):
                 assert await client.chunk() == each
-                assert n == 0 or gateway.pool.pump.streams == 1
+                assert n == 0 or gateway.pool.splice_loop.stream_count == 1
                 taken.release()
             assert b"".join(await client.chunks()) == LAST
             await eventually(lambda turn=turn: len(gateway.outcomes) > turn)
-            assert gateway.pool.pump.streams == 0
+            assert gateway.pool.splice_loop.stream_count == 0
             seen = gateway.observers[turn].observation()
             assert (seen.events, seen.gaps, seen.finish_reason) == (31, 30, "stop")
             assert seen.first_token_at is not None and seen.last_at > seen.first_token_at
-    assert len(engine.connections) == 1, "the connection was kept alive after it was pumped"
-    assert aside == [chunked(LAST) + b"0\r\n\r\n"] * 2, "no token took the long way"
+    assert len(engine.connections) == 1, "the connection was kept alive after it was spliced"
+    assert diverted == [chunked(LAST) + b"0\r\n\r\n"] * 2, "no token took the long way"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -105,7 +105,7 @@ async def test_however_the_bytes_arrive_the_client_gets_them(before: Any, seed: 
         await eventually(lambda: gateway.outcomes)
     assert gateway.outcomes[0].end is RelayEnd.COMPLETE
     assert gateway.observers[0].observation().events == len(events)
-    assert gateway.pool.pump.streams == 0
+    assert gateway.pool.splice_loop.stream_count == 0
 
 
 async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) -> None:
@@ -135,11 +135,11 @@ async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) ->
             before = written
             await asyncio.sleep(0.3)
         assert written < count, "the engine was stopped"
-        assert gateway.pool.pump.streams == 0
+        assert gateway.pool.splice_loop.stream_count == 0
         assert b"".join(await client.chunks()) == b"".join(map(block, range(count)))
 
 
-async def pumped_script(engine: EngineConnection) -> None:
+async def spliced_script(engine: EngineConnection) -> None:
     await engine.request()
     await engine.write(STREAM_HEAD)
     for n in range(5):
@@ -154,7 +154,7 @@ async def test_what_a_socket_takes_only_in_part_arrives_in_order(
     monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, data[:7]))
 
     async def script(engine: EngineConnection) -> None:
-        await pumped_script(engine)
+        await spliced_script(engine)
         await engine.write(b"0\r\n\r\n")
 
     _, port = await before(script)
@@ -166,7 +166,7 @@ async def test_what_a_socket_takes_only_in_part_arrives_in_order(
 @pytest.mark.parametrize("how", ["reset", "close", "close at once", "inside an event", "garbage"])
 async def test_an_engine_that_dies_ends_in_an_error_event(before: Any, how: str) -> None:
     async def script(engine: EngineConnection) -> None:
-        await pumped_script(engine)
+        await spliced_script(engine)
         if how == "close at once":
             with socket.socket(fileno=os.dup(engine.writer.get_extra_info("socket").fileno())) as own:
                 own.send(chunked(token("5")))
@@ -188,7 +188,7 @@ async def test_an_engine_that_dies_ends_in_an_error_event(before: Any, how: str)
     assert whole == [token(str(n)) for n in range(6 if how == "close at once" else 5)]
     assert last.startswith(b'data: {"error":')
     assert gateway.outcomes[0].end is RelayEnd.BROKEN
-    assert gateway.pool.pump.streams == 0
+    assert gateway.pool.splice_loop.stream_count == 0
 
 
 async def test_a_client_that_leaves_aborts_the_engines_request(
@@ -197,7 +197,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     gone = asyncio.Event()
 
     async def script(engine: EngineConnection) -> None:
-        await pumped_script(engine)
+        await spliced_script(engine)
         await engine.gone()
         gone.set()
 
@@ -209,18 +209,18 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     await client.head()
     for _ in range(5):
         await client.chunk()
-    assert gateway.pool.pump.streams == 1
+    assert gateway.pool.splice_loop.stream_count == 1
     client.abort()
     await eventually(gone.is_set)
     await eventually(lambda: gateway.outcomes)
     assert gateway.outcomes[0].end is RelayEnd.CLIENT_GONE
-    assert gateway.pool.pump.streams == 0
+    assert gateway.pool.splice_loop.stream_count == 0
     await eventually(lambda: gateway.pool.stats.connections == server.stats.connections == 0)
 
 
 async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
-        await pumped_script(engine)
+        await spliced_script(engine)
         for n in range(5, 25):
             await engine.chunk(token(str(n)))
             await asyncio.sleep(0.1)
@@ -241,7 +241,7 @@ async def test_a_defect_met_by_one_stream_leaves_the_others(
     go_on = asyncio.Event()
 
     async def script(engine: EngineConnection) -> None:
-        await pumped_script(engine)
+        await spliced_script(engine)
         await go_on.wait()
         await engine.write(chunked(LAST) + b"0\r\n\r\n")
 
@@ -256,7 +256,7 @@ async def test_a_defect_met_by_one_stream_leaves_the_others(
         await client.head()
         for _ in range(5):
             await client.chunk()
-    assert gateway.pool.pump.streams == 2
+    assert gateway.pool.splice_loop.stream_count == 2
     monkeypatch.setattr(UpstreamConnection, "data_received", fail_once)
     go_on.set()
     ends = [b"".join(await client.chunks()) for client in clients]
@@ -266,11 +266,11 @@ async def test_a_defect_met_by_one_stream_leaves_the_others(
         client.abort()
 
 
-def test_descriptors_of_the_pump_are_closed() -> None:
+def test_closing_the_loop_closes_its_descriptor() -> None:
     async def open_and_close() -> None:
-        pump = Pump(asyncio.get_running_loop())
-        pump.close()
-        pump.close()
+        loop = SpliceLoop(asyncio.get_running_loop())
+        loop.close()
+        loop.close()
 
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(open_and_close())

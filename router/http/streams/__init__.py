@@ -1,0 +1,1 @@
+"""Event streams in passing: observed, spliced from socket to socket, and resumed on another engine."""
