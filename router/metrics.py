@@ -185,8 +185,8 @@ SLO_TARGETS_RAISED = Counter(
 )
 LIMITED = Counter(
     "conserve_key_limits_total",
-    "Requests refused for a limit of their key: requests_per_minute, tokens_per_minute, turns; or for its "
-    "share of a gateway process: requests_at_once, bytes_at_once (of bodies).",
+    "Requests refused for a limit of their key: requests_per_minute, tokens_per_minute, grammars_per_minute, "
+    "turns; or for its share of a gateway process: requests_at_once, bytes_at_once (of bodies).",
     ["limit"],
 )
 KEYS_STALE = Gauge(

@@ -19,7 +19,7 @@ from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import Limits, inline
+from router.auth.keys import Limits, StructuredOutputs, inline
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.directory.directory import DirectorySettings
 from router.gateway.config import (
@@ -422,6 +422,7 @@ def batch_config(
             file_bytes=_file_bytes(fleet),
             requests_per_batch=batch.max_requests,
             prompt_bytes_per_token=fleet.gateway.limits.prompt_bytes_per_token,
+            structured_outputs=fleet.gateway.key_limits.structured_outputs or StructuredOutputs.ALLOW,
         ),
         dispatch=configured(
             DispatchSettings,

@@ -26,7 +26,7 @@ from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from placement.scheduling.interface import ServingSettings
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import COMMON
+from router.auth.keys import COMMON, StructuredOutputs
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.gateway.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
@@ -169,6 +169,11 @@ class KeyLimitsSpec(Spec):
     """Of files of its owner."""
     batches: Annotated[int, Field(ge=0, le=10**12)] | None = COMMON.batches
     """Of its owner that have not ended."""
+    grammars_per_minute: _Count | None = COMMON.grammars_per_minute
+    """New ones, for engines to compile: schemas, expressions, tools that must be called. Each gateway process
+    counts by itself."""
+    structured_outputs: Annotated[StructuredOutputs, Field(strict=False)] | None = COMMON.structured_outputs
+    """`refuse`: answers may be held to no grammar or schema; of batches, no line may ask for it."""
 
 
 class AnswersSpec(Spec):

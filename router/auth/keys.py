@@ -68,9 +68,16 @@ _Count = Annotated[int, Field(gt=0, le=10**12)]
 _STRICT = ConfigDict(extra="forbid")
 
 
+class StructuredOutputs(StrEnum):
+    """Whether answers may be held to a grammar or schema, which an engine compiles."""
+
+    ALLOW = "allow"
+    REFUSE = "refuse"
+
+
 @checked(frozen=True, config=_STRICT)
 class Limits:
-    """What a key may take; None: as the fleet file says for all keys, or there without a bound."""
+    """Limits of a key; None: as the fleet file says for all keys, or there without a bound."""
 
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None  # computed ones: of prompts what no cache held, and answers
@@ -78,13 +85,21 @@ class Limits:
     waiting_share: Annotated[float, Field(gt=0, le=1)] | None = None  # of places where its owner's turns wait
     stored_gib: Annotated[float, Field(ge=0, le=1 << 30)] | None = None  # of its owner's files
     batches: Annotated[int, Field(ge=0, le=10**12)] | None = None  # of its owner's that have not ended
+    grammars_per_minute: _Count | None = None  # new ones, for engines to compile
+    structured_outputs: StructuredOutputs | None = None
 
     def over(self, others: "Limits") -> "Limits":
         mine = {name: most for name, most in vars(self).items() if most is not None}
         return Limits(**{**vars(others), **mine})
 
 
-COMMON = Limits(waiting_share=0.5, stored_gib=100.0, batches=100)  # where a fleet file says nothing
+COMMON = Limits(  # where a fleet file says nothing
+    waiting_share=0.5,
+    stored_gib=100.0,
+    batches=100,
+    grammars_per_minute=120,
+    structured_outputs=StructuredOutputs.ALLOW,
+)
 
 
 @checked(frozen=True, config=_STRICT)

@@ -18,15 +18,18 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from router import metrics
-from router.auth.keys import Key, Limits
+from router.auth.keys import Key, Limits, StructuredOutputs
 from router.directory.messages import Spent
-from router.errors import ApiError, RateLimited, TooManyRequests
+from router.errors import ApiError, Forbidden, RateLimited, TooManyRequests
 from router.http import Request, Responder
+from router.requests.grammars import Grammar
 
 SHARE_EVERY_S = 0.25
 _HEARD_S = 3.0  # a gateway that says nothing for so long has no turns
 _MOST_METERS = 10_000  # of the keys or addresses that came last
 _MINUTE = 60.0
+_MOST_GRAMMARS = 1024  # of a key, that are known not to be new
+_METERED = ("requests_per_minute", "tokens_per_minute", "turns", "grammars_per_minute")
 
 
 class Bucket:
@@ -71,6 +74,8 @@ class Meter:
     def __init__(self, limits: Limits, now: float) -> None:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
+        self.grammars: Bucket | None = None
+        self.compiled: OrderedDict[bytes, None] = OrderedDict()  # grammars, the last ones
         self.limit(limits, now)
         self.turns = 0  # here
         self.elsewhere: dict[str, tuple[int, float]] = {}  # gateway: turns, heard at
@@ -81,6 +86,7 @@ class Meter:
         self.limits = limits
         self.requests = Bucket.of(limits.requests_per_minute, self.requests, now)
         self.tokens = Bucket.of(limits.tokens_per_minute, self.tokens, now)
+        self.grammars = Bucket.of(limits.grammars_per_minute, self.grammars, now)
 
     def turns_at_once(self, now: float) -> int:
         return self.turns + sum(turns for turns, at in self.elsewhere.values() if now - at < _HEARD_S)
@@ -157,6 +163,25 @@ class Meters:
         if wait_s:
             raise _over(f"{meter.requests.most} requests a minute", wait_s, "requests_per_minute")
 
+    def grammar(self, key: Key, grammar: Grammar, address: str = "") -> None:
+        """Count a grammar that is new for this key; refuse one too many. Each gateway counts by itself."""
+        if key.limits.structured_outputs is StructuredOutputs.REFUSE:
+            raise Forbidden(
+                f"this key's answers are held to no grammar or schema: leave {grammar.field} out",
+                param=grammar.field,
+                code="structured_outputs_refused",
+            )
+        meter = self._of(_whose(key, address), key.limits)
+        if meter is None or meter.grammars is None or grammar.digest in meter.compiled:
+            return
+        now = self._clock()
+        if wait_s := meter.grammars.wait_s(1, now):
+            raise _over(f"{meter.grammars.most} new grammars a minute", wait_s, "grammars_per_minute")
+        meter.grammars.take(1, now)
+        meter.compiled[grammar.digest] = None
+        if len(meter.compiled) > _MOST_GRAMMARS:
+            meter.compiled.popitem(last=False)
+
     @contextmanager
     def turn(self, key: Key, responder: Responder, address: str = "") -> Iterator[Charge]:
         meter = self._of(_whose(key, address), key.limits)
@@ -180,7 +205,7 @@ class Meters:
     def _of(self, key: str, limits: Limits | None) -> Meter | None:
         """`limits`: of a key that is in no list any more; else those hold that are in the list now."""
         limits = self._limits_of(key) or limits
-        if limits is None or not (limits.requests_per_minute or limits.tokens_per_minute or limits.turns):
+        if limits is None or not any(getattr(limits, name) for name in _METERED):
             return None
         meter = self._meters.get(key)
         if meter is None:

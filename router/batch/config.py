@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from router.auth.keys import StructuredOutputs
 from router.errors import GatewayConfigError
 from router.gateway.config import ServedModel
 from router.http import ServerLimits, UpstreamLimits
@@ -22,6 +23,7 @@ class BatchLimits:
     line_bytes: int = 16 << 20
     requests_per_batch: int = 1_000_000
     prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN
+    structured_outputs: StructuredOutputs = StructuredOutputs.ALLOW  # for lines
     reported_errors: int = 100  # bad lines named in one failed batch; scanning stops there
 
 

@@ -10,6 +10,7 @@ import orjson
 import xxhash
 from sqlalchemy import Row
 
+from router.auth.keys import StructuredOutputs
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig
 from router.batch.metrics import BATCHES_ENDED
@@ -18,6 +19,7 @@ from router.batch.store import Store
 from router.errors import BadRequest, RouterError
 from router.gateway.config import ServedModel
 from router.requests.fields import check_fields
+from router.requests.grammars import grammar_of
 from router.requests.parsing import HINT_FIELDS, check_items, is_deep
 
 log = logging.getLogger("conserve.router.batch.validation")
@@ -77,6 +79,10 @@ class Validator:
 
     def _check(self, line: "Line", endpoint: str, seen: "_Seen") -> NewRequest:
         checked = check_line(line.data, endpoint, self._limits.line_bytes, self._models)
+        refused = self._limits.structured_outputs is StructuredOutputs.REFUSE
+        if refused and (asked := grammar_of(checked.body)) is not None:
+            text = f"This fleet holds answers to no grammar or schema: leave '{asked.field}' out."
+            raise BadLine("structured_outputs_refused", text, f"body.{asked.field}")
         digest = xxhash.xxh3_128_intdigest(checked.custom_id.encode())
         if digest in seen.ids:
             text = (

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
 from router.auth.cross_site import refuse_cross_site
-from router.auth.keys import Key, Keys
+from router.auth.keys import Key, Keys, StructuredOutputs
 from router.auth.rate_limits import Addresses, Meters, Shares
 from router.batch.forwarding import BatchForwarding
 from router.batch.routes import PREFIXES as BATCH_PREFIXES
@@ -101,6 +101,7 @@ class Routes:
         self._batch, self._answers = batch, answers
         self._clock = clock
         self._keys, self._meters = keys, meters
+        self._structured_outputs = config.key_limits.structured_outputs
         self._address = Addresses(config.trusted_proxies).of
         self._models_of = lru_cache(None)(partial(_models_of, self._served))
         self._groups = PrefixGroups(config.shared_prefixes)
@@ -194,7 +195,7 @@ class Routes:
     async def _answer(self, key: Key, request: Request, responder: Responder) -> None:
         if self._batch is not None and request.path.startswith(BATCH_PREFIXES):
             if request.path == _BATCHES and request.method == "POST":
-                self._check_all_models(key)
+                self._check_batches(key)
             await self._batch.handle(request, responder, key)
             return
         methods = self._routes.get(request.path) or next(
@@ -204,8 +205,11 @@ class Routes:
             raise NotFound(f"there is no {request.path[:200]}; see the README for the API")
         await _of_method(methods, request)(key, request, responder)
 
-    def _check_all_models(self, key: Key) -> None:
-        """Lines are read later, by a process that does not know keys."""
+    def _check_batches(self, key: Key) -> None:
+        """Refuse a key that may do less than others: a process that knows no keys reads the lines."""
+        refused = key.limits.structured_outputs is StructuredOutputs.REFUSE
+        if refused and self._structured_outputs is not StructuredOutputs.REFUSE:
+            raise Forbidden("batches take a key that may use structured outputs", code="batches_not_allowed")
         if len(self._models_of(key.models)) < len(self._served):
             raise Forbidden("batches take a key for all models of the fleet", code="model_not_allowed")
 
@@ -227,6 +231,8 @@ class Routes:
         pieces = await request.body.read_pieces()
         with self._meters.turn(key, responder, self._address(request)) as charge:
             turn = await read_turn(api, request, pieces, key.owner, *known, limit, self._answers)
+            if turn.grammar is not None:
+                self._meters.grammar(key, turn.grammar, self._address(request))
             if self._batch is not None and turn.flex:
                 charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder, self._answers.observer(turn.space, turn.history))

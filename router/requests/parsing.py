@@ -19,6 +19,7 @@ from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import Explicit, explicit_identity
 from router.identity.prefix_chain import Chain
 from router.requests.fields import check_fields
+from router.requests.grammars import Grammar, grammar_of
 from router.requests.prompt_limit import PromptLimit, token_ids
 
 HIGHEST_PRIORITY = 10
@@ -214,6 +215,7 @@ class ReadBody:
 
     fields: Mapping[str, Any]  # by name; None in the place of what is large
     prompt: "Prompt | None"  # of a turn
+    grammar: Grammar | None = None
     items: bytes | Span = b""  # of the Responses API; of a large body, where they stand
 
 
@@ -251,9 +253,10 @@ def read_body(asked: Reading, pieces: Sequence[bytes]) -> ReadBody:
     items: bytes | Span = b""
     if asked.items and not alone:
         items = find_items(raw) if len(raw) > CHEAP_BYTES else write_items(body.get("input"))
+    grammar = grammar_of(body)
     if len(raw) > CHEAP_BYTES:
         body = {name: value if _is_small(value) else None for name, value in body.items()}
-    return ReadBody(body, prompt, items)
+    return ReadBody(body, prompt, grammar, items)
 
 
 def _prompt(asked: Reading, api: Api, body: Mapping[str, Any]) -> Prompt:

@@ -162,7 +162,12 @@ async def decode(
 def _request(
     turn: Turn, key: str, body: tuple[bytes, ...], *more: tuple[bytes, bytes], repeatable: bool
 ) -> UpstreamRequest:
-    headers = [*turn.headers, (b"x-session-id", key.encode()), *more]
+    headers = [
+        *turn.headers,
+        (b"x-session-id", key.encode()),
+        (b"x-conserve-owner", turn.space.encode()),
+        *more,
+    ]
     return UpstreamRequest("POST", turn.api.target, headers, body, repeatable)
 
 

@@ -25,6 +25,7 @@ from router.identity.conversation_ids import PrefixGroups, hint_of
 from router.metrics import SLO_TARGETS_RAISED
 from router.requests.fields import positive, with_fields
 from router.requests.forwarded_headers import forwarded
+from router.requests.grammars import Grammar
 from router.requests.parser_pool import Readers
 from router.requests.parsing import HINT_FIELDS, Api, Prompt, Reading
 from router.requests.prompt_limit import PromptLimit
@@ -146,6 +147,7 @@ class Turn:
     charge: Charge = FREE
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the places where turns wait, for its owner's
+    grammar: Grammar | None = None  # that an engine compiles for it
     history: History | None = None  # of the Responses API
     resume: Mapping[str, Any] | None = None  # for the engine: what of a stream the client has already
 
@@ -210,6 +212,7 @@ async def read_turn(
         salt=f"{models[str(read.fields['model'])].name}\0{ours.get('cache_salt', '')}",
         slo_class=slo_class,
         arrived_at=now,
+        grammar=read.grammar,
         history=history,
         flow=next((found for name in FLOW_HEADERS if (found := hint_of(headers.get(name)))), ""),
     )

@@ -212,6 +212,12 @@ CASES = {
     "gateway.key_limits.waiting_share": case(0.25, lambda got: key_limits(got).waiting_share),
     "gateway.key_limits.stored_gib": case(63, lambda got: key_limits(got).stored_gib),
     "gateway.key_limits.batches": case(64, lambda got: key_limits(got).batches),
+    "gateway.key_limits.grammars_per_minute": case(65, lambda got: key_limits(got).grammars_per_minute),
+    "gateway.key_limits.structured_outputs": case(
+        "refuse",
+        lambda got: (key_limits(got).structured_outputs, got.batch.limits.structured_outputs),
+        ("refuse", "refuse"),
+    ),
     "gateway.answers.keep": case(65, lambda got: got.gateway.answers.keep_s),
     "gateway.answers.gib": case(2, lambda got: got.gateway.answers.max_bytes, 2 << 30),
     "gateway.limits.body_mib": case(

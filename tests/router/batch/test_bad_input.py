@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.auth.keys import StructuredOutputs
 from router.batch.config import BatchLimits
 from router.batch.validation import BadLine, check_line
 from router.gateway.config import ServedModel
@@ -14,7 +15,13 @@ from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
 
 GOOD = [line("good-1"), line("good-2")]
-LIMITS = BatchLimits(line_bytes=2_000, requests_per_batch=50, reported_errors=5, file_bytes=200_000)
+LIMITS = BatchLimits(
+    line_bytes=2_000,
+    requests_per_batch=50,
+    reported_errors=5,
+    file_bytes=200_000,
+    structured_outputs=StructuredOutputs.REFUSE,
+)
 
 
 def changed(**changes: Any) -> bytes:
@@ -101,6 +108,11 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     "a beam search": (body(use_beam_search=True), "invalid_request", "body.use_beam_search"),
     "a request id": (body(request_id="other"), "invalid_request", "body.request_id"),
     "a parameter of nobody": (body(frobnicate=1), "unknown_parameter", "body.frobnicate"),
+    "a grammar, of a fleet that refuses them": (
+        body(response_format={"type": "json_object"}),
+        "structured_outputs_refused",
+        "body.response_format",
+    ),
     "a conversation": (body(conversation="c"), "invalid_request", "body.conversation"),
     "a conversation as an object": (body(conversation={"id": "c"}), "invalid_request", "body.conversation"),
     "a class": (body(slo_class="gold"), "invalid_request", "body.slo_class"),

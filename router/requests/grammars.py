@@ -1,0 +1,67 @@
+"""Grammars that a request makes an engine compile: which field asks for one, and which one it is."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from xxhash import xxh3_128_digest
+
+_FREE = (None, "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Constraint on an answer, that an engine compiles."""
+
+    field: str  # of the body, that asks for it
+    digest: bytes
+
+
+def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
+    """Return what an engine has to compile for this body, or None if the answer is free.
+
+    Tools that a model may call as it likes count if one is strict or only one may be called at a time: then
+    an engine holds calls to a grammar.
+    """
+    asked = dict(_constraints(body))
+    if not asked:
+        return None
+    written = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
+    return Grammar(next(iter(asked)), xxh3_128_digest(written))
+
+
+def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if body.get("structured_outputs"):
+        yield "structured_outputs", body["structured_outputs"]
+    if _type(body.get("response_format")) not in _FREE:
+        yield "response_format", body["response_format"]
+    for block in ("text", "output_config"):  # of the Responses API, of Anthropic's
+        said = body.get(block)
+        chosen = said.get("format") if isinstance(said, Mapping) else None
+        if _type(chosen) not in _FREE:
+            yield block, chosen
+    if _holds_calls(body):
+        yield "tool_choice", [body.get("tool_choice"), body.get("tools")]
+
+
+def _type(value: Any) -> Any:
+    """Return the `type` of a format or choice; anything else that is said counts as one."""
+    said = value.get("type") if isinstance(value, Mapping) else value
+    return said if said is None or isinstance(said, str) else "other"
+
+
+def _holds_calls(body: Mapping[str, Any]) -> bool:
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if not isinstance(tools, list) or not tools or _type(choice) == "none":
+        return False
+    if _type(choice) not in (None, "auto"):
+        return True
+    return body.get("parallel_tool_calls") is False or any(map(_is_strict, tools))
+
+
+def _is_strict(tool: Any) -> bool:
+    if not isinstance(tool, Mapping):
+        return False
+    function = tool.get("function")
+    return tool.get("strict") is True or (isinstance(function, Mapping) and function.get("strict") is True)
