@@ -53,7 +53,7 @@ LIMIT_S = 400.0
 KEEP_ALIVE_S = 2.0  # uvicorn closes an idle connection after 5 s, perhaps as it is used again
 PREEMPTIONS, CHANGES = "vllm:num_preemptions_total", "conserve_overload_changes_total"
 DROPPED, RESTORED = (f'{CHANGES}{{change="{change}",outcome="done"}}' for change in ("drop", "restore"))
-TIMES = ("drop", "restore", "return")  # the engine stands still in the first two and serves in the third
+TIMES = ("drop", "restore", "return")  # for "return" 0: parameters return within a restore
 FIGURES = ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "tpot_p50", "tpot_p99", "e2e_p50", "burst")
 Answers = dict[str, list[str]]
 

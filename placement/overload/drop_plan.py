@@ -16,10 +16,10 @@ from itertools import pairwise
 
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
-MOST_ENGINES = 4  # in a group: engines reserve address space for the KV of so many at their start
+MAX_GROUP_SIZE = 4  # in a group: engines reserve address space for the KV of so many at their start
 
 
-def parts_of(layers: int, engines: int) -> tuple[range, ...]:
+def layer_parts(layers: int, engines: int) -> tuple[range, ...]:
     """Return the layers of each engine of a group, as equal as possible, every layer on exactly one."""
     bounds = [index * layers // engines for index in range(engines + 1)]
     return tuple(range(*pair) for pair in pairwise(bounds))
@@ -39,7 +39,7 @@ class EngineShape:
     hop_s: float = 1e-4  # latency of one message
 
     def kept(self, engines: int) -> tuple[range, ...]:
-        return parts_of(self.layers, engines)
+        return layer_parts(self.layers, engines)
 
     def kv_each(self, engines: int) -> int:
         """Return the KV tokens that each engine has when so many share the layers."""
@@ -75,8 +75,7 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class DropLimits:
     tbt_s: float  # SLO target
-    most_engines: int = MOST_ENGINES  # in a group
-    grows: bool = True  # whether groups that share layers may merge; running engines cannot
+    most_engines: int = MAX_GROUP_SIZE  # in a group
     exchange_s: float = 5.0  # how long running turns may stand still
     # Share of the KV that is gained once beyond what is lacking. A declared overload goes on growing, and
     # where few engines have capacity, all new turns go there and wait for each other's prompts.
@@ -126,7 +125,7 @@ def plan_drop(
     queue = [
         (len(group), -sum(one.held_tokens for one in group), min(one.engine for one in group), tuple(group))
         for group in groups
-        if limits.grows or len(group) == 1
+        if len(group) == 1
     ]
     heapify(queue)
     merged: dict[str, SplitGroup] = {}
@@ -153,7 +152,7 @@ def plan_drop(
         heappush(queue, (len(members), first[1] + second[1], name, members))
     if gained >= wanted:
         why = NotDropped.ENOUGH
-    elif why is NotDropped.ALONE and not limits.grows and any(len(group) > 1 for group in groups):
+    elif why is NotDropped.ALONE and any(len(group) > 1 for group in groups):
         why = NotDropped.SPLIT
     return DropPlan(tuple(merged.values()), gained, why)
 

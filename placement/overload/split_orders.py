@@ -107,7 +107,7 @@ def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: D
         # Only engines that have exchanged KV know how slow their link is, so a plan uses the slowest.
         slowest = min(one.split.shape.link_bytes_per_s for group in here for one in group)
         shape = replace(here[0][0].split.shape, link_bytes_per_s=slowest)
-        plan = plan_drop(members, shape, lacking, replace(limits, grows=False))
+        plan = plan_drop(members, shape, lacking, limits)
         drops += (merged.engines for merged in plan.merged)
         lacking, why = lacking - plan.gained_tokens, plan.why_no_more
         if lacking <= 0:

@@ -21,7 +21,6 @@ from traces.simulator.tiers import SimulatedTier
 class DroppingSettings:
     limits: DropLimits
     look_s: float = 1.0  # between two looks at the fleet, as the directory's
-    coordinated: bool = True  # activations go before KV; false: nothing is computed during an exchange
     restores: bool = True
     from_start: bool = False  # pairs before anything is served: a pipeline by configuration
 
@@ -110,7 +109,6 @@ class Dropping:
         self._placer, self._events = placer, events
         self._report, self._changed = report, changed
         self._looked_at = 0.0
-        self._restoring = False
         if settings.from_start:
             names = list(self._engines)
             for pair in zip(names[::2], names[1::2], strict=False):
@@ -125,7 +123,7 @@ class Dropping:
         tally.looks.append((now, state.asked, 1 + gained / whole))
         tally.split_s += (now - self._looked_at) * bool(self._groups)
         self._looked_at = now
-        if self._settings.from_start or self._restoring:
+        if self._settings.from_start:
             pass
         elif state.overloaded and state.lacking_tokens > gained:
             self._drop(
@@ -169,9 +167,11 @@ class Dropping:
     def _regroup(
         self, engine: SimulatedEngine, group: RoundsTogether | None, kv_tokens: int, before: int, after: int
     ) -> None:
-        seconds = self._shape.exchange_s(before, after, engine.kv.resident)
-        self.tally.exchange_s.append(seconds)
-        engine.regroup(Regrouping(group, kv_tokens, seconds, not self._settings.coordinated))
+        """Move an engine to another group, or to none; it stands still for its KV and parameters."""
+        exchange_s = self._shape.exchange_s(before, after, engine.kv.resident)
+        self.tally.exchange_s.append(exchange_s)
+        parameters_s = self._shape.restore_s(before) if group is None else 0.0
+        engine.regroup(Regrouping(group, kv_tokens, exchange_s + parameters_s))
         self._placer.resize(engine.name, kv_tokens)
         self._changed(engine)
 
@@ -181,14 +181,8 @@ class Dropping:
         )
 
     def _restore(self) -> None:
-        """Parameters come from the peers beside serving; then KV goes home."""
         self.tally.restores += 1
-        self._restoring = True
-        largest = max(len(group.members) for group in self._groups.values())
-        self._events.at(self._events.now + self._shape.restore_s(largest), self._restored, None)
-
-    def _restored(self, _: Any) -> None:
-        groups, self._groups, self._restoring = self._groups, {}, False
+        groups, self._groups = self._groups, {}
         for name, group in groups.items():
             self._regroup(self._engines[name], None, self._shape.kv_tokens, len(group.members), 1)
 

@@ -56,7 +56,6 @@ class Regrouping(NamedTuple):
     pipeline: Pipeline | None
     kv_tokens: int
     exchange_s: float  # that turns which run stand still, because their KV is on its way
-    all_stand: bool  # the exchange leaves the link to nothing else: new turns wait for it as well
 
 
 class SimulatedEngine:
@@ -226,7 +225,7 @@ class SimulatedEngine:
         standing = self.batch.all()
         for live in standing:
             self.batch.leave(live)
-        self._paused = change.all_stand
+        self._paused = True
         self._events.at(self._events.now + change.exchange_s, self._exchanged, standing)
 
     def _exchanged(self, standing: Any) -> None:

@@ -40,7 +40,7 @@ def test_every_layer_is_held_by_exactly_one_engine_of_a_group(shape: EngineShape
 
 
 @given(shapes, st.integers(1, 12))
-def test_the_kv_pools_of_a_group_fit_on_each_engine(shape: EngineShape, engines: int) -> None:
+def test_the_pools_of_a_group_fit_where_the_layers_are(shape: EngineShape, engines: int) -> None:
     """Each kept layer has a region for every engine of the group, in what the others' layers took."""
     if engines > shape.layers:
         return
@@ -67,31 +67,31 @@ def test_a_plan_merges_whole_groups_and_gives_each_engine_more(
 
 
 @given(st.integers(2, 9))
-def test_more_lacking_kv_never_merges_fewer_engines(count: int) -> None:
+def test_lacking_more_never_merges_less(count: int) -> None:
     plans = [plan_drop(alone(count), SHAPE, lacking, LIMITS) for lacking in range(0, 1_000_000, 50_000)]
     for less, more in pairwise(plans):
         assert less.gained_tokens <= more.gained_tokens
 
 
-def test_no_lacking_kv_changes_nothing() -> None:
+def test_nothing_lacking_changes_nothing() -> None:
     made = plan_drop(alone(4), SHAPE, 0, LIMITS)
     assert not made.drops and made.why_no_more is NotDropped.ENOUGH
 
 
-def test_the_fullest_pair_merges_first_and_no_more_than_needed() -> None:
+def test_the_fullest_pair_first_and_no_more_than_needed() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, LIMITS)
     assert [group.engines for group in made.merged] == [("d0", "d1")]
     assert made.merged[0].layers == (range(24), range(24, 48))
 
 
-def test_a_pair_of_the_papers_engines_gains_the_memory_of_half_of_the_layers() -> None:
+def test_a_pair_of_the_papers_engines_gains_what_half_of_the_layers_took() -> None:
     pair = plan_drop(alone(2), SHAPE, 1, LIMITS).merged[0]
     assert pair.kv_tokens == pytest.approx(220_000 + 24 * 0.55e9 / 196_608, abs=2)
     assert pair.whole_s < pair.split_s < 1.5 * pair.whole_s
     assert pair.exchange_s == pytest.approx(0.5 * 200_000 * 196_608 / 20e9)
 
 
-def test_the_two_smallest_groups_merge_when_pairs_do_not_suffice() -> None:
+def test_where_pairs_do_not_suffice_groups_grow_by_the_two_smallest() -> None:
     made = plan_drop(alone(4), SHAPE, 300_000, LIMITS)
     assert [len(group.engines) for group in made.merged] == [4]
     three = plan_drop(alone(3), SHAPE, 1e9, LIMITS)
@@ -101,37 +101,22 @@ def test_the_two_smallest_groups_merge_when_pairs_do_not_suffice() -> None:
     )
 
 
-def test_the_plan_gains_a_reserve_beyond_the_lacking_kv() -> None:
+def test_a_reserve_is_for_demand_that_goes_on_growing() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, replace(LIMITS, reserve=0.2))
     assert len(made.merged) == 2 and made.gained_tokens > 0.2 * 4 * 220_000
     assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).drops
 
 
-def test_the_reserve_is_gained_only_once() -> None:
-    engines = [one for group in alone(8) for one in group]
-    pairs = [engines[at : at + 2] for at in range(0, 8, 2)]
-    made = plan_drop(pairs, SHAPE, 1, replace(LIMITS, reserve=0.3))
-    assert [len(group.engines) for group in made.merged] == [4] and made.why_no_more is NotDropped.ENOUGH
-
-
-def test_a_plan_continues_from_existing_groups() -> None:
-    pairs = [[Member("a", 1e5, 50), Member("b", 1e5, 50)], [Member("c", 2e5, 50), Member("d", 2e5, 50)]]
-    made = plan_drop(pairs, SHAPE, 1, LIMITS)
-    assert [set(group.engines) for group in made.merged] == [{"a", "b", "c", "d"}]
-    assert made.gained_tokens == 4 * (SHAPE.kv_each(4) - SHAPE.kv_each(2))
-
-
-def test_running_groups_stay_and_their_gain_counts() -> None:
+def test_split_groups_stay_and_their_gain_counts() -> None:
     pair = [Member("a", 1e5, 50), Member("b", 1e5, 50)]
     groups = [pair, [Member("c", 2e5, 50)], [Member("d", 2e5, 50)]]
-    stays = replace(LIMITS, grows=False)
-    assert [group.engines for group in plan_drop(groups, SHAPE, 1e6, stays).merged] == [("c", "d")]
-    assert plan_drop(groups[:2], SHAPE, 1, stays).why_no_more is NotDropped.SPLIT
-    reserve = replace(stays, reserve=0.3)  # less than the pair has given already
+    assert [group.engines for group in plan_drop(groups, SHAPE, 1e6, LIMITS).merged] == [("c", "d")]
+    assert plan_drop(groups[:2], SHAPE, 1, LIMITS).why_no_more is NotDropped.SPLIT
+    reserve = replace(LIMITS, reserve=0.3)  # less than the pair has given already
     assert plan_drop(groups, SHAPE, 1, reserve).gained_tokens == 2 * (SHAPE.kv_each(2) - SHAPE.kv_tokens)
 
 
-def test_hops_count_the_way_to_every_other_engine_and_back() -> None:
+def test_a_batch_goes_to_each_other_engine_and_back() -> None:
     hop = SHAPE.hop_s + 10 * SHAPE.activation_bytes / SHAPE.link_bytes_per_s
     assert [round(SHAPE.hops_s(size, 10) / hop) for size in (1, 2, 3, 4)] == [0, 2, 4, 6]
 
@@ -147,14 +132,14 @@ def test_hops_count_the_way_to_every_other_engine_and_back() -> None:
         (replace(SHAPE, layers=1), LIMITS, NotDropped.LARGEST),
     ],
 )
-def test_a_merge_that_does_not_pay_is_not_made_and_the_reason_is_named(
+def test_a_merge_that_does_not_pay_is_refused_with_a_reason(
     shape: EngineShape, limits: DropLimits, why: NotDropped
 ) -> None:
     made = plan_drop(alone(4), shape, 1e6, limits)
     assert not made.drops and made.why_no_more is why
 
 
-def test_engines_pair_without_the_one_whose_kv_cannot_be_moved_in_time() -> None:
+def test_an_engine_that_cannot_be_moved_in_time_leaves_the_others_to_pair() -> None:
     groups = [[Member("full", 219_000, 100)], *alone(3, held=50_000)]
     made = plan_drop(groups, SHAPE, 1e6, replace(LIMITS, exchange_s=0.6))
     assert made.drops and all("full" not in group.engines for group in made.merged)
