@@ -29,7 +29,7 @@ SOURCES = (
     Source("kvtransfer.metrics", "KV in engines", "an engine's `/metrics`, beside vLLM's own"),
     Source("workers.exact_tokens", "Exact tokens in engines", "an engine's `/metrics`, beside vLLM's own"),
     Source("workers.coserving.iterations", "Co-serving in engines", "a co-serving engine's `/metrics`"),
-    Source("workers.overload.orders", "Dropping in engines", "an engine's `/metrics`, with policy drop"),
+    Source("workers.overload.metrics", "Dropping in engines", "an engine's `/metrics`, with policy drop"),
 )
 
 

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.figures import Figures
-from workers.overload.cuda_pages import CudaDriver
-from workers.overload.memfd import MemfdDriver
-from workers.overload.memory import LayerWeights, ReservedKv
-from workers.overload.pages import PhysicalMemory
+from workers.overload.pages.cpu_pages import CpuPageDriver
+from workers.overload.pages.cuda_pages import CudaPageDriver
+from workers.overload.pages.layer_memory import LayerWeights, ReservedKv
+from workers.overload.pages.physical_memory import PageDriver, PhysicalMemory
 
 
 def pages(device: str) -> Figures:
     """Half of some layers gives way to KV of the other half, and comes back under a graph that was captured
     before. Bandwidths of `drop` and `restore` count the parameters, the other two parameters and KV."""
     on_gpu, row = device == "cuda", 1 << 14
-    driver = CudaDriver(torch.device(device)) if on_gpu else MemfdDriver()
+    driver: PageDriver = CudaPageDriver(torch.device(device)) if on_gpu else CpuPageDriver()
     memory, width = PhysicalMemory(driver), 8192 if on_gpu else 256
     layers = [torch.nn.Linear(width, width, bias=False, device=device) for _ in range(4)]
     weights, kept, gone = LayerWeights(layers, memory), range(2), range(2, 4)
@@ -31,23 +31,22 @@ def pages(device: str) -> Figures:
     before = passes.run().clone()
 
     def taken(what: Callable[[], object]) -> float:
-        driver.wait()
+        driver.synchronize()
         began = time.perf_counter()
         what()
-        driver.wait()
+        driver.synchronize()
         return time.perf_counter() - began
 
     def drop() -> None:
         weights.drop(gone)
-        kv.set_aside(gone, [])
-        kv.forget_aside()
+        kv.drop(gone, [])
 
     drop_s, grow_s = taken(drop), taken(lambda: kv.resize(kept, 3 * blocks))
     new_is_zero = not kv.read(1, new).any()
     kv.write(1, new, torch.full((len(new), row), 9.0, device=device))
     shrink_s, restore_s = taken(lambda: kv.resize(kept, blocks)), taken(lambda: weights.restore(gone))
-    kv.put_back(blocks)
-    host, plain = driver.host(size), torch.empty(size, dtype=torch.uint8, device=device)
+    kv.restore(blocks)
+    host, plain = driver.host_tensor(size), torch.empty(size, dtype=torch.uint8, device=device)
     plain_s = min(taken(lambda: plain.copy_(host, non_blocking=True)) for _ in range(3))
     equal = new_is_zero and bool((kv.read(1, old) == 1).all()) and torch.equal(passes.run(), before)
     return {

@@ -2,7 +2,7 @@
 
 What is told is decided in placement/overload/signal.py, from what engines report. An engine that does not
 hear it, or refuses, changes nothing by itself: the others wait for it, and go on with their whole models.
-Changes take as long as engines do, some minutes for a restore beside serving; rounds go on meanwhile, and
+Changes take as long as engines do, up to two minutes; rounds go on meanwhile, and
 leave engines that are changing alone.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger("conserve.router.directory.dropping")
 
 _TELL_S = 5.0
 # Until all say that it has happened: steps, exchange and limits of the engines.
-CHANGE_S = {"drop": 45.0, "restore": 220.0}
+CHANGE_S = {"drop": 45.0, "restore": 120.0}
 _LOOK_S = 0.1
 _EVERY_S = 1.0
 SILENT_S = 30.0  # that an engine which is not heard may be in a group that seems to lack one

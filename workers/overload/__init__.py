@@ -1,1 +1,1 @@
-"""Parameters that give way in running engines: two of them serve as one pipeline."""
+"""Dropping layers in running engines, two or more of which then serve as one pipeline."""

@@ -1,20 +1,20 @@
-"""What an engine that can drop parameters is started with; no vLLM is needed to read this."""
+"""Names by which vLLM loads what an engine needs to drop layers, and the models that can; needs no vLLM."""
 
 from workers.processes import WorkerError
 
 OVERLOAD_PLUGIN = "workers.overload.plugin:OverloadPlugin"
-DROPPING_SCHEDULER = "workers.overload.plugin.DroppingScheduler"
-DROPPING_WORKER = "workers.overload.worker.DroppingWorker"
-DROPPING_CPU_WORKER = "workers.overload.cpu_worker.DroppingCpuWorker"
-# Of those that co-serve.
-COSERVING_DROPPING_SCHEDULER = "workers.overload.plugin.CoServingDroppingScheduler"
-COSERVING_DROPPING_WORKER = "workers.overload.worker.CoServingDroppingWorker"
+DROPPING_SCHEDULER = "workers.overload.drop_scheduler.DroppingScheduler"
+DROPPING_WORKER = "workers.overload.drop_worker.DroppingWorker"
+DROPPING_CPU_WORKER = "workers.overload.drop_cpu_worker.DroppingCpuWorker"
+# The same for engines that co-serve.
+COSERVING_DROPPING_SCHEDULER = "workers.overload.drop_scheduler.CoServingDroppingScheduler"
+COSERVING_DROPPING_WORKER = "workers.overload.drop_worker.CoServingDroppingWorker"
+COSERVING_DROPPING_CPU_WORKER = "workers.overload.drop_cpu_worker.CoServingDroppingCpuWorker"
 DROPPING_WORKERS = (DROPPING_WORKER, COSERVING_DROPPING_WORKER)  # on GPUs
-COSERVING_DROPPING_CPU_WORKER = "workers.overload.cpu_worker.CoServingDroppingCpuWorker"
 
-# Models whose pass is that of a split: an embedding, layers one after the other with a residual, a norm, as
-# tests/workers/overload/test_split_models.py reads in vLLM. A list, because layers may look right and not be:
-# experts vLLM may find by counting the layers that the pass went through, and half of a pass counts wrongly.
+# Models whose forward pass is an embedding, layers in order with a residual, and a norm, as
+# tests/workers/overload/test_split_models.py reads in vLLM. It is a list because a model can look right and
+# fail: vLLM may count the layers that a pass went through, for example to find experts.
 SPLIT_MODELS = (
     *("GemmaForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),

@@ -1,4 +1,4 @@
-"""Dropping's contact with vLLM's internals, checked at start as co-serving's (workers/coserving) is."""
+"""All use of vLLM's private names for dropping layers, checked when an engine starts."""
 
 import functools
 import inspect
@@ -22,7 +22,6 @@ from vllm.v1.request import RequestStatus
 from kvtransfer.relied_on import ReliedOn, verify
 from kvtransfer.vllm_internals import free_queue
 from workers.overload.config import SPLIT_MODELS, OverloadConfigError
-from workers.overload.memory import MadeOfWeights
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -45,20 +44,20 @@ WORKING = ReliedOn(
     attributes={
         _RUNNER: ("attn_groups", "kv_caches", "requests", "input_batch", "compilation_config", "device"),
     },
-    # Tensors are bound when they are allocated; the connector is given what that method returns.
+    # KV tensors are bound when they are allocated; the connector gets what that method returns.
     uses={_RUNNER: {"initialize_kv_cache": ("initialize_kv_cache_tensors", "register_kv_caches")}},
 )  # fmt: skip
 
-# By the module of the attention backend that can be split: what a batch is told by, and what is told of it.
+# Attention backends that can be split, by module: their builder, and the metadata fields that are read.
 _BUILDS = {"build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build")}
-_TELLS = (
+_METADATA = (
     "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table",
     "slot_mapping",
 )  # fmt: skip
 ATTENTION = {
     module: ReliedOn(
         signatures={f"{module}:{name}MetadataBuilder": _BUILDS},
-        attributes={f"{module}:{name}Metadata": _TELLS},
+        attributes={f"{module}:{name}Metadata": _METADATA},
     )
     for module, name in (
         ("vllm.v1.attention.backends.cpu_attn", "CPUAttention"),
@@ -101,21 +100,21 @@ SCHEDULING = ReliedOn(
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """While a model is loaded on the CPU build: what vLLM makes packed copies of is kept beside them."""
-    packing = layer_utils.dispatch_cpu_unquantized_gemm
+    """Keep weights that vLLM's CPU build deletes after packing a copy of them, while a model is loaded."""
+    pack = layer_utils.dispatch_cpu_unquantized_gemm
 
-    def keeping(layer: torch.nn.Module, remove_weight: bool) -> None:
-        packing(layer, remove_weight=False)
+    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
 
-    layer_utils.dispatch_cpu_unquantized_gemm = keeping
+    layer_utils.dispatch_cpu_unquantized_gemm = pack_and_keep
     try:
         yield
     finally:
-        layer_utils.dispatch_cpu_unquantized_gemm = packing
+        layer_utils.dispatch_cpu_unquantized_gemm = pack
 
 
-class PackedWeights(MadeOfWeights):
-    """Those copies that linear layers compute with, on the CPU build; elsewhere its layers have none."""
+class PackedWeights:
+    """Packed copies with which linear layers compute on the CPU build; other builds have none."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         self._linear = [[one for one in layer.modules() if hasattr(one, "cpu_linear")] for layer in layers]
@@ -131,46 +130,43 @@ class PackedWeights(MadeOfWeights):
 
 @dataclass(frozen=True, slots=True)
 class DecoderModel:
-    """What a pass goes through. Embedding and the last norm are on both engines of a split."""
+    """Parts of a model's forward pass. Every member of a split has the embedding and the last norm."""
 
     layers: list[torch.nn.Module]
     embed: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[..., Any]
-    attention: list[str]  # name of each layer's
+    attention: list[str]  # name of each layer's attention
 
 
 def decoder_of(runner: Any) -> DecoderModel:
-    """Raises a sentence about a model whose layers are not called one after the other with their residual."""
+    """Return the parts of the runner's model; refuse models whose layers are not called in plain order."""
     if (name := type(runner.get_model()).__name__) not in SPLIT_MODELS:
         known = ", ".join(SPLIT_MODELS)
         raise OverloadConfigError(f"models that can be split are {known}, and this one is {name}")
     inner = getattr(runner.get_model(), "model", None)
     layers = list(getattr(inner, "layers", ()))
     embed, norm = getattr(inner, "embed_input_ids", None), getattr(inner, "norm", None)
-    wanted = ["positions", "hidden_states", "residual"]
+    expected = ["positions", "hidden_states", "residual"]
     if not layers or embed is None or norm is None:
-        raise OverloadConfigError("this model is not an embedding, layers and a norm: it is not split")
-    if any(list(inspect.signature(one.forward).parameters) != wanted for one in layers):
+        raise OverloadConfigError("this model is not an embedding, layers and a norm: it cannot be split")
+    if any(list(inspect.signature(one.forward).parameters) != expected for one in layers):
         raise OverloadConfigError(
-            f"layers of this model take other than {', '.join(wanted)}: it is not split"
+            f"layers of this model do not take exactly {', '.join(expected)}: it cannot be split"
         )
-    names = [
-        getattr(getattr(getattr(one, "self_attn", None), "attn", None), "layer_name", "") for one in layers
-    ]
+    attentions = (getattr(getattr(one, "self_attn", None), "attn", None) for one in layers)
+    names = [getattr(attention, "layer_name", "") for attention in attentions]
     if not all(names) or len(runner.kv_cache_config.kv_cache_groups) != 1:
-        raise OverloadConfigError(
-            "this model has other than one attention a layer, all alike: it is not split"
-        )
+        raise OverloadConfigError("layers of this model have different attention: it cannot be split")
     return DecoderModel(layers, embed, norm, names)
 
 
 def verify_attention(runner: Any) -> None:
-    """Of the backend that the engine has chosen."""
+    """Check the attention backend that the engine has chosen."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
     relied = ATTENTION.get(type(builder).__module__)
     if relied is None:
         raise OverloadConfigError(
-            f"batches of {type(builder).__name__} are not split: choose attention-backend FLASH_ATTN"
+            f"batches of {type(builder).__name__} cannot be split: choose attention-backend FLASH_ATTN"
         )
     verify(relied)
 
@@ -180,11 +176,14 @@ def on_kv_allocated(
     released: Callable[[], None],
     replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """The runner's KV tensors become others as soon as it has allocated them: those that are like the ones
-    that are given, which have no memory any more. Before, what it had is `released`."""
-    allocating = runner.initialize_kv_cache_tensors
+    """Replace the runner's KV tensors as soon as it has allocated them.
 
-    @functools.wraps(allocating)
+    `replaced` gets tensors without memory, of the same shapes, and returns those to use. `released` is called
+    before the allocation, when an earlier one is given up.
+    """
+    allocate = runner.initialize_kv_cache_tensors
+
+    @functools.wraps(allocate)
     def initialize_kv_cache_tensors(
         kv_cache_config: Any, kernel_block_sizes: Any, *args: Any, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
@@ -193,7 +192,7 @@ def on_kv_allocated(
                 f"attention computes in blocks of {kernel_block_sizes}: set engine.args.block-size to that"
             )
         released()
-        like = _described(allocating(kv_cache_config, kernel_block_sizes, *args, **kwargs))
+        like = _without_memory(allocate(kv_cache_config, kernel_block_sizes, *args, **kwargs))
         for name, tensor in like.items():
             bind_kv(runner, name, tensor)
         runner.kv_caches.clear()
@@ -206,8 +205,8 @@ def on_kv_allocated(
     runner.initialize_kv_cache_tensors = initialize_kv_cache_tensors
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of their shapes and types."""
+def _without_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the same shapes and types on torch's meta device."""
     return {
         name: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
         for name, one in tensors.items()
@@ -219,25 +218,28 @@ def bind_kv(runner: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def connector() -> Any:
-    """Of this worker."""
+    """Return this worker's connector."""
     return get_kv_transfer_group()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchKv:
-    """Where a batch's tokens are in their requests, and in the KV: what attention is told of it."""
+    """Attention's view of a batch: where its tokens are in their requests and in the KV."""
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
-    blocks: torch.Tensor  # a row a request
-    slots: torch.Tensor  # one a token
+    blocks: torch.Tensor  # one row per request
+    slots: torch.Tensor  # one per token
     tokens: int
     longest_query: int
     longest: int
 
-    def within(self, pool: int, block_tokens: int, rows: int) -> torch.Tensor | None:
-        """Which entries of `blocks` its requests have; what is behind them is old. None: it is no batch of so
-        many rows in a pool of so many blocks, and attention would read elsewhere."""
+    def entries_in_use(self, pool: int, block_tokens: int, rows: int) -> torch.Tensor | None:
+        """Return which entries of `blocks` belong to requests; later entries of a row are stale.
+
+        None if this is not a valid batch of so many rows in a pool of so many blocks: attention would read or
+        write outside of it.
+        """
         count, lens, slots, blocks = len(self.seq_lens), self.seq_lens, self.slots, self.blocks
         if blocks.shape[:1] != (count,) or blocks.dim() != 2 or len(self.query_start) != count + 1:
             return None
@@ -257,7 +259,7 @@ class BatchKv:
 
 
 def batch_in_model(block_tokens: int) -> BatchKv | None:
-    """Of the pass that the model is in; None where it has no KV, as in a warm-up."""
+    """Return the batch of the present forward pass; None if it has no KV, as in a warm-up."""
     context = get_forward_context() if is_forward_context_available() else None
     if context is None or not context.attn_metadata:
         return None
@@ -274,23 +276,9 @@ def batch_in_model(block_tokens: int) -> BatchKv | None:
     )
 
 
-def blocks_in_batch(block_tokens: int) -> tuple[list[int], list[int]]:
-    """Those that the pass reads, and those that it only writes."""
-    batch = batch_in_model(block_tokens)
-    if batch is None:
-        return [], []
-    lens, starts = batch.seq_lens.to("cpu"), batch.query_start.to("cpu")
-    table = batch.blocks.to("cpu")[: len(lens)]
-    first = torch.arange(table.shape[1])[None, :] * block_tokens  # token of a block
-    computed = lens - (starts[1:] - starts[:-1])
-    reads = first < computed[:, None]
-    writes = (first < lens[:, None]) & ~reads
-    return table[reads].unique().tolist(), table[writes].unique().tolist()
-
-
 @contextmanager
-def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
-    """A pass through these attention layers uses this batch's KV; the batch goes to the positions' device."""
+def attention_on(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
+    """Let a pass through these attention layers use a batch's KV, on the positions' device."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
     device = positions.device
     slots = batch.slots.to(device)
@@ -309,7 +297,7 @@ def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.T
     )
     metadata = builder.build(0, common)
     with (
-        torch.cuda.device_of(positions),  # nothing on a CPU; the thread is not the engine's
+        torch.cuda.device_of(positions),  # the peer server's thread has no current device; no-op on a CPU
         set_forward_context(
             dict.fromkeys(names, metadata),
             runner.vllm_config,
@@ -322,9 +310,7 @@ def model_with(runner: Any, names: list[str], batch: BatchKv, positions: torch.T
 
 
 def rename_blocks(runner: Any, moves: Mapping[int, int]) -> None:
-    """In the runner's records of its requests."""
-    if not moves:
-        return
+    """Change block numbers in the runner's records of its requests."""
     table = runner.input_batch.block_table[0].block_table.np
     for request_id, request in runner.requests.items():
         (blocks,) = request.block_ids
@@ -340,25 +326,25 @@ def rename_blocks(runner: Any, moves: Mapping[int, int]) -> None:
 
 
 def connector_meta(model_runner_output: Any) -> Any:
-    """What the connector's worker side reports of the step."""
+    """Return the report of the connector's worker side on the step."""
     outcome = model_runner_output.kv_connector_output
     return outcome.kv_connector_worker_meta if outcome is not None else None
 
 
-def grow(scheduler: Any, blocks: int) -> None:
-    """The pool has so many blocks from now on."""
+def grow_pool(scheduler: Any, blocks: int) -> None:
+    """Add blocks to the pool until it has so many; they are allocated before cached ones."""
     pool = scheduler.kv_cache_manager.block_pool
     new = [KVCacheBlock(number, pool=pool) for number in range(len(pool.blocks), blocks)]
     pool.blocks += new
-    pool.free_block_queue.prepend_n(new)  # before those that have something
+    pool.free_block_queue.prepend_n(new)
     _set_size(scheduler, blocks)
 
 
-def shrink(scheduler: Any, blocks: int) -> dict[int, int]:
-    """The pool has so many blocks from now on; those that moved, with their new places.
+def shrink_pool(scheduler: Any, blocks: int) -> dict[int, int]:
+    """Shrink the pool and return the new numbers of blocks that had too high ones.
 
-    Blocks of requests come first, then what the prefix cache has, for as long as there is room among those
-    that are nothing's. Requests for which there is none are preempted, the youngest first.
+    Blocks of requests take precedence; cached blocks move as far as empty blocks are left. Requests that do
+    not fit are preempted, the youngest first.
     """
     pool = scheduler.kv_cache_manager.block_pool
     while sum(1 for block in pool.blocks if block.ref_cnt and not block.is_null) >= blocks:
@@ -391,7 +377,7 @@ def _is_cached(block: KVCacheBlock) -> bool:
 
 
 def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
-    """`new` becomes what `old` was, and `old` is free and nothing's."""
+    """Let `new` hold what `old` held, and free `old`."""
     held = old.ref_cnt
     pool.evict_blocks({new.block_id})
     if old.block_hash is not None:
@@ -403,10 +389,10 @@ def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
 
 
 def start_over(scheduler: Any, blocks: int) -> None:
-    """No block holds what it should: requests are computed again, with a pool of so many blocks.
+    """Compute all requests again, in a pool of so many blocks, because the KV in blocks is lost.
 
-    vLLM gives back the blocks of those that run, and raises where others have some: those whose KV came from
-    elsewhere, and who wait for a place in the batch.
+    vLLM frees the blocks of running requests, and raises if waiting ones hold some: those whose KV was loaded
+    and that wait for a place in the batch.
     """
     for request in scheduler.kv_holding_waiting:
         scheduler.kv_cache_manager.free(request)
@@ -432,47 +418,39 @@ def _set_size(scheduler: Any, blocks: int) -> None:
 
 
 def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
-    """Those that requests hold, and those that only the prefix cache has, what was used last in front."""
+    """Return the blocks that requests hold, and those that only the prefix cache holds, newest first."""
     held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
     return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]
 
 
-def hashes_of(pool: Any, blocks: list[int]) -> dict[int, Any]:
-    return {block: pool.blocks[block].block_hash for block in blocks}
-
-
-def unchanged(pool: Any, hashes: dict[int, Any]) -> dict[int, Any]:
-    """Of these blocks, those that hold what they held."""
-    return {block: was for block, was in hashes.items() if pool.blocks[block].block_hash == was}
-
-
-def forget_blocks(pool: Any, blocks: list[int]) -> None:
-    """Of the prefix cache."""
+def evict_blocks(pool: Any, blocks: list[int]) -> None:
+    """Evict blocks from the prefix cache."""
     pool.evict_blocks(set(blocks))
 
 
-class _Core:
-    """The engine core of this process, once it has received a request."""
+class _EngineCoreOfProcess:
+    """Holder of this process's engine core, known once it has received a request."""
 
     core: Any = None
 
 
-def know_the_core() -> None:
-    """A patch: who has work for an engine that sleeps can wake it. The keeper's warm-up makes it known."""
+def remember_engine_core() -> None:
+    """Patch vLLM so that an idle engine can be woken, once it has received a first request (the warm-up)."""
     original = EngineCore.preprocess_add_request
-    if getattr(original, "tells_the_core", False):
+    if getattr(original, "remembers_core", False):
         return
 
     @functools.wraps(original)
     def preprocess_add_request(self: EngineCore, request: Any) -> Any:
-        _Core.core = self
+        _EngineCoreOfProcess.core = self
         return original(self, request)
 
-    preprocess_add_request.tells_the_core = True  # type: ignore[attr-defined]
+    preprocess_add_request.remembers_core = True  # type: ignore[attr-defined]
     EngineCore.preprocess_add_request = preprocess_add_request
 
 
-def wake() -> None:
-    queue = getattr(_Core.core, "input_queue", None)
+def wake_engine() -> None:
+    """Make the engine core step although it has no requests."""
+    queue = getattr(_EngineCoreOfProcess.core, "input_queue", None)
     if queue is not None:
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

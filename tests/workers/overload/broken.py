@@ -1,55 +1,35 @@
-"""Negative controls: each leaves out one thing that a split needs, or is slow at it."""
+"""Broken variants of a split: each leaves out one thing that it needs, or answers slowly."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from workers.overload.channel import Message
-from workers.overload.membership import Membership, SplitPhase
-from workers.overload.memory import LayerWeights
-from workers.overload.split import SplitModel
+from workers.overload.pages.layer_memory import LayerWeights
+from workers.overload.split.engine_split import EngineSplit
+from workers.overload.split.exchange import KvExchange
+from workers.overload.split.membership import Membership, SplitPhase
+from workers.overload.split.peer_link import Message
+from workers.overload.split.peer_service import PeerService
+from workers.overload.split.split_model import SplitModel
 
 
-class WithoutRegions(SplitModel):
-    """A peer's blocks are where this engine's are."""
+class WithoutRegions(PeerService):
+    """Takes a peer's blocks for this engine's own."""
 
-    def offset(self, member: Membership, part: int) -> int:
+    def first_row(self, member: Membership, message: Message) -> int:
         return 0
 
 
-class InOneRegion(SplitModel):
-    """Blocks of all peers are behind this engine's own, as a pair's are."""
+class InOneRegion(PeerService):
+    """Puts the blocks of all peers behind this engine's own, which is right for a pair only."""
 
-    def offset(self, member: Membership, part: int) -> int:
+    def first_row(self, member: Membership, message: Message) -> int:
         return member.blocks
 
 
-class WithoutExchange(SplitModel):
-    """KV of the layers that are dropped stays where it is not wanted any more."""
-
-    def give(self, member: Membership, used: Sequence[int]) -> None:
-        return
-
-
-class WithoutWaiting(SplitModel):
-    """A batch reads KV of the prefix cache that is on its way still."""
-
-    def give_first(self, member: Membership) -> None:
-        return
-
-
-class WithoutEpochs(SplitModel):
-    """A message of a split that is over is taken for one of this."""
-
-    def wait_for(self, message: Any, phase: SplitPhase) -> Membership:
-        assert self.member is not None
-        return self.member
-
-
-class SlowToAnswer(SplitModel):
-    """Each piece of KV takes its time, and none of them too long."""
+class SlowToAnswer(PeerService):
+    """Takes a while for each piece of KV."""
 
     slow_s = 4.0
 
@@ -62,44 +42,50 @@ class SlowToAnswer(SplitModel):
         return super().get(message)
 
 
-class WithoutClosingUp(SplitModel):
-    """Pools are smaller, and what is in members' regions stays where it was."""
+class WithoutExchange(KvExchange):
+    """Sends no KV to the members that keep the layers."""
 
-    def close_up(self, member: Membership) -> None:
-        member.blocks = self.whole_blocks
-        self.kv.resize(member.kept, member.rows)
-        self.bind_rows(member.rows)
+    def give(self, member: Membership) -> None:
+        return
 
 
-MODELS = {
-    one.__name__: one
-    for one in (
-        WithoutRegions,
-        InOneRegion,
-        WithoutExchange,
-        WithoutWaiting,
-        WithoutEpochs,
-        WithoutClosingUp,
-        SlowToAnswer,
-    )
-}
+class WithoutEpochs(EngineSplit):
+    """Takes a message of an earlier split for one of this split."""
+
+    def wait_for(self, message: Any, phase: SplitPhase) -> Membership:
+        assert self.member is not None
+        return self.member
 
 
-class SkipsALayer(LayerWeights):
-    def bring_back(self, index: int) -> bool:
-        if index % 2:
-            return super().bring_back(index)
-        pages = self.ranges[index]  # there is memory, and something else in it
-        pages.resize(pages.tensor.nbytes)
-        pages.tensor.view(torch.float32).normal_()
-        return True
+class WithAPartOfTheWeights(LayerWeights):
+    """Restores every other layer only; the memory of the rest has other content."""
+
+    def restore(self, layers: Any) -> None:
+        missing = [index for index in layers if index % 2 and not self.ranges[index].mapped_bytes]
+        super().restore(index for index in layers if index not in missing)
+        for index in missing:
+            pages = self.ranges[index]
+            pages.resize(pages.tensor.nbytes)
+            pages.tensor.view(torch.float32).normal_()
 
 
-class SlowToReturn(LayerWeights):
-    """Each layer takes its time to come back."""
+BROKEN = (
+    *(WithoutRegions, InOneRegion, SlowToAnswer, WithoutExchange),
+    *(WithoutEpochs, WithAPartOfTheWeights),
+)
 
-    slow_s = 0.4
 
-    def bring_back(self, index: int) -> bool:
-        time.sleep(self.slow_s)
-        return super().bring_back(index)
+def mend(model: SplitModel) -> None:
+    model.service.__class__ = PeerService
+    model.exchange.__class__ = KvExchange
+    model.split.__class__ = EngineSplit
+    model.split.weights.__class__ = LayerWeights
+
+
+def break_with(model: SplitModel, name: str) -> None:
+    """Make the model wrong in one way; "" makes it right again."""
+    mend(model)
+    for one in (model.service, model.exchange, model.split, model.split.weights):
+        for broken in BROKEN:
+            if broken.__name__ == name and isinstance(one, broken.__base__):  # type: ignore[arg-type]
+                one.__class__ = broken  # type: ignore[assignment]

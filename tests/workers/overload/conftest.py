@@ -13,7 +13,7 @@ def four() -> Iterator[Group]:
     made = tuple(WorkerHere() for _ in range(4))
     for worker in made:
         worker.split.limits = replace(LIMITS, order_s=10.0)
-        worker.split.take_report()
+        worker.model.take_report()
     yield made
     for worker in made:
-        worker.split.close()
+        worker.model.close()

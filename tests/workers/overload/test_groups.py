@@ -1,5 +1,7 @@
-"""Groups of two to four workers share their layers: whose KV is where, how much of it there is, and what a
-message may name. Without an engine."""
+"""Groups of two to four workers share their layers: where KV is, how large pools are, what messages may name.
+
+The workers run without an engine.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,14 +29,14 @@ from tests.workers.overload.workers_here import (
     scheduler_side,
     split,
 )
-from workers.overload.channel import Message, PeerAsk, PeerConnection, PeerRefused
-from workers.overload.memory import ReservedKv
 from workers.overload.orders import DropOrder, SplitEvent
-from workers.overload.pages import PageError
+from workers.overload.pages.cpu_pages import PageError
+from workers.overload.pages.layer_memory import ReservedKv
+from workers.overload.split.peer_link import Message, MessageKind, PeerConnection, PeerRefused
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_each_has_its_rows_on_every_member_and_all_back(four: Group, size: int) -> None:
+def test_kv_is_in_its_region_on_every_member_and_comes_back(four: Group, size: int) -> None:
     group = four[:size]
     split(group)
     kept = [layer for worker in group for layer in worker.split.member.kept]  # type: ignore[union-attr]
@@ -53,8 +55,8 @@ def test_each_has_its_rows_on_every_member_and_all_back(four: Group, size: int) 
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_pool_is_as_large_as_a_plan_says(four: Group, size: int) -> None:
-    facts = four[0].split.facts()
+def test_a_pool_is_as_large_as_the_plan_says(four: Group, size: int) -> None:
+    facts = four[0].model.facts()
     shape = EngineShape(
         facts.layers, facts.layer_bytes, BLOCKS * BLOCK_TOKENS,
         facts.row_bytes * LAYERS / BLOCK_TOKENS, facts.activation_bytes, 1e9, None,
@@ -69,14 +71,14 @@ def test_a_pool_is_as_large_as_a_plan_says(four: Group, size: int) -> None:
 def test_in_one_region_peers_overwrite_each_other(four: Group) -> None:
     three = four[:3]
     for worker in three:
-        worker.split.__class__ = broken.InOneRegion
+        broken.break_with(worker.model, "InOneRegion")
     split(three)
     ended, _ = at_once(*restores(three))
     assert ended == [SplitEvent.RESTORED] * 3
     assert not all(worker.has_all for worker in three)
 
 
-def test_who_is_not_told_leaves_the_others_whole(four: Group) -> None:
+def test_a_member_without_an_order_leaves_the_others_whole(four: Group) -> None:
     for worker in four:
         worker.split.limits = replace(LIMITS, meet_s=0.5, order_s=10.0)
     ended, seconds = at_once(*drops(*four)[:2])
@@ -84,8 +86,8 @@ def test_who_is_not_told_leaves_the_others_whole(four: Group) -> None:
     assert all(worker.whole and worker.has_all and not worker.split.lost for worker in four)
 
 
-def test_members_that_were_told_of_other_groups_do_not_share(four: Group) -> None:
-    a, b, c, d = (worker.split.facts().address for worker in four)
+def test_members_with_orders_for_different_groups_do_not_share(four: Group) -> None:
+    a, b, c, d = (worker.model.facts().address for worker in four)
     told = [(0, (a, b, c)), (1, (a, b, d)), (2, (a, b, c)), (2, (a, b, d))]  # to each its part is right
     steps = [
         dropping(worker, DropOrder(1, members, part, USED))
@@ -98,37 +100,36 @@ def test_members_that_were_told_of_other_groups_do_not_share(four: Group) -> Non
 
 @pytest.fixture
 def line(four: Group) -> Iterator[PeerConnection]:
-    """To the first of three that share, of whoever knows the secret."""
+    """Return a connection to the first of three members, of somebody who knows the secret."""
     split(four[:3])
-    made = PeerConnection(four[0].split.facts().address, SECRET, 5.0)
+    made = PeerConnection(four[0].model.facts().address, SECRET, 5.0)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("part", [0, 3, -1, "1", 1.0, True, None])
-@pytest.mark.parametrize("kind", [PeerAsk.MEET, PeerAsk.PUT, PeerAsk.MOVE, PeerAsk.RUN])
-def test_who_is_no_other_member_is_refused(
-    four: Group, line: PeerConnection, kind: PeerAsk, part: Any
+@pytest.mark.parametrize("kind", [MessageKind.MEET, MessageKind.PUT, MessageKind.GET, MessageKind.RUN])
+def test_a_message_of_no_other_member_is_refused(
+    four: Group, line: PeerConnection, kind: MessageKind, part: Any
 ) -> None:
-    members = [worker.split.facts().address for worker in four[:3]]
-    known = {"layer": 0, "rows": [1], "moves": [[1, 2]], "phase": 1, "members": members, "sizes": [1, 1, 1]}
+    members = [worker.model.facts().address for worker in four[:3]]
+    known = {"layer": 0, "rows": [1], "phase": 1, "members": members, "sizes": [1, 1, 1]}
     with pytest.raises(PeerRefused, match="is no other part of epoch 1"):
-        line.ask(Message(kind, 1, {**known, "part": part}, [torch.zeros(1, 2, 32)]))
+        line.request(Message(kind, 1, {**known, "part": part}, [torch.zeros(1, 2, 32)]))
 
 
 @pytest.mark.parametrize("row", [-1, 1_000, "1", 1.5, None])
-def test_rows_of_other_members_are_refused(four: Group, line: PeerConnection, row: Any) -> None:
+def test_blocks_outside_of_the_sender_s_pool_are_refused(four: Group, line: PeerConnection, row: Any) -> None:
     member = four[0].split.member
     assert member is not None
     for one in (row, member.blocks):
         for kind, values in (
-            (PeerAsk.PUT, {"layer": 0, "rows": [1, one]}),
-            (PeerAsk.MOVE, {"moves": [[1, one]]}),
-            (PeerAsk.MOVE, {"moves": [[one, 1]]}),
+            (MessageKind.PUT, {"layer": 0, "rows": [1, one]}),
+            (MessageKind.GET, {"layer": 0, "rows": [one, 1]}),
         ):
             with pytest.raises(PeerRefused, match="is no block of a pool"):
-                line.ask(Message(kind, 1, {**values, "part": 1}, [torch.zeros(2, 2, 32)]))
-    assert all(worker.split.is_split for worker in four[:3])
+                line.request(Message(kind, 1, {**values, "part": 1}, [torch.zeros(2, 2, 32)]))
+    assert all(worker.model.is_split for worker in four[:3])
 
 
 @pytest.mark.parametrize(
@@ -141,54 +142,54 @@ def test_rows_of_other_members_are_refused(four: Group, line: PeerConnection, ro
         *({"starts": starts} for starts in ((0, 2), (1, 0), (-1, 1), (0, 1, 1))),
     ],
 )
-def test_a_batch_that_names_what_is_not_in_its_pool_is_refused(
+def test_a_batch_that_reaches_outside_of_its_pool_is_refused(
     four: Group, line: PeerConnection, wrong: dict[str, Any]
 ) -> None:
     values, tensors = a_batch(**wrong)
-    with pytest.raises(PeerRefused, match="is no batch of a pool of"):
-        line.ask(Message(PeerAsk.RUN, 1, values, tensors))
-    assert four[0].split.is_split
+    with pytest.raises(PeerRefused, match="not a valid batch of a pool of"):
+        line.request(Message(MessageKind.RUN, 1, values, tensors))
+    assert four[0].model.is_split
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError("out of memory"), PageError("mmap: Cannot allocate memory")])
-def test_where_there_is_no_memory_all_go_on_as_they_were(
+def test_a_drop_without_memory_leaves_all_members_whole(
     four: Group, monkeypatch: pytest.MonkeyPatch, wrong: Exception
 ) -> None:
-    """While KV of what is dropped goes to the host: torch says so in one way, and the system in another."""
+    """Memory runs out while KV goes to the host; torch and the system raise different errors."""
     kv, layers = four[1].split.kv, []
 
-    def set_aside(some: Any, rows: Any) -> None:
+    def drop(some: Any, rows: Any) -> None:
         layers.extend(some)
-        ReservedKv.set_aside(kv, some[:3], rows)
+        ReservedKv.drop(kv, some[:3], rows)
         raise wrong
 
-    monkeypatch.setattr(kv, "set_aside", set_aside)
+    monkeypatch.setattr(kv, "drop", drop)
     ended, _ = at_once(*drops(*four[:2]))
     assert ended == [SplitEvent.NOT_SPLIT] * 2 and len(layers) == LAYERS // 2
     assert all(worker.whole and worker.has_all and not worker.split.lost for worker in four[:2])
-    assert all(worker.memory.free_pages == 0 for worker in four[:2])
+    assert all(not worker.memory.free for worker in four[:2])
 
 
 @pytest.mark.parametrize(
     ("members", "part", "why"),
     [
-        (("a:1",), 0, "needs 2 to 3 members"),
-        (("a:1", "b:1", "c:1", "d:1"), 0, "needs 2 to 3 members"),
-        (("a:1", "b:1", "b:1"), 0, "each once"),
+        (("a:1",), 0, "needs 2 to 3 different members"),
+        (("a:1", "b:1", "c:1", "d:1"), 0, "needs 2 to 3 different members"),
+        (("a:1", "b:1", "b:1"), 0, "needs 2 to 3 different members"),
         (("a:1", "b:1"), 2, "part 2 of these members is not this engine"),
         (("a:1", "b:1"), -2, "part -2 of these members is not this engine"),
         (("a:1", "b:1"), 1, "part 1 of these members is not this engine"),
     ],
 )
-def test_an_order_that_is_none_of_this_engine_is_refused(
+def test_a_drop_that_does_not_fit_this_engine_is_refused(
     members: tuple[str, ...], part: int, why: str
 ) -> None:
     side = scheduler_side("a:1", layers=3)
-    assert why in side.drop(FeedCommand("drop", epoch=1, members=members, part=part)).error
+    assert why in side.inbox.drop(FeedCommand("drop", epoch=1, members=members, part=part)).error
     assert not side.pending
-    assert side.drop(FeedCommand("drop", epoch=1, members=("b:1", "a:1", "c:1"), part=1)).done
+    assert side.inbox.drop(FeedCommand("drop", epoch=1, members=("b:1", "a:1", "c:1"), part=1)).done
 
 
-def test_nobody_shares_before_its_worker_is_known() -> None:
+def test_a_drop_is_refused_before_the_worker_is_ready() -> None:
     side = scheduler_side("a:1", layers=1)
-    assert side.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error
+    assert side.inbox.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error

@@ -1,5 +1,4 @@
-"""On real vLLM: three engines share their layers and have them all again, with requests in flight, and every
-answer equals that of whole engines (float32, greedy). What two show as well is in test_split_engines.py."""
+"""Three real engines drop and restore layers with requests in flight, and answers stay equal."""
 
 import os
 import signal
@@ -35,7 +34,7 @@ def right(three: SplitTogether, asked: list[Request]) -> dict[str, list[int]]:
     return three.right(asked)
 
 
-def test_outputs_are_equal_and_the_pools_grow(
+def test_answers_are_equal_and_the_pools_grow(
     three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
 ) -> None:
     three.fresh()
@@ -54,7 +53,7 @@ def test_outputs_are_equal_and_the_pools_grow(
     assert [engine.faults() for engine in three.engines] == [[]] * SIZE
 
 
-def test_where_two_peers_have_one_region_outputs_are_wrong(
+def test_answers_are_wrong_when_two_peers_share_a_region(
     three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
 ) -> None:
     three.fresh()
@@ -67,7 +66,7 @@ def test_where_two_peers_have_one_region_outputs_are_wrong(
     assert wrong != right
 
 
-def test_a_storm_of_drops_and_restores(three: SplitTogether) -> None:
+def test_answers_are_equal_in_a_storm_of_drops_and_restores(three: SplitTogether) -> None:
     asked = requests(11, count=45, output=40)
     right = three.right(asked)
     answers, changes = three.storm(asked)
@@ -84,7 +83,7 @@ def test_the_survivors_of_a_killed_member_serve_alone(
     three.split_in_flight(asked, generated=40)
     survivors = three.engines[0], three.engines[2]
     before = [engine.state() for engine in survivors]
-    assert all(state["left"] for state in before), "who has nothing to compute does not miss a peer"
+    assert all(state["left"] for state in before), "an engine without work does not notice a lost peer"
     pid = three.second.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Models of which we say that they can be split have the pass of a split, in the vLLM that is installed."""
+"""Models that are listed as splittable have the expected forward pass in the installed vLLM."""
 
 import inspect
 import re
@@ -12,17 +12,17 @@ from vllm.v1.worker.gpu_worker import Worker
 from kvtransfer.relied_on import UnsupportedVllmError
 from workers.overload import vllm_internals as internals
 from workers.overload.config import SPLIT_MODELS, OverloadConfigError
-from workers.overload.worker import DroppingWorkerMixin
+from workers.overload.drop_worker import DroppingWorkerMixin
 
 
 def modules_of(architecture: str) -> list[ModuleType]:
-    """Of its class and of those that it is made of."""
+    """Return the modules of an architecture's class and of its bases."""
     classes = ModelRegistry.models[architecture].load_model_cls().__mro__
     return [sys.modules[one.__module__] for one in classes if one.__name__.endswith("ForCausalLM")]
 
 
 def named(modules: list[ModuleType], ending: str) -> type:
-    """The first class of this kind."""
+    """Return the first class of a kind."""
     prefixes = [module.__name__.rpartition(".")[2] for module in modules]
     found = (
         one
@@ -36,7 +36,7 @@ def named(modules: list[ModuleType], ending: str) -> type:
 
 
 @pytest.mark.parametrize("architecture", SPLIT_MODELS)
-def test_its_pass_is_that_of_a_split(architecture: str) -> None:
+def test_a_listed_model_has_the_forward_pass_of_a_split(architecture: str) -> None:
     modules = modules_of(architecture)
     layer, model = named(modules, "decoderlayer"), named(modules, "model")
     assert list(inspect.signature(layer.forward).parameters) == [  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""On real vLLM: an engine that starts over gives back all blocks, and answers what it would have."""
+"""A real engine that starts over frees all blocks and gives the same answers."""
 
 from collections.abc import Iterator
 
@@ -40,8 +40,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHere]:
     made.close()
 
 
-def test_also_of_one_whose_kv_is_there_and_who_waits_for_its_first_step(engine: EngineHere) -> None:
-    """It has no place in the batch yet: vLLM gives back what runs, and raises where others hold blocks."""
+def test_starting_over_frees_blocks_of_a_request_that_waits_with_loaded_kv(engine: EngineHere) -> None:
+    """vLLM itself frees blocks of running requests only, and raises if waiting ones hold some."""
     from workers.overload.vllm_internals import start_over
 
     (_, prompt, _), (_, other, _) = requests(5, count=2)

@@ -1,5 +1,4 @@
-"""On real vLLM: two engines that co-serve share their layers and have them all again, while iterations with
-offline requests end at safepoints. Every answer equals that of whole engines that nobody interrupts."""
+"""Two co-serving engines drop and restore layers while iterations are aborted, and answers stay equal."""
 
 import os
 import signal
@@ -21,7 +20,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitTogether]:
         yield engines
 
 
-def test_a_storm_of_drops_restores_and_aborts(both: SplitTogether) -> None:
+def test_answers_are_equal_in_a_storm_of_drops_restores_and_aborts(both: SplitTogether) -> None:
     online, offline = requests(21, count=60, output=40), requests(22, count=16, output=40)
     right = both.right([*online, *offline])
     for engine in both.engines:
@@ -38,15 +37,15 @@ def test_a_storm_of_drops_restores_and_aborts(both: SplitTogether) -> None:
     assert [engine.faults() for engine in both.engines] == [[], []]
 
 
-def test_arrivals_are_told_of(both: SplitTogether) -> None:
-    """Two patches of one method of vLLM's: neither takes the other for itself."""
+def test_arrivals_are_reported_beside_the_wake_up_patch(both: SplitTogether) -> None:
+    """Two patches of the same vLLM method work together."""
     before = both.first.state()["arrivals"]
     both.first.add(requests(20, count=3, output=1))
     both.finish()
     assert both.first.state()["arrivals"] == before + 3
 
 
-def test_offline_work_gives_all_back_and_waits_while_layers_are_shared(both: SplitTogether) -> None:
+def test_offline_requests_free_their_blocks_and_wait_while_layers_are_shared(both: SplitTogether) -> None:
     online, offline = requests(23, count=6, output=30), requests(24, count=4, output=100)
     right = both.right([*online, *offline])
     both.fresh()
@@ -63,7 +62,7 @@ def test_offline_work_gives_all_back_and_waits_while_layers_are_shared(both: Spl
     assert [engine.state()["policy"] for engine in both.engines] == ["Conserve", "Conserve"]
 
 
-def test_what_shared_steps_take_is_not_learned_of_the_whole_model(both: SplitTogether) -> None:
+def test_steps_with_shared_layers_do_not_change_the_whole_model_s_latency(both: SplitTogether) -> None:
     both.fresh()
     before = [engine.state()["observed"] for engine in both.engines]
     both.drop()

@@ -23,10 +23,9 @@ from workers.coserving.config import SAFEPOINT_PLUGIN
 from workers.coserving.safepoint import ABORTS, RUNNING, Flag
 from workers.coserving.vllm_internals import tell_of_arrivals
 from workers.overload.config import COSERVING_DROPPING_SCHEDULER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
-from workers.overload.membership import SplitLimits
-from workers.overload.memory import LayerWeights
 from workers.overload.plugin import NAME
-from workers.overload.split import SplitModel
+from workers.overload.split.membership import SplitLimits
+from workers.overload.split.split_model import SplitModel
 
 BLOCKS = 41
 LIMIT_S = 240.0
@@ -64,7 +63,8 @@ class SplitChild:
         if self.flag is not None:
             tell_of_arrivals(self._arrived)  # after the engine's own, which is for arrivals beside a step
             threading.Thread(target=self._interrupt, args=(self.flag,), daemon=True).start()
-        self.split: SplitModel = self.engine.worker_side(NAME).split
+        self.model: SplitModel = self.engine.worker_side(NAME).model
+        self.split = self.model.split
         self.limit(ORDER_S)
 
     @property
@@ -97,7 +97,7 @@ class SplitChild:
         return {self.names[request_id]: tokens for request_id, tokens in taken.items()}
 
     def command(self, command: FeedCommand) -> Reply:
-        handler: Callable[[FeedCommand], Reply] = getattr(self.engine.side(NAME), command.command)
+        handler: Callable[[FeedCommand], Reply] = getattr(self.engine.side(NAME).inbox, command.command)
         return handler(command)
 
     def state(self) -> dict[str, Any]:
@@ -111,11 +111,12 @@ class SplitChild:
             "highest": self.highest,
             "running": len(scheduler.running),
             "left": len(requests),
+            "computed": self.engine.computed,
             "generated": sum(request.num_output_tokens for request in requests),
             "preemptions": sum(request.num_preemptions for request in requests),
-            "passes": self.split.passes.tally.passes,
-            "served": self.split.passes.tally.served,
-            "parameters": self.split.weights.held_bytes(),
+            "passes": self.model.passes.counts.own,
+            "served": self.model.passes.counts.served,
+            "parameters": self.split.weights.mapped_bytes(),
             "aborts": self.flag.fields[ABORTS] if self.flag is not None else 0,
             "armed_shared": self.armed_shared,
             "arrivals": self.arrivals,
@@ -124,7 +125,7 @@ class SplitChild:
         }
 
     def forget(self) -> bool:
-        """The prefix cache."""
+        """Empty the prefix cache."""
         self.highest = 0
         return bool(self.engine.scheduler.reset_prefix_cache())
 
@@ -146,15 +147,13 @@ class SplitChild:
         """What this engine does is wrong in one way from now on; "": right again."""
         from tests.workers.overload import broken
 
-        self.split.__class__ = broken.MODELS.get(name, SplitModel)
-        weights = {"WithAPartOfTheWeights": broken.SkipsALayer, "SlowToReturn": broken.SlowToReturn}
-        self.split.weights.__class__ = weights.get(name, LayerWeights)
+        broken.break_with(self.model, name)
 
     def late_message(self, part: int, epoch: int) -> str:
         """KV of a split that is over, sent to a peer as if it had been on its way for long."""
         import torch
 
-        from workers.overload.channel import Message, PeerAsk, PeerConnection, SplitOver
+        from workers.overload.split.peer_link import Message, MessageKind, PeerConnection, SplitEnded
 
         member = self.split.member
         assert member is not None
@@ -164,8 +163,8 @@ class SplitChild:
             for layer in member.parts[part]:
                 noise = torch.randn_like(self.split.kv.read(member.kept[0], rows))
                 values = {"layer": layer, "rows": rows, "part": member.part}
-                peer.ask(Message(PeerAsk.PUT, epoch, values, [noise]))
-        except SplitOver:
+                peer.request(Message(MessageKind.PUT, epoch, values, [noise]))
+        except SplitEnded:
             return "refused"
         finally:
             peer.close()
@@ -174,7 +173,7 @@ class SplitChild:
 
 def serve(pipe: Connection, *arguments: Any) -> None:
     child = SplitChild(*arguments)
-    pipe.send(child.split.facts().address)
+    pipe.send(child.model.facts().address)
     while True:
         if pipe.poll(0 if child.busy else 0.01):
             try:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from workers.overload.membership import DeviceLock, EngineMemory, PeerLine, SplitLimits
-from workers.overload.memfd import MemfdDriver
-from workers.overload.memory import LayerWeights, ReservedKv
-from workers.overload.orders import DropOrder, NarrowOrder, RestoreOrder, SplitEvent, SplitReport, WorkerFacts
-from workers.overload.pages import PhysicalMemory
+from workers.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport, WorkerFacts
+from workers.overload.pages.cpu_pages import CpuPageDriver
+from workers.overload.pages.layer_memory import LayerWeights, ReservedKv
+from workers.overload.pages.physical_memory import PhysicalMemory
 from workers.overload.plugin import OverloadScheduler
-from workers.overload.split import SplitModel
+from workers.overload.split.membership import DeviceLock, EngineMemory, PeerSettings, SplitLimits
+from workers.overload.split.split_model import SplitModel
 
 LAYERS, BLOCKS, WIDTH, BLOCK_TOKENS, PAGE = 20, 16, 64, 16, 4096
 LIMITS = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=1.0)
@@ -55,21 +55,26 @@ class WorkerHere:
             model_config=SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float32),
             compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, attention)),
             kv_caches=[],
+            requests={},
+            input_batch=SimpleNamespace(
+                block_table=[SimpleNamespace(block_table=SimpleNamespace(np=None))], req_id_to_index={}
+            ),
             device=torch.device("cpu"),
         )
-        self.memory = PhysicalMemory(MemfdDriver(PAGE))
+        self.memory = PhysicalMemory(CpuPageDriver(PAGE))
         weights = LayerWeights(model.model.layers, self.memory)
         first = {name: torch.empty(BLOCKS, 2, 32) for name in names}
         sizes = [weights.layer_bytes(layer) for layer in range(LAYERS)]
         there_is = EngineMemory(BLOCKS, first["0"][0].nbytes, sizes, PAGE)
         kv = ReservedKv(first, there_is.most_rows(), self.memory)
         self.device = DeviceLock()
-        line = PeerLine("127.0.0.1", SECRET)
-        self.split = SplitModel(runner, kv, weights, BLOCKS, self.device, line)
+        line = PeerSettings("127.0.0.1", SECRET)
+        self.model = SplitModel(runner, kv, weights, BLOCKS, self.device, line)
+        self.split = self.model.split
         self.split.limits = LIMITS
         for layer in range(LAYERS):
             kv.write(layer, USED, torch.randn(len(USED), 2, 32))
-        self.had, self.parameters = self.kv(), weights.held_bytes()
+        self.had, self.parameters = self.kv(), weights.mapped_bytes()
         self._layers = model.model.layers
         self._had = [layer.linear.weight.detach().clone() for layer in self._layers]
 
@@ -89,21 +94,12 @@ class WorkerHere:
 
     @property
     def whole(self) -> bool:
-        return not self.split.is_split and self.split.weights.held_bytes() == self.parameters
-
-    def until_loaded(self, limit_s: float = 20.0) -> SplitReport:
-        """All members have their parameters."""
-        end = time.monotonic() + limit_s
-        while (report := self.split.take_report()) is None:
-            assert time.monotonic() < end, "parameters do not come back"
-            time.sleep(0.002)
-        assert report.event is SplitEvent.LOADED
-        return report
+        return not self.model.is_split and self.split.weights.mapped_bytes() == self.parameters
 
     def step(self, what: Callable[[SplitModel], None]) -> SplitReport:
         with self.device:
-            what(self.split)
-        report = self.split.take_report()
+            what(self.model)
+        report = self.model.take_report()
         assert report is not None
         return report
 
@@ -129,7 +125,7 @@ def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]
 
 def drops(*workers: WorkerHere, epoch: int = 1) -> list[Callable[[], SplitReport]]:
     """Of each, its part of the layers in this order."""
-    members = tuple(worker.split.facts().address for worker in workers)
+    members = tuple(worker.model.facts().address for worker in workers)
     return [dropping(worker, DropOrder(epoch, members, part, USED)) for part, worker in enumerate(workers)]
 
 
@@ -141,42 +137,13 @@ def restores(workers: Sequence[WorkerHere], epoch: int = 1) -> list[Callable[[],
     return [restoring(worker, epoch) for worker in workers]
 
 
-def restoring(worker: WorkerHere, epoch: int) -> Callable[[], SplitReport]:
-    def step() -> SplitReport:
-        begun = worker.step(lambda split: split.narrow(NarrowOrder(epoch, {})))
-        if begun.event is not SplitEvent.NARROWED:
-            return begun
-        worker.until_loaded()
-        return leaving(worker, epoch)()
-
-    return step
-
-
-def narrows(workers: Sequence[WorkerHere], epoch: int = 1) -> list[Callable[[], SplitReport]]:
-    """A restore's beginning on each."""
-    return [narrowing(worker, NarrowOrder(epoch, {})) for worker in workers]
-
-
-def narrowing(worker: WorkerHere, order: NarrowOrder) -> Callable[[], SplitReport]:
-    return lambda: worker.step(lambda split: split.narrow(order))
-
-
-def leaving(worker: WorkerHere, epoch: int = 1) -> Callable[[], SplitReport]:
-    """A restore's end."""
-    return lambda: worker.step(lambda split: split.restore(RestoreOrder(epoch, USED)))
+def restoring(worker: WorkerHere, epoch: int = 1) -> Callable[[], SplitReport]:
+    return lambda: worker.step(lambda model: model.restore(RestoreOrder(epoch, {}, USED)))
 
 
 def split(group: Group) -> None:
     ended, _ = at_once(*drops(*group))
     assert ended == [SplitEvent.SPLIT] * len(group)
-
-
-def cached_drops(*workers: WorkerHere, epoch: int = 1) -> list[Callable[[], SplitReport]]:
-    """All that they hold is the prefix cache's."""
-    members = tuple(worker.split.facts().address for worker in workers)
-    return [
-        dropping(worker, DropOrder(epoch, members, part, [], USED)) for part, worker in enumerate(workers)
-    ]
 
 
 def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
@@ -206,7 +173,9 @@ def scheduler_side(
 ) -> OverloadScheduler:
     """`residence`: where it says what could give way here."""
     facts = WorkerFacts(address, layers, 1_000, 256, 64)
-    residence = residence or SimpleNamespace(clock=clock, split=None, fenced=False)
+    residence = residence or SimpleNamespace(
+        clock=clock, split=None, fenced=False, lock=threading.Lock(), conversations=None
+    )
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
     context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
     side = OverloadScheduler(context)

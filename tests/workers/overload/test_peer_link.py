@@ -1,5 +1,4 @@
-"""The line between two engines: what arrives is what was sent, only from who knows the key of transfers, and
-what was changed or repeated on the way is refused."""
+"""Connections between engines: authenticated, sealed, and limited in time."""
 
 import contextlib
 import os
@@ -15,35 +14,35 @@ import torch
 
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.wire import TransferRefused
-from workers.overload import channel as channel_module
-from workers.overload.channel import (
+from workers.overload.split import peer_link
+from workers.overload.split.peer_link import (
     Message,
-    PeerAsk,
+    MessageKind,
+    PeerChannel,
     PeerConnection,
     PeerError,
     PeerRefused,
     PeerServer,
-    SealedLine,
-    called,
+    connect_handshake,
 )
 
 SECRET = b"a secret only for these tests"
 MARK = b"what nobody else may read"
 
 
-def test_a_batch_of_most_tokens_is_one_message() -> None:
-    most = channel_module.most_batched_tokens(5_120, 2)
-    room = channel_module.MAX_TENSORS_BYTES - 2 * most * 5_120 * 2
-    assert channel_module.BESIDE_BYTES <= room < channel_module.BESIDE_BYTES + 2 * 5_120 * 2
+def test_the_largest_batch_fits_into_one_message() -> None:
+    most = peer_link.most_batched_tokens(5_120, 2)
+    room = peer_link.MAX_TENSORS_BYTES - 2 * most * 5_120 * 2
+    assert peer_link.BATCH_TABLES_BYTES <= room < peer_link.BATCH_TABLES_BYTES + 2 * 5_120 * 2
     assert 8_192 < most < 65_536
 
 
 def answered(message: Message) -> Message:
-    if message.kind is PeerAsk.MOVE:
+    if message.kind is MessageKind.MEET:
         raise PeerRefused("not now")
-    if message.kind is PeerAsk.RUN:
+    if message.kind is MessageKind.RUN:
         raise ValueError("a defect")
-    return Message(PeerAsk.DONE, message.epoch, message.values, message.tensors)
+    return Message(MessageKind.DONE, message.epoch, message.values, message.tensors)
 
 
 def noted(message: Message, taken: list[Message]) -> Message:
@@ -96,10 +95,12 @@ class Relay:
 
 
 def marked() -> Message:
-    return Message(PeerAsk.PUT, 7, {"rows": [1, 2]}, [torch.frombuffer(bytearray(MARK), dtype=torch.uint8)])
+    return Message(
+        MessageKind.PUT, 7, {"rows": [1, 2]}, [torch.frombuffer(bytearray(MARK), dtype=torch.uint8)]
+    )
 
 
-def test_tensors_arrive_as_they_were(server: PeerServer, encrypt: bool) -> None:
+def test_tensors_arrive_unchanged(server: PeerServer, encrypt: bool) -> None:
     peer = PeerConnection(server.address, SECRET, 5.0, encrypt=encrypt)
     sent = [
         torch.randn(3, 5, dtype=torch.bfloat16),
@@ -108,32 +109,32 @@ def test_tensors_arrive_as_they_were(server: PeerServer, encrypt: bool) -> None:
         torch.randn(4, 2, 3),
     ]
     for _ in range(3):
-        answer = peer.ask(Message(PeerAsk.PUT, 7, {"rows": [1, 2]}, sent))
-        assert (answer.kind, answer.epoch, answer.values) == (PeerAsk.DONE, 7, {"rows": [1, 2]})
+        answer = peer.request(Message(MessageKind.PUT, 7, {"rows": [1, 2]}, sent))
+        assert (answer.kind, answer.epoch, answer.values) == (MessageKind.DONE, 7, {"rows": [1, 2]})
         for mine, back in zip(sent, answer.tensors, strict=True):
             assert mine.dtype == back.dtype and torch.equal(mine, back)
 
 
-def test_a_refusal_says_why_and_the_line_stays(server: PeerServer, encrypt: bool) -> None:
+def test_a_refusal_carries_its_reason_and_keeps_the_connection(server: PeerServer, encrypt: bool) -> None:
     peer = PeerConnection(server.address, SECRET, 5.0, encrypt=encrypt)
     with pytest.raises(PeerRefused, match="not now"):
-        peer.ask(Message(PeerAsk.MOVE, 1))
+        peer.request(Message(MessageKind.MEET, 1))
     with pytest.raises(PeerRefused, match="a defect"):
-        peer.ask(Message(PeerAsk.RUN, 1))
-    assert peer.ask(Message(PeerAsk.GET, 1)).kind is PeerAsk.DONE
+        peer.request(Message(MessageKind.RUN, 1))
+    assert peer.request(Message(MessageKind.GET, 1)).kind is MessageKind.DONE
 
 
-def test_who_does_not_know_the_key_is_refused(server: PeerServer, encrypt: bool) -> None:
+def test_a_client_with_another_key_is_refused(server: PeerServer, encrypt: bool) -> None:
     with pytest.raises(PeerError, match="does not know this fleet's secret"):
         PeerConnection(server.address, b"another secret, as long", 5.0, encrypt=encrypt)
 
 
-def test_who_encrypts_and_who_does_not_are_not_a_pair(server: PeerServer, encrypt: bool) -> None:
+def test_engines_that_differ_in_encryption_are_refused(server: PeerServer, encrypt: bool) -> None:
     with pytest.raises(PeerError, match=r"differ in transfer\.encrypt"):
         PeerConnection(server.address, SECRET, 5.0, encrypt=not encrypt)
 
 
-def test_a_server_that_does_not_know_the_key_is_refused() -> None:
+def test_a_server_with_another_key_is_refused() -> None:
     impostor = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -150,7 +151,7 @@ def test_a_server_that_does_not_know_the_key_is_refused() -> None:
     impostor.close()
 
 
-def test_a_proof_for_a_transfer_opens_nothing_here(server: PeerServer, encrypt: bool) -> None:
+def test_a_proof_for_a_kv_transfer_opens_no_connection(server: PeerServer, encrypt: bool) -> None:
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as peer:
         channel = wire.Channel(peer)
@@ -162,52 +163,52 @@ def test_a_proof_for_a_transfer_opens_nothing_here(server: PeerServer, encrypt: 
             channel.receive_control(wire.Kind.ACCEPT)
 
 
-def test_only_encrypted_tensors_cannot_be_read_on_the_way(server: PeerServer, encrypt: bool) -> None:
+def test_only_encrypted_tensors_are_unreadable_in_transit(server: PeerServer, encrypt: bool) -> None:
     relay = Relay(server.address)
     peer = PeerConnection(relay.address, SECRET, 5.0, encrypt=encrypt)
-    assert bytes(peer.ask(marked()).tensors[0].numpy()) == MARK
+    assert bytes(peer.request(marked()).tensors[0].numpy()) == MARK
     assert (MARK in relay.asked) is not encrypt
 
 
 @pytest.mark.parametrize("what", [b"rows", MARK], ids=["header", "tensor"])
-def test_what_was_changed_on_the_way_is_not_taken(what: bytes) -> None:
+def test_a_message_changed_in_transit_is_rejected(what: bytes) -> None:
     taken: list[Message] = []
     server = PeerServer("127.0.0.1", SECRET, lambda message: noted(message, taken))
     peer = PeerConnection(Relay(server.address, flip=what).address, SECRET, 5.0)
     with pytest.raises(PeerError, match="does not answer put"):
-        peer.ask(marked())
+        peer.request(marked())
     assert taken == []
     server.close()
 
 
-def test_what_is_repeated_on_the_way_is_not_taken() -> None:
+def test_a_message_repeated_in_transit_is_rejected() -> None:
     taken: list[Message] = []
     server = PeerServer("127.0.0.1", SECRET, lambda message: noted(message, taken))
     peer = PeerConnection(Relay(server.address, repeat=True).address, SECRET, 5.0)
     with pytest.raises(PeerError, match="does not answer get"):
         for _ in range(100):
-            peer.ask(Message(PeerAsk.GET, 1))
+            peer.request(Message(MessageKind.GET, 1))
     assert len(taken) <= 1
     server.close()
 
 
-def unproved() -> tuple[SealedLine, socket.socket]:
+def unproved() -> tuple[PeerChannel, socket.socket]:
     ours, theirs = socket.socketpair()
     seal = wire.Seal(SECRET, wire.Signer.CONSUMER)
-    return SealedLine(ours, seal, seal, encrypt=False), theirs
+    return PeerChannel(ours, seal, seal, encrypt=False), theirs
 
 
-def test_a_peer_that_dies_is_an_error_at_once() -> None:
+def test_a_closed_connection_is_an_error_at_once() -> None:
     line, theirs = unproved()
     theirs.close()
     with pytest.raises((PeerError, OSError)):
         line.receive(5.0)
 
 
-def test_lengths_are_bounded() -> None:
+def test_a_header_that_is_too_long_is_rejected() -> None:
     line, theirs = unproved()
     theirs.sendall(b"\xff\xff\xff\xff")
-    with pytest.raises(PeerError, match="none of ours"):
+    with pytest.raises(PeerError, match="is too long"):
         line.receive(5.0)
 
 
@@ -223,7 +224,7 @@ def trickle(peer: socket.socket, text: bytes) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-def test_a_message_that_comes_a_byte_at_a_time_has_a_limit() -> None:
+def test_a_message_that_trickles_in_times_out() -> None:
     line, theirs = unproved()
     trickle(theirs, b"\x40\0\0\0" + bytes(60))
     began = time.monotonic()
@@ -232,7 +233,7 @@ def test_a_message_that_comes_a_byte_at_a_time_has_a_limit() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_what_is_asked_in_a_phase_has_a_limit_together() -> None:
+def test_requests_of_one_order_share_a_deadline() -> None:
     def late(message: Message) -> Message:
         time.sleep(0.2)
         return answered(message)
@@ -243,22 +244,22 @@ def test_what_is_asked_in_a_phase_has_a_limit_together() -> None:
     end = time.monotonic() + 0.7
     with pytest.raises(PeerError, match="does not answer get"):
         while asked < 50:
-            peer.ask(Message(PeerAsk.GET, 1), end)
+            peer.request(Message(MessageKind.GET, 1), end)
             asked += 1
     assert asked <= 3
     server.close()
 
 
-def test_an_answer_to_another_message_is_none() -> None:
-    server = PeerServer("127.0.0.1", SECRET, lambda message: Message(PeerAsk.DONE, message.epoch + 1))
+def test_an_answer_of_another_epoch_is_an_error() -> None:
+    server = PeerServer("127.0.0.1", SECRET, lambda message: Message(MessageKind.DONE, message.epoch + 1))
     with pytest.raises(PeerError, match="answered get with done of 2"):
-        PeerConnection(server.address, SECRET, 5.0).ask(Message(PeerAsk.GET, 1))
+        PeerConnection(server.address, SECRET, 5.0).request(Message(MessageKind.GET, 1))
     server.close()
 
 
-def test_who_does_not_finish_the_handshake_makes_room_for_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 1.0)
+def test_unfinished_handshakes_make_room_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_link, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(peer_link, "HANDSHAKE_S", 1.0)
     server = PeerServer("127.0.0.1", SECRET, answered)
     host, _, port = server.address.rpartition(":")
     before = serving()
@@ -273,7 +274,7 @@ def test_who_does_not_finish_the_handshake_makes_room_for_who_does(monkeypatch: 
             peer = PeerConnection(server.address, SECRET, 5.0)
             break
         assert time.monotonic() - began < 10
-    assert peer.ask(Message(PeerAsk.GET, 1)).kind is PeerAsk.DONE
+    assert peer.request(Message(MessageKind.GET, 1)).kind is MessageKind.DONE
     for idler in idlers:
         idler.close()
     server.close()
@@ -283,7 +284,7 @@ def serving() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "overload"}
 
 
-def test_a_process_without_a_file_descriptor_left_accepts_later() -> None:
+def test_a_process_without_file_descriptors_accepts_later() -> None:
     server = PeerServer("127.0.0.1", SECRET, answered)
     host, _, port = server.address.rpartition(":")
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -302,19 +303,19 @@ def test_a_process_without_a_file_descriptor_left_accepts_later() -> None:
             for one in filled:
                 os.close(one)
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-        line = called(peer, SECRET, encrypt=False)
-        line.send(Message(PeerAsk.GET, 1), 5.0)
-        assert line.receive(5.0).kind is PeerAsk.DONE
+        line = connect_handshake(peer, SECRET, encrypt=False)
+        line.send(Message(MessageKind.GET, 1), 5.0)
+        assert line.receive(5.0).kind is MessageKind.DONE
     server.close()
 
 
-def test_a_peer_may_be_idle_for_longer_than_a_message_may_take(
+def test_a_peer_may_be_idle_between_messages(
     server: PeerServer, encrypt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 0.4)
-    monkeypatch.setattr(channel_module, "MESSAGE_S", 0.4)
+    monkeypatch.setattr(peer_link, "HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(peer_link, "MESSAGE_S", 0.4)
     peer = PeerConnection(server.address, SECRET, 5.0, encrypt=encrypt)
     for _ in range(2):
         time.sleep(1.0)
-        assert peer.ask(Message(PeerAsk.PUT, 1, {"a": 1})).kind is PeerAsk.DONE
+        assert peer.request(Message(MessageKind.PUT, 1, {"a": 1})).kind is MessageKind.DONE
     peer.close()
