@@ -318,15 +318,14 @@ HTTP_REFUSALS = Counter(
 )
 CLIENT_TIMEOUTS = Counter(
     "conserve_client_timeouts_total",
-    "Clients cut off for what did not come in time: head, body, idle, write; or that asked for nothing and "
-    "gave_way, since there were as many connections as may be.",
+    "Client connections closed by a time-out (head, body, idle, write), or evicted: idle ones closed for new "
+    "ones when there were as many connections as allowed.",
     ["what"],
 )
 TLS_HANDSHAKES = Counter(
     "conserve_tls_handshakes_total",
-    "TLS handshakes of clients by how they ended: done, refused (versions, ciphers or what is no TLS), "
-    "not_tls (plain HTTP, answered with 400), late (10 s), left, too_many (connections, all with requests), "
-    "gave_way (to others, when there were as many connections as may be).",
+    "TLS handshakes of clients by outcome: done, failed (protocol version, cipher, no TLS, client left), "
+    "timeout (after 10 s), too_many (all connections had requests), evicted (closed for a new connection).",
     ["outcome"],
 )
 TLS_STALE = Gauge(
@@ -368,7 +367,7 @@ from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
 from_zero(ANSWERS, "kept", "pruned", "failed", "late")
-from_zero(TLS_HANDSHAKES, "done", "refused", "not_tls", "late", "left", "too_many", "gave_way")
+from_zero(TLS_HANDSHAKES, "done", "failed", "timeout", "too_many", "evicted")
 from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 

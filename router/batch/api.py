@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from router.batch.asgi import OPENAI_ERRORS
 from router.batch.blobs import Blobs, UploadForm, receive_form
 from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S, BatchConfig
 from router.batch.forwarding import MOST_BATCHES, MOST_BYTES
@@ -33,7 +34,6 @@ from router.errors import (
     TooManyRequests,
     Unavailable,
 )
-from router.http.asgi import OPENAI_ERRORS
 
 log = logging.getLogger("conserve.router.batch.api")
 

@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request as AppRequest
 
 from router.batch.api import make_app
+from router.batch.asgi import asgi_handler
 from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig, load
 from router.batch.dispatcher import Dispatcher
@@ -37,7 +38,6 @@ from router.http import (
     UpstreamRequest,
     relay,
 )
-from router.http.asgi import asgi_handler
 from router.process import SteadyClock, log_to_stderr
 from router.requests.fields import OFFLINE_HEADER
 from router.requests.parser_pool import Readers

@@ -1,15 +1,15 @@
-"""A connection of the server: requests in order, one response at a time, every wait bounded."""
+"""Connection of a client: requests in order, one response at a time, every wait limited."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
-from typing import Protocol, cast
+from collections.abc import Coroutine, MutableMapping
+from typing import Any, Protocol, cast
 
 from router.errors import ApiError, ExpectationFailed, InternalError, RequestTimeout
-from router.http.limits import Crowd, ServerLimits, address_of
+from router.http.limits import BodyTimer, ServerLimits
 from router.http.parsers import RequestParser
 from router.http.request import Request, RequestBody, RequestHead
 from router.http.response import Handler, Responder
@@ -17,19 +17,21 @@ from router.http.response import Handler, Responder
 log = logging.getLogger("conserve.router.http.server")
 
 
-class Serving(Protocol):
-    """What connections need of their server."""
+class ConnectionHost(Protocol):
+    """Server of a connection, as the connection sees it."""
 
     handler: Handler
     limits: ServerLimits
     loop: asyncio.AbstractEventLoop
-    idle_ones: Crowd
     draining: bool
+
+    @property
+    def idle_connections(self) -> MutableMapping[Any, None]:
+        """Connections that can be evicted, longest idle first."""
 
     def spawn(self, work: Coroutine[None, None, None]) -> None: ...
 
-    def connection_opened(self, connection: ServerConnection) -> ApiError | None:
-        """Why it is not to be served, if so."""
+    def connection_opened(self, connection: ServerConnection) -> ApiError | None: ...
 
     def connection_closed(self, connection: ServerConnection) -> None: ...
 
@@ -39,31 +41,31 @@ class Serving(Protocol):
 
 
 class ServerConnection(asyncio.Protocol):
-    """Parses ahead of the handlers, but runs them one after another: answers keep the order of the questions.
+    """Connection that parses ahead of the handlers, but runs them one after another.
 
-    While a request waits for its turn nothing more is read, which bounds what a pipelining client can queue.
+    Answers keep the order of the requests. While a request waits for its predecessor nothing more is read,
+    which limits what a pipelining client can queue.
     """
 
-    def __init__(self, server: Serving, below: asyncio.Transport | None = None) -> None:
-        """`below`: the transport under that of TLS."""
-        self._server, self._below = server, below
-        self._limits = server.limits
-        self.loop = server.loop
+    def __init__(self, server: ConnectionHost) -> None:
+        self._server = server
         self._parser = RequestParser(server.limits, self)
         self._waiting: deque[Request | ApiError] = deque()
         self._incoming: RequestBody | None = None
+        self._body_timer: BodyTimer | None = None
         self._request: Request | None = None
         self._responder: Responder | None = None
         self._peer: tuple[str, int] | None = None
-        self._address = ""
         self._pauses = 0
-        self._heard = False
         self._lingering = False
         self._closed = False
         self._write_deadline: float | None = None
-        self._body_waited = self._body_checked = 0.0
         self._deadline = 0.0
         self._flush_deadline = 0.0
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._server.loop
 
     # Transport callbacks
 
@@ -71,18 +73,19 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class does not inherit it
         peer = transport.get_extra_info("peername")
         self._peer = (peer[0], peer[1]) if isinstance(peer, tuple) else None
-        self._address = address_of(peer)
-        self._transport.set_write_buffer_limits(self._limits.write_high_bytes, self._limits.write_low_bytes)
-        self._deadline = self.loop.time() + self._limits.idle_timeout_s
+        limits = self._server.limits
+        self._transport.set_write_buffer_limits(limits.write_high_bytes, limits.write_low_bytes)
+        self._deadline = self.loop.time() + limits.idle_timeout_s
         refusal = self._server.connection_opened(self)
         if refusal is not None:
             self._refuse_connection(refusal)
-        self._server.idle_ones.add(self._address, self)
+        self._server.idle_connections[self] = None
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
             return
-        self._heard = True
+        if self._body_timer is not None:
+            self._body_timer.active = True
         in_head_before = self._parser.in_head
         try:
             self._parser.feed(data)
@@ -90,16 +93,16 @@ class ServerConnection(asyncio.Protocol):
             self._end_of_input(error)
             return
         if self._parser.in_head and not in_head_before:
-            self._deadline = self.loop.time() + self._limits.head_timeout_s
+            self._deadline = self.loop.time() + self._server.limits.head_timeout_s
 
     def eof_received(self) -> bool:
-        # A client that closes its sending side has gone, as far as a proxy can tell (Go and nginx agree).
+        # A client that closes its sending side counts as gone, as in Go and nginx.
         if self._responder is not None and not self._lingering:
             self.abort()
         return False
 
     def pause_writing(self) -> None:
-        self._write_deadline = self.loop.time() + self._limits.write_stall_s
+        self._write_deadline = self.loop.time() + self._server.limits.write_stall_s
         if self._responder is not None:
             self._responder.writing_paused()
 
@@ -111,7 +114,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
         self._parser.close()
-        self._server.idle_ones.discard(self._address, self)
+        self._server.idle_connections.pop(self, None)
         self._server.connection_closed(self)
         self._waiting.clear()
         if self._incoming is not None:
@@ -126,14 +129,14 @@ class ServerConnection(asyncio.Protocol):
         expects = head.headers.get(b"expect") if head.expects_continue else None
         body = RequestBody(
             length=head.content_length if head.content_length is not None or head.has_body else 0,
-            max_bytes=self._limits.max_body_bytes,
-            high_bytes=self._limits.read_high_bytes,
+            max_bytes=self._server.limits.max_body_bytes,
+            high_bytes=self._server.limits.read_high_bytes,
             on_demand=self._send_continue if expects else None,
             pause=self._pause_reading,
             resume=self._resume_reading,
         )
         self._incoming = body
-        self._body_waited, self._body_checked = 0.0, self.loop.time()
+        self._body_timer = BodyTimer(self._server.limits, self.loop.time()) if head.has_body else None
         if expects and expects.lower() != b"100-continue":
             self._enqueue(ExpectationFailed("100-continue is the only expectation this server meets."))
             return
@@ -147,8 +150,8 @@ class ServerConnection(asyncio.Protocol):
     def request_complete(self) -> None:
         if self._incoming is not None:
             self._incoming.end()
-            self._incoming = None
-        self._deadline = self.loop.time() + self._limits.idle_timeout_s
+            self._incoming = self._body_timer = None
+        self._deadline = self.loop.time() + self._server.limits.idle_timeout_s
 
     # Requests, one at a time
 
@@ -164,7 +167,7 @@ class ServerConnection(asyncio.Protocol):
         if isinstance(item, ApiError):
             self._refuse_connection(item)
             return
-        self._server.idle_ones.discard(self._address, self)
+        self._server.idle_connections.pop(self, None)
         self._request = item
         responder = self._responder = Responder(
             self,
@@ -200,21 +203,21 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def must_close(self) -> bool:
-        """No further request can follow the running one, or none should."""
+        """Whether no request can or should follow the running one."""
         request = self._request
         return self._server.draining or (request is not None and not request.body.complete)
 
     def response_finished(self, *, keep_alive: bool) -> None:
-        """The responder's ``finish``: on to the next request, or close."""
+        """Go on to the next request, or close."""
         request, self._request, self._responder = self._request, None, None
         if request is None or self._closed:
             return
-        self._server.idle_ones.add(self._address, self)
+        self._server.idle_connections[self] = None
         if not keep_alive or not request.body.complete or self._server.draining:
             self._close_with_linger()
             return
         request.body.drop()
-        self._deadline = self.loop.time() + self._limits.idle_timeout_s
+        self._deadline = self.loop.time() + self._server.limits.idle_timeout_s
         if self._waiting:
             item = self._waiting.popleft()
             if not self._waiting:
@@ -222,7 +225,7 @@ class ServerConnection(asyncio.Protocol):
             self._begin(item)
 
     def _end_of_input(self, error: ApiError) -> None:
-        """Nothing after this point can be understood: answer what came before, then refuse and close."""
+        """Stop parsing: answer the requests before this point, then refuse and close."""
         self._lingering = True
         body, self._incoming = self._incoming, None
         if body is not None:
@@ -244,7 +247,7 @@ class ServerConnection(asyncio.Protocol):
     # Ends
 
     def _close_with_linger(self) -> None:
-        """Close so that the answer arrives: closing over unread input resets, and the answer is lost."""
+        """Close so that the answer arrives: to close over unread input resets and loses the answer."""
         self._lingering = True
         self._waiting.clear()
         if self._request is not None:
@@ -252,11 +255,12 @@ class ServerConnection(asyncio.Protocol):
         while self._pauses:
             self._resume_reading()
         now = self.loop.time()
-        self._deadline = now + self._limits.linger_s
-        self._flush_deadline = now + self._limits.write_stall_s
+        self._flush_deadline = now + self._server.limits.write_stall_s
         if self._transport.can_write_eof():
+            self._deadline = now + self._server.limits.linger_s
             self._transport.write_eof()
-        else:  # TLS says that it ends, and drops what still comes
+        else:  # TLS sends its own end, and drops what still arrives
+            self._deadline = self._flush_deadline
             self._transport.close()
 
     def abort(self) -> None:
@@ -265,22 +269,19 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def sending(self) -> bool:
-        return self._lingering or bool(self._unsent())
+        """Whether the end of the last answer is still on its way."""
+        return self._lingering or bool(self._transport.get_write_buffer_size())
 
-    def give_way(self) -> None:
-        """Others need its place, and no request is under way here."""
-        self._server.timed_out("gave_way")
-        if self.sending or self._parser.in_head or self._below is not None:
-            self.abort()  # an end in order could wait for what the client does not take
+    def evict(self) -> None:
+        """Close, because a new connection needs the place of this idle one."""
+        self._server.timed_out("evicted")
+        if self.sending or self._parser.in_head or not self._transport.can_write_eof():
+            self.abort()  # an orderly end could wait for a client that does not read
         else:
             self._transport.close()
 
-    def _unsent(self) -> int:
-        below = self._below.get_write_buffer_size() if self._below is not None else 0
-        return self._transport.get_write_buffer_size() + below
-
     def close_if_idle(self) -> None:
-        """For a drain: nothing is under way here, so nothing is lost."""
+        """Close for a drain if no request is running."""
         if self._responder is None and not self._parser.in_head and not self._lingering:
             self._transport.close()
 
@@ -291,13 +292,19 @@ class ServerConnection(asyncio.Protocol):
         elif self._lingering:
             self._check_linger(now)
         elif self._pauses:
-            self._deadline = now + self._limits.head_timeout_s
+            self._deadline = now + self._server.limits.head_timeout_s
+            if self._body_timer is not None:
+                self._body_timer.paused(now)
         elif self._parser.in_head:
             if now > self._deadline:
                 self._server.timed_out("head")
                 self._end_of_input(RequestTimeout("The request's head did not arrive in time; resend it."))
-        elif self._incoming is not None:
-            self._check_body(now, self._incoming)
+        elif self._incoming is not None and self._body_timer is not None:
+            body = self._incoming
+            problem = self._body_timer.problem(now, awaited=body.awaited, received=body.received)
+            if problem is not None:
+                self._server.timed_out("body")
+                self._end_of_input(RequestTimeout(problem))
         elif self._responder is None and now > self._deadline:
             self._server.timed_out("idle")
             self.abort()
@@ -305,27 +312,10 @@ class ServerConnection(asyncio.Protocol):
     def _check_linger(self, now: float) -> None:
         if self._responder is not None:
             return
-        if self._unsent() and now < self._flush_deadline:
-            self._deadline = now + self._limits.linger_s
+        if self._transport.get_write_buffer_size() and now < self._flush_deadline:
+            self._deadline = now + self._server.limits.linger_s
         elif now > self._deadline:
             self.abort()
-
-    def _check_body(self, now: float, body: RequestBody) -> None:
-        since, self._body_checked = self._body_checked, now
-        self._body_waited += now - since if body.awaited else 0.0
-        if self._heard or not body.awaited:
-            self._heard = False
-            self._deadline = now + self._limits.body_timeout_s
-        elif now > self._deadline:
-            self._body_late("The request's body stopped arriving; send it again.")
-            return
-        limits = self._limits
-        if self._body_waited > limits.body_grace_s + body.received / limits.body_bytes_per_s:
-            self._body_late("The request's body arrives too slowly; send it again, or less.")
-
-    def _body_late(self, message: str) -> None:
-        self._server.timed_out("body")
-        self._end_of_input(RequestTimeout(message))
 
     def _pause_reading(self) -> None:
         self._pauses += 1

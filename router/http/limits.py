@@ -1,8 +1,7 @@
-"""What the server and the upstream pool allow, each with a bound, and how bounds are kept: on time, on files,
-and on connections that ask for nothing.
+"""Limits of the server and of connections to engines, the timers that keep them, and the open-file limit.
 
-Seconds and bytes. No timer per message: one periodic check over everything that is open looks at a flag that
-traffic sets, so that the byte path never reads a clock. A deadline is met up to one interval late.
+Seconds and bytes. No message has a timer of its own: one periodic sweep checks every open connection and a
+flag that traffic sets, so that the byte path never reads a clock. A deadline is met up to one interval late.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_network
-from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 from router.errors import GatewayConfigError
 
@@ -22,30 +19,32 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
+    """Limits on clients; a client that exceeds one is refused or closed."""
+
     max_connections: int = 8192
     max_url_bytes: int = 8 * KIB
     max_headers: int = 100
     max_head_bytes: int = 64 * KIB
     max_body_bytes: int = 32 * MIB
     handshake_timeout_s: float = 10.0
-    """Of TLS, where the server speaks it."""
+    """Longest TLS handshake."""
     head_timeout_s: float = 30.0
-    """From a request's first byte to the end of its head."""
+    """Longest time from a request's first byte to the end of its head."""
     body_timeout_s: float = 30.0
     """Longest silence inside a body that a handler waits for."""
     body_grace_s: float = 60.0
-    """A body may take this long, and longer by what has come of it at ``body_bytes_per_s``."""
+    """A body may take this long, and longer by its size at the rate of ``body_bytes_per_s``."""
     body_bytes_per_s: float = 64.0 * KIB
     idle_timeout_s: float = 75.0
-    """A kept-alive connection without a request."""
+    """Longest time that a kept-alive connection waits for a request."""
     write_stall_s: float = 120.0
     """A client that leaves ``write_high_bytes`` unread for this long is cut off."""
     write_high_bytes: int = 256 * KIB
     write_low_bytes: int = 64 * KIB
     read_high_bytes: int = 256 * KIB
-    """Body bytes held for a handler that is not reading; beyond it the client is paused."""
+    """Body bytes held for a handler that does not read; the client is paused beyond that."""
     linger_s: float = 2.0
-    """After a refusal the rest of the request is read and dropped this long, so that the answer arrives."""
+    """After a refusal, the rest of the request is read and dropped this long, so that the answer arrives."""
 
     @property
     def shortest_s(self) -> float:
@@ -55,16 +54,18 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamLimits:
+    """Limits on connections to engines."""
+
     max_connections: int = 2048
-    """Connections to one endpoint."""
+    """Largest number of connections to one endpoint."""
     acquire_timeout_s: float = 5.0
-    """Longest wait for one of them."""
+    """Longest wait for a connection when all are in use."""
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
-    """Without streaming, an engine's first byte comes after its last token."""
+    """Large, because without streaming an engine's first byte comes after its last token."""
     chunk_timeout_s: float = 120.0
     idle_timeout_s: float = 4.0
-    """Below uvicorn's five seconds, so that we close an idle connection before the engine does."""
+    """Below uvicorn's five seconds: the gateway closes an idle connection before the engine does."""
     max_head_bytes: int = 64 * KIB
 
     @property
@@ -104,57 +105,102 @@ class AnswerTimer:
         self.deadline = now + limit
 
 
+class BodyTimer:
+    """Deadline for a request's body: no long silence, and a minimum rate after a grace period.
+
+    Only the time during which a handler waits for the body counts. The minimum rate ends a body that
+    trickles in a byte at a time.
+    """
+
+    __slots__ = ("_checked_at", "_deadline", "_limits", "_waited_s", "active")
+
+    def __init__(self, limits: ServerLimits, now: float) -> None:
+        self._limits = limits
+        self._deadline = now + limits.body_timeout_s
+        self._checked_at = now
+        self._waited_s = 0.0
+        self.active = False
+        """Bytes have arrived since the last check."""
+
+    def paused(self, now: float) -> None:
+        """Start the silence anew, because the gateway itself has paused the client."""
+        self._checked_at = now
+        self._deadline = now + self._limits.body_timeout_s
+
+    def problem(self, now: float, *, awaited: bool, received: int) -> str | None:
+        """Return why the body is overdue; ``awaited``: a handler waits for it."""
+        limits = self._limits
+        elapsed, self._checked_at = now - self._checked_at, now
+        if awaited:
+            self._waited_s += elapsed
+        if self.active or not awaited:
+            self.active = False
+            self._deadline = now + limits.body_timeout_s
+        elif now > self._deadline:
+            return "The request's body stopped arriving; send it again."
+        if self._waited_s > limits.body_grace_s + received / limits.body_bytes_per_s:
+            return "The request's body arrives too slowly; send it again, or send less."
+        return None
+
+
 class HasDeadlines(Protocol):
+    """Connection whose deadlines a `Sweeper` checks."""
+
     def check_deadlines(self, now: float) -> None:
         """Act on what is overdue at ``now``, by the event loop's clock."""
 
 
 class Sweeper:
+    """Periodic check of the deadlines of all open connections."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop, shortest_timeout_s: float) -> None:
         self._loop = loop
-        self._interval = min(1.0, max(0.01, shortest_timeout_s / 4))
-        self._watched: set[HasDeadlines] = set()
+        self._interval_s = min(1.0, max(0.01, shortest_timeout_s / 4))
+        self._connections: set[HasDeadlines] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, item: HasDeadlines) -> None:
-        self._watched.add(item)
+    def add(self, connection: HasDeadlines) -> None:
+        self._connections.add(connection)
         if self._timer is None:
-            self._timer = self._loop.call_later(self._interval, self._sweep)
+            self._timer = self._loop.call_later(self._interval_s, self._sweep)
 
-    def discard(self, item: HasDeadlines) -> None:
-        self._watched.discard(item)
+    def discard(self, connection: HasDeadlines) -> None:
+        self._connections.discard(connection)
 
     def _sweep(self) -> None:
         now = self._loop.time()
-        for item in tuple(self._watched):
-            item.check_deadlines(now)
-        rearm = bool(self._watched)
-        self._timer = self._loop.call_later(self._interval, self._sweep) if rearm else None
+        for connection in tuple(self._connections):
+            connection.check_deadlines(now)
+        rearm = bool(self._connections)
+        self._timer = self._loop.call_later(self._interval_s, self._sweep) if rearm else None
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._watched.clear()
+        self._connections.clear()
 
 
-DESCRIPTORS_BESIDE = 256  # of a process, for all but clients and what they wait for at engines
+OTHER_DESCRIPTORS = 256  # open files of a process besides the sockets of clients and engines
 
 
 def descriptors_problem(connections: int) -> str:
-    """Empty where the system allows a gateway as many open files as so many clients may take."""
+    """Return why the system's limit on open files is too low for so many clients; empty if it is not."""
     wanted, hard = _descriptors(connections), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         return ""
     return (
         f"gateway.limits.connections is {connections}, for which a gateway opens up to {wanted} files, and "
         f"here it may open {hard} (ulimit -Hn): allow more, or set it to "
-        f"{max(1, (hard - DESCRIPTORS_BESIDE) // 2)} at most"
+        f"{max(1, (hard - OTHER_DESCRIPTORS) // 2)} at most"
     )
 
 
 def reserve_descriptors(connections: int) -> None:
-    """GatewayConfigError where there cannot be so many: engines would seem lost for want of them."""
+    """Raise the limit on open files for so many clients, or raise GatewayConfigError.
+
+    Without enough descriptors, connections to engines fail and the engines seem to be lost.
+    """
     if problem := descriptors_problem(connections):
         raise GatewayConfigError(problem)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -163,84 +209,4 @@ def reserve_descriptors(connections: int) -> None:
 
 
 def _descriptors(connections: int) -> int:
-    return 2 * connections + DESCRIPTORS_BESIDE  # a client's, and one to its engine
-
-
-_LOOKED_AT = 64  # of an address's, for one whose answer has gone out
-
-
-class Idle(Protocol):
-    """A connection without a request under way, or the handshake before one."""
-
-    @property
-    def sending(self) -> bool:
-        """The end of its last answer is still on its way."""
-
-    def give_way(self) -> None:
-        """End now."""
-
-
-class Crowd:
-    """Connections that ask for nothing, by address: which gives way when there are as many as may be.
-
-    An open connection costs a client nothing, so that one address could hold all of a server's, with or
-    without bytes of a head. It keeps them while there is place. Then a new one is accepted all the same, and
-    the address with most of them loses the one that has asked for nothing longest: nobody who holds few is
-    kept out by somebody who holds many. Of a load balancer's these are kept-alive ones, which may end at any
-    time.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[str, dict[Idle, None]] = {}  # by address, longest idle first
-        self._holding: dict[
-            int, dict[str, None]
-        ] = {}  # addresses by how many they have; unchanged longest first
-
-    def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
-
-    def add(self, address: str, one: Idle) -> None:
-        there = self._of.setdefault(address, {})
-        before = len(there)
-        there[one] = None
-        self._moved(address, before, len(there))
-
-    def discard(self, address: str, one: Idle) -> None:
-        """It has a request now, or has ended."""
-        there = self._of.get(address, {})
-        before = len(there)
-        there.pop(one, None)
-        self._moved(address, before, len(there))
-        if not there:
-            self._of.pop(address, None)
-
-    def make_way(self) -> bool:
-        """One of them ends; False where all have requests under way."""
-        if not self._of:
-            return False
-        address = next(iter(self._holding[max(self._holding)]))
-        there = self._of[address]
-        oldest = islice(there, _LOOKED_AT)
-        one = next((idle for idle in oldest if not idle.sending), next(iter(there)))
-        self.discard(address, one)
-        one.give_way()
-        return True
-
-    def _moved(self, address: str, before: int, after: int) -> None:
-        if before == after:
-            return
-        if before:
-            self._holding[before].pop(address, None)
-            if not self._holding[before]:
-                del self._holding[before]
-        if after:
-            self._holding.setdefault(after, {})[address] = None
-
-
-def address_of(peer: Any) -> str:
-    """Of a transport's `peername`; of IPv6 its network, of which a host has all. Empty for what has none."""
-    host = str(peer[0]) if isinstance(peer, tuple) else ""
-    if ":" not in host:
-        return host
-    address = IPv6Address(host.partition("%")[0])
-    return str(address.ipv4_mapped or ip_network((address, 64), strict=False))
+    return 2 * connections + OTHER_DESCRIPTORS  # a client's socket and one to its engine

@@ -1,8 +1,8 @@
-"""The HTTP/1.1 server: what listens, what is under way, and how it ends.
+"""HTTP/1.1 server: listens, limits the number of connections, and drains.
 
-A handler (``async def handler(request, responder)``) answers through the responder (``respond`` for a whole
-answer, ``start``/``write``/``finish`` for a streamed one, or ``relay``). It may raise any
-``router.errors.ApiError``: before the response has started it becomes that error's answer; later it cuts the
+A handler (``async def handler(request, responder)``) answers through the responder: ``respond`` for a whole
+answer, ``start``/``write``/``finish`` for a streamed one, or ``relay``. It may raise any
+``router.errors.ApiError``: before the response has started the error becomes the answer; later it cuts the
 connection. A client that leaves does not cancel the handler: use ``responder.on_disconnect``.
 """
 
@@ -15,16 +15,19 @@ import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from typing import Protocol
 
 from router.errors import ApiError, Unavailable
 from router.http.connection import ServerConnection
-from router.http.limits import Crowd, ServerLimits, Sweeper
+from router.http.limits import ServerLimits, Sweeper
 from router.http.response import Handler
-from router.http.tls import Certificate, Handshakes
+from router.http.tls import Certificate, TlsHandshake
 
 log = logging.getLogger("conserve.router.http.server")
 
 BACKLOG = 4096
+MAX_EVICTION_CANDIDATES = 64
 
 
 @dataclass(slots=True)
@@ -35,15 +38,29 @@ class ServerStats:
     accepted: int = 0
     requests: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
-    """By error code: refusals made here, before any handler ran."""
+    """Requests refused before a handler ran, by error code."""
     timeouts: dict[str, int] = field(default_factory=dict)
-    """By what did not come in time: head, body, idle, write; or `gave_way` to others, asking for nothing."""
+    """Closed connections by time-out (head, body, idle, write), and idle connections evicted for new ones."""
     handshakes: dict[str, int] = field(default_factory=dict)
-    """Of TLS, by how they ended: done, refused, not_tls, late, left, too_many, gave_way."""
+    """TLS handshakes by outcome: done, failed, timeout, evicted, too_many."""
+
+
+class Evictable(Protocol):
+    """Connection without a running request, or a TLS handshake in progress."""
+
+    @property
+    def sending(self) -> bool:
+        """Whether the end of the last answer is still on its way."""
+
+    def evict(self) -> None:
+        """Close, because a new connection needs the place."""
 
 
 class Server:
-    """``await start(...)``, then ``await drain(seconds)`` to stop. One per process; several share a port."""
+    """Listener with its connections: ``await start(...)``, then ``await drain(seconds)``.
+
+    A process may have several, and several processes may share a port.
+    """
 
     def __init__(self, handler: Handler, limits: ServerLimits | None = None) -> None:
         self.handler = handler
@@ -51,10 +68,11 @@ class Server:
         self.stats = ServerStats()
         self.draining = False
         self.loop = asyncio.get_running_loop()
+        self.idle_connections: dict[Evictable, None] = {}
+        """Connections that can be evicted, longest idle first."""
         self._listener: asyncio.Server | None = None
-        self._handshakes: Handshakes | None = None
         self._connections: set[ServerConnection] = set()
-        self.idle_ones = Crowd()
+        self._handshakes: set[TlsHandshake] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._emptied = asyncio.Event()
         self._sweeper = Sweeper(self.loop, self.limits.shortest_s)
@@ -62,15 +80,12 @@ class Server:
     async def start(
         self, host: str, port: int, *, reuse_port: bool = False, certificate: Certificate | None = None
     ) -> int:
-        """Listen; returns the port (the system chooses one for port 0). With a certificate, for TLS alone."""
-        connect = partial(ServerConnection, self)
-        accepted: Callable[[], asyncio.Protocol] = connect
+        """Listen and return the port (the system chooses one for port 0). A certificate turns TLS on."""
+        accept: Callable[[], asyncio.Protocol] = partial(ServerConnection, self)
         if certificate is not None:
-            self._handshakes = Handshakes(certificate, self.limits, connect, self._full, self.idle_ones)
-            self.stats.handshakes = self._handshakes.ended
-            accepted = self._handshakes.accepted
+            accept = partial(TlsHandshake, self, certificate, accept)
         self._listener = await self.loop.create_server(
-            accepted,
+            accept,
             host,
             port,
             reuse_port=reuse_port,
@@ -80,19 +95,19 @@ class Server:
         bound: socket.socket = self._listener.sockets[0]
         return int(bound.getsockname()[1])
 
-    async def drain(self, bound_s: float) -> bool:
-        """Stop accepting, let responses end within ``bound_s``, cut the rest. True if none was cut."""
+    async def drain(self, limit_s: float) -> bool:
+        """Stop accepting, let responses end within ``limit_s``, cut the rest. True if none was cut."""
         self.draining = True
         if self._listener is not None:
             self._listener.close()
-        if self._handshakes is not None:
-            self._handshakes.close()
+        for handshake in tuple(self._handshakes):
+            handshake.abort()
         for connection in tuple(self._connections):
             connection.close_if_idle()
-        whole = await self._empty_within(bound_s)
+        whole = await self._empty_within(limit_s)
         if not whole:
             left = len(self._connections), len(self._tasks)
-            log.warning("drain cuts what is left connections=%d handlers=%d after_s=%.1f", *left, bound_s)
+            log.warning("drain cuts what is left connections=%d handlers=%d after_s=%.1f", *left, limit_s)
             for connection in tuple(self._connections):
                 connection.abort()
             for task in tuple(self._tasks):
@@ -103,7 +118,7 @@ class Server:
 
     @property
     def idle(self) -> bool:
-        """No request is under way."""
+        """Whether no request is running."""
         return not self._tasks
 
     async def run_until_signal(self, drain_s: float) -> bool:
@@ -135,28 +150,38 @@ class Server:
             return False
         return True
 
-    def _full(self) -> bool:
-        """No handshake may begin."""
-        under_way = self._handshakes.under_way if self._handshakes is not None else 0
-        many = self.stats.connections + under_way >= self.limits.max_connections
-        return self.draining or (many and not self.idle_ones.make_way())
-
-    # The connections' side
+    # Called by connections and handshakes
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run the handler of one request."""
         self.stats.requests += 1
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
+    def handshake_started(self, handshake: TlsHandshake) -> bool:
+        """Admit a TLS handshake; False when there is no place for it."""
+        self._handshakes.add(handshake)
+        if self.draining or not self._make_place():
+            return False
+        self.idle_connections[handshake] = None
+        return True
+
+    def handshake_ended(self, handshake: TlsHandshake, outcome: str) -> None:
+        if handshake in self._handshakes:
+            self._handshakes.discard(handshake)
+            self.idle_connections.pop(handshake, None)
+            self.stats.handshakes[outcome] = self.stats.handshakes.get(outcome, 0) + 1
+
     def connection_opened(self, connection: ServerConnection) -> ApiError | None:
+        """Admit a connection; returns the refusal if there is no place for it."""
         self.stats.accepted += 1
         self.stats.connections += 1
         self._connections.add(connection)
         self._sweeper.add(connection)
         if self.draining:
             return Unavailable("This gateway is shutting down; connect again.", retry_after_s=1.0)
-        if self.stats.connections > self.limits.max_connections and not self.idle_ones.make_way():
+        if not self._make_place():
             text = f"This gateway already has {self.limits.max_connections} connections; try again later."
             return Unavailable(text, code="too_many_connections", retry_after_s=1.0)
         return None
@@ -165,7 +190,7 @@ class Server:
         self.stats.connections -= 1
         self._connections.discard(connection)
         self._sweeper.discard(connection)
-        self._note_if_empty()
+        self._check_emptied()
 
     def refused(self, error: ApiError) -> None:
         code = error.code or error.type
@@ -174,10 +199,28 @@ class Server:
     def timed_out(self, what: str) -> None:
         self.stats.timeouts[what] = self.stats.timeouts.get(what, 0) + 1
 
+    def _make_place(self) -> bool:
+        """Evict the longest idle connection if there are too many; False when all have requests.
+
+        An open connection costs a client nothing. One client that opens all that there may be would keep
+        everybody else out; so idle ones make place for new ones. A client sees a kept-alive connection end,
+        which may happen at any time.
+        """
+        if self.stats.connections + len(self._handshakes) <= self.limits.max_connections:
+            return True
+        if not self.idle_connections:
+            return False
+        candidates = islice(self.idle_connections, MAX_EVICTION_CANDIDATES)
+        oldest = next(iter(self.idle_connections))
+        evicted = next((one for one in candidates if not one.sending), oldest)
+        del self.idle_connections[evicted]
+        evicted.evict()
+        return True
+
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._note_if_empty()
+        self._check_emptied()
 
-    def _note_if_empty(self) -> None:
+    def _check_emptied(self) -> None:
         if not self._connections and not self._tasks:
             self._emptied.set()

@@ -1,7 +1,7 @@
-"""TLS of a server: a certificate that may change while it serves, and handshakes, bounded in time and number.
+"""TLS of a server: a certificate whose files may change while it serves, and handshakes, limited and counted.
 
-A connection is accepted in the clear and then upgraded, so that handshakes under way are counted, and one
-that fails says why: asyncio's own TLS server tells nobody of either.
+A connection is accepted in the clear and then upgraded by the event loop's own TLS, so that handshakes in
+progress count as connections. asyncio's TLS server reports neither the begin nor the failure of a handshake.
 """
 
 from __future__ import annotations
@@ -12,44 +12,42 @@ import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from router.errors import GatewayConfigError
-from router.http.limits import Crowd, ServerLimits, address_of
+from router.http.limits import ServerLimits
 from router.process import WatchedFiles, content_of
 
 log = logging.getLogger("conserve.router.http.tls")
 
-MOST_BYTES = 1 << 20  # of either file
-HANDSHAKE = 0x16  # the first byte of TLS
-_TEXT = b'{"error":{"message":"this port speaks TLS: call it by https://","type":"invalid_request_error",'
-_TEXT += b'"param":null,"code":"tls_wanted"}}'
-NOT_TLS = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-NOT_TLS += b"content-length: %d\r\n\r\n%b" % (len(_TEXT), _TEXT)
+MAX_FILE_BYTES = 1 << 20
 
 
 class TlsError(GatewayConfigError):
-    """Files that no server can be started with."""
+    """Certificate or key file that no server can start with."""
 
-    def __init__(self, which: Literal["cert", "key"], said: str) -> None:
-        super().__init__(said)
+    def __init__(self, which: Literal["cert", "key"], message: str) -> None:
+        super().__init__(message)
         self.which = which
 
 
-def context_of(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, datetime]:
-    """And when the certificate expires. Whatever would fail at the first client is refused here."""
+def load_context(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, datetime]:
+    """Return the context for a certificate and its key, and when the certificate expires.
+
+    Raises TlsError for everything that would fail at the first client.
+    """
     chain = _content(cert, "cert")
     try:
         leaf = x509.load_pem_x509_certificates(chain)[0]
-    except ValueError as wrong:
-        raise TlsError("cert", f"{cert} does not begin with a certificate in PEM: {wrong}") from wrong
+    except ValueError as error:
+        raise TlsError("cert", f"{cert} does not begin with a certificate in PEM: {error}") from error
     if leaf.not_valid_after_utc <= now:
         ended = f"{leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        raise TlsError("cert", f"{cert} has expired on {ended}: renew it")
+        raise TlsError("cert", f"{cert} expired on {ended}: renew it")
     if leaf.not_valid_before_utc > now:
         begins = f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
         raise TlsError("cert", f"{cert} is not valid before {begins}: is this machine's clock right?")
@@ -57,210 +55,158 @@ def context_of(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, da
     try:
         private = load_pem_private_key(secret, None)
     except TypeError:
-        raise TlsError("key", f"{key} is encrypted, and there is nobody to ask: store it without") from None
-    except (ValueError, UnsupportedAlgorithm) as wrong:
-        raise TlsError("key", f"{key} holds no private key in PEM") from wrong
+        raise TlsError(
+            "key", f"{key} is encrypted, and nobody can enter its passphrase: store it without one"
+        ) from None
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise TlsError("key", f"{key} holds no private key in PEM") from error
     if _public(private) != _public(leaf):
-        said = f"{key} is not the key of the first certificate in {cert}"
-        raise TlsError("key", f"{said}: the two are of one pair, and a chain begins with its own")
+        problem = f"{key} is not the key of the first certificate in {cert}"
+        raise TlsError("key", f"{problem}: use the two files of one pair, the server's certificate first")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(cert, key)
-    except (OSError, ValueError) as wrong:  # ssl's own errors are OSErrors
-        raise TlsError("cert", f"OpenSSL takes neither {cert} nor {key}: {wrong}") from wrong
+    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+        raise TlsError("cert", f"OpenSSL does not accept {cert} with {key}: {error}") from error
     return context, leaf.not_valid_after_utc
 
 
 def _content(file: Path, which: Literal["cert", "key"]) -> bytes:
     try:
-        content = content_of(file, MOST_BYTES)
-    except OSError as wrong:
-        raise TlsError(which, f"{file} cannot be read: {wrong.strerror}") from wrong
-    if len(content) > MOST_BYTES:
-        raise TlsError(which, f"{file} is longer than {MOST_BYTES >> 20} MiB")
+        content = content_of(file, MAX_FILE_BYTES)
+    except OSError as error:
+        raise TlsError(which, f"{file} cannot be read: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise TlsError(which, f"{file} is longer than {MAX_FILE_BYTES >> 20} MiB")
     return content
 
 
-def _public(of: object) -> bytes:
-    key = of.public_key()  # type: ignore[attr-defined]  # a certificate, or a key of any kind
+def _public(holder: object) -> bytes:
+    key = holder.public_key()  # type: ignore[attr-defined]  # a certificate, or a key of any kind
     return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 class Certificate:
-    """Of two files, which are read again when they are others: new connections get what is in them then.
-    Those that cannot be used are tried again: a certificate may not be valid yet."""
+    """Certificate and key in two files, which are read again when they change.
+
+    New connections use the new certificate. Files that cannot be used are tried again: a certificate may not
+    be valid yet.
+    """
 
     def __init__(self, cert: str, key: str, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._cert, self._key, self._now = Path(cert).expanduser(), Path(key).expanduser(), now
         self._watched = WatchedFiles(self._cert, self._key)
         self._watched.begin()
         self.stale = False
-        """The files are missing or wrong: what they held before is in use."""
-        self.context, self.expires = context_of(self._cert, self._key, now())
+        """The files are missing or wrong, and the certificate that they held before is in use."""
+        self.context, self.expires = load_context(self._cert, self._key, now())
 
     async def watch(self) -> None:
-        """Until cancelled: use the files again when they have become others, and nobody writes to them."""
+        """Read the files again whenever they have changed and nobody writes to them, until cancelled."""
         while True:
             await self._watched.due()
             try:
                 await asyncio.to_thread(self._read)
-            except RuntimeError as wrong:  # no thread can be had now: at the next look
-                log.warning("certificate not read reason=%r", wrong)
+            except RuntimeError as error:  # no thread can be started now: try at the next look
+                log.warning("certificate not read reason=%r", error)
 
     def _read(self) -> None:
         self._watched.begin()
         try:
-            self.context, self.expires = context_of(self._cert, self._key, self._now())
-        except Exception as wrong:  # noqa: BLE001 - whatever it is: the next good one is to be read
+            self.context, self.expires = load_context(self._cert, self._key, self._now())
+        except Exception as error:  # noqa: BLE001 - after any failure the next good files must be read
             self.stale = True
             self._watched.ended(again=True)
-            said = wrong if isinstance(wrong, TlsError) else repr(wrong)
+            reason = error if isinstance(error, TlsError) else repr(error)
             until = f"{self.expires:%Y-%m-%d %H:%M}"
-            log.error("certificate not read, the one before stays in use until %s UTC: %s", until, said)
+            log.error("certificate not read, the one before stays in use until %s UTC: %s", until, reason)
             return
         self.stale = False
         self._watched.ended(again=False)
         log.info("certificate read file=%s expires=%s", self._cert, self.expires.isoformat())
 
 
-class Handshakes:
-    """Those under way on a server's listener. What comes of one is a connection; what fails is counted."""
+class HandshakeHost(Protocol):
+    """Server of a handshake, as the handshake sees it."""
+
+    limits: ServerLimits
+    loop: asyncio.AbstractEventLoop
+
+    def handshake_started(self, handshake: TlsHandshake) -> bool: ...
+
+    def handshake_ended(self, handshake: TlsHandshake, outcome: str) -> None: ...
+
+
+class TlsHandshake(asyncio.Protocol):
+    """Accepted connection until its handshake is done; it then becomes a connection of the server."""
+
+    sending = False
 
     def __init__(
-        self,
-        certificate: Certificate,
-        limits: ServerLimits,
-        connect: Callable[[asyncio.Transport], asyncio.Protocol],
-        full: Callable[[], bool],
-        idle: Crowd,
+        self, server: HandshakeHost, certificate: Certificate, connect: Callable[[], asyncio.Protocol]
     ) -> None:
-        """`connect` makes what a connection is spoken to by, of its transport below TLS; `full`: no more may
-        begin; `idle`: those that make place for it, to which handshakes belong themselves."""
-        self.loop = asyncio.get_running_loop()
-        self.limit_s = limits.handshake_timeout_s
-        self._certificate, self._connect, self._full = certificate, connect, full
-        self._stall_s = limits.write_stall_s
-        self._idle = idle
-        self._begun: set[_Accepted] = set()
-        self.ended: dict[str, int] = {}
-
-    @property
-    def under_way(self) -> int:
-        return len(self._begun)
-
-    def accepted(self) -> asyncio.Protocol:
-        return _Accepted(self)
-
-    def begin(self, one: _Accepted) -> bool:
-        if self._full():
-            self._count("too_many")
-            return False
-        self._begun.add(one)
-        self._idle.add(one.address, one)
-        return True
-
-    def end(self, one: _Accepted, how: str) -> None:
-        if one in self._begun:
-            self._begun.discard(one)
-            self._idle.discard(one.address, one)
-            self._count(how)
-
-    def close(self) -> None:
-        for one in tuple(self._begun):
-            one.cut("left")
-
-    async def upgrade(self, transport: asyncio.Transport, began: bytes) -> str:
-        """`began`: what has been read already. Says how it ended."""
-        early = _Early()
-        self.loop.call_soon(_feed, transport, began)  # after the upgrade takes over, before it shakes hands
-        try:
-            upgraded = await self.loop.start_tls(
-                transport,
-                early,
-                self._certificate.context,
-                server_side=True,
-                ssl_handshake_timeout=self.limit_s,
-                ssl_shutdown_timeout=self._stall_s,  # until what was written has been read
-            )
-        except ssl.SSLError:
-            return "refused"
-        except ConnectionAbortedError:
-            return "late"
-        except (OSError, RuntimeError):  # the latter of one that was closed in the same moment
-            return "left"
-        if upgraded is None or transport.is_closing() or upgraded.get_extra_info("ssl_object") is None:
-            return "left"  # it was lost meanwhile, or gave way
-        connection = self._connect(transport)
-        upgraded.set_protocol(connection)
-        connection.connection_made(upgraded)
-        if early.data:
-            connection.data_received(early.data)
-        return "done"
-
-    def _count(self, how: str) -> None:
-        self.ended[how] = self.ended.get(how, 0) + 1
-
-
-class _Accepted(asyncio.Protocol):
-    """A connection until its first bytes: those say whether it speaks TLS."""
-
-    def __init__(self, handshakes: Handshakes) -> None:
-        self._all = handshakes
-        self.address = ""
-        self._late: asyncio.TimerHandle | None = None
+        self._server = server
+        self._certificate = certificate
+        self._connect = connect
+        self._received = b""
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.address = address_of(transport.get_extra_info("peername"))
-        if not self._all.begin(self):
-            self._transport.abort()
-            return
-        self._late = self._all.loop.call_later(self._all.limit_s, self.cut, "late")
+        if self._server.handshake_started(self):
+            self._task = self._server.loop.create_task(self._upgrade())
+        else:
+            self.abort("too_many")
 
     def data_received(self, data: bytes) -> None:
-        if self._late is None:
-            return
-        self._late.cancel()
-        self._late = None
-        if data[0] != HANDSHAKE:
-            self._transport.write(NOT_TLS)
-            self._transport.close()
-            self._all.end(self, "not_tls")
-            return
-        self._transport.pause_reading()
-        self._task = self._all.loop.create_task(self._upgrade(data))
+        self._received += data  # before the task has run for the first time
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.cut("left")
+    def evict(self) -> None:
+        """Close, because a new connection needs the place of this handshake."""
+        self.abort("evicted")
 
-    @property
-    def sending(self) -> bool:
-        return False
-
-    def give_way(self) -> None:
-        self.cut("gave_way")
-
-    def cut(self, how: str) -> None:
-        if self._late is not None:
-            self._late.cancel()
+    def abort(self, outcome: str = "failed") -> None:
+        self._server.handshake_ended(self, outcome)
         self._transport.abort()
-        self._all.end(self, how)
 
-    async def _upgrade(self, began: bytes) -> None:
-        how = "left"
+    async def _upgrade(self) -> None:
+        outcome, limits = "failed", self._server.limits
+        early = _EarlyData()
+        # Runs when `start_tls` has taken the transport over, and before the handshake begins.
+        self._server.loop.call_soon(_feed, self._transport, self._received)
         try:
-            if not self._transport.is_closing():
-                how = await self._all.upgrade(self._transport, began)
+            upgraded = await self._server.loop.start_tls(
+                self._transport,
+                early,
+                self._certificate.context,
+                server_side=True,
+                ssl_handshake_timeout=limits.handshake_timeout_s,
+                ssl_shutdown_timeout=limits.write_stall_s,  # until the client has read what was written
+            )
+            # A client that left, or was evicted, in the same moment leaves no usable transport.
+            if upgraded is not None and upgraded.get_extra_info("ssl_object") is not None:
+                outcome = "failed" if self._transport.is_closing() else "done"
+        except ConnectionAbortedError:
+            outcome = "timeout"
+        except (OSError, RuntimeError):  # ssl.SSLError is an OSError; RuntimeError: closed before it began
+            pass
         finally:
-            self._all.end(self, how)
+            self._server.handshake_ended(self, outcome)
+        if outcome != "done" or upgraded is None:
+            self._transport.abort()
+            return
+        connection = self._connect()
+        upgraded.set_protocol(connection)
+        connection.connection_made(upgraded)
+        if early.data:
+            connection.data_received(early.data)
 
 
-class _Early(asyncio.Protocol):
-    """Told of what comes with a handshake's last message, and of the end of one that failed."""
+class _EarlyData(asyncio.Protocol):
+    """Receiver of data that arrives with the last message of a handshake."""
 
     data = b""
 
@@ -269,10 +215,11 @@ class _Early(asyncio.Protocol):
 
 
 def _feed(transport: asyncio.Transport, data: bytes) -> None:
-    protocol = cast(asyncio.BufferedProtocol, transport.get_protocol())
-    while data and not isinstance(protocol, _Accepted):  # it was closed before the upgrade began
-        buffer = memoryview(protocol.get_buffer(len(data)))  # type: ignore[arg-type]
+    """Give data to the TLS protocol that was received before it was there."""
+    protocol = transport.get_protocol()
+    while data and not isinstance(protocol, TlsHandshake):  # still there if the transport was closed
+        buffer = memoryview(cast(asyncio.BufferedProtocol, protocol).get_buffer(len(data)))  # type: ignore[arg-type]
         count = min(len(buffer), len(data))
         buffer[:count] = data[:count]
-        protocol.buffer_updated(count)
+        cast(asyncio.BufferedProtocol, protocol).buffer_updated(count)
         data = data[count:]

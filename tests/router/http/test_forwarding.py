@@ -11,6 +11,7 @@ from starlette.requests import Request as AppRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from router.batch.asgi import asgi_handler
 from router.http import (
     Endpoint,
     Request,
@@ -22,7 +23,6 @@ from router.http import (
     UpstreamRequest,
     forward,
 )
-from router.http.asgi import asgi_handler
 from tests.router.http.client import HOST, Client, eventually
 from tests.router.http.engine import EngineConnection, answer
 
