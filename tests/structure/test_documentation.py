@@ -1,15 +1,18 @@
-"""Every link, path and command in the documentation exists."""
+"""Every link, path, command and fleet key in the documentation exists."""
 
 import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from benchmarks.structure import PRODUCT, ROOT
+from deploy.fleet import FleetSpec
 
 FOLDERS = (
     *PRODUCT,
@@ -134,25 +137,52 @@ def is_module(name: str) -> bool:
         return False
 
 
+def fleet_keys(kind: Any, above: str = "") -> Iterator[str]:
+    """Yield the dotted names of the fleet file's keys; `slos.` has names of classes before its keys."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        for part in get_args(kind):
+            yield from fleet_keys(part, above)
+        return
+    for name, field in kind.model_fields.items():
+        yield above + name
+        yield from fleet_keys(field.annotation, f"{above}{name}.")
+
+
+FLEET_KEYS = set(fleet_keys(FleetSpec))
+BLOCKS = {key.partition(".")[0] for key in FLEET_KEYS if "." in key}
+
+
+def unknown_keys(page: Path) -> list[str]:
+    """Return the dotted names in backticks that look like keys of the fleet file and are none."""
+    named = re.findall(r"`([a-z_]+(?:\.[a-zA-Z_]+)+)(?::[^`]*)?`", text_of(page))
+    plain = [re.sub(r"^slos\.(NAME|default)\.?", "slos.", key).rstrip(".") for key in named]
+    return [
+        key
+        for key in plain
+        if key.partition(".")[0] in BLOCKS and key not in {*FLEET_KEYS, "slos"} and not FILE.fullmatch(key)
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert missing_links(page) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY], ids=str)
-def test_every_path_and_command_of_a_page_exists(page: Path) -> None:
-    assert missing_paths(page) + missing_commands(page) == []
+def test_every_path_command_and_fleet_key_of_a_page_exists(page: Path) -> None:
+    assert missing_paths(page) + missing_commands(page) + unknown_keys(page) == []
 
 
 def test_faults_of_a_page_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path("docs/glossary.md")
     wrong = "[a](gone.md) [b](kv.md#gone) `router/gone.py` `gone.py` `router/gone/` `make gone` "
-    wrong += "`python -m benchmarks.gone` `router/{keys,gone}.yaml`"
+    wrong += "`python -m benchmarks.gone` `router/{keys,gone}.yaml` `gateway.gone` `gateway.tls: {}`"
     monkeypatch.setattr(f"{__name__}.text_of", {page: wrong, Path("docs/kv.md"): "# KV"}.__getitem__)
     anchors.cache_clear()
     assert missing_links(page) == ["gone.md", "kv.md#gone"]
     assert missing_paths(page) == ["router/gone.py", "gone.py", "router/gone/", "router/gone.yaml"]
     assert missing_commands(page) == ["benchmarks.gone", "make gone"]
+    assert unknown_keys(page) == ["gateway.gone"]
     anchors.cache_clear()
 
 
