@@ -29,7 +29,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import SloSpec
 from deploy.lifecycle.status import serving
 from placement.engines import Role
-from router.gateway.turn.turn import CLASS_HEADER
+from router.gateway.slo_classes import CLASS_HEADER
 from traces import ReplayError
 from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer, text
 

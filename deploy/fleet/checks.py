@@ -18,7 +18,7 @@ from deploy.home import FleetHome, FleetKeys
 from kvtransfer import KVTransferError
 from placement import PlacementError
 from placement.engines import Role
-from router.gateway.turn.turn import PRIORITY_S
+from router.gateway.slo_classes import PRIORITY_S
 from router.http import Certificate, TlsError
 from router.requests.parsing import HIGHEST_PRIORITY
 from workers.processes import WorkerError

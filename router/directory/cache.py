@@ -47,8 +47,8 @@ class Known:
     completion_tokens: int = 0  # of its newest finished turn
     context_tokens: int = 0  # what its decoder holds, after its newest finished turn
     asked: Asked | None = None  # its newest request
-    left_at: float | None = None  # when its newest turn called a tool
-    waits: tuple[float, ...] = ()  # for tools, the newest last
+    tool_called_at: float | None = None  # by its newest turn; None while a turn runs
+    tool_waits: tuple[float, ...] = ()  # seconds that its tools took, the newest last
     waiting_since: float | None = None  # when the user message arrived that is not yet answered
 
 

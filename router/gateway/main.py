@@ -18,7 +18,7 @@ from router.errors import GatewayConfigError
 from router.gateway.config import GatewayConfig, load
 from router.gateway.responses.stored_answers import Answers
 from router.gateway.routes import Routes
-from router.gateway.turn.handler import Life
+from router.gateway.turn.handler import TurnHandler
 from router.http import (
     Certificate,
     Endpoint,
@@ -50,15 +50,15 @@ class Gateway:
         self._readers = Readers()
         most_bytes = config.limits.max_body_bytes
         self._answers = Answers(config.answers, readers=self._readers, most_bytes=most_bytes)
-        life = Life(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
-        self._life = life
+        turns = TurnHandler(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
+        self._turns = turns
         self._batch = batch = BatchForwarding(config.batch, self.pool) if config.batch else None
         self._certificate = Certificate(config.tls.cert, config.tls.key) if config.tls else None
         self._keys = Keys(config.keys, config.keys_file, config.key_limits)
         self._meters = Meters(self._keys.limits_of)
         self.directory.on_spent = self._meters.heard
         guards = self._keys, self._meters
-        known = config, self.directory, self.pool, life, self._readers, *guards, self._answers
+        known = config, self.directory, self.pool, turns, self._readers, *guards, self._answers
         routes = Routes(*known, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
@@ -100,7 +100,7 @@ class Gateway:
             await asyncio.to_thread(self.tracer.close)
         for task in self._watching:
             task.cancel()
-        self._life.returns.close()
+        self._turns.prefetcher.close()
         if self._batch is not None:
             await self._batch.close()
         await self._answers.close()

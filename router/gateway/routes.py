@@ -40,8 +40,10 @@ from router.gateway.config import GatewayConfig
 from router.gateway.dashboard import PREFIX as DASHBOARD
 from router.gateway.dashboard import DashboardRoutes
 from router.gateway.responses.stored_answers import Answers
-from router.gateway.turn.handler import Life
-from router.gateway.turn.turn import Classes, Models, TokenRatio, read_turn, text_headers
+from router.gateway.slo_classes import SloClasses
+from router.gateway.turn.handler import TurnHandler
+from router.gateway.turn.token_ratio import TokenRatio
+from router.gateway.turn.turn import Models, TurnReader, text_headers
 from router.http import (
     Endpoint,
     Handler,
@@ -85,7 +87,7 @@ class Routes:
         config: GatewayConfig,
         directory: DirectoryClient,
         pool: UpstreamPool,
-        life: Life,
+        turns: TurnHandler,
         readers: Readers,
         keys: Keys,
         meters: Meters,
@@ -96,8 +98,7 @@ class Routes:
         self._served = config.models_by_name
         self._hosts, self._audits = frozenset(config.hosts), config.audit
         self._directory = directory
-        self._life = life
-        self._readers = readers
+        self._turns = turns
         self._batch, self._answers = batch, answers
         self._clock = clock
         self._keys, self._meters = keys, meters
@@ -107,7 +108,7 @@ class Routes:
         self._groups = PrefixGroups(config.shared_prefixes)
         most = max(1, int(config.owner_share * config.limits.max_connections))
         self._shares = Shares(most, config.bodies_bytes)
-        self._classes = Classes(config)
+        self._turn_reader = TurnReader(readers, self._groups, SloClasses(config), answers, self._prompt_limit)
         stored = AnswerRoutes(answers)
         self._conversations = ConversationRoutes(directory, answers)
         self._dashboard = DashboardRoutes(config, directory, keys)
@@ -226,21 +227,20 @@ class Routes:
 
     async def _generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
         arrived_at = self._clock()
-        known = self._models_of(key.models), self._groups, self._classes, arrived_at, self._readers
-        limit = self._prompt_limit()
+        models = self._models_of(key.models)
         pieces = await request.body.read_pieces()
         with self._meters.turn(key, responder, self._address(request)) as charge:
-            turn = await read_turn(api, request, pieces, key.owner, *known, limit, self._answers)
+            turn = await self._turn_reader.read(api, request, pieces, key.owner, models, arrived_at)
             if turn.grammar is not None:
                 self._meters.grammar(key, turn.grammar, self._address(request))
             if self._batch is not None and turn.flex:
-                charge.reserve(self._life.binder.prompt_tokens(turn))  # its end is not seen here
+                charge.reserve(self._turns.binder.prompt_tokens(turn))  # its end is not seen here
                 await self._batch.flex(turn, responder, self._answers.observer(turn.space, turn.history))
                 if responder.status not in (None, 200):
                     charge.refund()
             else:
                 share = key.limits.waiting_share or 1.0
-                await self._life.serve(replace(turn, charge=charge, waiting_share=share), responder)
+                await self._turns.serve(replace(turn, charge=charge, waiting_share=share), responder)
 
     async def _models(self, key: Key, request: Request, responder: Responder) -> None:
         data = [self._shown(name) for name in self._models_of(key.models)]

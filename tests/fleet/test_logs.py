@@ -51,7 +51,7 @@ def test_prompts_and_answers_are_in_no_log_and_ids_are(laptop_fleet: RunningFlee
     assert all(LINE.match(line) for line in ours), [line for line in ours if not LINE.match(line)]
     loggers = {match["logger"] for line in ours if (match := LINE.match(line))}
     assert {
-        "conserve.router.life",
+        "conserve.router.turn",
         "conserve.router.directory.directory",
         "conserve.workers.keeper",
     } <= loggers

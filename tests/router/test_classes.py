@@ -10,7 +10,8 @@ from prometheus_client import REGISTRY
 
 from router.errors import BadRequest
 from router.gateway.config import GatewayConfig, ServedModel, SloClass, SloTargets
-from router.gateway.turn.turn import FLOW_HEADERS, Classes
+from router.gateway.slo_classes import SloClasses
+from router.gateway.turn.turn import FLOW_HEADERS
 from router.identity.conversation_ids import namespace
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
@@ -18,13 +19,13 @@ from tests.support.waiting import until
 GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), queue_weight=30.0)
 PAID = SloClass("paid", SloTargets(), queue_weight=5.0, owners=(namespace("alice"),))
 CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID), tbt_s=0.05)
-engine_arguments = Classes(CONFIG).engine_arguments
+engine_arguments = SloClasses(CONFIG).engine_arguments
 
 
 def chosen(
     headers: dict[str, str] | None = None, body: dict[str, Any] | None = None, key: str = "bob"
 ) -> str:
-    return Classes(CONFIG).choose(namespace(key), headers or {}, body or {}).name
+    return SloClasses(CONFIG).choose(namespace(key), headers or {}, body or {}).name
 
 
 def test_by_header_or_body_by_objective_by_key() -> None:
@@ -85,10 +86,10 @@ def test_a_turn_asks_for_no_sooner_first_token_than_its_class_or_its_engines_hav
     tight = SloClass("tight", SloTargets(ttfet_s=0.5))
     for of, least in ((default, 2000), (PAID, 2000), (GOLD, 2000), (tight, 500)):
         before = raised(of)
-        said = Classes(config).engine_arguments(of, headers, body)
+        said = SloClasses(config).engine_arguments(of, headers, body)
         assert said["vllm_xargs"]["slo_ttft_ms"] == least
         assert raised(of) == before + 1
-    later = Classes(config).engine_arguments(GOLD, {"x-slo-ttft-ms": "2500"}, {})
+    later = SloClasses(config).engine_arguments(GOLD, {"x-slo-ttft-ms": "2500"}, {})
     assert later["vllm_xargs"]["slo_ttft_ms"] == 2500
 
 

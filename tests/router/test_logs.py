@@ -50,7 +50,7 @@ async def test_a_turn_is_a_line_with_its_ids(tmp_path: Path, lines: io.StringIO)
         answer = await ask(made.urls[0], [user("hello")], stream=True)
     (turn,) = [line for line in lines.getvalue().splitlines() if " turn conversation=" in line]
     match = LINE.match(turn)
-    assert match and match["logger"] == "conserve.router.life"
+    assert match and match["logger"] == "conserve.router.turn"
     said = fields(match["event"])
     assert said["conversation"].endswith(answer.conversation)
     assert said["request"].encode() in answer.body

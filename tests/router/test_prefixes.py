@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from router.gateway.turn.handler import BrokenBy
+from router.gateway.turn.prefix_breaks import PrefixBreak
 from tests.support.fake_fleet import ask, assistant, fleet, user
 
 NAMED = {"x-session-id": "s"}
@@ -17,7 +17,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 
 def counted() -> dict[str, float]:
     name = "conserve_prefix_broken_tokens_total"
-    return {one.value: REGISTRY.get_sample_value(name, {"cause": one}) or 0.0 for one in BrokenBy}
+    return {one.value: REGISTRY.get_sample_value(name, {"cause": one}) or 0.0 for one in PrefixBreak}
 
 
 async def broken(

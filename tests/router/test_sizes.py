@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from router.directory.cache import Known
 from router.gateway.config import SloClass, SloTargets
-from router.gateway.turn.turn import TokenRatio, Turn
+from router.gateway.turn.token_ratio import TokenRatio
+from router.gateway.turn.turn import Turn
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import Explicit
 from router.requests.parsing import Api, Hints, Prompt

@@ -13,7 +13,7 @@ import pytest
 
 from router.errors import EngineLost
 from router.gateway.config import SloClass, SloTargets
-from router.gateway.turn.execution import Continuation, why_not
+from router.gateway.turn.resumption import StreamResumption, why_not_resumable
 from router.gateway.turn.turn import Turn
 from router.http import RelayEnd, RelayOutcome
 from router.identity import prefix_chain as chains
@@ -362,13 +362,13 @@ def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
     ],
 )
 def test_what_a_request_says_against_it(body: dict[str, Any], size: int, why: str | None) -> None:
-    assert why_not(a_turn(Api.COMPLETIONS, body, size)) == why
+    assert why_not_resumable(a_turn(Api.COMPLETIONS, body, size)) == why
 
 
 def test_a_stream_of_hours_may_be_cut_often_but_not_in_one_place() -> None:
     now = 0.0
     turn = a_turn(Api.CHAT, {"temperature": 0})
-    stream = Continuation(turn, lambda: now)
+    stream = StreamResumption(turn, lambda: now)
     assert stream.progress is not None
     cut = RelayOutcome(RelayEnd.RESUMABLE, 200, EngineLost("lost"))
     for _ in range(5):

@@ -19,7 +19,7 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-# Set by the gateway: seconds that a turn's class is worth while it waits (router/gateway/turn/turn.py).
+# Set by the gateway: seconds that a turn's class is worth while it waits (router/gateway/slo_classes.py).
 QUEUE_WEIGHT_ARGUMENT = "queue_weight"
 START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
 

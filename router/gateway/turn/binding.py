@@ -1,10 +1,10 @@
-"""Bindings at one gateway: a turn's conversation, and the engines that serve it, or why none does.
+"""Binding of turns: identifies a turn's conversation, and finds the engines that serve it.
 
-A first turn is placed by the directory: its decoder computes the prompt, or a prefiller does while its KV
-streams to the decoder. Every later turn goes to that decoder as it came. A later turn that appends much, most
-of its prompt, may pass through a prefiller again (`Redisaggregation`, placement/routing/placer_settings.py).
-A conversation whose decoder is lost is bound anew. What the directory refuses, or that it cannot be reached,
-is an error for the client, with its status and when to try again (`refused`, `unreachable`).
+The directory places a first turn: its decoder computes the prompt, or a prefiller does while its KV streams
+to the decoder. Later turns go to that decoder unchanged. A later turn that appends most of its prompt may
+pass through a prefiller again (`Redisaggregation`, placement/routing/placer_settings.py). A conversation
+whose decoder is lost is bound anew. A refusal by the directory, or its absence, becomes an error for the
+client, with a status and the time of the next try (`refusal_error`, `unreachable_error`).
 """
 
 import asyncio
@@ -27,7 +27,10 @@ from router.errors import (
     Unavailable,
 )
 from router.gateway.config import GatewayConfig
-from router.gateway.turn.turn import PRIORITY_S, TokenRatio, Turn, TurnMetrics
+from router.gateway.slo_classes import PRIORITY_S
+from router.gateway.turn.token_ratio import TokenRatio
+from router.gateway.turn.turn import Turn
+from router.gateway.turn.turn_metrics import TurnMetrics
 from router.http import Responder
 from router.identity.conversation_ids import How, conversation_key, resolve_prefix
 from router.identity.prefix_chain import Chain
@@ -37,7 +40,7 @@ log = logging.getLogger("conserve.router.binding")
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """The conversation of a turn, and how it was found."""
+    """Conversation of a turn, and how it was found."""
 
     key: str
     how: How
@@ -49,23 +52,24 @@ class Identified:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The engines that serve a turn, and why these."""
+    """Engines that serve a turn, and the cause of their choice."""
 
     known: Known
     decoder: EngineInfo
-    prefiller: EngineInfo | None  # None: the decoder computes what it does not have
+    prefiller: EngineInfo | None  # None: the decoder computes the prompt
     turn: int
     cause: str  # first_turn, rebound, moved, redisaggregated, bound
-    placed_at: float | None = None  # None: it needed no place
+    placed_at: float | None = None  # None: the turn needed no placement
 
     @property
-    def in_words(self) -> str:
+    def summary(self) -> str:
+        """Return the value of the header `X-Conversation-Placement`."""
         prefiller = f"; prefiller={self.prefiller.engine}" if self.prefiller is not None else ""
         return f"cause={self.cause}; decoder={self.decoder.engine}{prefiller}"
 
 
 class Binder:
-    """Finds a turn's conversation and its engines; asks the directory where they have to be chosen."""
+    """Identifies conversations, and binds their turns to engines, through the directory where needed."""
 
     def __init__(
         self,
@@ -80,75 +84,82 @@ class Binder:
         self._placing: dict[str, asyncio.Task[tuple[Placed | Refusal, Known | None]]] = {}
 
     async def identify(self, turn: Turn) -> Identified:
-        said, number = turn.prompt.identity, self._directory.next_turn()
-        parent = conversation_key(turn.space, said.parent) if said.parent else None
+        """Return the conversation of a turn: by its id, or by the longest known prefix of its prompt."""
+        identity, number = turn.prompt.identity, self._directory.next_turn()
+        parent = conversation_key(turn.space, identity.parent) if identity.parent else None
         chain = turn.prompt.chain
-        if said.id is not None:
-            key = conversation_key(turn.space, said.id)
+        if identity.id is not None:
+            key = conversation_key(turn.space, identity.id)
             matched = self._directory.cache.nodes.find_of(chain, key)
-            who = Identified(key, How.EXPLICIT, parent, chain, matched, number)
+            found = Identified(key, How.EXPLICIT, parent, chain, matched, number)
         else:
-            found, running = await self._directory.find(chain, said.name)
-            got = resolve_prefix(found, chain.end.digest, running, said.name)
-            key = got.conversation or conversation_key(turn.space, said.new_id())
-            matched = got.known_bytes if got.conversation else 0
-            who = Identified(key, got.how, got.parent or parent, chain, matched, number)
-        metrics.labelled(metrics.IDENTIFIED, who.how).inc()
-        return who
+            node, running = await self._directory.find(chain, identity.name)
+            resolved = resolve_prefix(node, chain.end.digest, running, identity.name)
+            key = resolved.conversation or conversation_key(turn.space, identity.new_id())
+            matched = resolved.known_bytes if resolved.conversation else 0
+            found = Identified(key, resolved.how, resolved.parent or parent, chain, matched, number)
+        metrics.labelled(metrics.IDENTIFIED, found.how).inc()
+        return found
 
-    def uncached_tokens(self, turn: Turn, who: Identified) -> int:
-        """Tokens of the prompt that are to be computed, as far as anybody can tell now."""
-        known = self._directory.bound(who.key)
+    def uncached_tokens(self, turn: Turn, found: Identified) -> int:
+        """Return the tokens of the prompt that probably have to be computed."""
+        known = self._directory.bound(found.key)
         if known is not None:
-            return self._ratio.uncached_tokens(turn, known, who.matched_bytes)
+            return self._ratio.uncached_tokens(turn, known, found.matched_bytes)
         return self.prompt_tokens(turn)
 
     def prompt_tokens(self, turn: Turn) -> int:
+        """Return the estimated tokens of the prompt, at most what the engines take."""
         return self._ratio.prompt_tokens(turn, self._directory.engines.max_context)
 
-    async def bind(self, turn: Turn, who: Identified, responder: Responder) -> Route:
-        known = self._directory.bound(who.key)
-        if known is None or self._directory.leaving(known):  # off a decoder that is draining
-            return await self._place(turn, who, responder)
+    async def bind(self, turn: Turn, found: Identified, responder: Responder) -> Route:
+        """Return the route of a turn; the directory is asked only where engines have to be chosen."""
+        known = self._directory.bound(found.key)
+        if known is None or self._directory.leaving(known):  # moves off a draining decoder
+            return await self._place(turn, found, responder)
         decoder = self._directory.engines.get(known.engine)
         assert decoder is not None
-        uncached = self._ratio.uncached_tokens(turn, known, who.matched_bytes)
+        uncached = self._ratio.uncached_tokens(turn, known, found.matched_bytes)
         if self._through_prefiller(turn, uncached):
-            return await self._place(turn, who, responder, uncached=uncached)
+            return await self._place(turn, found, responder, uncached=uncached)
         known.prompt_bytes = turn.prompt_bytes
-        self._directory.turn_began(known, who.turn, who.chain.end)
-        return Route(known, decoder, None, who.turn, "bound")
+        self._directory.turn_began(known, found.turn, found.chain.end)
+        return Route(known, decoder, None, found.turn, "bound")
 
     def _through_prefiller(self, turn: Turn, uncached: int) -> bool:
         prompt = max(uncached, self._ratio.prompt_tokens(turn, 0))
         config = self._config
         return config.policy.later_turn_through_prefiller(config.redisaggregation, uncached, prompt)
 
-    async def bind_again(self, turn: Turn, who: Identified, route: Route, responder: Responder) -> Route:
-        """The decoder was lost, before anything of its answer reached the client or in the middle of it."""
+    async def bind_again(self, turn: Turn, found: Identified, route: Route, responder: Responder) -> Route:
+        """Return a new route after the decoder was lost, before its answer began or in the middle of it."""
         metrics.FALLBACKS.labels("decoder_lost").inc()
-        log.warning("decoder lost, placing again conversation=%s engine=%s", who.key, route.decoder.engine)
-        return await self._place(turn, who, responder, lost=(route.decoder.engine, route.decoder.epoch))
+        log.warning(
+            "decoder lost, placing again conversation=%s engine=%s",
+            found.key,
+            route.decoder.engine,
+        )
+        return await self._place(turn, found, responder, lost=(route.decoder.engine, route.decoder.epoch))
 
     async def _place(
         self,
         turn: Turn,
-        who: Identified,
+        found: Identified,
         responder: Responder,
         *,
         uncached: int | None = None,
         lost: tuple[str, int] | None = None,
     ) -> Route:
         ask = Ask(
-            key=who.key,
+            key=found.key,
             gateway=self._directory.gateway,
             prompt_tokens=self.prompt_tokens(turn),
             wait_s=self._config.place_wait_s,
-            parent=who.parent,
+            parent=found.parent,
             uncached_tokens=uncached,
             lost=lost,
-            end=who.chain.end,
-            turn=who.turn,
+            end=found.chain.end,
+            turn=found.turn,
             queue_weight=turn.slo_class.queue_weight,
             priority_weight=turn.prompt.hints.priority * PRIORITY_S,
             prefixes=self._ratio.prefixes(turn) if uncached is None else (),
@@ -157,43 +168,43 @@ class Binder:
         )
         asking = asyncio.create_task(self._ask(ask))
 
-        def client_left() -> None:
+        def cancel() -> None:
             asking.cancel()
 
-        forget = responder.on_disconnect(client_left)
+        unregister = responder.on_disconnect(cancel)
         began = self._clock()
         try:
             outcome, known = await asking
-        except DirectoryUnavailable as wrong:
+        except DirectoryUnavailable as error:
             metrics.REFUSALS.labels("no_directory").inc()
-            raise unreachable(wrong) from wrong
+            raise unreachable_error(error) from error
         except asyncio.CancelledError:
-            self._directory.abandon(who.key, who.turn)
+            self._directory.abandon(found.key, found.turn)
             if responder.disconnected:
                 raise ClientLeft from None
             raise
         finally:
-            forget()
+            unregister()
             metrics.PLACE_SECONDS.observe(self._clock() - began)
         if isinstance(outcome, Refusal):
             metrics.REFUSALS.labels(outcome.reason).inc()
             metrics.TURNS.labels("refused").inc()
-            raise refused(outcome)
+            raise refusal_error(outcome)
         assert known is not None
         known.prompt_bytes = turn.prompt_bytes
         decoder = await self._directory.engine(outcome.engine, outcome.epoch)
         prefiller = self._directory.engines.get(outcome.prefiller) if outcome.prefiller else None
         if decoder is None:
-            self._directory.turn_ended(known, who.turn, 0, 0)
+            self._directory.turn_ended(known, found.turn, 0, 0)
             raise Unavailable(f"engine {outcome.engine} is gone; try again", retry_after_s=1.0)
-        if outcome.prefiller and prefiller is None:  # gone in between: the decoder computes the prompt
+        if outcome.prefiller and prefiller is None:  # lost meanwhile: the decoder computes the prompt
             metrics.FALLBACKS.labels("prefill_failed").inc()
-            self._directory.prefill_done(who.key)
+            self._directory.prefill_done(found.key)
         self._metrics.placed(self._config.policy, outcome.cause, prefiller is not None)
-        return Route(known, decoder, prefiller, who.turn, outcome.cause, self._clock())
+        return Route(known, decoder, prefiller, found.turn, outcome.cause, self._clock())
 
     async def _ask(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
-        """A fork goes where its parent is: while that is being placed here, it waits for it."""
+        """Ask the directory for a placement. A fork waits while this gateway places its parent."""
         parent = self._placing.get(ask.parent or "")
         if parent is not None:
             await asyncio.wait([parent])
@@ -206,7 +217,8 @@ class Binder:
                 del self._placing[ask.key]
 
 
-def refused(refusal: Refusal) -> ApiError:
+def refusal_error(refusal: Refusal) -> ApiError:
+    """Return the client's error for a refused placement."""
     retry = refusal.retry_after_s or None
     if refusal.reason is RefusalReason.TOO_LARGE:
         return ContextTooLong(refusal.message)
@@ -215,9 +227,10 @@ def refused(refusal: Refusal) -> ApiError:
     return Unavailable(refusal.message, code=refusal.reason, retry_after_s=retry)
 
 
-def unreachable(wrong: DirectoryUnavailable) -> ApiError:
+def unreachable_error(error: DirectoryUnavailable) -> ApiError:
+    """Return the client's error while the directory cannot be reached."""
     return Unavailable(
-        f"new conversations cannot be placed now: {wrong}; those that run go on, try again",
+        f"new conversations cannot be placed now: {error}; running ones continue, try again",
         code="no_directory",
-        retry_after_s=wrong.retry_after_s,
+        retry_after_s=error.retry_after_s,
     )

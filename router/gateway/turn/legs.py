@@ -1,4 +1,4 @@
-"""The two requests of a turn that a prefiller computes and a decoder answers, and what a failed one means."""
+"""Legs of a transferred turn: the prefill and the decode request, and the meaning of their failures."""
 
 import logging
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from router.requests.parsing import Api
 log = logging.getLogger("conserve.router.legs")
 
 _MAY_BE_DYING = frozenset({500, 503})
-_DEAD_ENGINE = (b"EngineCore", b"EngineDead")  # in vLLM's own words
+_DEAD_ENGINE = (b"EngineCore", b"EngineDead")  # in the errors of a vLLM whose core has died
 
 _LIMIT = {
     Api.CHAT: ("max_tokens", "max_completion_tokens"),
@@ -38,9 +38,9 @@ _LIMIT = {
     Api.RESPONSES: ("max_output_tokens",),
     Api.MESSAGES: ("max_tokens",),
 }
-# Fields that the prefill leg overwrites with a neutral value: they shape or describe an answer, and its one
-# token is thrown away. `response_format` and `tool_choice` stay: some templates write them into the prompt.
-_DROPPED: Mapping[str, Any] = {
+# Neutral values for fields of the prefill leg that shape or describe an answer: its one token is discarded.
+# `response_format` and `tool_choice` stay, because some templates write them into the prompt.
+_NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs", "best_of", "include", "seed")),
     **dict.fromkeys(("structured_outputs", "bad_words", "logit_bias", "allowed_token_ids")),
     **dict.fromkeys(("logprob_token_ids", "stop", "stop_token_ids", "stop_sequences")),
@@ -52,8 +52,11 @@ _DROPPED: Mapping[str, Any] = {
 def one_token_body(
     api: Api, raw: tuple[bytes, ...], body: Mapping[str, Any], more: Mapping[str, Any]
 ) -> tuple[bytes, ...]:
-    """Return a body with the same prompt that asks for one token, no stream. `body`: `raw` as it was read."""
-    leg = {name: value for name, value in _DROPPED.items() if name in body}
+    """Return a body with the same prompt that asks for one token, without a stream.
+
+    `body` has the fields of `raw`.
+    """
+    leg = {name: value for name, value in _NEUTRAL.items() if name in body}
     limits = _LIMIT[api]
     for limit in limits:
         if limit in body or limit == limits[0]:
@@ -75,6 +78,7 @@ def prefill_body(
     transfer_id: str,
     resume: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, ...]:
+    """Return the body of a prefill leg, whose KV a decoder fetches under `transfer_id`."""
     params = {"do_remote_decode": True, "transfer_id": transfer_id, **_resumed(resume)}
     return one_token_body(api, raw, body, {"kv_transfer_params": params})
 
@@ -84,14 +88,14 @@ def _resumed(resume: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
-    """The turn as an engine gets it: in a trace that names this leg, if it is traced."""
+    """Return the turn with trace headers that name this leg, if it is traced."""
     if turn.trace is None:
         return turn
     return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
 
 
 def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
-    """Where the decoder finds the KV of a transfer that begins now."""
+    """Return the parameters with which the decoder fetches the KV of a transfer that begins now."""
     host, _, port = prefiller.transfer.rpartition(":")
     return {
         "do_remote_prefill": True,
@@ -104,29 +108,31 @@ def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
+    """Answer of a prefill leg."""
+
     prompt_tokens: int  # exact; 0 when the prefill failed
     params: dict[str, Any] | None
     cached_tokens: int | None = None  # of the prompt, if the engine says so
     unreachable: bool = False
-    died: bool = False  # while it had the request
+    died: bool = False  # the prefiller crashed while it had the request
 
 
 async def prefill(
     pool: UpstreamPool, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str
 ) -> PrefillAnswer:
-    """Its answer counts only for its exact size; when it fails, the decoder computes the prompt.
+    """Run the prefill leg. When it fails, the decoder computes the prompt.
 
-    `key`: the conversation's, which goes along, so that engines know whose KV it is.
+    `key` is the conversation's key; it tells engines whose KV this is.
     """
     body = prefill_body(turn.api, turn.raw, turn.body, transfer_id, turn.resume)
     request = _request(turn, key, body, repeatable=False)
     try:
         response = await fetch(pool, Endpoint.parse(prefiller.http), request)
         answer = orjson.loads(response.body) if response.status == 200 else {}
-    except (UpstreamError, orjson.JSONDecodeError) as wrong:
-        died = isinstance(wrong, EngineLost)
-        unreachable = died or isinstance(wrong, EngineUnreachable)
-        return _failed(key, prefiller, str(wrong), unreachable=unreachable, died=died)
+    except (UpstreamError, orjson.JSONDecodeError) as error:
+        died = isinstance(error, EngineLost)
+        unreachable = died or isinstance(error, EngineUnreachable)
+        return _failed(key, prefiller, str(error), unreachable=unreachable, died=died)
     if response.status != 200:
         return _failed(key, prefiller, f"status {response.status}")
     usage = usage_from(answer.get("usage") or {})
@@ -148,13 +154,16 @@ async def decode(
     observer: StreamObserver,
     progress: StreamProgress | None,
 ) -> RelayOutcome:
-    """Without `params` or hints the client's body goes as it came. `progress`: of a stream that may go on
-    elsewhere, or does."""
-    said = {"conversation": hints} if (hints := turn.prompt.hints.for_engine) else {}
-    told = {**(params or {}), **said, **_resumed(turn.resume)}
-    body = with_fields(turn.raw, {"kv_transfer_params": told}) if told else turn.raw
-    more = progress.headers if progress is not None else []
-    request = _request(turn, key, body, *more, repeatable=not params)
+    """Relay the decode leg to the client. Without parameters or hints the client's body is not changed.
+
+    `progress` is that of a stream that can be resumed, None for one that cannot.
+    """
+    given = {**(params or {}), **_resumed(turn.resume)}
+    if hints := turn.prompt.hints.for_engine:
+        given["conversation"] = hints
+    body = with_fields(turn.raw, {"kv_transfer_params": given}) if given else turn.raw
+    stream_headers = progress.headers if progress is not None else []
+    request = _request(turn, key, body, *stream_headers, repeatable=not params)
     endpoint = Endpoint.parse(decoder.http)
     return await relay(pool, endpoint, request, responder, observer, hold=_MAY_BE_DYING, progress=progress)
 
@@ -176,28 +185,32 @@ def _failed(
 ) -> PrefillAnswer:
     metrics.FALLBACKS.labels("prefill_failed").inc()
     log.warning(
-        "prefill failed, the decoder computes conversation=%s engine=%s reason=%r", key, prefiller.engine, why
+        "prefill failed, the decoder computes the prompt conversation=%s engine=%s reason=%r",
+        *(key, prefiller.engine, why),
     )
     return PrefillAnswer(0, None, unreachable=unreachable, died=died)
 
 
 def decoder_lost(outcome: RelayOutcome) -> bool:
-    """Nothing of an answer was seen, and none will come from there."""
+    """Return whether the decoder was lost before it began an answer."""
     if outcome.end is RelayEnd.NOT_STARTED:
         return isinstance(outcome.error, EngineLost | EngineUnreachable)
     held = outcome.response if outcome.end is RelayEnd.HELD else None
     return held is not None and (held.status == 503 or any(mark in held.body for mark in _DEAD_ENGINE))
 
 
-def died_under_it(outcome: RelayOutcome) -> bool:
-    """The engine had the request when it ended; one that was away already, or refuses work, had not."""
+def crashed_under_request(outcome: RelayOutcome) -> bool:
+    """Return whether the engine crashed while it had the request.
+
+    An engine that was away before, or that refuses work, did not have it.
+    """
     if outcome.response is not None:
         return any(mark in outcome.response.body for mark in _DEAD_ENGINE)
     return isinstance(outcome.error, EngineLost)
 
 
-def answer_what_is_left(outcome: RelayOutcome, responder: Responder) -> None:
-    """An answer that was held back goes to the client after all; one that never came is an error."""
+def send_held_answer(outcome: RelayOutcome, responder: Responder) -> None:
+    """Send the client an engine's answer that was held back; raise the error if there was none."""
     if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
         raise outcome.error
     if outcome.end is RelayEnd.HELD and outcome.response is not None:

@@ -14,7 +14,8 @@ from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
 from router.gateway.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
 from router.gateway.responses.stored_answers import Answers
-from router.gateway.turn.turn import Classes, read_turn
+from router.gateway.slo_classes import SloClasses
+from router.gateway.turn.turn import TurnReader
 from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
 from router.identity.conversation_ids import PrefixGroups
 from router.requests.parser_pool import Readers
@@ -81,10 +82,12 @@ class FrontGateway:
     async def _handle(self, request: Request, responder: Responder) -> None:
         key = self.keys.caller(request.headers)
         if request.path == "/v1/chat/completions":
-            models = self._config.models_by_name
-            known = models, PrefixGroups(), Classes(self._config), 0.0, Readers(), PromptLimit(1_000_000)
-            pieces = await request.body.read_pieces()
-            turn = await read_turn(Api.CHAT, request, pieces, key.owner, *known, self._answers)
+            models, pieces = self._config.models_by_name, await request.body.read_pieces()
+            classes = SloClasses(self._config)
+            reader = TurnReader(
+                Readers(), PrefixGroups(), classes, self._answers, lambda: PromptLimit(1_000_000)
+            )
+            turn = await reader.read(Api.CHAT, request, pieces, key.owner, models, 0.0)
             await self._forwarding.flex(turn, responder, StreamObserver())
         else:
             await self._forwarding.handle(request, responder, key)

@@ -1,0 +1,92 @@
+"""Causes of broken prefixes: why a later turn's prompt did not continue the tokens of its conversation's KV.
+
+The hash chains over messages show what a client changed. The engine's count of cached tokens shows the rest:
+if the messages are the same and the KV of the last answer is not found, the same text has become other
+tokens. docs/operate.md says what to do about each cause.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router import metrics
+from router.directory.cache import Asked, Known
+from router.gateway.turn.turn import Turn
+from router.http import Observation
+from router.identity.prefix_chain import OTHERS, REASONED
+
+_CAUSES_WITH_KV = frozenset({"bound", "redisaggregated"})  # routes to the decoder that holds the KV
+
+
+class PrefixBreak(StrEnum):
+    """Cause of a broken prefix."""
+
+    CHANGED_TOOLS = "changed_tools"
+    EDITED_HISTORY = "edited_history"
+    STRIPPED_REASONING = "stripped_reasoning"
+    RERENDERED_TOOL_CALL = "rerendered_tool_call"
+    RETOKENISED_OUTPUT = "retokenised_output"
+
+
+@dataclass(frozen=True, slots=True)
+class KvReuse:
+    """KV that a later turn's decoder held, and what it found again."""
+
+    matched_bytes: int  # of the prompt, in an earlier request of this conversation
+    held: int  # tokens that its decoder held
+    generated: int  # of these, by the turn before
+    cached: int | None  # tokens that it found again, if it says so
+    block: int  # tokens of a block; an incomplete block is never found
+
+
+def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[PrefixBreak, int] | None:
+    """Return the cause of a broken prefix and the tokens computed again.
+
+    Returns None when the prefix held, or when nobody can know.
+    """
+    lost = reuse.held if reuse.cached is None else max(0, reuse.held - reuse.cached)
+    if before.tools != turn.prompt.tools_digest:
+        return PrefixBreak.CHANGED_TOOLS, lost
+    links = turn.prompt.chain.links
+    answer = turn.prompt.marks[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
+    continues = len(links) > before.messages and links[before.messages - 1] == before.end
+    if not (continues and answer):
+        if len(links) == before.messages and links[-1] == before.end:
+            return None  # a retry
+        if reuse.cached is None:
+            asked = reuse.held - reuse.generated
+            lost -= int(asked * min(1.0, reuse.matched_bytes / max(1, before.size)))
+        return PrefixBreak.EDITED_HISTORY, lost
+    tokens = min(lost, reuse.generated)
+    if lost <= reuse.block or (reuse.cached is not None and lost > reuse.generated + reuse.block):
+        return None  # all was found, or the KV of the prompt before was evicted as well
+    if before.reasoned and REASONED not in answer:
+        return PrefixBreak.STRIPPED_REASONING, tokens
+    if reuse.cached is None:
+        return None
+    return PrefixBreak.RERENDERED_TOOL_CALL if before.called_tool else PrefixBreak.RETOKENISED_OUTPUT, tokens
+
+
+def record_prefix(
+    turn: Turn, matched_bytes: int, known: Known, cause: str, block: int, seen: Observation
+) -> None:
+    """Count a broken prefix of a complete turn, and remember its prompt for the next turn.
+
+    Call this before the turn's token counts replace those of the turn before.
+    """
+    before, usage = known.asked, seen.usage
+    if before is not None and cause in _CAUSES_WITH_KV and known.context_tokens:
+        cached = usage.cached_tokens if usage and cause == "bound" else None
+        reuse = KvReuse(matched_bytes, known.context_tokens, known.completion_tokens, cached, block)
+        if (broken := find_prefix_break(before, turn, reuse)) is not None:
+            metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
+    known.asked = None
+    if turn.prompt.marks:
+        chain = turn.prompt.chain
+        known.asked = Asked(
+            chain.end.link,
+            len(chain.links),
+            chain.total_bytes,
+            turn.prompt.tools_digest,
+            seen.reasoned,
+            seen.called_tool,
+        )
