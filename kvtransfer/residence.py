@@ -308,7 +308,7 @@ def owner_key(request: Any) -> str | None:
 
 
 def note_what_client_said(request: Any, conversation: RetainedConversation) -> None:
-    """How long its KV stays where, checked and bounded by the gateway (router/requests/parsing.py)."""
+    """How long its KV stays where, checked and bounded by the gateway (router/requests/body_parser.py)."""
     said = (request.kv_transfer_params or {}).get("conversation") or {}
     conversation.park_after_s = said.get("park_after_s")
     conversation.ttl_s = said.get("ttl_s", conversation.ttl_s)

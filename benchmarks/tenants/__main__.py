@@ -31,7 +31,7 @@ from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.schema import KeyLimitsSpec
 from deploy.lifecycle.status import serving
-from router.auth.keys import hash_of
+from router.auth.keys import hash_secret
 from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions, text
 
@@ -85,7 +85,7 @@ class Victim:
 def prepared(file: Path, keys: Path) -> FleetSpec:
     fleet = load_fleet(file)
     keys.write_bytes(
-        orjson.dumps([{"id": one, "owner": one[3:], "hash": hash_of(one)} for one in (VICTIM, HOSTILE)])
+        orjson.dumps([{"id": one, "owner": one[3:], "hash": hash_secret(one)} for one in (VICTIM, HOSTILE)])
     )
     gateway = fleet.gateway.model_copy(update={"keys_file": str(keys), "key_limits": LIMITS})
     engine = fleet.engine.model_copy(update={"start_together": 2})

@@ -20,7 +20,7 @@ from placement import PlacementError
 from placement.engines import Role
 from router.gateway.slo_classes import PRIORITY_S
 from router.http import Certificate, TlsError
-from router.requests.parsing import HIGHEST_PRIORITY
+from router.requests.hints import HIGHEST_PRIORITY
 from workers.processes import WorkerError
 
 KEYS_OF_CONSERVE = ("safepoints", "offline_share", "ageing")  # under coserving

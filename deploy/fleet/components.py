@@ -19,7 +19,7 @@ from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import Limits, StructuredOutputs, inline
+from router.auth.keys import Limits, StructuredOutputs, inline_keys
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.directory.directory import DirectorySettings
 from router.gateway.config import (
@@ -34,7 +34,8 @@ from router.gateway.config import (
     TracingConfig,
 )
 from router.http import ServerLimits, UpstreamLimits
-from router.identity.conversation_ids import EVERYBODY, namespace
+from router.identity.conversation_ids import namespace
+from router.identity.prefix_groups import EVERYBODY
 from workers.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
@@ -314,7 +315,7 @@ def gateway_config(
         GatewayConfig,
         fleet.gateway,
         key_limits=configured(Limits, fleet.gateway.key_limits),
-        keys=inline(fleet.gateway.api_keys, fleet.gateway.admin_keys),
+        keys=inline_keys(fleet.gateway.api_keys, fleet.gateway.admin_keys),
         tls=configured(TlsConfig, fleet.gateway.tls) if fleet.gateway.tls else None,
         trusted_proxies=tuple(fleet.gateway.trusted_proxies),
         directory=directory,

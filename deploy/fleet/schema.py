@@ -26,11 +26,11 @@ from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from placement.scheduling.interface import ServingSettings
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import COMMON, StructuredOutputs
+from router.auth.keys import DEFAULT_LIMITS, StructuredOutputs
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.gateway.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
-from router.requests.parsing import LONGEST_HINT_S
+from router.requests.hints import LONGEST_HINT_S
 from workers.coserving.config import CoServingConfig
 from workers.keeper import KeeperSettings
 from workers.launch import LaunchSpec as Engine
@@ -158,21 +158,23 @@ _Secret = Annotated[str, Field(pattern=r"^[!-~]([ -~]*[!-~])?$")]  # what a head
 class KeyLimitsSpec(Spec):
     """What an API key may take where the keys file says nothing else; without a number there is no bound."""
 
-    requests_per_minute: _Count | None = COMMON.requests_per_minute
-    tokens_per_minute: _Count | None = COMMON.tokens_per_minute
+    requests_per_minute: _Count | None = DEFAULT_LIMITS.requests_per_minute
+    tokens_per_minute: _Count | None = DEFAULT_LIMITS.tokens_per_minute
     """Computed ones: of prompts what no cache held, and answers."""
-    turns: _Count | None = COMMON.turns
+    turns: _Count | None = DEFAULT_LIMITS.turns
     """At once."""
-    waiting_share: Annotated[float, Field(gt=0, le=1)] | None = COMMON.waiting_share
+    waiting_share: Annotated[float, Field(gt=0, le=1)] | None = DEFAULT_LIMITS.waiting_share
     """Of the places where first turns wait for capacity, what turns of its owner may take."""
-    stored_gib: Annotated[Gib, Field(le=1 << 30)] | None = COMMON.stored_gib
+    stored_gib: Annotated[Gib, Field(le=1 << 30)] | None = DEFAULT_LIMITS.stored_gib
     """Of files of its owner."""
-    batches: Annotated[int, Field(ge=0, le=10**12)] | None = COMMON.batches
+    batches: Annotated[int, Field(ge=0, le=10**12)] | None = DEFAULT_LIMITS.batches
     """Of its owner that have not ended."""
-    grammars_per_minute: _Count | None = COMMON.grammars_per_minute
+    grammars_per_minute: _Count | None = DEFAULT_LIMITS.grammars_per_minute
     """New ones, for engines to compile: schemas, expressions, tools that must be called. Each gateway process
     counts by itself."""
-    structured_outputs: Annotated[StructuredOutputs, Field(strict=False)] | None = COMMON.structured_outputs
+    structured_outputs: Annotated[StructuredOutputs, Field(strict=False)] | None = (
+        DEFAULT_LIMITS.structured_outputs
+    )
     """`refuse`: answers may be held to no grammar or schema; of batches, no line may ask for it."""
 
 

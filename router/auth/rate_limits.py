@@ -1,12 +1,12 @@
-"""Limits of callers: by the minute and at once, their share of a gateway process, and who has no key.
+"""Rate limits of keys: requests, tokens and new grammars per minute, and concurrent turns.
 
-Those by the minute are token buckets of each key, and headers say what is left. They hold for the fleet. Each
-gateway grants from what it knows, and hears every `SHARE_EVERY_S` what others have granted: in between,
-several can grant the same, which all pay back before they grant again. Without the directory each is by
-itself.
+Limits per minute are token buckets, and response headers say what is left. Limits hold for the fleet: each
+gateway grants from what it knows, and hears every `SHARE_EVERY_S` what the others have granted. Two gateways
+can grant the same tokens in between; the buckets are then overdrawn and grant nothing until they have filled
+up. Without the directory, each gateway counts for itself.
 
-Tokens are those that are computed: of the prompt what no cache held, and the answer's. A turn reserves what
-its prompt is estimated at, and its end sets that right. Who has no key is known by an address.
+Tokens are computed tokens: prompt tokens that no cache had, and answer tokens. A turn reserves an estimate
+for its prompt, which the turn's end corrects.
 """
 
 import asyncio
@@ -14,134 +14,136 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from router import metrics
 from router.auth.keys import Key, Limits, StructuredOutputs
 from router.directory.messages import Spent
-from router.errors import ApiError, Forbidden, RateLimited, TooManyRequests
-from router.http import Request, Responder
+from router.errors import ApiError, Forbidden, RateLimited
+from router.http import Responder
 from router.requests.grammars import Grammar
 
 SHARE_EVERY_S = 0.25
-_HEARD_S = 3.0  # a gateway that says nothing for so long has no turns
-_MOST_METERS = 10_000  # of the keys or addresses that came last
-_MINUTE = 60.0
-_MOST_GRAMMARS = 1024  # of a key, that are known not to be new
+_GATEWAY_SILENT_S = 3.0  # a gateway that reports nothing for so long has no turns
+_MAX_METERS = 10_000  # keys or addresses, the least recently used ones go
+_MAX_KNOWN_GRAMMARS = 1024  # of a key
 _METERED = ("requests_per_minute", "tokens_per_minute", "turns", "grammars_per_minute")
 
 
 class Bucket:
-    """Holds a minute's worth at most, and refills evenly. It can be overdrawn: what is over is paid back."""
+    """Token bucket of one limit per minute. It can be overdrawn, and is then negative until it refills."""
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.most = per_minute
-        self._level = float(per_minute)
-        self._at = now
-
-    @classmethod
-    def of(cls, per_minute: int | None, before: "Bucket | None", now: float) -> "Bucket | None":
-        """With what was left in the one before, of another limit."""
-        made = cls(per_minute, now) if per_minute else None
-        if made is not None and before is not None:
-            made._level = min(made._level, before.level(now))
-        return made
+    def __init__(self, per_minute: int, now: float, level: float | None = None) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute if level is None else min(per_minute, level))
+        self._updated_at = now
 
     def level(self, now: float) -> float:
-        self._level = min(self.most, self._level + (now - self._at) * self.most / _MINUTE)
-        self._at = now
+        refilled = (now - self._updated_at) * self.per_minute / 60
+        self._level = min(self.per_minute, self._level + refilled)
+        self._updated_at = now
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """A negative amount gives back."""
-        self._level = min(self.most, self.level(now) - amount)
+        """Take an amount; a negative one gives back."""
+        self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Until there is so much; what is more than it ever holds waits until it is full."""
-        return max(0.0, min(amount, self.most) - self.level(now)) * _MINUTE / self.most
+        """Return the seconds until the bucket has this amount, or is full if it never holds as much."""
+        return max(0.0, min(amount, self.per_minute) - self.level(now)) * 60 / self.per_minute
 
-    def headers(self, of: bytes, now: float) -> list[tuple[bytes, bytes]]:
-        left, full_s = max(0, int(self.level(now))), self.wait_s(self.most, now)
-        values = b"%d" % self.most, b"%d" % left, b"%.3fs" % full_s
-        names = (b"x-ratelimit-%b-%b" % (what, of) for what in (b"limit", b"remaining", b"reset"))
-        return list(zip(names, values, strict=True))
+    def headers(self, unit: bytes, now: float) -> list[tuple[bytes, bytes]]:
+        left, full_s = max(0, int(self.level(now))), self.wait_s(self.per_minute, now)
+        return [
+            (b"x-ratelimit-limit-" + unit, b"%d" % self.per_minute),
+            (b"x-ratelimit-remaining-" + unit, b"%d" % left),
+            (b"x-ratelimit-reset-" + unit, b"%.3fs" % full_s),
+        ]
 
 
 class Meter:
-    """What a key has used."""
+    """Usage of one key, or of one address without a key."""
 
     def __init__(self, limits: Limits, now: float) -> None:
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
-        self.grammars: Bucket | None = None
-        self.compiled: OrderedDict[bytes, None] = OrderedDict()  # grammars, the last ones
-        self.limit(limits, now)
-        self.turns = 0  # here
-        self.elsewhere: dict[str, tuple[int, float]] = {}  # gateway: turns, heard at
-        self.untold = [0, 0.0]  # requests and tokens that other gateways do not know of
+        self.buckets: dict[str, Bucket] = {}  # by unit: requests, tokens, grammars
+        self.set_limits(limits, now)
+        self.turns = 0  # at this gateway
+        self.turns_elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: turns, time of the report
+        self.unreported: Counter[str] = Counter()  # by unit: granted here, unknown to other gateways
+        self.known_grammars: OrderedDict[bytes, None] = OrderedDict()  # most recent last
 
-    def limit(self, limits: Limits, now: float) -> None:
-        """From now on; what has been used and what is under way stay."""
-        self.limits = limits
-        self.requests = Bucket.of(limits.requests_per_minute, self.requests, now)
-        self.tokens = Bucket.of(limits.tokens_per_minute, self.tokens, now)
-        self.grammars = Bucket.of(limits.grammars_per_minute, self.grammars, now)
+    def set_limits(self, limits: Limits, now: float) -> None:
+        """Change the limits; usage and running turns stay."""
+        before, self.limits, self.buckets = self.buckets, limits, {}
+        for unit in ("requests", "tokens", "grammars"):
+            if per_minute := getattr(limits, f"{unit}_per_minute"):
+                level = before[unit].level(now) if unit in before else None
+                self.buckets[unit] = Bucket(per_minute, now, level)
 
-    def turns_at_once(self, now: float) -> int:
-        return self.turns + sum(turns for turns, at in self.elsewhere.values() if now - at < _HEARD_S)
+    def all_turns(self, now: float) -> int:
+        reports = self.turns_elsewhere.values()
+        return self.turns + sum(turns for turns, at in reports if now - at < _GATEWAY_SILENT_S)
+
+    def take(self, unit: str, amount: int, now: float) -> int:
+        """Take an amount and return it; without a limit there is nothing to take from."""
+        if unit not in self.buckets:
+            return 0
+        self.buckets[unit].take(amount, now)
+        self.unreported[unit] += amount
+        return amount
+
+    def admit(self, unit: str, amount: int, now: float, responder: Responder | None = None) -> int:
+        """Take an amount, or refuse the request if less is left. The response's headers say what is left."""
+        bucket = self.buckets.get(unit)
+        if bucket is None:
+            return 0
+        wait_s = bucket.wait_s(amount, now)
+        taken = 0 if wait_s else self.take(unit, amount, now)
+        if responder is not None:
+            for header in bucket.headers(unit.encode(), now):
+                responder.add_header(*header)
+        if wait_s:
+            what = "new grammars" if unit == "grammars" else unit
+            raise _refusal(f"{bucket.per_minute} {what} a minute", wait_s, f"{unit}_per_minute")
+        return taken
 
 
 class Charge:
-    """The tokens of one turn, reserved and then set right."""
+    """Tokens that one turn is charged: an estimate first, which its end corrects."""
 
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
         self._reserved = 0
-        self.computing = False  # an engine has, or has had, the turn
+        self.computing = False  # an engine has computed something for the turn, or is about to
 
     def reserve(self, tokens: int) -> None:
-        """Refuses what there is nothing left for."""
-        meter, now = self._meter, self._clock()
-        if meter is None or meter.tokens is None or self._responder is None:
-            return
-        wait_s = meter.tokens.wait_s(tokens, now)
-        if not wait_s:
-            self._take(tokens)
-        for header in meter.tokens.headers(b"tokens", now):
-            self._responder.add_header(*header)
-        if wait_s:
-            raise _over(f"{meter.tokens.most} tokens a minute", wait_s, "tokens_per_minute")
+        """Charge the estimate for a prompt, or refuse the turn."""
+        if self._meter is not None:
+            self._reserved += self._meter.admit("tokens", tokens, self._clock(), self._responder)
 
     def settle(self, prompt: int | None, answer: int) -> None:
-        """`prompt`: its tokens that were computed; None where nobody said, which leaves the estimate."""
-        if prompt is not None:
-            self._take(prompt - self._reserved)
-        self._take(answer)
+        """Charge the computed tokens of prompt and answer; `prompt` None leaves the estimate."""
+        if self._meter is not None:
+            correction = 0 if prompt is None else prompt - self._reserved
+            self._meter.take("tokens", correction + answer, self._clock())
         self._reserved = 0
 
     def refund(self) -> None:
-        """Nothing was computed for it."""
-        self._take(-self._reserved)
-
-    def _take(self, tokens: int) -> None:
-        meter = self._meter
-        if meter is not None and meter.tokens is not None and tokens:
-            self._reserved += tokens
-            meter.tokens.take(tokens, self._clock())
-            meter.untold[1] += tokens
+        """Give the estimate back: nothing was computed for the turn."""
+        if self._meter is not None and self._reserved:
+            self._meter.take("tokens", -self._reserved, self._clock())
+        self._reserved = 0
 
 
-FREE = Charge(None, None, time.monotonic)
+UNMETERED = Charge(None, None, time.monotonic)
 
 
 class Meters:
-    """Of all keys that have limits, or where any key may come, of all addresses."""
+    """Meters of all keys with limits, and of all addresses where callers need no key."""
 
     def __init__(
         self, limits_of: Callable[[str], Limits | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limits_of`: a key by its id, where it is one of a list."""
+        """`limits_of` returns the limits that a key has now, by its id, or None for an unknown key."""
         self._limits_of, self._clock = limits_of, clock
         self._meters: OrderedDict[str, Meter] = OrderedDict()  # least recently used first
 
@@ -149,19 +151,10 @@ class Meters:
         return len(self._meters)
 
     def request(self, key: Key, responder: Responder, address: str = "") -> None:
-        """One more request that has work done; refused where that is one too many."""
-        meter = self._of(_whose(key, address), key.limits)
-        if meter is None or meter.requests is None:
-            return
-        now = self._clock()
-        wait_s = meter.requests.wait_s(1, now)
-        if not wait_s:
-            meter.requests.take(1, now)
-            meter.untold[0] += 1
-        for header in meter.requests.headers(b"requests", now):
-            responder.add_header(*header)
-        if wait_s:
-            raise _over(f"{meter.requests.most} requests a minute", wait_s, "requests_per_minute")
+        """Count a request, or refuse one too many."""
+        meter = self._meter(_name(key, address), key.limits)
+        if meter is not None:
+            meter.admit("requests", 1, self._clock(), responder)
 
     def grammar(self, key: Key, grammar: Grammar, address: str = "") -> None:
         """Count a grammar that is new for this key; refuse one too many. Each gateway counts by itself."""
@@ -171,207 +164,89 @@ class Meters:
                 param=grammar.field,
                 code="structured_outputs_refused",
             )
-        meter = self._of(_whose(key, address), key.limits)
-        if meter is None or meter.grammars is None or grammar.digest in meter.compiled:
+        meter = self._meter(_name(key, address), key.limits)
+        if meter is None or "grammars" not in meter.buckets or grammar.digest in meter.known_grammars:
             return
-        now = self._clock()
-        if wait_s := meter.grammars.wait_s(1, now):
-            raise _over(f"{meter.grammars.most} new grammars a minute", wait_s, "grammars_per_minute")
-        meter.grammars.take(1, now)
-        meter.compiled[grammar.digest] = None
-        if len(meter.compiled) > _MOST_GRAMMARS:
-            meter.compiled.popitem(last=False)
+        meter.admit("grammars", 1, self._clock())
+        meter.known_grammars[grammar.digest] = None
+        if len(meter.known_grammars) > _MAX_KNOWN_GRAMMARS:
+            meter.known_grammars.popitem(last=False)
 
     @contextmanager
     def turn(self, key: Key, responder: Responder, address: str = "") -> Iterator[Charge]:
-        meter = self._of(_whose(key, address), key.limits)
+        """Count a running turn, or refuse one too many. Yields the turn's charge."""
+        meter = self._meter(_name(key, address), key.limits)
         if meter is None:
-            yield FREE
+            yield UNMETERED
             return
-        most = meter.limits.turns
-        if most is not None and meter.turns_at_once(self._clock()) >= most:
-            raise _over(f"{most} turns at once", 1.0, "turns")
+        limit = meter.limits.turns
+        if limit is not None and meter.all_turns(self._clock()) >= limit:
+            raise _refusal(f"{limit} turns at once", 1.0, "turns")
         charge = Charge(meter, responder, self._clock)
         meter.turns += 1
         try:
             yield charge
-        except BaseException as wrong:
-            if isinstance(wrong, ApiError) or not charge.computing:  # it cost nothing
+        except BaseException as error:
+            if isinstance(error, ApiError) or not charge.computing:  # nothing was computed
                 charge.refund()
             raise
         finally:
             meter.turns -= 1
 
-    def _of(self, key: str, limits: Limits | None) -> Meter | None:
-        """`limits`: of a key that is in no list any more; else those hold that are in the list now."""
-        limits = self._limits_of(key) or limits
-        if limits is None or not any(getattr(limits, name) for name in _METERED):
+    def _meter(self, name: str, limits: Limits | None) -> Meter | None:
+        """Return the meter of a key or address, None without limits.
+
+        The limits of the keyring now come first; `limits` are those of a key that has been removed since.
+        """
+        limits = self._limits_of(name) or limits
+        if limits is None or not any(getattr(limits, limit) for limit in _METERED):
             return None
-        meter = self._meters.get(key)
+        meter = self._meters.get(name)
         if meter is None:
-            meter = self._meters[key] = Meter(limits, self._clock())
-            if len(self._meters) > _MOST_METERS:
+            meter = self._meters[name] = Meter(limits, self._clock())
+            if len(self._meters) > _MAX_METERS:
                 self._meters.popitem(last=False)
-        elif meter.limits is not limits:
-            meter.limit(limits, self._clock())
-        self._meters.move_to_end(key)
+        elif meter.limits is not limits and meter.limits != limits:
+            meter.set_limits(limits, self._clock())
+        self._meters.move_to_end(name)
         return meter
 
-    # Among gateways
-
-    async def share(self, tell: Callable[[tuple[Spent, ...]], Awaitable[bool]]) -> None:
-        """Until cancelled: what was granted here since others were last told, and the turns there are."""
-        told: set[str] = set()  # of them others think that turns run here
+    async def share(self, report: Callable[[tuple[Spent, ...]], Awaitable[bool]]) -> None:
+        """Report what was granted here, and the turns running here, until cancelled."""
+        running: set[str] = set()  # keys of which the others know running turns here
         while True:
             await asyncio.sleep(SHARE_EVERY_S)
-            news = [
-                (one, Spent(name, int(one.untold[0]), int(one.untold[1]), one.turns))
-                for name, one in self._meters.items()
-                if any(one.untold) or one.turns or name in told
-            ]
-            if news and await tell(tuple(spent for _, spent in news)):
+            news = []
+            for name, meter in self._meters.items():
+                requests, tokens = meter.unreported["requests"], meter.unreported["tokens"]
+                if requests or tokens or meter.turns or name in running:
+                    news.append((meter, Spent(name, requests, tokens, meter.turns)))
+            if news and await report(tuple(spent for _, spent in news)):
                 for meter, spent in news:
-                    meter.untold[0] -= spent.requests
-                    meter.untold[1] -= spent.tokens
-                told = {spent.key for _, spent in news if spent.turns}
+                    meter.unreported.subtract({"requests": spent.requests, "tokens": spent.tokens})
+                running = {spent.key for _, spent in news if spent.turns}
 
-    def heard(self, spent: Sequence[tuple[str, Spent]]) -> None:
+    def apply_spent(self, reports: Sequence[tuple[str, Spent]]) -> None:
+        """Take what other gateways have granted. `reports`: names of gateways with what they spent."""
         now = self._clock()
-        for gateway, one in spent:
-            meter = self._of(one.key, self._limits_of(one.key))
+        for gateway, spent in reports:
+            meter = self._meter(spent.key, self._limits_of(spent.key))
             if meter is None:
                 continue
-            if meter.requests is not None:
-                meter.requests.take(one.requests, now)
-            if meter.tokens is not None:
-                meter.tokens.take(one.tokens, now)
-            meter.elsewhere = {name: was for name, was in meter.elsewhere.items() if now - was[1] < _HEARD_S}
-            meter.elsewhere[gateway] = one.turns, now
+            for unit, amount in (("requests", spent.requests), ("tokens", spent.tokens)):
+                if unit in meter.buckets:
+                    meter.buckets[unit].take(amount, now)
+            known = meter.turns_elsewhere.items()
+            meter.turns_elsewhere = {name: was for name, was in known if now - was[1] < _GATEWAY_SILENT_S}
+            meter.turns_elsewhere[gateway] = spent.turns, now
 
 
-def _whose(key: Key, address: str) -> str:
-    """Keys that anybody may make up are counted by where they come from."""
+def _name(key: Key, address: str) -> str:
+    """Return what a caller is metered by: a key that anybody may make up is metered by its address."""
     return key.id if key.hash else address
 
 
-def _over(limit: str, wait_s: float, which: str) -> RateLimited:
-    metrics.LIMITED.labels(which).inc()
+def _refusal(limit: str, wait_s: float, label: str) -> RateLimited:
+    metrics.LIMITED.labels(label).inc()
     text = f"this key's limit is {limit}; try again in {wait_s:.3f}s"
     return RateLimited(text, retry_after_s=wait_s)
-
-
-class Shares:
-    """Of a gateway process: no owner has more requests under way, or bytes of bodies, than its share.
-
-    An open connection is not yet an owner's; its request is, from its head to the end of its answer, and so
-    are the bytes of its body, which are kept as long: a turn may have to be sent again.
-    """
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        """`most`: requests under way of one owner; `most_bytes`: of bodies, of all owners."""
-        self._most, self._most_bytes = most, most_bytes
-        self._under_way: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-        self._all_bytes = 0
-
-    @contextmanager
-    def one(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """A request of `owner` under way; refused where that would be one too many. Yields what is told of
-        each piece of its body that is kept, and refuses what is too much."""
-        if self._under_way[owner] >= self._most:
-            metrics.LIMITED.labels("requests_at_once").inc()
-            raise TooManyRequests(
-                f"this key has {self._most} requests under way at this gateway, its share of the"
-                " connections; wait for some to end",
-                code="too_many_at_once",
-                retry_after_s=1.0,
-            )
-        self._under_way[owner] += 1
-        kept = 0
-
-        def keep(size: int) -> None:
-            nonlocal kept
-            self._keep(owner, size)
-            kept += size
-
-        try:
-            yield keep
-        finally:
-            self._less(self._under_way, owner, 1)
-            self._less(self._bytes, owner, kept)
-            self._all_bytes -= kept
-
-    def _keep(self, owner: str, size: int) -> None:
-        """An owner may have as much as nobody has: half where it is alone, and there is always some left."""
-        own = self._bytes[owner] + size
-        if own > self._most_bytes - self._all_bytes:
-            metrics.LIMITED.labels("bytes_at_once").inc()
-            raise TooManyRequests(
-                f"the bodies of this key's requests under way have {own >> 20} MiB at this gateway, its"
-                " share; wait for some to end",
-                code="too_many_bytes_at_once",
-                retry_after_s=1.0,
-            )
-        self._bytes[owner] = own
-        self._all_bytes += size
-
-    @staticmethod
-    def _less(counts: Counter[str], owner: str, by: int) -> None:
-        counts[owner] -= by
-        if not counts[owner]:
-            del counts[owner]
-
-
-FORWARDED_FOR = b"x-forwarded-for"
-_REMEMBERED = 4096
-_MOST_HOPS = 32
-_LONGEST = 64  # characters of a hop: an address and a port have fewer
-
-Address = IPv4Address | IPv6Address
-
-
-class Addresses:
-    """Callers' addresses: that of the connection, or where a proxy that is trusted made it, the one it names.
-
-    Whoever calls may write any `X-Forwarded-For`; each proxy appends whom it was called by. So the list is
-    read from its end for as long as trusted proxies wrote it: the first address that is not theirs is the
-    caller's.
-    """
-
-    def __init__(self, trusted: Sequence[str]) -> None:
-        """`trusted`: networks of proxies, as in 10.0.0.0/8."""
-        self._trusted = [ip_network(one) for one in trusted]
-        self._read = lru_cache(_REMEMBERED)(_parsed)
-
-    def of(self, request: Request) -> str:
-        peer = request.peer[0] if request.peer is not None else ""
-        if not self._trusted or not self._trusts(self._read(peer)):
-            return peer
-        said = b",".join(value for name, value in request.headers.raw if name.lower() == FORWARDED_FOR)
-        caller = peer
-        for hop in reversed(said.decode("latin-1").split(",")[-_MOST_HOPS:]):
-            address = self._read(hop) if len(hop) <= _LONGEST and "%" not in hop else None
-            if address is None:
-                break  # whoever wrote that names nobody (a zone as in %eth0 is any text): the one before it
-            caller = str(address)
-            if not self._trusts(address):
-                break
-        return caller
-
-    def _trusts(self, address: Address | None) -> bool:
-        return address is not None and any(address in network for network in self._trusted)
-
-
-def _parsed(text: str) -> Address | None:
-    """Without a port, which some proxies write too."""
-    text = text.strip()
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address

@@ -22,7 +22,7 @@ from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.batch.validation import Validator
 from router.http import UpstreamPool
-from router.identity.conversation_ids import PrefixGroups
+from router.identity.prefix_groups import PrefixGroups
 
 log = logging.getLogger("conserve.router.batch.dispatcher")
 

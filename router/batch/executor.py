@@ -19,7 +19,7 @@ from router.batch.request_table import PutBack
 from router.batch.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
-from router.identity.conversation_ids import PrefixGroups
+from router.identity.prefix_groups import PrefixGroups
 from router.requests.fields import OFFLINE_HEADER, check_fields
 from router.requests.prompt_limit import PromptLimit
 

@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 import xxhash
 
+from router.requests.body_parser import count_prompts
 from router.requests.fields import OFFLINE_PRIORITY
-from router.requests.parsing import HINT_FIELDS, prompts_of
+from router.requests.hints import HINT_FIELDS
 
 
 class BatchStatus(StrEnum):
@@ -152,12 +153,12 @@ class OfflineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class OfflineReading:
-    """What is asked of the reader of a body that a gateway has checked."""
+class OfflineBodyParser:
+    """Parser of an offline request's body, which a gateway has checked."""
 
     space: str
 
-    def read(self, pieces: Sequence[bytes]) -> OfflineRequest:
+    def parse(self, pieces: Sequence[bytes]) -> OfflineRequest:
         raw = b"".join(pieces)
         body = orjson.loads(raw)
         return OfflineRequest(prefix_key(body), estimated_tokens(len(raw), body), offline_body(body))
@@ -173,7 +174,7 @@ def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
     """Of a request of `size` bytes, its answer included."""
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         if isinstance(body.get(name), int | float):  # a whole one: router/requests/fields.py
-            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * prompts_of(body)
+            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * count_prompts(body)
     return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
 
 

@@ -21,7 +21,7 @@ from router.batch.dispatcher import Dispatcher
 from router.batch.forwarding import caller_of
 from router.batch.in_flight import Engines
 from router.batch.metrics import REQUEUED
-from router.batch.records import OfflineReading
+from router.batch.records import OfflineBodyParser
 from router.batch.routes import PREFIXES
 from router.batch.store import Store
 from router.directory.client import DirectoryClient
@@ -39,9 +39,9 @@ from router.http import (
     relay,
 )
 from router.process import SteadyClock, log_to_stderr
+from router.requests.body_parser import Api
 from router.requests.fields import OFFLINE_HEADER
-from router.requests.parser_pool import Readers
-from router.requests.parsing import Api
+from router.requests.parser_pool import ParserPool
 
 log = logging.getLogger("conserve.router.batch")
 
@@ -65,7 +65,7 @@ class BatchService:
         self._apis = asgi_handler(make_app(self._store, blobs, config, self._owner_of, changed, clock))
         self._flex = {api.target.decode(): api for api in Api}
         self._server = Server(self._handle, config.server)
-        self._readers = Readers()
+        self._parser_pool = ParserPool()
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -92,7 +92,7 @@ class BatchService:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        self._readers.close()
+        self._parser_pool.close()
         await self._pool.close()
         self._store.close()
 
@@ -134,7 +134,7 @@ class BatchService:
     async def _relay_flex(
         self, api: Api, headers: Headers, space: str, raw: tuple[bytes, ...], responder: Responder
     ) -> None:
-        asked = await self._readers.read(OfflineReading(space), raw)
+        asked = await self._parser_pool.parse(OfflineBodyParser(space), raw)
         async with self._dispatcher.flex.slot(space, asked) as slot:
             passed = [pair for pair in headers if pair[0].lower() not in _OF_THE_HOP]
             request = UpstreamRequest(

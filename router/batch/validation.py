@@ -18,9 +18,10 @@ from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest
 from router.batch.store import Store
 from router.errors import BadRequest, RouterError
 from router.gateway.config import ServedModel
+from router.requests.body_parser import check_items, is_deep
 from router.requests.fields import check_fields
 from router.requests.grammars import grammar_of
-from router.requests.parsing import HINT_FIELDS, check_items, is_deep
+from router.requests.hints import HINT_FIELDS
 
 log = logging.getLogger("conserve.router.batch.validation")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from placement.engines import EngineInfo, EngineState
 from router import metrics
 from router.directory.messages import EngineRecord, Engines
-from router.identity.conversation_ids import NodeTable
+from router.identity.node_table import NodeTable
 from router.identity.prefix_chain import End
 
 _KV_KINDS = {  # label of the metric: field of the state

@@ -19,7 +19,7 @@ from router.directory.conversations import ConversationRecord, ConversationRecor
 from router.directory.fleet import FleetView
 from router.directory.messages import Ask, Placed
 from router.directory.waiting import Waiter, Waiting
-from router.identity.conversation_ids import MAX_NODES, NodeTable
+from router.identity.node_table import MAX_NODES, NodeTable
 from router.identity.prefix_chain import End
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)

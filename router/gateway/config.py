@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
-from router.auth.keys import COMMON, Key, Limits
+from router.auth.keys import DEFAULT_LIMITS, Key, Limits
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
@@ -132,7 +132,7 @@ class GatewayConfig:
     hosts: tuple[str, ...] = ()  # names by which it may be called; without any, by all
     trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is taken
     audit: bool = False  # a line for every request
-    key_limits: Limits = COMMON  # of keys that say nothing else
+    key_limits: Limits = DEFAULT_LIMITS  # of keys that say nothing else
     shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
     owner_share: float = 0.5  # of the connections, for requests of one owner
     bodies_bytes: int = 2 << 30  # of requests under way, in memory

@@ -17,7 +17,8 @@ from urllib.parse import unquote
 import orjson
 
 from placement.engines import Role
-from router.auth.keys import Key, Keys
+from router.auth.keyring import Keyring
+from router.auth.keys import Key
 from router.directory.client import DirectoryClient
 from router.directory.messages import TimelineReport
 from router.errors import DirectoryUnavailable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
@@ -33,7 +34,7 @@ _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 class DashboardRoutes:
     """The page and its JSON."""
 
-    def __init__(self, config: GatewayConfig, directory: DirectoryClient, keys: Keys) -> None:
+    def __init__(self, config: GatewayConfig, directory: DirectoryClient, keys: Keyring) -> None:
         self._config = config
         self._directory = directory
         self._keys = keys
@@ -56,10 +57,10 @@ class DashboardRoutes:
 
     def caller(self, request: Request) -> Key | None:
         """Who may look; None where nobody is asked for a key."""
-        if not self._keys.any:
+        if not self._keys.configured:
             return None
         with suppress(Unauthorized):
-            if (key := self._keys.of_secret(_secret(request))).admin:
+            if (key := self._keys.find(_secret(request))).admin:
                 return key
         raise PasswordWanted("the dashboard wants a key with the scope admin, as the password")
 

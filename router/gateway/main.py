@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from router.auth.keys import Keys
+from router.auth.keyring import Keyring
 from router.auth.rate_limits import Meters
 from router.batch.forwarding import BatchForwarding
 from router.directory.client import DirectoryClient
@@ -28,7 +28,7 @@ from router.http import (
 )
 from router.metrics import LOOP_HELD, HttpCounts
 from router.process import collect_when_idle, log_to_stderr, settle_heap
-from router.requests.parser_pool import Readers
+from router.requests.parser_pool import ParserPool
 
 if TYPE_CHECKING:
     from router.gateway.tracing import TurnTracer
@@ -47,18 +47,18 @@ class Gateway:
         self.pool = UpstreamPool(config.upstream, config.engine_key)
         self.directory.engines.on_gone = lambda http: self.pool.fail_endpoint(Endpoint.parse(http))
         self.tracer = _tracer(config)
-        self._readers = Readers()
+        self._parser_pool = ParserPool()
         most_bytes = config.limits.max_body_bytes
-        self._answers = Answers(config.answers, readers=self._readers, most_bytes=most_bytes)
+        self._answers = Answers(config.answers, parser_pool=self._parser_pool, most_bytes=most_bytes)
         turns = TurnHandler(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
         self._turns = turns
         self._batch = batch = BatchForwarding(config.batch, self.pool) if config.batch else None
         self._certificate = Certificate(config.tls.cert, config.tls.key) if config.tls else None
-        self._keys = Keys(config.keys, config.keys_file, config.key_limits)
+        self._keys = Keyring(config.keys, config.keys_file, config.key_limits)
         self._meters = Meters(self._keys.limits_of)
-        self.directory.on_spent = self._meters.heard
+        self.directory.on_spent = self._meters.apply_spent
         guards = self._keys, self._meters
-        known = config, self.directory, self.pool, turns, self._readers, *guards, self._answers
+        known = config, self.directory, self.pool, turns, self._parser_pool, *guards, self._answers
         routes = Routes(*known, batch=batch)
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
@@ -104,7 +104,7 @@ class Gateway:
         if self._batch is not None:
             await self._batch.close()
         await self._answers.close()
-        self._readers.close()
+        self._parser_pool.close()
         await self.pool.close()
         await self.directory.stop()
         await self.page.drain(0.1)

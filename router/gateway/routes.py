@@ -14,9 +14,12 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
+from router.auth.addresses import Addresses
 from router.auth.cross_site import refuse_cross_site
-from router.auth.keys import Key, Keys, StructuredOutputs
-from router.auth.rate_limits import Addresses, Meters, Shares
+from router.auth.keyring import Keyring
+from router.auth.keys import Key, StructuredOutputs
+from router.auth.owner_shares import OwnerShares
+from router.auth.rate_limits import Meters
 from router.batch.forwarding import BatchForwarding
 from router.batch.routes import PREFIXES as BATCH_PREFIXES
 from router.batch.routes import ROUTES as BATCH_ROUTES
@@ -55,11 +58,12 @@ from router.http import (
     UpstreamRequest,
     relay,
 )
-from router.identity.conversation_ids import PrefixGroups, clean_id, conversation_id, conversation_key
+from router.identity.conversation_ids import clean_id, conversation_id, conversation_key
+from router.identity.prefix_groups import PrefixGroups
 from router.metrics import HttpCounts
+from router.requests.body_parser import Api, BodyParser
 from router.requests.fields import with_fields
-from router.requests.parser_pool import Readers
-from router.requests.parsing import Api, Reading
+from router.requests.parser_pool import ParserPool
 from router.requests.prompt_limit import PromptLimit
 
 audit = logging.getLogger("conserve.audit")
@@ -88,8 +92,8 @@ class Routes:
         directory: DirectoryClient,
         pool: UpstreamPool,
         turns: TurnHandler,
-        readers: Readers,
-        keys: Keys,
+        parser_pool: ParserPool,
+        keys: Keyring,
         meters: Meters,
         answers: Answers,
         batch: BatchForwarding | None = None,
@@ -107,8 +111,10 @@ class Routes:
         self._models_of = lru_cache(None)(partial(_models_of, self._served))
         self._groups = PrefixGroups(config.shared_prefixes)
         most = max(1, int(config.owner_share * config.limits.max_connections))
-        self._shares = Shares(most, config.bodies_bytes)
-        self._turn_reader = TurnReader(readers, self._groups, SloClasses(config), answers, self._prompt_limit)
+        self._shares = OwnerShares(most, config.bodies_bytes)
+        self._turn_reader = TurnReader(
+            parser_pool, self._groups, SloClasses(config), answers, self._prompt_limit
+        )
         stored = AnswerRoutes(answers)
         self._conversations = ConversationRoutes(directory, answers)
         self._dashboard = DashboardRoutes(config, directory, keys)
@@ -117,7 +123,7 @@ class Routes:
         tokens = TokenRatio(config.tokens_per_byte).tokens
         charging = meters, self._address, tokens
         self._prompt_bytes_per_token = config.prompt_bytes_per_token
-        reading = readers, self._prompt_limit, self._groups
+        reading = parser_pool, self._prompt_limit, self._groups
         passing = PassingRoutes(self._models_of, directory, pool, reading, *charging)
         self._open: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
@@ -152,8 +158,8 @@ class Routes:
             raise Misdirected(f"this gateway is not called {name[:100]!r}: gateway.hosts has its names")
         methods = self._open.get(request.path)
         if methods is not None:
-            if request.path == _METRICS and self._keys.any:
-                self._keys.caller(request.headers).check_reads()
+            if request.path == _METRICS and self._keys.configured:
+                self._keys.authenticate(request.headers).check_may_read_metrics()
             await _of_method(methods, request)(request, responder)
             return
         key: Key | None = None
@@ -162,11 +168,11 @@ class Routes:
                 key = self._dashboard.caller(request)
                 await self._dashboard(request, responder)
             else:
-                if self._keys.open:
+                if self._keys.anonymous:
                     refuse_cross_site(request)
-                key = self._keys.caller(request.headers)
-                key.check(request.method)
-                with self._shares.one(key.owner if key.hash else self._address(request)) as keep:
+                key = self._keys.authenticate(request.headers)
+                key.check_method(request.method)
+                with self._shares.request(key.owner if key.hash else self._address(request)) as keep:
                     request.body.account = keep
                     await self._within_limits(key, request, responder)
         except ApiError as refused:
@@ -401,7 +407,7 @@ class PassingRoutes:
         models_of: Callable[[tuple[str, ...]], Models],
         directory: DirectoryClient,
         pool: UpstreamPool,
-        reading: tuple[Readers, Callable[[], PromptLimit], PrefixGroups],
+        reading: tuple[ParserPool, Callable[[], PromptLimit], PrefixGroups],
         meters: Meters,
         address: Callable[[Request], str],
         tokens: Callable[[int], int],
@@ -409,7 +415,7 @@ class PassingRoutes:
         """`address`: a caller's; `tokens`: what so many bytes are estimated at."""
         self._models_of = models_of
         self._meters, self._address, self._estimate = meters, address, tokens
-        self._readers, self._prompt_limit, self._groups = reading
+        self._parser_pool, self._prompt_limit, self._groups = reading
         self._directory = directory
         self._pool = pool
 
@@ -440,7 +446,7 @@ class PassingRoutes:
 
     async def _read(self, key: Key, request: Request) -> tuple[tuple[bytes, ...], Mapping[str, Any]]:
         raw = await request.body.read_pieces()
-        asked = Reading(
+        asked = BodyParser(
             path=request.path,
             api=None,
             headers=text_headers(request.headers),
@@ -448,7 +454,7 @@ class PassingRoutes:
             models=frozenset(self._models_of(key.models)),
             limit=self._prompt_limit(),
         )
-        read = await self._readers.read(asked, raw)
+        read = await self._parser_pool.parse(asked, raw)
         return raw, read.fields
 
     async def _pass(

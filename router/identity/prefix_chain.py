@@ -297,7 +297,7 @@ def prefixes_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int
     return tuple(found)
 
 
-def marks_of(body: Mapping[str, Any]) -> bytes:
+def message_authors(body: Mapping[str, Any]) -> bytes:
     """One byte a message, as all that is needed of it later; empty for a plain prompt."""
     return bytes(map(_mark, messages_of(body) or ()))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from router.auth.addresses import Addresses
 from router.auth.keys import Limits
-from router.auth.rate_limits import Addresses
 from router.http import Headers, Request, ServerLimits
 from tests.support.fake_fleet import ask, fleet, user
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ import pytest
 from anthropic.types import beta as anthropic_beta
 from openai.types import chat, responses
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from router.gateway.config import ServedModel
 from router.http import ServerLimits
 from router.requests.fields import FIELDS
@@ -28,7 +28,7 @@ LIMITS = ServerLimits(max_body_bytes=1 << 20, head_timeout_s=0.3, body_timeout_s
 async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     """Whatever a test did, sockets and reservations must return to zero."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
-    async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline(("right",), ("boss",))) as one:
+    async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline_keys(("right",), ("boss",))) as one:
         yield one
         gateway = one.gateways[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from router.gateway.config import SloTargets
 from tests.support.fake_fleet import ask, fleet, user
 
@@ -77,7 +77,7 @@ async def test_where_keys_are_asked_for_it_wants_an_admins(tmp_path: Path) -> No
     def basic(key: str) -> str:
         return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
 
-    async with fleet(tmp_path, keys=inline(("right",), ("boss",))) as made:
+    async with fleet(tmp_path, keys=inline_keys(("right",), ("boss",))) as made:
         url = made.urls[0]
         status, _, headers = await fetch(url, "/dashboard")
         assert status == 401 and headers["WWW-Authenticate"].startswith("Basic")
@@ -85,5 +85,5 @@ async def test_where_keys_are_asked_for_it_wants_an_admins(tmp_path: Path) -> No
             assert (await fetch(url, "/dashboard/state", Authorization=given))[0] == 401
         for given in (basic("boss"), "Bearer boss"):
             assert (await fetch(url, "/dashboard/state", Authorization=given))[0] == 200
-    async with fleet(tmp_path / "other", keys=inline(("right",), ())) as made:
+    async with fleet(tmp_path / "other", keys=inline_keys(("right",), ())) as made:
         assert (await fetch(made.urls[0], "/dashboard", Authorization="Bearer right"))[0] == 401

@@ -10,12 +10,12 @@ import httpx
 import orjson
 import pytest
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from router.batch.routes import canonical_target
 from router.errors import ContextTooLong, NotFound, Unavailable
 from router.gateway.config import BatchAddress, ServedModel
+from router.requests.body_parser import Api, BodyParser, parse_body
 from router.requests.fields import MAX_OTHER_BYTES
-from router.requests.parsing import Api, Reading, read_body
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN, UNKNOWN_CONTEXT, PromptLimit
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
 
@@ -75,7 +75,7 @@ UNKNOWN = ["/v1/batches/", "/v1/batchesX", "/v1/files/a%2F..%2F..%2Fb", "/v1/fil
 async def restricted(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     """A fleet of two models with a key for one of them, which may create no batches."""
     models = (ServedModel(MODEL), ServedModel("another"))
-    some = replace(inline(("some",), ())[0], models=("another",))
+    some = replace(inline_keys(("some",), ())[0], models=("another",))
     async with fleet(tmp_path, models=models, keys=(some,), batch=BatchAddress("127.0.0.1:9")) as one:
         yield one
 
@@ -177,9 +177,9 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", list(TOO_LONG))
 def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) -> None:
     path, body = TOO_LONG[name]
-    asked = Reading(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
+    asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
     with pytest.raises(ContextTooLong) as refused:
-        read_body(asked, (orjson.dumps({"model": MODEL, **body}),))
+        parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
     assert ("Cut it before" in refused.value.message) == ("truncate_prompt_tokens" in body)
 
 
@@ -195,8 +195,8 @@ def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) 
     ],
 )
 def test_text_that_a_context_may_hold_is_passed_on(path: str, body: dict[str, Any]) -> None:
-    asked = Reading(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
-    read_body(asked, (orjson.dumps({"model": MODEL, **body}),))
+    asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
+    parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
 
 def test_while_no_engine_is_known_a_long_prompt_comes_too_early() -> None:

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from placement.prefetch_rules import PrefetchRules
 from router.errors import BadRequest
-from router.requests.parsing import Hints, read_hints
+from router.requests.hints import Hints, parse_hints
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
@@ -46,8 +46,8 @@ def nested(depth: int) -> Any:
 
 def test_what_is_no_action_of_ours_is_passed_over() -> None:
     deep = {"kv_hints": {"actions": [{"action_type": nested(2000)}, {"action_type": "conversation.final"}]}}
-    assert read_hints({}, deep) == Hints(final=True)
-    assert read_hints({}, envelope(final=nested(2000))) == Hints(final=False)
+    assert parse_hints({}, deep) == Hints(final=True)
+    assert parse_hints({}, envelope(final=nested(2000))) == Hints(final=False)
 
 
 def test_the_same_said_in_each_way() -> None:
@@ -59,13 +59,13 @@ def test_the_same_said_in_each_way() -> None:
         "x-conversation-final": "1",
     }
     want = Hints(True, 30.0, 5.5, 600.0, 3)
-    assert read_hints(headers, {}) == want
-    assert read_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True)) == want
-    assert read_hints({"x-dynamo-session-final": "true"}, {}) == Hints(final=True)
-    assert read_hints({}, {"nvext": {"agent_hints": {"priority": 99, "osl": 4}}}) == Hints(priority=10)
-    assert read_hints({"x-conversation-priority": "1"}, envelope(priority=2)).priority == 1
-    assert read_hints({}, {"nvext": {"greed_sampling": True}}) == Hints()
-    assert read_hints({"x-conversation-final": "0"}, {}) == Hints()
+    assert parse_hints(headers, {}) == want
+    assert parse_hints({}, envelope(away=30, keep=5.5, ttl=600, priority=3, final=True)) == want
+    assert parse_hints({"x-dynamo-session-final": "true"}, {}) == Hints(final=True)
+    assert parse_hints({}, {"nvext": {"agent_hints": {"priority": 99, "osl": 4}}}) == Hints(priority=10)
+    assert parse_hints({"x-conversation-priority": "1"}, envelope(priority=2)).priority == 1
+    assert parse_hints({}, {"nvext": {"greed_sampling": True}}) == Hints()
+    assert parse_hints({"x-conversation-final": "0"}, {}) == Hints()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_same_said_in_each_way() -> None:
 )
 def test_a_strict_priority_is_a_tier_before_priorities(said: dict[str, int], priority: int) -> None:
     """Dynamo's: 0 is the lowest, of turns that say nothing."""
-    assert read_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
+    assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
 def test_the_envelope_is_vllms() -> None:
@@ -112,7 +112,7 @@ def test_the_envelope_is_vllms() -> None:
 )
 def test_what_makes_no_sense_is_refused(headers: dict[str, str], body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
-        read_hints(headers, body)
+        parse_hints(headers, body)
 
 
 async def test_engines_see_no_hints_but_what_concerns_them(tmp_path: Path) -> None:

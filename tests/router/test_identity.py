@@ -13,17 +13,13 @@ from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import (
     ID_HEADERS,
     MAX_ID_BYTES,
-    MOST_TIPS,
-    How,
-    NodeTable,
-    Resolved,
     clean_id,
     conversation_id,
     conversation_key,
     explicit_identity,
     namespace,
-    resolve_prefix,
 )
+from router.identity.node_table import MAX_TIPS, Match, NodeTable, Resolution, resolve_prefix
 from router.identity.prefix_chain import Chain
 
 SEED = chains.seed("space", "model")
@@ -50,7 +46,7 @@ def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None
     assert (got.id, got.group, got.hint) == (None, "c\0d\0e", "c")
     alone = explicit_identity({"x-correlation-id": "f"}, {})
     assert (alone.id, alone.group, alone.hint) == (None, "", "f")
-    assert alone.new_id().startswith(alone.name)
+    assert alone.new_id().startswith(alone.id_prefix)
     assert len(explicit_identity({"x-correlation-id": "f" * 500}, {}).new_id()) < 100
 
 
@@ -60,7 +56,7 @@ def test_of_equals_the_one_that_the_hint_has_named_comes_first() -> None:
     for key in ("k:c-1", f"k:{said.new_id()}"):
         table.record(prompt("a").end, key)
     found = table.find(prompt("a", "b"))
-    named = resolve_prefix(found, prompt("a", "b").end.digest, frozenset[str]().__contains__, said.name)
+    named = resolve_prefix(found, prompt("a", "b").end.digest, frozenset[str]().__contains__, said.id_prefix)
     assert (named.conversation or "").startswith("k:f.")
     assert decide(table, prompt("a", "b")).conversation == "k:c-1"
 
@@ -119,22 +115,22 @@ def prompt(*words: str) -> Chain:
     return chains.of_messages(SEED, [{"role": "user", "content": word} for word in words])
 
 
-def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()) -> Resolved:
+def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()) -> Resolution:
     return resolve_prefix(table.find(asked), asked.end.digest, running.__contains__)
 
 
 def test_what_is_unknown_is_new() -> None:
     table = NodeTable(100)
     table.record(prompt("a", "b").end, "one")
-    assert decide(table, prompt("a", "c")).how is How.NEW  # nodes are only where a request ended
-    assert decide(table, prompt("a")).how is How.NEW
+    assert decide(table, prompt("a", "c")).match is Match.NEW  # nodes are only where a request ended
+    assert decide(table, prompt("a")).match is Match.NEW
 
 
 def test_going_on_from_the_tip_continues() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     got = decide(table, prompt("a", "b", "c"))
-    assert (got.how, got.conversation, got.known_bytes) == (How.CONTINUED, "one", prompt("a").total_bytes)
+    assert (got.match, got.conversation, got.known_bytes) == (Match.CONTINUED, "one", prompt("a").total_bytes)
 
 
 def test_going_on_from_an_older_point_forks_with_that_parent() -> None:
@@ -142,15 +138,15 @@ def test_going_on_from_an_older_point_forks_with_that_parent() -> None:
     table.record(prompt("a").end, "one")
     table.record(prompt("a", "b", "c").end, "one")
     got = decide(table, prompt("a", "x", "y"))
-    assert (got.how, got.conversation, got.parent) == (How.FORKED, None, "one")
+    assert (got.match, got.conversation, got.parent) == (Match.FORKED, None, "one")
 
 
 def test_a_repeat_is_a_retry_when_idle_and_a_fork_while_running() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
-    assert decide(table, prompt("a")) == Resolved(How.RETRIED, "one", None, prompt("a").total_bytes)
+    assert decide(table, prompt("a")) == Resolution(Match.RETRIED, "one", None, prompt("a").total_bytes)
     got = decide(table, prompt("a"), frozenset({"one"}))
-    assert (got.how, got.parent) == (How.FORKED, "one")
+    assert (got.match, got.parent) == (Match.FORKED, "one")
 
 
 def test_two_conversations_with_one_first_request_each_go_on() -> None:
@@ -165,33 +161,33 @@ def test_two_conversations_with_one_first_request_each_go_on() -> None:
 
 def test_as_many_as_there_are_with_one_first_request_each_go_on_and_a_look_at_them_is_bounded() -> None:
     table, first = NodeTable(1000), prompt("a")
-    names = {f"c{number}" for number in range(3 * MOST_TIPS)}
+    names = {f"c{number}" for number in range(3 * MAX_TIPS)}
     for name in sorted(names):
         table.record(first.end, name)
     went_on = set()
     for number in range(len(names)):
         asked = prompt("a", str(number))
         found = table.find(asked)
-        assert found is not None and len(found.holders) <= MOST_TIPS + 1
+        assert found is not None and len(found.holders) <= MAX_TIPS + 1
         got = decide(table, asked)
-        assert got.how is How.CONTINUED and got.conversation is not None
+        assert got.match is Match.CONTINUED and got.conversation is not None
         table.record(asked.end, got.conversation)
         went_on.add(got.conversation)
     assert went_on == names
-    assert all(table.find_of(first, name) for name in names)
-    assert decide(table, prompt("a", "late")).how is How.FORKED
+    assert all(table.known_bytes(first, name) for name in names)
+    assert decide(table, prompt("a", "late")).match is Match.FORKED
 
 
 def test_as_many_as_there_are_with_one_first_request_and_names_of_their_own_find_their_own() -> None:
     """One task, run many times in parallel, by a client that says a correlation id."""
-    table, first, count = NodeTable(1000), prompt("a"), 3 * MOST_TIPS
+    table, first, count = NodeTable(1000), prompt("a"), 3 * MAX_TIPS
     keys = [f"space:session-{number}.{number:012x}" for number in range(count)]
     for key in keys:
         table.record(first.end, key)
     for number, key in enumerate(keys):
         asked = prompt("a", str(number))
         found = table.find(asked, f"session-{number}.")
-        assert found is not None and len(found.holders) <= 2 * MOST_TIPS + 1
+        assert found is not None and len(found.holders) <= 2 * MAX_TIPS + 1
         got = resolve_prefix(found, asked.end.digest, lambda _: False, f"session-{number}.")
         assert got.conversation == key
         table.record(asked.end, key)
@@ -202,7 +198,7 @@ def test_who_has_gone_on_hides_nobody_who_has_not() -> None:
     table.record(first.end, "quick")
     table.record(first.end, "slow")
     table.record(prompt("a", "quick").end, "quick")
-    for number in range(2 * MOST_TIPS):
+    for number in range(2 * MAX_TIPS):
         table.record(first.end, f"c{number}")
         table.record(prompt("a", str(number)).end, f"c{number}")
     assert decide(table, prompt("a", "b")).conversation == "slow"
@@ -213,7 +209,7 @@ def test_plain_prompts_that_share_whole_blocks_are_not_confused() -> None:
     shared = b"s" * 700
     for number in range(20):
         asked = chains.of_text(SEED, shared + b"question %d?" % number)
-        assert decide(table, asked).how is How.NEW
+        assert decide(table, asked).match is Match.NEW
         table.record(asked.end, str(number))
     got = decide(table, chains.of_text(SEED, shared + b"question 7? answer"))
     assert got.conversation == "7"
@@ -248,13 +244,13 @@ def test_every_branch_of_a_tree_of_prompts_keeps_its_own_conversation(steps: lis
         name = list(branches)[pick % len(branches)]
         longer = [*branches[name], f"answer-{name}-{len(branches[name])}", f"word-{word}"]
         got = decide(table, prompt(*longer))
-        assert (got.how, got.conversation) == (How.CONTINUED, name)
+        assert (got.match, got.conversation) == (Match.CONTINUED, name)
         table.record(prompt(*longer).end, name)
         older: Any = branches[name]
         branches[name] = longer
         fork = [*older, f"other-{len(branches)}", "x"]
         forked = decide(table, prompt(*fork))
-        assert forked.how is How.FORKED
+        assert forked.match is Match.FORKED
         assert forked.parent is not None
         child = f"c{len(branches)}"
         table.record(prompt(*fork).end, child)

@@ -14,7 +14,9 @@ from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from deploy.cli.commands.key import app as key_commands
-from router.auth.keys import Key, Keys, KeysFileError, Limits, Scope, hash_of, inline, load, parse
+from router.auth.keyring import Keyring
+from router.auth.keys import Key, Limits, Scope, hash_secret, inline_keys
+from router.auth.keys_file import KeysFileError, load_keys, parse_keys
 from router.errors import Unauthorized
 from router.gateway.config import ServedModel
 from tests.router.test_large_bodies import BOUND_S, Stalls
@@ -24,7 +26,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-ENTRY = "- {id: one, owner: search, hash: 'HASH'}\n".replace("HASH", hash_of("first"))
+ENTRY = "- {id: one, owner: search, hash: 'HASH'}\n".replace("HASH", hash_secret("first"))
 
 
 def bearer(secret: str) -> dict[str, str]:
@@ -32,7 +34,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 def entry(secret: str, owner: str, **more: Any) -> str:
-    fields = {"id": f"of-{secret}", "owner": owner, "hash": hash_of(secret), **more}
+    fields = {"id": f"of-{secret}", "owner": owner, "hash": hash_secret(secret), **more}
     return f"- {orjson.dumps(fields).decode()}\n"
 
 
@@ -42,19 +44,19 @@ def in_time(when: float) -> str:
 
 def test_a_file_says_what_a_key_may_do() -> None:
     text = (
-        f"# for the search team\n- id: k\n  owner: search\n  hash: {hash_of('s')}\n"
+        f"# for the search team\n- id: k\n  owner: search\n  hash: {hash_secret('s')}\n"
         "  scopes: [read]\n  models: [small]\n  expires: 2027-01-31\n"
     )
-    wanted = Key("k", "search", hash_of("s"), frozenset({Scope.READ}), ("small",), 1801353600.0)
-    assert parse(text, "f") == (wanted,)
-    assert parse(text.replace("2027-01-31", "2027-01-31T01:00+01:00"), "f") == (wanted,)
-    assert parse("[]\n", "f") == ()
+    wanted = Key("k", "search", hash_secret("s"), frozenset({Scope.READ}), ("small",), 1801353600.0)
+    assert parse_keys(text, "f") == (wanted,)
+    assert parse_keys(text.replace("2027-01-31", "2027-01-31T01:00+01:00"), "f") == (wanted,)
+    assert parse_keys("[]\n", "f") == ()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "f:1: there is nothing in it"),
+        ("", "f:1: the file is empty"),
         ("keys: []\n", "f:1: expected a list"),
         ("- {id: a\n", "f:2: not valid YAML"),
         (ENTRY + "- id: b\n  owner: o\n  hash: secret\n", "f:4: hash"),
@@ -67,14 +69,14 @@ def test_a_file_says_what_a_key_may_do() -> None:
         ("- id: b\n  owner: o\n  hash: ''\n  limits:\n    turn: 1\n", "f:5: unknown field 'limits.turn'"),
         ("- id: b\n  owner: o\n  hash: ''\n  scopes: [root]\n", "f:4: scopes"),
         ("- id: b\n  owner: o\n  hash: ''\n  expires: 2027-02-31\n", "f:4: expires: a day as in"),
-        (ENTRY + "- {[a]: b}\n", "f:2: a name is a word"),
-        (ENTRY + "- {id: b,\n  id: c}\n", "f:3: 'id' stands twice"),
-        (ENTRY + "- *a\n", "f:2: say it again instead of *a"),
-        (ENTRY + "---\n" + ENTRY, "f:3: a second document begins"),
-        ("- &a [*a]\n", "f:1: say it again"),
-        ("[" * 3000, "f:1: more than 8 lists"),
-        ("- " * 50_000, "f:1: more than 8 lists"),
-        ("[" * 100_000 + "]" * 100_000, "f:1: more than 8 lists"),  # ended the process
+        (ENTRY + "- {[a]: b}\n", "f:2: not valid YAML: found unhashable key"),
+        (ENTRY + "- {id: b,\n  id: c}\n", "f:3: not valid YAML: 'id' is repeated"),
+        (ENTRY + "- *a\n", "f:2: not valid YAML: found undefined alias"),
+        (ENTRY + "---\n" + ENTRY, "f:2: not valid YAML: but found another document"),
+        ("- &a [*a]\n", "f:1: not valid YAML: found unconstructable recursive"),
+        ("[" * 3000, "f:1: not valid YAML: more than 8 lists"),
+        ("- " * 50_000, "f:1: not valid YAML: more than 8 lists"),
+        ("[" * 100_000 + "]" * 100_000, "f:1: not valid YAML: more than 8 lists"),  # ended the process
         *(
             (f"- id: b\n  owner: o\n  hash: ''\n  limits:\n    {limit}\n", "f:5: limits.")
             for limit in (
@@ -88,7 +90,7 @@ def test_a_file_says_what_a_key_may_do() -> None:
 )
 def test_a_wrong_file_says_where_it_is_wrong(text: str, said: str) -> None:
     with pytest.raises(KeysFileError) as wrong:
-        parse(text, "f")
+        parse_keys(text, "f")
     assert said in str(wrong.value).splitlines()[0]
 
 
@@ -173,15 +175,15 @@ async def test_after_a_wrong_file_a_good_one_is_read(
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file = tmp_path / "keys"
     file.write_text(entry("good", "search"))
-    known = Keys((), str(file))
+    known = Keyring((), str(file))
     watching = asyncio.create_task(known.watch())
     file.write_text(text)
     await until(lambda: "conserve_keys_stale 1.0" in generate_latest().decode())
-    assert known.of_secret("good").owner == "search"
+    assert known.find("good").owner == "search"
     file.write_text("[]\n")
     await until(lambda: "conserve_keys_stale 0.0" in generate_latest().decode())
     with pytest.raises(Unauthorized):
-        known.of_secret("good")
+        known.find("good")
     watching.cancel()
 
 
@@ -193,16 +195,16 @@ async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
     file, next_file = tmp_path / "keys", tmp_path / "next"
     file.write_text(entry("good", "search"))
     next_file.write_text("[]\n")
-    known = Keys((), str(file))
+    known = Keyring((), str(file))
     watching = asyncio.create_task(known.watch())
     try:
         with no_descriptors():
             next_file.replace(file)
             await until(lambda: "conserve_keys_stale 1.0" in generate_latest().decode())
-            assert known.of_secret("good").owner == "search"
+            assert known.find("good").owner == "search"
         await until(lambda: "conserve_keys_stale 0.0" in generate_latest().decode())
         with pytest.raises(Unauthorized):
-            known.of_secret("good")
+            known.find("good")
     finally:
         watching.cancel()
 
@@ -213,7 +215,7 @@ async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file, many = tmp_path / "keys", "".join(entry(f"k{number}", f"o{number}") for number in range(20_000))
     file.write_text(entry("good", "search"))
-    known, longest = Keys((), str(file)), list[float]()
+    known, longest = Keyring((), str(file)), list[float]()
     watching = asyncio.create_task(known.watch())
     try:
         for more in range(3):  # another process may take the processor's caches and more
@@ -226,7 +228,7 @@ async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
             longest.append(stalls.longest_s)
             if longest[-1] < BOUND_S:
                 break
-        assert known.of_secret("k19999").owner == "o19999"
+        assert known.find("k19999").owner == "o19999"
         assert min(longest) < BOUND_S
     finally:
         watching.cancel()
@@ -237,25 +239,25 @@ def test_without_a_good_file_nobody_is_let_in(tmp_path: Path, text: str | None) 
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
-    known = Keys((), str(file))
+    known = Keyring((), str(file))
     for secret in ("", "any"):
         with pytest.raises(Unauthorized):
-            known.of_secret(secret)
+            known.find(secret)
 
 
 def test_a_pipe_is_no_file_of_keys_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "keys")
-    with pytest.raises(KeysFileError, match="there is nothing in it"):
-        load(tmp_path / "keys")
+    with pytest.raises(KeysFileError, match="the file is empty"):
+        load_keys(tmp_path / "keys")
 
 
 def test_an_id_of_the_fleet_file_is_that_keys(tmp_path: Path) -> None:
     """Its limits would be those of two keys."""
-    given = inline(("first",), ())
+    given = inline_keys(("first",), ())
     text = ENTRY.replace("one", given[0].id)
-    assert parse(text, "f", given)[0].hash == given[0].hash
+    assert parse_keys(text, "f", given)[0].hash == given[0].hash
     with pytest.raises(KeysFileError, match="f:1: id: is that of another key, which the fleet file has"):
-        parse(text.replace(hash_of("first"), hash_of("other")), "f", given)
+        parse_keys(text.replace(hash_secret("first"), hash_secret("other")), "f", given)
 
 
 async def test_without_its_file_a_gateway_answers_401(tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ async def test_without_its_file_a_gateway_answers_401(tmp_path: Path) -> None:
 async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
     """Each is an owner as before; an entry of the same hash says more of it."""
     file = tmp_path / "keys"
-    given = inline(("first", "second"), ())
+    given = inline_keys(("first", "second"), ())
     file.write_text(entry("second", given[1].owner, scopes=["read"]))
     async with fleet(tmp_path, keys=given, keys_file=str(file)) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("first"))).status == 200
@@ -274,7 +276,7 @@ async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
 
 
 async def test_where_only_admins_have_keys_everybody_may_call(tmp_path: Path) -> None:
-    async with fleet(tmp_path, keys=inline((), ("boss",))) as made:
+    async with fleet(tmp_path, keys=inline_keys((), ("boss",))) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 200
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("any")))[0] == 401
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("boss")))[0] == 200
@@ -339,8 +341,8 @@ def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> No
     made = conserve_key("new", "--owner", "search", "--file", str(file), *more)
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
-    (key,) = load(file)
-    assert (key.id, key.owner, key.hash) == ("k1", "search", hash_of(secret))
+    (key,) = load_keys(file)
+    assert (key.id, key.owner, key.hash) == ("k1", "search", hash_secret(secret))
     assert key.scopes == {Scope.READ} and key.models == (MODEL,) and key.limits == Limits(turns=7)
     assert key.expires == pytest.approx(time.time() + 90 * 86_400, abs=120)
     assert secret not in file.read_text() and file.stat().st_mode & 0o777 == 0o600
@@ -348,7 +350,7 @@ def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> No
     assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2").exit_code == 0
     again = conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2")
     assert "is that of the key k2 too" in str(again.exception)
-    assert [one.id for one in load(file)] == ["k1", "k2"]
+    assert [one.id for one in load_keys(file)] == ["k1", "k2"]
     file.chmod(0o664)
     if os.geteuid() == 0:
         os.chown(file, 1234, 2345)
@@ -359,7 +361,7 @@ def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> No
     assert [after.st_mode, after.st_uid, after.st_gid] == [before.st_mode, before.st_uid, before.st_gid]
     assert "k2" in conserve_key("list", "--file", str(file)).stdout
     assert conserve_key("revoke", "k1", "--file", str(file)).exit_code == 0
-    assert [one.id for one in load(file)] == ["k2"] and file.read_text().startswith("# ours\n")
+    assert [one.id for one in load_keys(file)] == ["k2"] and file.read_text().startswith("# ours\n")
     assert conserve_key("revoke", "k2", "--file", str(file)).exit_code == 0
-    assert load(file) == ()
+    assert load_keys(file) == ()
     assert "there is no key k2" in str(conserve_key("revoke", "k2", "--file", str(file)).exception)

@@ -14,9 +14,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from router.errors import ApiError
-from router.requests import parsing as reading
-from router.requests.parser_pool import MOST_WAITING, Readers
-from router.requests.parsing import Api, Reading, read_body
+from router.requests.body_parser import Api, BodyParser, is_cheap, parse_body
+from router.requests.parser_pool import MAX_WAITING, ParserPool
 from router.requests.prompt_limit import PromptLimit
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, user
 from tests.support.waiting import until
@@ -127,7 +126,7 @@ async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_
 
 
 async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
-    readers = Readers()
+    parser_pool = ParserPool()
     body = {
         "model": MODEL,
         "messages": [user("x" * 300_000), user("y")],
@@ -137,25 +136,25 @@ async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
     }
     pieces = (raw := orjson.dumps(body))[:100_000], raw[100_000:]
     asked = replace(CHAT, limit=PromptLimit(100_000))
-    assert not reading.is_cheap(pieces)
+    assert not is_cheap(pieces)
     try:
-        there, here = await readers.read(asked, pieces), read_body(asked, pieces)
+        there, here = await parser_pool.parse(asked, pieces), parse_body(asked, pieces)
         assert there == here
         assert there.prompt is not None and there.prompt.identity.group == "mine"
         assert there.fields["n"] == 2 and there.fields["messages"] is None
         with pytest.raises(ApiError, match="not JSON"):
-            await readers.read(asked, (raw[:-1],))
-        assert await readers.read(asked, pieces) == here  # a refusal ends no reader
+            await parser_pool.parse(asked, (raw[:-1],))
+        assert await parser_pool.parse(asked, pieces) == here  # a refusal ends no reader
     finally:
-        readers.close()
+        parser_pool.close()
 
 
 async def test_a_reader_that_takes_too_long_is_ended_and_its_request_refused() -> None:
-    readers = Readers(longest_s=0.01)
-    asked = Reading("/v1/chat/completions", Api.CHAT, {}, "s", frozenset({MODEL}), PromptLimit(100_000))
+    parser_pool = ParserPool(max_parse_s=0.01)
+    asked = BodyParser("/v1/chat/completions", Api.CHAT, {}, "s", frozenset({MODEL}), PromptLimit(100_000))
     with pytest.raises(ApiError, match="too much time"):
-        await readers.read(asked, (b" " * MIB,))
-    readers.close()
+        await parser_pool.parse(asked, (b" " * MIB,))
+    parser_pool.close()
 
 
 @pytest.mark.parametrize("prompt", ["x" * 20_000_000, [1] * 600_000, ["x" * 20_000_000]])
@@ -167,12 +166,12 @@ async def test_a_prompt_beyond_every_context_is_refused_before_it_is_hashed(
     body = orjson.dumps({"model": MODEL, "prompt": prompt})
     assert context
     with pytest.raises(ApiError) as refused:
-        read_body(replace(COMPLETIONS, limit=PromptLimit(context)), (body,))
+        parse_body(replace(COMPLETIONS, limit=PromptLimit(context)), (body,))
     assert refused.value.code == "context_length_exceeded"
 
 
 JSON = {"content-type": "application/json"}
-CHAT = Reading("/v1/chat/completions", Api.CHAT, JSON, "s", frozenset({MODEL}), PromptLimit(4096))
+CHAT = BodyParser("/v1/chat/completions", Api.CHAT, JSON, "s", frozenset({MODEL}), PromptLimit(4096))
 COMPLETIONS = replace(CHAT, path="/v1/completions", api=Api.COMPLETIONS)
 MESSAGES = replace(CHAT, path="/v1/messages", api=Api.MESSAGES)
 
@@ -187,15 +186,15 @@ MESSAGES = replace(CHAT, path="/v1/messages", api=Api.MESSAGES)
 )
 def test_what_the_template_puts_beside_it_is_of_the_prompt_that_has_to_fit(beside: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
-        read_body(CHAT, (orjson.dumps({"model": MODEL, "messages": [user("hi")], **beside}),))
+        parse_body(CHAT, (orjson.dumps({"model": MODEL, "messages": [user("hi")], **beside}),))
     assert refused.value.code == "context_length_exceeded"
 
 
 def test_no_more_tokens_become_text_than_a_context_has() -> None:
     asked = replace(CHAT, path="/detokenize", api=None)
-    read_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4096}),))
+    parse_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4096}),))
     with pytest.raises(ApiError) as refused:
-        read_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4097}),))
+        parse_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4097}),))
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "tokens")
 
 
@@ -211,14 +210,14 @@ COSTLY = orjson.dumps({"model": MODEL, "messages": [user("x" * 300_000)]})
         (replace(CHAT, path="/tokenize", api=None), {"messages": [user("x")] * 10_001}),
     ],
 )
-def test_items_are_bounded_wherever_they_are(asked: Reading, body: dict[str, Any]) -> None:
+def test_items_are_bounded_wherever_they_are(asked: BodyParser, body: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="it may have"):
-        read_body(asked, (orjson.dumps({"model": MODEL, **body}),))
+        parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
 
 def test_each_of_several_prompts_has_the_context_for_itself() -> None:
     several = {"model": MODEL, "prompt": ["x" * 10_000] * 120}
-    assert read_body(COMPLETIONS, (orjson.dumps(several),)).prompt
+    assert parse_body(COMPLETIONS, (orjson.dumps(several),)).prompt
 
 
 @pytest.mark.parametrize("depth", [500, 1_000, 1_020])
@@ -226,65 +225,65 @@ def test_what_is_nested_deeply_is_the_clients_fault(depth: int) -> None:
     nested = "[" * depth + "]" * depth
     for body in (f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": {nested}}}]}}', nested):
         with pytest.raises(ApiError) as refused:
-            read_body(CHAT, (body.encode(),))
+            parse_body(CHAT, (body.encode(),))
         assert refused.value.status == 400
 
 
 async def test_a_reader_that_was_killed_while_idle_costs_nobody_a_request() -> None:
-    readers = Readers(processes=1)
+    parser_pool = ParserPool(processes=1)
     asked = replace(CHAT, limit=PromptLimit(100_000))
     try:
-        assert (await readers.read(asked, (COSTLY,))).prompt
+        assert (await parser_pool.parse(asked, (COSTLY,))).prompt
         (reader,) = (one for one in psutil.Process().children() if PARSER in one.cmdline())
         reader.kill()
         await until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE)
         await asyncio.sleep(0.2)  # the loop hears of it
-        assert (await readers.read(asked, (COSTLY,))).prompt
+        assert (await parser_pool.parse(asked, (COSTLY,))).prompt
     finally:
-        readers.close()
+        parser_pool.close()
 
 
 async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
-    readers, asked = Readers(), replace(CHAT, limit=PromptLimit(100_000))
+    parser_pool, asked = ParserPool(), replace(CHAT, limit=PromptLimit(100_000))
     try:
-        mine = [readers.read(asked, (COSTLY,)) for _ in range(MOST_WAITING + 3)]
-        theirs = readers.read(replace(asked, space="other"), (COSTLY,))
+        mine = [parser_pool.parse(asked, (COSTLY,)) for _ in range(MAX_WAITING + 3)]
+        theirs = parser_pool.parse(replace(asked, space="other"), (COSTLY,))
         *came, other = await asyncio.gather(*mine, theirs, return_exceptions=True)
         refused = [one for one in came if isinstance(one, ApiError)]
         assert [one.status for one in refused] == [429] * 3
         assert not isinstance(other, BaseException)
-        assert (await readers.read(asked, (COSTLY,))).prompt  # and later ones are read again
+        assert (await parser_pool.parse(asked, (COSTLY,))).prompt  # and later ones are read again
     finally:
-        readers.close()
+        parser_pool.close()
 
 
 async def test_waiting_for_a_process_has_a_limit() -> None:
-    readers, asked = Readers(processes=1, longest_wait_s=0.005), replace(CHAT, limit=PromptLimit(100_000))
+    parser_pool, asked = ParserPool(processes=1, max_wait_s=0.005), replace(CHAT, limit=PromptLimit(100_000))
     try:
-        first = asyncio.create_task(readers.read(asked, (COSTLY,)))  # its process takes longer to start
+        first = asyncio.create_task(parser_pool.parse(asked, (COSTLY,)))  # its process takes longer to start
         await asyncio.sleep(0)
         for space in (asked.space, "other"):
             with pytest.raises(ApiError, match="wait to be read") as refused:
-                await readers.read(replace(asked, space=space), (COSTLY,))
+                await parser_pool.parse(replace(asked, space=space), (COSTLY,))
             assert refused.value.status == 429
         assert (await first).prompt
-        assert (await readers.read(asked, (COSTLY,))).prompt
+        assert (await parser_pool.parse(asked, (COSTLY,))).prompt
     finally:
-        readers.close()
+        parser_pool.close()
 
 
 async def test_where_no_process_can_be_started_large_bodies_may_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    readers, asked = Readers(processes=1), replace(CHAT, limit=PromptLimit(100_000))
+    parser_pool, asked = ParserPool(processes=1), replace(CHAT, limit=PromptLimit(100_000))
     try:
         with monkeypatch.context() as patched, pytest.raises(ApiError, match="cannot be read now") as refused:
             patched.setattr(sys, "executable", "/nowhere")
-            await readers.read(asked, (COSTLY,))
+            await parser_pool.parse(asked, (COSTLY,))
         assert refused.value.status == 503
-        assert (await readers.read(asked, (COSTLY,))).prompt
+        assert (await parser_pool.parse(asked, (COSTLY,))).prompt
     finally:
-        readers.close()
+        parser_pool.close()
 
 
 async def test_a_large_turn_reaches_its_engine_as_it_came(made: FakeFleet) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from placement.engines import Role
 from router.gateway.turn.legs import prefill_body, pull_from
+from router.requests.body_parser import Api
 from router.requests.fields import with_fields
-from router.requests.parsing import Api
 from tests.support.engines import info
 
 VALUES = st.recursive(

@@ -29,8 +29,8 @@ from router.gateway.responses.items import (
 )
 from router.gateway.responses.stored_answers import AnswerObserver, Answers, History
 from router.http import ServerLimits
-from router.requests.parser_pool import MOST_WAITING, Readers
-from router.requests.parsing import CHEAP_MARKS, Api, Reading
+from router.requests.body_parser import CHEAP_MARKS, Api, BodyParser
+from router.requests.parser_pool import MAX_WAITING, ParserPool
 from router.requests.prompt_limit import PromptLimit
 from tests.router.test_large_bodies import BOUND_S, Stalls
 from tests.router.test_rates import limited
@@ -82,17 +82,17 @@ async def test_a_history_is_bounded_as_a_body_is(tmp_path: Path) -> None:
 
 
 async def test_a_large_history_costs_the_loop_no_more_than_its_transport(tmp_path: Path) -> None:
-    answers, readers = Answers(stored(tmp_path)), Readers()
+    answers, parser_pool = Answers(stored(tmp_path)), ParserPool()
     await answers.start()
     asking: dict[str, Any] = {"model": "small", "input": junk(6 * MIB)}
     json = {"content-type": "application/json"}
-    asked = Reading(PATH, Api.RESPONSES, json, "o", frozenset({"small"}), PromptLimit(10**9), True)
+    asked = BodyParser(PATH, Api.RESPONSES, json, "o", frozenset({"small"}), PromptLimit(10**9), True)
     longest = []
     for number in range(5):
         pieces = tuple(cut(orjson.dumps(asking)))
         stalls = Stalls()
         watching = asyncio.create_task(stalls.watch())
-        read = await readers.read(asked, pieces)
+        read = await parser_pool.parse(asked, pieces)
         sent, history = await answers.with_history("o", pieces, read)
         answers.keep("o", history, b'{"id": "r%d", "output": []}' % number)
         await answers.find("o", f"r{number}")
@@ -100,8 +100,10 @@ async def test_a_large_history_costs_the_loop_no_more_than_its_transport(tmp_pat
         longest.append(stalls.longest_s)
         asking["previous_response_id"] = f"r{number}"
     with pytest.raises(PayloadTooLarge):
-        await answers.with_history("o", pieces, await readers.read(asked, tuple(cut(orjson.dumps(asking)))))
-    readers.close()
+        await answers.with_history(
+            "o", pieces, await parser_pool.parse(asked, tuple(cut(orjson.dumps(asking))))
+        )
+    parser_pool.close()
     await answers.close()
     assert sum(map(len, sent)) > 30 * MIB
     assert len(orjson.loads(b"".join(sent))["input"]) == 5
@@ -256,10 +258,10 @@ async def test_a_folder_that_cannot_be_made_is_tried_again(tmp_path: Path) -> No
 
 
 async def test_a_body_that_never_can_be_read_is_not_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.requests.parser_pool.MOST_WAITING_BYTES", 1000)
-    asked = Reading(PATH, Api.RESPONSES, {}, "o", frozenset(), PromptLimit(0))
+    monkeypatch.setattr("router.requests.parser_pool.MAX_WAITING_BYTES", 1000)
+    asked = BodyParser(PATH, Api.RESPONSES, {}, "o", frozenset(), PromptLimit(0))
     with pytest.raises(PayloadTooLarge, match="1000"):
-        await Readers().read_beside(asked, (b"x" * 1001,))
+        await ParserPool().parse_in_process(asked, (b"x" * 1001,))
 
 
 async def test_a_costly_answer_is_read_beside_and_kept(tmp_path: Path) -> None:
@@ -273,16 +275,16 @@ async def test_a_costly_answer_is_read_beside_and_kept(tmp_path: Path) -> None:
 
 async def test_costly_answers_that_end_together_are_all_kept(tmp_path: Path) -> None:
     """Their clients have them: nobody can send one again."""
-    readers = Readers()
-    answers = Answers(stored(tmp_path), readers=readers)
+    parser_pool = ParserPool()
+    answers = Answers(stored(tmp_path), parser_pool=parser_pool)
     await answers.start()
     before = REGISTRY.get_sample_value(*FAILED) or 0
-    names = [f"resp_{number}" for number in range(3 * MOST_WAITING)]
+    names = [f"resp_{number}" for number in range(3 * MAX_WAITING)]
     for name in names:
         response = {"id": name, "output": [], "tools": [{}] * (CHEAP_MARKS + 1)}
         answers.keep("o", History((), None, None, True), orjson.dumps(response))
     await answers.close()
-    readers.close()
+    parser_pool.close()
     later = Answers(stored(tmp_path))
     found = [await later.find("o", name) is not None for name in names]
     await later.close()

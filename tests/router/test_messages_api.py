@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from tests.router.test_failures import engine_process
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet, get
 
@@ -69,7 +69,7 @@ async def test_another_system_prompt_is_another_conversation(tmp_path: Path) -> 
 
 
 async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
-    async with fleet(tmp_path, keys=inline(("k",), ())) as made:
+    async with fleet(tmp_path, keys=inline_keys(("k",), ())) as made:
         async with client(made, "wrong") as claude:
             with pytest.raises(anthropic.AuthenticationError) as unknown:
                 await claude.messages.create(**asked(0))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.auth import rate_limits as rates
-from router.auth.keys import Key, Limits, hash_of
+from router.auth.keys import Key, Limits, hash_secret
 from router.auth.rate_limits import Bucket, Meters
 from router.directory.messages import Spent
 from router.errors import RateLimited
@@ -30,8 +30,8 @@ BOB = {"authorization": "Bearer bob"}
 async def limited(tmp_path: Path, limits: dict[str, Any], **more: Any) -> AsyncIterator[FakeFleet]:
     file = tmp_path / "keys"
     entries = [
-        {"id": "of-alice", "owner": "a", "hash": hash_of("alice"), "limits": limits},
-        {"id": "of-bob", "owner": "b", "hash": hash_of("bob")},
+        {"id": "of-alice", "owner": "a", "hash": hash_secret("alice"), "limits": limits},
+        {"id": "of-bob", "owner": "b", "hash": hash_secret("bob")},
     ]
     file.write_text(orjson.dumps(entries).decode())
     async with fleet(tmp_path, keys_file=str(file), **more) as made:
@@ -214,7 +214,7 @@ def granted(meters: Meters, key: Key, times: int) -> int:
 
 
 def alices(**limits: Any) -> Key:
-    return Key("of-alice", "a", hash_of("alice"), limits=Limits(**limits))
+    return Key("of-alice", "a", hash_secret("alice"), limits=Limits(**limits))
 
 
 def test_another_limit_begins_with_what_was_used() -> None:
@@ -252,7 +252,7 @@ async def test_what_was_told_of_a_key_whose_limit_changed_meanwhile(monkeypatch:
 
 def test_meters_are_bounded_and_the_oldest_goes() -> None:
     def key(number: int) -> Key:
-        return Key(f"k{number}", "o", hash_of(""), limits=Limits(requests_per_minute=1))
+        return Key(f"k{number}", "o", hash_secret(""), limits=Limits(requests_per_minute=1))
 
     meters = Meters({}.get, lambda: 0.0)
     assert granted(meters, key(0), 1) == 1

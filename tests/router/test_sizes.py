@@ -12,15 +12,16 @@ from router.gateway.config import SloClass, SloTargets
 from router.gateway.turn.token_ratio import TokenRatio
 from router.gateway.turn.turn import Turn
 from router.identity import prefix_chain as chains
-from router.identity.conversation_ids import Explicit
-from router.requests.parsing import Api, Hints, Prompt
+from router.identity.conversation_ids import ExplicitIdentity
+from router.requests.body_parser import Api, Prompt
+from router.requests.hints import Hints
 
 SEED = chains.seed("s", "m")
 
 
 def turn(size: int, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
-    prompt = Prompt(SEED, Explicit(None, None, ""), chain, tools, b"", b"", None, Hints())
+    prompt = Prompt(SEED, ExplicitIdentity(None, None, ""), chain, tools, b"", b"", None, Hints())
     return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 
 

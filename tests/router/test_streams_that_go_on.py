@@ -17,8 +17,9 @@ from router.gateway.turn.resumption import StreamResumption, why_not_resumable
 from router.gateway.turn.turn import Turn
 from router.http import RelayEnd, RelayOutcome
 from router.identity import prefix_chain as chains
-from router.identity.conversation_ids import Explicit
-from router.requests.parsing import CHEAP_BYTES, Api, Hints, Prompt
+from router.identity.conversation_ids import ExplicitIdentity
+from router.requests.body_parser import CHEAP_BYTES, Api, Prompt
+from router.requests.hints import Hints
 from tests.router.test_failures import engine_process
 from tests.support.fake_engine import FakeEngine, prompt_size
 from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
@@ -345,7 +346,9 @@ async def test_a_client_that_leaves_in_between_leaves_nothing_behind(tmp_path: P
 
 def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
     seed = chains.seed("s", "m")
-    prompt = Prompt(seed, Explicit(None, None, ""), chains.of_text(seed, b""), 0, b"", b"", None, Hints())
+    prompt = Prompt(
+        seed, ExplicitIdentity(None, None, ""), chains.of_text(seed, b""), 0, b"", b"", None, Hints()
+    )
     body = {"stream": True, **body}
     return Turn(api, (b"x" * size,), body, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 

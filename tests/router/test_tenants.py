@@ -9,9 +9,10 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from router.http import ServerLimits
-from router.identity.conversation_ids import EVERYBODY, PrefixGroups, namespace
+from router.identity.conversation_ids import namespace
+from router.identity.prefix_groups import EVERYBODY, PrefixGroups
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
 from tests.support.waiting import until
 
@@ -98,7 +99,7 @@ async def test_a_later_turn_says_what_the_first_said(made: FakeFleet) -> None:
 
 async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connections(tmp_path: Path) -> None:
     limits = ServerLimits(max_connections=20)
-    keys = inline(["alice", "bob"], [])
+    keys = inline_keys(["alice", "bob"], [])
     async with fleet(tmp_path, limits=limits, owner_share=0.2, keys=keys) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")
         head = (
@@ -135,7 +136,7 @@ async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.Strea
 async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
     """However slowly they come: what has come is kept."""
     mib = 1 << 20
-    limits, keys = ServerLimits(max_body_bytes=mib), inline(["alice", "bob", "carol"], [])
+    limits, keys = ServerLimits(max_body_bytes=mib), inline_keys(["alice", "bob", "carol"], [])
     async with fleet(tmp_path, limits=limits, bodies_bytes=2 * mib, keys=keys) as made:
         url, served, before = made.urls[0], made.gateways[0].server.stats, refusals()
         slow = [await slow_body(url, "alice", mib, mib // 2 - 100) for _ in range(2)]  # half of 2 MiB

@@ -19,7 +19,8 @@ from deploy.cli.common import FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.key_types import seconds
-from router.auth.keys import Key, Limits, Scope, hash_of, load, parse
+from router.auth.keys import Key, Limits, Scope, hash_secret
+from router.auth.keys_file import load_keys, parse_keys
 from workers.processes import write_atomically
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
@@ -49,7 +50,7 @@ def new(
     entry: dict[str, Any] = {
         "id": id or f"key-{secrets.token_hex(4)}",
         "owner": owner,
-        "hash": hash_of(secret),
+        "hash": hash_secret(secret),
     }
     if scope:
         entry["scopes"] = [str(one) for one in scope]
@@ -74,7 +75,7 @@ def list_keys(file: File = None, fleet: FleetOption = None) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("id", "owner", "scopes", "models", "expires", "limits"):
         table.add_column(heading)
-    for key in load(_path(file, fleet)):
+    for key in load_keys(_path(file, fleet)):
         scopes, models = " ".join(sorted(key.scopes)), " ".join(key.models) or "all"
         limits = " ".join(f"{name}={most}" for name, most in _set(key.limits).items())
         table.add_row(key.id, key.owner, scopes, models, _until(key), limits)
@@ -129,9 +130,9 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
     path = path.resolve()
     with _alone(path.parent):
         text = path.read_text() if path.exists() else "[]\n"
-        parse(text, str(path))
+        parse_keys(text, str(path))
         changed = change(text)
-        parse(changed, str(path))
+        parse_keys(changed, str(path))
         before = path.stat() if path.exists() else None
         write_atomically(path, changed, before.st_mode & 0o777 if before is not None else 0o600)
         if before is not None:  # or the gateways might be kept from it
@@ -166,7 +167,7 @@ def _with(text: str, entry: dict[str, Any]) -> str:
 
 def _without(text: str, id: str, path: Path) -> str:
     root = yaml.compose(text)
-    ids = [key.id for key in parse(text, str(path))]
+    ids = [key.id for key in parse_keys(text, str(path))]
     if root is None or id not in ids:
         raise DeployError(f"there is no key {id} in {path}; it has {', '.join(ids) or 'none'}")
     _check_block(root)

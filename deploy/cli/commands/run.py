@@ -17,7 +17,7 @@ from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.status import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
-from router.auth.keys import load as load_keys
+from router.auth.keys_file import load_keys
 from router.directory.repair import replace, salvage
 
 app = typer.Typer()

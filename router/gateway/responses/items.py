@@ -80,13 +80,13 @@ class ReadAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerReading:
-    """What is asked of the reader of an answer."""
+class AnswerParser:
+    """Parser of an engine's answer that is to be stored."""
 
     space: str  # of its owner
     said: Mapping[str, Any]  # in place of what an engine says of the history
 
-    def read(self, pieces: Sequence[bytes]) -> ReadAnswer:
+    def parse(self, pieces: Sequence[bytes]) -> ReadAnswer:
         """ValueError: it is no response, or none that could be gone on from."""
         answer = orjson.loads(b"".join(pieces))
         answer = answer.get("response", answer) if isinstance(answer, dict) else {}

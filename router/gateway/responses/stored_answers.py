@@ -29,13 +29,13 @@ from router.errors import (
 )
 from router.gateway.config import AnswersConfig
 from router.gateway.responses.answer_store import AnswerStore, ChainEnd, DiskThread, StoredChain
-from router.gateway.responses.items import PIECE_BYTES, AnswerReading, ReadAnswer, Span, cut_items
+from router.gateway.responses.items import PIECE_BYTES, AnswerParser, ReadAnswer, Span, cut_items
 from router.http import RawHeaders, ServerLimits, StreamObserver
 from router.identity.conversation_ids import named_conversation
 from router.process import SteadyClock
+from router.requests.body_parser import ParsedBody, is_cheap
 from router.requests.fields import with_fields, with_items
-from router.requests.parser_pool import Readers
-from router.requests.parsing import ReadBody, is_cheap
+from router.requests.parser_pool import ParserPool
 
 log = logging.getLogger("conserve.router.answers")
 
@@ -120,14 +120,14 @@ class Answers:
         config: AnswersConfig,
         clock: SteadyClock | None = None,
         *,
-        readers: Readers | None = None,
+        parser_pool: ParserPool | None = None,
         most_bytes: int = ServerLimits().max_body_bytes,
     ) -> None:
-        """`readers`: of answers that are costly to read; `most_bytes`: of a history with a request."""
+        """`parser_pool`: of answers that are costly to read; `most_bytes`: of a history with a request."""
         self._store = AnswerStore(config, clock or SteadyClock())
         self._thread, self._longest_s = DiskThread("answers", LONGEST_S), LONGEST_S
         self._shown_s = SHOWN_WITHIN_S
-        self._readers, self._most_bytes = readers, most_bytes
+        self._parser_pool, self._most_bytes = parser_pool, most_bytes
         self._keeping: set[asyncio.Future[None]] = set()
         self._waiting_bytes = 0  # of answers that are not written yet
 
@@ -150,7 +150,7 @@ class Answers:
             log.warning("stored answers do not end answers_lost=%d reason=%r", len(self._keeping), wrong)
 
     async def with_history(
-        self, owner: str, pieces: tuple[bytes, ...], read: ReadBody
+        self, owner: str, pieces: tuple[bytes, ...], read: ParsedBody
     ) -> tuple[tuple[bytes, ...], History]:
         """The body for the engine, in pieces, and what to keep. Refuses what does not go on from anything."""
         body = read.fields
@@ -222,11 +222,11 @@ class Answers:
             return None
         self._waiting_bytes += size
         keeping: asyncio.Future[None]
-        reading = AnswerReading(owner, kept.said)
-        if self._readers is None or is_cheap((response,)):
+        reading = AnswerParser(owner, kept.said)
+        if self._parser_pool is None or is_cheap((response,)):
             keeping = self._thread.submit(self._write, kept, reading, response)
         else:
-            keeping = asyncio.ensure_future(self._keep_costly(self._readers, kept, reading, response))
+            keeping = asyncio.ensure_future(self._keep_costly(self._parser_pool, kept, reading, response))
         self._keeping.add(keeping)
         keeping.add_done_callback(lambda done: self._kept(done, size))
         return asyncio.ensure_future(self._shortly(keeping))
@@ -238,10 +238,10 @@ class Answers:
             log.warning("an answer goes out before it is stored waited_s=%.1f", self._shown_s)
 
     async def _keep_costly(
-        self, readers: Readers, kept: History, reading: AnswerReading, response: bytes
+        self, parser_pool: ParserPool, kept: History, reading: AnswerParser, response: bytes
     ) -> None:
         cut = (response[at : at + PIECE_BYTES] for at in range(0, len(response), PIECE_BYTES))
-        answer = await readers.read_in_turn(reading, tuple(cut))
+        answer = await parser_pool.parse_queued(reading, tuple(cut))
         await self._thread.submit(self._write, kept, reading, answer)
 
     def _kept(self, done: asyncio.Future[None], size: int) -> None:
@@ -254,10 +254,10 @@ class Answers:
         if wrong is not None:
             log.warning("an answer could not be stored reason=%r", wrong)
 
-    def _write(self, kept: History, reading: AnswerReading, answer: bytes | ReadAnswer) -> None:
+    def _write(self, kept: History, reading: AnswerParser, answer: bytes | ReadAnswer) -> None:
         """In the thread."""
         if isinstance(answer, bytes):
-            answer = reading.read((answer,))
+            answer = reading.parse((answer,))
         where = kept.previous, kept.conversation
         self._store.keep(reading.space, *where, kept.asked, answer, kept.deleted_at)
         try:

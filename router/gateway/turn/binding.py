@@ -32,7 +32,8 @@ from router.gateway.turn.token_ratio import TokenRatio
 from router.gateway.turn.turn import Turn
 from router.gateway.turn.turn_metrics import TurnMetrics
 from router.http import Responder
-from router.identity.conversation_ids import How, conversation_key, resolve_prefix
+from router.identity.conversation_ids import conversation_key
+from router.identity.node_table import Match, resolve_prefix
 from router.identity.prefix_chain import Chain
 
 log = logging.getLogger("conserve.router.binding")
@@ -43,7 +44,7 @@ class Identified:
     """Conversation of a turn, and how it was found."""
 
     key: str
-    how: How
+    how: Match
     parent: str | None
     chain: Chain
     matched_bytes: int  # of the prompt, in an earlier request of this conversation
@@ -90,14 +91,14 @@ class Binder:
         chain = turn.prompt.chain
         if identity.id is not None:
             key = conversation_key(turn.space, identity.id)
-            matched = self._directory.cache.nodes.find_of(chain, key)
-            found = Identified(key, How.EXPLICIT, parent, chain, matched, number)
+            matched = self._directory.cache.nodes.known_bytes(chain, key)
+            found = Identified(key, Match.EXPLICIT, parent, chain, matched, number)
         else:
-            node, running = await self._directory.find(chain, identity.name)
-            resolved = resolve_prefix(node, chain.end.digest, running, identity.name)
+            node, running = await self._directory.find(chain, identity.id_prefix)
+            resolved = resolve_prefix(node, chain.end.digest, running, identity.id_prefix)
             key = resolved.conversation or conversation_key(turn.space, identity.new_id())
             matched = resolved.known_bytes if resolved.conversation else 0
-            found = Identified(key, resolved.how, resolved.parent or parent, chain, matched, number)
+            found = Identified(key, resolved.match, resolved.parent or parent, chain, matched, number)
         metrics.labelled(metrics.IDENTIFIED, found.how).inc()
         return found
 

@@ -72,7 +72,7 @@ class TurnHandler:
                 "gen_ai.request.model": turn.model,
             }
             turn = replace(turn, trace=self._tracer.begin(turn.headers, turn.arrived_at, attributes))
-        hints = turn.prompt.hints.within(self._longest_ttl_s)
+        hints = turn.prompt.hints.capped(self._longest_ttl_s)
         if hints is not turn.prompt.hints:
             turn = replace(turn, prompt=replace(turn.prompt, hints=hints))
         with turn.trace or nullcontext():

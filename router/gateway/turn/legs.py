@@ -24,8 +24,8 @@ from router.http import (
     relay,
     usage_from,
 )
+from router.requests.body_parser import Api
 from router.requests.fields import with_fields
-from router.requests.parsing import Api
 
 log = logging.getLogger("conserve.router.legs")
 

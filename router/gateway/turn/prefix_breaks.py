@@ -47,7 +47,7 @@ def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[Prefix
     if before.tools != turn.prompt.tools_digest:
         return PrefixBreak.CHANGED_TOOLS, lost
     links = turn.prompt.chain.links
-    answer = turn.prompt.marks[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
+    answer = turn.prompt.authors[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
     continues = len(links) > before.messages and links[before.messages - 1] == before.end
     if not (continues and answer):
         if len(links) == before.messages and links[-1] == before.end:
@@ -80,7 +80,7 @@ def record_prefix(
         if (broken := find_prefix_break(before, turn, reuse)) is not None:
             metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
     known.asked = None
-    if turn.prompt.marks:
+    if turn.prompt.authors:
         chain = turn.prompt.chain
         known.asked = Asked(
             chain.end.link,

@@ -17,7 +17,7 @@ from router.http import (
     StreamProgress,
     TokenUsage,
 )
-from router.requests.parsing import CHEAP_BYTES, Api
+from router.requests.body_parser import CHEAP_BYTES, Api
 
 log = logging.getLogger("conserve.router.resumption")
 

@@ -4,17 +4,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from router.auth.rate_limits import FREE, Charge
+from router.auth.rate_limits import UNMETERED, Charge
 from router.gateway.config import ServedModel, SloClass
 from router.gateway.responses.stored_answers import Answers, History
 from router.gateway.slo_classes import SloClasses
 from router.http import Headers, RawHeaders, Request
-from router.identity.conversation_ids import PrefixGroups, hint_of
+from router.identity.conversation_ids import normalized_hint
+from router.identity.prefix_groups import PrefixGroups
+from router.requests.body_parser import Api, BodyParser, Prompt
 from router.requests.fields import with_fields
 from router.requests.forwarded_headers import forwarded
 from router.requests.grammars import Grammar
-from router.requests.parser_pool import Readers
-from router.requests.parsing import HINT_FIELDS, Api, Prompt, Reading
+from router.requests.hints import HINT_FIELDS
+from router.requests.parser_pool import ParserPool
 from router.requests.prompt_limit import PromptLimit
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Turn:
     slo_class: SloClass
     arrived_at: float
     trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
-    charge: Charge = FREE
+    charge: Charge = UNMETERED
     flow: str = ""  # turns of one owner are served fairly among its flows
     waiting_share: float = 1.0  # share of the waiting places that the owner may take
     grammar: Grammar | None = None  # that an engine compiles for it
@@ -71,13 +73,13 @@ class TurnReader:
 
     def __init__(
         self,
-        readers: Readers,
+        parser_pool: ParserPool,
         groups: PrefixGroups,
         classes: SloClasses,
         answers: Answers,
         prompt_limit: Callable[[], PromptLimit],
     ) -> None:
-        self._readers, self._groups, self._classes = readers, groups, classes
+        self._parser_pool, self._groups, self._classes = parser_pool, groups, classes
         self._answers, self._prompt_limit = answers, prompt_limit
 
     async def read(
@@ -85,10 +87,10 @@ class TurnReader:
     ) -> Turn:
         """Return the turn of a request whose body is `pieces`. Raises ApiError for bad input."""
         headers = text_headers(request.headers)
-        question = Reading(api.target.decode(), api, headers, space, frozenset(models), self._prompt_limit())
+        parser = BodyParser(api.target.decode(), api, headers, space, frozenset(models), self._prompt_limit())
         history = None
-        read = await self._readers.read(
-            replace(question, items=True) if api is Api.RESPONSES else question, pieces
+        read = await self._parser_pool.parse(
+            replace(parser, items=True) if api is Api.RESPONSES else parser, pieces
         )
         if api is Api.RESPONSES:
             own_bytes = sum(map(len, pieces))
@@ -96,7 +98,7 @@ class TurnReader:
             if request.body.account is not None:  # a history occupies memory for as long as a body
                 request.body.account(sum(map(len, pieces)) - own_bytes)
             if history.previous is not None:  # the input is complete now
-                read = await self._readers.read(question, pieces)
+                read = await self._parser_pool.parse(parser, pieces)
         assert read.prompt is not None
         slo_class = self._classes.choose(space, headers, read.fields)
         added = self._groups.fields(space, read.fields) | dict.fromkeys(read.fields.keys() & HINT_FIELDS)
@@ -113,7 +115,7 @@ class TurnReader:
             arrived_at=now,
             grammar=read.grammar,
             history=history,
-            flow=next((flow for name in FLOW_HEADERS if (flow := hint_of(headers.get(name)))), ""),
+            flow=next((flow for name in FLOW_HEADERS if (flow := normalized_hint(headers.get(name)))), ""),
         )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.auth.keys import Key, Keys, hash_of
+from router.auth.keyring import Keyring
+from router.auth.keys import Key, hash_secret
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import jsonl, line
@@ -67,7 +68,7 @@ async def test_bad_lines_are_shown_with_their_numbers(gateway: GatewayWithBatch,
 
 @pytest.mark.slow
 async def test_a_fleet_that_asks_for_a_key_says_how_to_give_one(gateway: GatewayWithBatch) -> None:
-    gateway.front.keys = Keys([Key("one", "one", hash_of("ck-one"))], None)
+    gateway.front.keys = Keyring([Key("one", "one", hash_secret("ck-one"))], None)
     code, _, wrong = await conserve(gateway, "list")
     assert code == 1 and "asks for a key: say --api-key, or set $CONSERVE_API_KEY" in wrong
     code, _, wrong = await conserve(gateway, "list", "--api-key", "ck-two")

@@ -37,7 +37,7 @@ from placement.scheduling.interface import ServingSettings
 from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import Limits, inline
+from router.auth.keys import Limits, inline_keys
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.directory.directory import DirectorySettings
 from router.gateway.config import (
@@ -199,13 +199,13 @@ CASES = {
     ),
     "gateway.port": case(8001, lambda got: got.gateway.port),
     "gateway.keys_file": case("/keys.yaml", lambda got: got.gateway.keys_file),
-    "gateway.api_keys": case(["k"], lambda got: got.gateway.keys, inline(["k"], [])),
+    "gateway.api_keys": case(["k"], lambda got: got.gateway.keys, inline_keys(["k"], [])),
     "gateway.shared_prefixes": case(
         ["k", "*"],
         lambda got: [one.shared_prefixes for one in (got.gateway, got.batch)],
         [(namespace("k"), "*")] * 2,
     ),
-    "gateway.admin_keys": case(["a"], lambda got: got.gateway.keys, inline([], ["a"])),
+    "gateway.admin_keys": case(["a"], lambda got: got.gateway.keys, inline_keys([], ["a"])),
     "gateway.key_limits.requests_per_minute": case(60, lambda got: key_limits(got).requests_per_minute),
     "gateway.key_limits.tokens_per_minute": case(61, lambda got: key_limits(got).tokens_per_minute),
     "gateway.key_limits.turns": case(62, lambda got: key_limits(got).turns),

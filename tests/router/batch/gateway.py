@@ -8,7 +8,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from placement.engines import EngineInfo, EngineState, Role
-from router.auth.keys import Keys
+from router.auth.keyring import Keyring
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
@@ -17,9 +17,9 @@ from router.gateway.responses.stored_answers import Answers
 from router.gateway.slo_classes import SloClasses
 from router.gateway.turn.turn import TurnReader
 from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
-from router.identity.conversation_ids import PrefixGroups
-from router.requests.parser_pool import Readers
-from router.requests.parsing import Api
+from router.identity.prefix_groups import PrefixGroups
+from router.requests.body_parser import Api
+from router.requests.parser_pool import ParserPool
 from router.requests.prompt_limit import PromptLimit
 from tests.router.batch.fake_engine import MODEL
 
@@ -68,7 +68,7 @@ class FrontGateway:
     def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
         """`batch`: host:port of the batch process, which need not be there."""
         self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
-        self.keys = Keys((), None)
+        self.keys = Keyring((), None)
         self._pool = UpstreamPool(upstream)
         self._forwarding = BatchForwarding(BatchAddress(batch, secret), self._pool)
         self._server = Server(self._handle)
@@ -80,12 +80,12 @@ class FrontGateway:
         return self.url
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        key = self.keys.caller(request.headers)
+        key = self.keys.authenticate(request.headers)
         if request.path == "/v1/chat/completions":
             models, pieces = self._config.models_by_name, await request.body.read_pieces()
             classes = SloClasses(self._config)
             reader = TurnReader(
-                Readers(), PrefixGroups(), classes, self._answers, lambda: PromptLimit(1_000_000)
+                ParserPool(), PrefixGroups(), classes, self._answers, lambda: PromptLimit(1_000_000)
             )
             turn = await reader.read(Api.CHAT, request, pieces, key.owner, models, 0.0)
             await self._forwarding.flex(turn, responder, StreamObserver())

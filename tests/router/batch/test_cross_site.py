@@ -6,7 +6,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from router.gateway.config import BatchAddress
 from tests.router.batch.gateway import SECRET, GatewayWithBatch
 from tests.support.fake_fleet import ask, fleet, get, user
@@ -68,11 +68,11 @@ async def test_clients_and_pages_of_the_gateway_itself_are_served(url: str) -> N
 
 
 async def test_where_there_are_keys_the_key_decides(tmp_path: Path) -> None:
-    async with fleet(tmp_path, keys=inline(("sk-one",), ())) as made:
+    async with fleet(tmp_path, keys=inline_keys(("sk-one",), ())) as made:
         headers = {**EVIL, "authorization": "Bearer sk-one"}
         assert (await ask(made.urls[0], [user("hi")], headers=headers)).status == 200
 
 
 async def test_keys_of_admins_alone_let_no_other_page_in(tmp_path: Path) -> None:
-    async with fleet(tmp_path, keys=inline((), ("sk-admin",))) as made:
+    async with fleet(tmp_path, keys=inline_keys((), ("sk-admin",))) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=EVIL)).status == 403

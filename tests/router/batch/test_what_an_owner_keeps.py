@@ -10,7 +10,8 @@ import aiohttp
 import openai
 import pytest
 
-from router.auth.keys import Keys, Limits
+from router.auth.keyring import Keyring
+from router.auth.keys import Limits
 from router.batch.config import DispatchSettings
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit, upload
@@ -28,7 +29,7 @@ async def idle(either_url: str, files: Path) -> AsyncIterator[GatewayWithBatch]:
     """No engine: batches stay."""
     gateway = GatewayWithBatch(either_url, str(files), StaticFleet(), DispatchSettings(tick_s=0.02))
     await gateway.start()
-    gateway.front.keys = Keys((), None, Limits(stored_gib=3 / 1024, batches=2))
+    gateway.front.keys = Keyring((), None, Limits(stored_gib=3 / 1024, batches=2))
     yield gateway
     await gateway.stop()
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from router.auth.keys import inline
+from router.auth.keys import inline_keys
 from router.batch.config import BatchConfig, dump
 from router.gateway.config import BatchAddress, ServedModel
 from tests.router.batch.gateway import FAST
@@ -76,7 +76,7 @@ async def test_batches_beside_conversations(tmp_path: Path, processes: list[Batc
     async with fleet(tmp_path, gateways=0) as small:
         processes.append(BatchProcess(small, tmp_path))
         batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}", "of gateways")
-        keys = inline(("sk-one", "sk-two"), ())
+        keys = inline_keys(("sk-one", "sk-two"), ())
         url = await small.add_gateway(directory_secret="s3cret", batch=batch_address, keys=keys)
         await processes[0].answers()
         async with (

@@ -1,0 +1,36 @@
+"""Groups of owners that share cached prefixes in engines."""
+
+from collections.abc import Collection, Mapping
+from hashlib import sha256
+from typing import Any
+
+EVERYBODY = "*"
+_SHARED_GROUP = "*shared"  # no owner has this name
+
+
+class PrefixGroups:
+    """Chooses the cache salt of a request.
+
+    vLLM finds a cached block only under the salt it was computed with. By default every owner has a salt of
+    its own: with a common one, each could tell from latencies what others have asked.
+    """
+
+    def __init__(self, shared: Collection[str] = ()) -> None:
+        """`shared`: the owners that share their prefixes with each other, or EVERYBODY."""
+        self._shared = frozenset(shared)
+
+    def fields(self, space: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body fields that replace a client's: the salt, and no session id."""
+        fields: dict[str, Any] = {}
+        group = space
+        if EVERYBODY in self._shared:
+            group = ""
+        elif space in self._shared:
+            group = _SHARED_GROUP
+        if own := body.get("cache_salt"):  # a client's own salt separates requests within the group
+            fields["cache_salt"] = sha256(f"{group}\0{own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        elif group:
+            fields["cache_salt"] = group
+        if "session_id" in body:
+            fields["session_id"] = None  # it would override the header with the conversation's scoped id
+        return fields

@@ -1,0 +1,239 @@
+"""Parses, checks and hashes the bodies of requests. Functions of plain data, which run in any process.
+
+The cost of a body is known before it is parsed, from its bytes and brackets. A costly one is parsed in
+another process (`parser_pool.py`). Sizes are checked before anything is hashed: a prompt that no engine can
+hold is refused by its length alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import orjson
+from xxhash import xxh3_128_digest
+
+from router.errors import BadRequest, ModelNotFound
+from router.gateway.responses.items import Span, find_items, write_items
+from router.identity import prefix_chain as chains
+from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
+from router.identity.prefix_chain import Chain
+from router.requests.fields import check_fields
+from router.requests.grammars import Grammar, grammar_of
+from router.requests.hints import Hints, parse_hints
+from router.requests.prompt_limit import PromptLimit, token_ids
+
+CHEAP_BYTES = 256 * 1024
+CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
+MOST_MARKS = 1_000_000  # arrays and objects of any body: beyond it, memory is many times the bytes
+MOST_ITEMS = 10_000  # messages with their parts, or tools
+MOST_PROMPTS = 1_024  # of one request: an engine makes a request of each
+DEEPEST = 200  # nested arrays and objects; an engine's parser fails at some 900
+_SMALL = 16 * 1024  # bytes of a field that is returned from a large body
+
+_TARGETS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+_PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}
+
+
+class Api(StrEnum):
+    """APIs whose requests are turns."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"  # Anthropic's
+
+    @property
+    def target(self) -> bytes:
+        return _TARGETS[self.value].encode()
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation in OpenTelemetry's conventions."""
+        return "text_completion" if self is Api.COMPLETIONS else "chat"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyParser:
+    """Parser of the body of one request, with what it needs to know of the request."""
+
+    path: str  # of the endpoint
+    api: Api | None  # None: not a turn, the body is only checked
+    headers: Mapping[str, str]
+    space: str  # scope of the caller's conversation ids
+    models: frozenset[str]  # names and aliases of the models
+    limit: PromptLimit
+    items: bool = False  # return the input's items too, unless the request asks to store nothing
+
+    def parse(self, pieces: Sequence[bytes]) -> "ParsedBody":
+        return parse_body(self, pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A checked body."""
+
+    fields: Mapping[str, Any]  # by name; large values of a large body are None
+    prompt: "Prompt | None"  # of a turn
+    grammar: Grammar | None = None
+    items: bytes | Span = b""  # of the Responses API; their place in a large body
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a turn as the gateway needs it: hashes, sizes and hints."""
+
+    seed: bytes
+    identity: ExplicitIdentity
+    chain: Chain
+    tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
+    tools_digest: bytes
+    authors: bytes  # of each message (`prefix_chain.message_authors`)
+    exact_tokens: int | None  # of a prompt of token ids
+    hints: Hints
+    prefixes: tuple[tuple[bytes, int], ...] = ()  # digest and bytes up to each of the first messages
+
+
+def is_cheap(pieces: Sequence[bytes]) -> bool:
+    """Return whether a body can be parsed in the event loop without stalling it."""
+    if sum(map(len, pieces)) > CHEAP_BYTES:
+        return False
+    return sum(piece.count(b"{") + piece.count(b"[") for piece in pieces) <= CHEAP_MARKS
+
+
+def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
+    """Parse and check a body; raise the error that the client is to get."""
+    raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    body = _parse_object(parser.headers, raw)
+    if parser.api is not None or "model" in body:
+        check_model(body, parser.models)
+    check_items(body)
+    check_fields(parser.path, body)
+    parser.limit.check(parser.path, body)
+    prompt = _prompt(parser, parser.api, body) if parser.api is not None else None
+    continues = body.get("previous_response_id") or body.get("conversation")
+    items: bytes | Span = b""
+    if parser.items and (continues or body.get("store") is not False):
+        items = find_items(raw) if len(raw) > CHEAP_BYTES else write_items(body.get("input"))
+    grammar = grammar_of(body)
+    if len(raw) > CHEAP_BYTES:
+        body = {name: value if _is_small(value) else None for name, value in body.items()}
+    return ParsedBody(body, prompt, grammar, items)
+
+
+def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
+    field = _PROMPT_FIELD[api]
+    pointer = next((name for name in ("previous_response_id", "conversation") if body.get(name)), None)
+    if body.get("service_tier") == "flex" and api is Api.RESPONSES and pointer:
+        raise BadRequest("offline work belongs to no conversation: send the messages instead", param=pointer)
+    if field not in body and not (api is Api.RESPONSES and pointer):
+        raise BadRequest(f"{field} is missing", param=field)
+    tools = body.get("tools")
+    definitions = _dump("tools", tools) if tools else b""
+    user = body.get("user")
+    seed = chains.seed(parser.space, str(body["model"]), user if isinstance(user, str) else "")
+    identity = explicit_identity(parser.headers, body)
+    tools_digest = xxh3_128_digest(definitions)
+    return Prompt(
+        seed=seed,
+        identity=identity,
+        chain=chains.of_body(chains.of_group(seed, identity.group), body),
+        tool_bytes=len(definitions),
+        tools_digest=tools_digest,
+        authors=chains.message_authors(body),
+        exact_tokens=len(ids) if (ids := token_ids(body.get("prompt"))) is not None else None,
+        hints=parse_hints(parser.headers, body),
+        prefixes=chains.prefixes_of(tools_digest, body),
+    )
+
+
+def check_items(body: Mapping[str, Any]) -> None:
+    """Refuse a body of any endpoint with too many messages, tools, prompts or answers."""
+    for field in ("messages", "input", "system", "tools", "prompt"):
+        value = body.get(field)
+        if not isinstance(value, list) or token_ids(value) is not None:
+            continue
+        items, most = (len(value), MOST_PROMPTS) if field == "prompt" else (_count_items(value), MOST_ITEMS)
+        if items > most:
+            raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
+    counts = (body.get(name) for name in ("n", "best_of"))
+    answers = max((count for count in counts if isinstance(count, int | float)), default=1)
+    if (prompts := count_prompts(body)) > 1 and prompts * answers > MOST_PROMPTS:
+        wanted = f"{prompts} prompts with {answers} answers each"
+        raise BadRequest(f"a request may have {MOST_PROMPTS} answers in all, not {wanted}", param="n")
+
+
+def count_prompts(body: Mapping[str, Any]) -> int:
+    """Return the number of prompts of a completions request, and 1 for any other."""
+    prompt = body.get("prompt")
+    return len(prompt) if isinstance(prompt, list) and token_ids(prompt) is None else 1
+
+
+def _count_items(messages: list[object]) -> int:
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+
+
+def _is_small(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _SMALL
+    try:
+        return not isinstance(value, dict | list) or len(orjson.dumps(value)) <= _SMALL
+    except TypeError:  # nested deeper than orjson writes
+        return False
+
+
+def _dump(name: str, value: object) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except (TypeError, ValueError):
+        raise BadRequest(f"{name} is nested too deeply", param=name) from None
+
+
+def _parse_object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise BadRequest(
+            f"the body must be application/json, not {media_type or 'of no type'}", param="content-type"
+        )
+    if len(raw) > CHEAP_BYTES and raw.count(b"{") + raw.count(b"[") > MOST_MARKS:
+        raise BadRequest(f"the body has more than {MOST_MARKS} arrays and objects")
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    if raw.count(b"{") + raw.count(b"[") > DEEPEST and is_deep(body):
+        raise BadRequest(f"the body has more than {DEEPEST} arrays and objects in one another")
+    return body
+
+
+def is_deep(value: dict[str, Any]) -> bool:
+    """Return whether a value is nested deeper than `DEEPEST`.
+
+    Goes level by level, because recursion would exceed Python's stack for the same values.
+    """
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        children = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for parts in children for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def check_model(body: Mapping[str, Any], models: frozenset[str]) -> None:
+    """Refuse a body without a model, or with one that the caller may not use."""
+    name = body.get("model")
+    if not isinstance(name, str) or not name:
+        raise BadRequest("model must be the name of a model (GET /v1/models lists them)", param="model")
+    if name not in models:
+        raise ModelNotFound(
+            f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do", param="model"
+        )
