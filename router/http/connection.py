@@ -136,7 +136,6 @@ class ServerConnection(asyncio.Protocol):
             resume=self._resume_reading,
         )
         self._incoming = body
-        self._body_timer = BodyTimer(self._server.limits, self.loop.time()) if head.has_body else None
         if expects and expects.lower() != b"100-continue":
             self._enqueue(ExpectationFailed("100-continue is the only expectation this server meets."))
             return
@@ -299,8 +298,10 @@ class ServerConnection(asyncio.Protocol):
             if now > self._deadline:
                 self._server.timed_out("head")
                 self._end_of_input(RequestTimeout("The request's head did not arrive in time; resend it."))
-        elif self._incoming is not None and self._body_timer is not None:
+        elif self._incoming is not None:
             body = self._incoming
+            if self._body_timer is None:  # only a body that is still on its way at a sweep has one
+                self._body_timer = BodyTimer(self._server.limits, now)
             problem = self._body_timer.problem(now, awaited=body.awaited, received=body.received)
             if problem is not None:
                 self._server.timed_out("body")

@@ -198,7 +198,9 @@ class RequestParser:
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise self._bad_http("A request has exactly one Host header.")
         raw_path, query = self._split_target(self._url)
-        path = unquote(raw_path.decode("ascii"))
+        path = raw_path.decode("ascii")
+        if "%" in path:
+            path = unquote(path)
         if _CONTROL.search(path):
             raise self._bad_http("The path has a control character; leave it out.")
         return RequestHead(

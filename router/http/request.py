@@ -132,8 +132,12 @@ class RequestBody:
         bound = self._max_bytes if max_bytes is None else max_bytes
         pieces: list[bytes] = []
         small: list[bytes] = []
-        size = 0
-        async for piece in self.pieces(bound):
+        size = total = 0
+        self.check_length(bound)
+        while piece := await self.next_piece():
+            total += len(piece)
+            if total > bound:
+                raise _too_large(bound)
             if self.account is not None:
                 self.account(len(piece))
             small.append(piece)

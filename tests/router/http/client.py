@@ -1,4 +1,4 @@
-"""A client that shows what really came over the socket."""
+"""Test client that reads exactly what arrives on the socket."""
 
 from __future__ import annotations
 

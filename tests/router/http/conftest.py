@@ -1,4 +1,4 @@
-"""Servers and engines on real sockets, on uvloop as in production."""
+"""Fixtures: servers and engines on real sockets, with uvloop as in production."""
 
 from __future__ import annotations
 

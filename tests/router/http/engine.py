@@ -1,4 +1,4 @@
-"""An engine that does exactly what a test's script says, byte by byte."""
+"""Test engine that writes the bytes of a test's script."""
 
 from __future__ import annotations
 

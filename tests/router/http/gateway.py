@@ -1,4 +1,4 @@
-"""The smallest gateway: everything goes to one engine."""
+"""Test gateway that relays every request to one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that leaves ends the engine's work; one that lags slows it; neither leaves anything behind."""
+"""Tests of clients that leave, which ends the engine's work, or lag, which slows it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     await eventually(lambda: gateway.pool.stats.connections == server.stats.connections == 0)
 
 
-async def test_a_client_that_leaves_while_we_wait_for_a_connection_costs_the_engine_nothing(
+async def test_a_client_that_leaves_before_a_connection_is_free_sends_nothing(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     from router.http import UpstreamLimits
@@ -85,7 +85,7 @@ async def test_a_client_that_leaves_while_we_wait_for_a_connection_costs_the_eng
     assert len(engine.requests) == 2
 
 
-async def test_a_handler_may_watch_for_the_clients_leaving(serve: Any) -> None:
+async def test_a_handler_is_notified_when_the_client_leaves(serve: Any) -> None:
     came, left = asyncio.Event(), asyncio.Event()
 
     async def wait(request: Request, responder: Responder) -> None:
@@ -179,9 +179,7 @@ def sockets() -> int:
     return len(psutil.Process().net_connections(kind="tcp"))
 
 
-async def test_a_storm_of_leaving_clients_leaves_nothing_behind(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_many_clients_that_leave_at_once_leak_nothing(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         while True:
             await engine.request()

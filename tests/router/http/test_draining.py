@@ -63,7 +63,7 @@ async def test_sigterm_lets_running_streams_end() -> None:
     assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
-async def test_a_drain_is_bounded() -> None:
+async def test_a_drain_ends_within_its_limit() -> None:
     process, port = await spawned(0.5)
     assert process.stdout is not None
     async with await Client.connect(port) as client:
@@ -85,7 +85,7 @@ async def test_a_second_signal_cuts_the_drain_short() -> None:
         assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
-async def test_new_requests_are_turned_away_while_draining(serve: Any) -> None:
+async def test_new_requests_are_refused_during_a_drain(serve: Any) -> None:
     came, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request, responder: Responder) -> None:

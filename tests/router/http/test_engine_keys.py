@@ -1,4 +1,4 @@
-"""What engines ask for is on every request to them, and never what a client says."""
+"""Tests of the key that the gateway shows to engines."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tests.router.http.engine import EngineConnection, answer
 from tests.router.http.gateway import RelayingGateway
 
 
-async def test_the_key_goes_with_each_request_and_a_clients_own_does_not(serve: Any, engine_of: Any) -> None:
+async def test_the_engine_key_replaces_one_that_a_client_sends(serve: Any, engine_of: Any) -> None:
     async def script(connection: EngineConnection) -> None:
         while True:
             await connection.request()
@@ -29,7 +29,7 @@ async def test_the_key_goes_with_each_request_and_a_clients_own_does_not(serve: 
     await pool.close()
 
 
-async def test_without_a_key_none_is_sent(serve: Any, engine_of: Any, pool_of: Any) -> None:
+async def test_no_engine_key_is_sent_without_one(serve: Any, engine_of: Any, pool_of: Any) -> None:
     async def script(connection: EngineConnection) -> None:
         await connection.request()
         await connection.write(answer(b"{}"))

@@ -1,4 +1,4 @@
-"""A request passed on whole, body streamed both ways, to another process of ours."""
+"""Tests of `forward`: bodies streamed both ways to another process of the fleet."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_body_larger_than_the_servers_limit_passes_and_the_connection_se
     assert pool.stats.connected == 1
 
 
-async def test_an_answer_streams_back_and_a_request_without_a_body_needs_none(in_front: Any) -> None:
+async def test_an_answer_streams_back_to_a_request_without_a_body(in_front: Any) -> None:
     _, port, _ = await in_front()
     async with await Client.connect(port) as client:
         client.ask(b"/produce")
@@ -117,7 +117,7 @@ async def test_a_body_over_the_limit_is_refused(in_front: Any, framing: bytes) -
     await eventually(lambda: pool.stats.connections == 0)
 
 
-async def test_nobody_there_is_a_503_that_says_when_to_come_back(serve: Any, pool_of: Any) -> None:
+async def test_an_absent_process_is_a_503_with_retry_after(serve: Any, pool_of: Any) -> None:
     _, port = await serve(forwarding(pool_of(), Endpoint("127.0.0.1", 9)))
     async with await Client.connect(port) as client:
         for body in (None, b"{}"):
@@ -127,7 +127,7 @@ async def test_nobody_there_is_a_503_that_says_when_to_come_back(serve: Any, poo
             assert int(answered.headers["retry-after"]) > 0
 
 
-async def test_an_early_answer_ends_the_sending_and_that_connection_carries_no_other(
+async def test_an_early_answer_ends_the_upload_and_its_connection(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(connection: EngineConnection) -> None:
@@ -146,7 +146,7 @@ async def test_an_early_answer_ends_the_sending_and_that_connection_carries_no_o
     assert len(engine.connections) == 1
 
 
-async def test_a_client_that_leaves_while_it_sends_ends_the_request_behind(
+async def test_a_client_that_leaves_during_its_upload_aborts_the_forwarded_request(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     begun, gone = asyncio.Event(), asyncio.Event()
@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_while_it_sends_ends_the_request_behind(
     await asyncio.wait_for(gone.wait(), 10)
 
 
-async def test_a_slow_reader_behind_slows_the_client(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_slow_receiver_slows_the_uploading_client(serve: Any, pool_of: Any, engine_of: Any) -> None:
     go_on = asyncio.Event()
 
     async def script(connection: EngineConnection) -> None:
@@ -196,7 +196,7 @@ async def test_a_slow_reader_behind_slows_the_client(serve: Any, pool_of: Any, e
 
 @pytest.mark.parametrize("limit_s", [5.0, 0.2])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_an_upload_is_answered_within_the_time_for_a_first_byte_not_for_a_next_one(
+async def test_the_first_byte_timeout_applies_after_an_upload(
     serve: Any, pool_of: Any, engine_of: Any, framing: str, limit_s: float
 ) -> None:
     async def script(connection: EngineConnection) -> None:
@@ -221,7 +221,7 @@ async def test_an_upload_is_answered_within_the_time_for_a_first_byte_not_for_a_
             assert (answered.status, answered.error["message"]) == (503, "no batches now; try again")
 
 
-async def test_who_waits_for_a_connection_in_vain_hears_of_no_engine(
+async def test_a_failed_wait_for_a_connection_does_not_name_an_engine(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(connection: EngineConnection) -> None:

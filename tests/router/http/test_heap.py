@@ -1,4 +1,4 @@
-"""Full collections hold the loop: they wait until nothing is under way, and connections wait for none."""
+"""Tests of garbage: full collections wait for an idle moment, and connections leave no cycles."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ def old_cycle() -> None:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_a_full_collection_waits_until_nothing_is_under_way() -> None:
+async def test_a_full_collection_waits_for_an_idle_moment() -> None:
     settle_heap()
     busy, before = True, Cycle.ended
     collecting = asyncio.create_task(collect_when_idle(lambda: not busy, looks_s=0.01))
@@ -54,7 +54,7 @@ async def test_a_full_collection_waits_until_nothing_is_under_way() -> None:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_without_an_idle_moment_it_comes_at_last() -> None:
+async def test_a_full_collection_runs_without_an_idle_moment_at_last() -> None:
     settle_heap()
     before = Cycle.ended
     collecting = asyncio.create_task(collect_when_idle(lambda: False, looks_s=0.01, at_latest_s=0.3))
@@ -65,7 +65,7 @@ async def test_without_an_idle_moment_it_comes_at_last() -> None:
     collecting.cancel()
 
 
-async def test_a_closed_connection_waits_for_no_collection() -> None:
+async def test_a_closed_connection_leaves_no_cycles() -> None:
     async def handle(request: Request, responder: Responder) -> None:
         await request.body.read()
         responder.respond(200, b"{}", [])

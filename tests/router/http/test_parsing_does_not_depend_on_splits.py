@@ -1,4 +1,4 @@
-"""However the bytes arrive, the same requests and the same refusal come out."""
+"""Tests of request parsing: the result does not depend on how the bytes were split."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ stream = st.lists(request, min_size=1, max_size=3).map(b"".join) | st.binary(max
 
 @settings(max_examples=400, deadline=None)
 @given(stream, st.lists(st.integers(0, 4000), max_size=12))
-def test_splits_change_nothing(data: bytes, cuts: list[int]) -> None:
+def test_splits_of_the_input_change_nothing(data: bytes, cuts: list[int]) -> None:
     assert parsed(split(data, cuts)) == parsed([data])
 
 
 @settings(max_examples=150, deadline=None)
 @given(stream)
-def test_byte_by_byte_changes_nothing(data: bytes) -> None:
+def test_input_byte_by_byte_changes_nothing(data: bytes) -> None:
     assert parsed([data[i : i + 1] for i in range(len(data))]) == parsed([data])
 
 
@@ -170,7 +170,7 @@ HEAD = b"POST /x HTTP/1.1\r\nhost: gateway\r\n"
         HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
     ],
 )
-def test_what_two_parsers_could_read_differently_is_refused(sent: bytes) -> None:
+def test_ambiguous_requests_are_refused(sent: bytes) -> None:
     _, refusal = parsed([sent])
     assert refusal == (400, "bad_http")
 

@@ -1,4 +1,4 @@
-"""One connection: requests in order, each answered in the framing its client understands."""
+"""Tests of one connection: requests in order, answered in a framing that the client understands."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_flood_of_pipelined_requests_is_read_no_faster_than_answered(ser
         assert (await client.answer()).body == b"at last"
 
 
-async def test_a_bad_request_behind_a_good_one_waits_its_turn(serve: Any) -> None:
+async def test_a_bad_request_is_refused_after_the_answer_to_its_predecessor(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/slow", b"1")
@@ -128,7 +128,7 @@ async def test_expect_continue_is_not_answered_when_the_request_is_refused(serve
         assert await client.rest() == b""
 
 
-async def test_another_expectation_fails(serve: Any) -> None:
+async def test_an_unknown_expectation_is_refused(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/", headers=b"expect: miracles\r\n")
@@ -186,7 +186,7 @@ async def test_connection_close_is_honoured(serve: Any) -> None:
         assert await client.rest() == b""
 
 
-async def test_a_raised_error_is_its_own_answer(serve: Any) -> None:
+async def test_an_api_error_becomes_the_answer(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/full", b"{}")
@@ -204,7 +204,7 @@ async def test_a_raised_error_is_its_own_answer(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/bug", b"/forgotten"])
-async def test_a_handlers_bug_costs_one_request_and_tells_nothing(serve: Any, path: bytes) -> None:
+async def test_an_exception_of_a_handler_is_a_500_without_details(serve: Any, path: bytes) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(path)
@@ -223,7 +223,7 @@ async def test_a_body_shorter_than_announced_cuts_the_connection(serve: Any) -> 
             await client.answer()
 
 
-async def test_a_header_with_a_line_break_never_leaves(serve: Any) -> None:
+async def test_a_header_with_a_line_break_is_not_sent(serve: Any) -> None:
     async def inject(request: Request, responder: Responder) -> None:
         responder.respond(200, b"", [(b"x", b"a\r\nset-cookie: b")])
 

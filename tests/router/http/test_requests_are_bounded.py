@@ -1,4 +1,4 @@
-"""Every part of a request has a limit; going over it is an OpenAI-shaped error and an end, never a wait."""
+"""Tests of limits: every part of a request has one, and exceeding it is an error."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ async def refusal(serve: Any, sent: bytes) -> tuple[int, str]:
         *("trailer", "trailers"),
     ],
 )
-async def test_too_large_is_refused(serve: Any, sent: bytes, expected: tuple[int, str]) -> None:
+async def test_requests_over_a_limit_are_refused(serve: Any, sent: bytes, expected: tuple[int, str]) -> None:
     assert await refusal(serve, sent) == expected
 
 
-async def test_a_client_that_goes_on_sending_still_gets_the_refusal(serve: Any) -> None:
+async def test_a_client_that_keeps_sending_still_gets_the_refusal(serve: Any) -> None:
     """100 MB into a closed socket would be a reset that destroys the answer."""
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
@@ -96,13 +96,13 @@ async def test_a_client_that_goes_on_sending_still_gets_the_refusal(serve: Any) 
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
     ],
 )
-async def test_half_a_request_then_silence_is_a_408(serve: Any, part: bytes) -> None:
+async def test_an_unfinished_request_is_a_408(serve: Any, part: bytes) -> None:
     begin = time.monotonic()
     assert await refusal(serve, part) == (408, "request_timeout")
     assert time.monotonic() - begin < 8.0  # by the limits of this server, not by the usual ones
 
 
-async def test_a_head_that_drips_does_not_extend_its_time(serve: Any) -> None:
+async def test_a_head_that_trickles_in_does_not_extend_its_deadline(serve: Any) -> None:
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
         client.send(b"GET / HTTP/1.1\r\n")
@@ -114,7 +114,7 @@ async def test_a_head_that_drips_does_not_extend_its_time(serve: Any) -> None:
         assert (await answer).status == 408
 
 
-async def test_a_body_that_keeps_coming_is_not_timed_out(serve: Any) -> None:
+async def test_a_body_that_keeps_arriving_is_not_timed_out(serve: Any) -> None:
     _, port = await serve(echo, replace(LIMITS, body_timeout_s=1.5))
     async with await Client.connect(port) as client:
         client.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 8\r\n\r\n")
@@ -124,7 +124,7 @@ async def test_a_body_that_keeps_coming_is_not_timed_out(serve: Any) -> None:
         assert (await client.answer()).body == b"x" * 8
 
 
-async def test_a_body_that_comes_too_slowly_is_timed_out(serve: Any) -> None:
+async def test_a_body_below_the_minimum_rate_is_timed_out(serve: Any) -> None:
     limits = replace(LIMITS, body_timeout_s=1.5, body_grace_s=0.5, body_bytes_per_s=1000.0)
     server, port = await serve(echo, limits)
     async with await Client.connect(port) as slow, await Client.connect(port) as steady:
@@ -161,7 +161,7 @@ async def test_a_long_answer_is_not_an_idle_connection(serve: Any) -> None:
         assert (await client.answer()).body == b"late"
 
 
-async def test_a_body_nobody_reads_is_not_kept(serve: Any) -> None:
+async def test_a_body_that_nobody_reads_is_discarded(serve: Any) -> None:
     """The handler is busy elsewhere: the client is paused at the high-water mark."""
     release = asyncio.Event()
 

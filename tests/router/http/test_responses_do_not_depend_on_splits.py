@@ -1,4 +1,4 @@
-"""However an engine's bytes arrive, and whichever path they take here, the client is told the same."""
+"""Tests of responses: the client gets the same however the engine's bytes are split."""
 
 from __future__ import annotations
 
@@ -148,7 +148,9 @@ def test_a_piece_that_ends_like_an_event_inside_a_chunk_is_not_a_chunk_of_its_ow
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(framed | odd, max_size=8), bad, st.lists(st.integers(0, 3000), max_size=15), st.booleans())
-def test_splits_change_nothing(chunks: list[bytes], tail: bytes, cuts: list[int], aligned: bool) -> None:
+def test_splits_of_the_input_change_nothing(
+    chunks: list[bytes], tail: bytes, cuts: list[int], aligned: bool
+) -> None:
     text = b"".join(chunks) + (tail or b"0\r\n\r\n")
     pieces = [*chunks, tail or b"0\r\n\r\n"]
     if not aligned:

@@ -1,4 +1,4 @@
-"""A stream that passes from socket to socket is as every other: order, back-pressure, ends, time-outs."""
+"""Tests of spliced streams: order, back-pressure, ends and time-outs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def diverted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return seen
 
 
-async def test_tokens_pass_through_it_and_are_counted(
+async def test_tokens_are_spliced_and_counted(
     serve: Any, pool_of: Any, engine_of: Any, diverted: list[bytes]
 ) -> None:
     tokens = [token(f"t{n}") for n in range(30)]
@@ -79,7 +79,7 @@ async def test_tokens_pass_through_it_and_are_counted(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_however_the_bytes_arrive_the_client_gets_them(before: Any, seed: int) -> None:
+async def test_split_chunks_reach_the_client_whole(before: Any, seed: int) -> None:
     dice = random.Random(seed)
     events = [token("x" * dice.choice((1, 20, 300, 5000))) for _ in range(80)] + [LAST]
 
@@ -147,9 +147,7 @@ async def spliced_script(engine: EngineConnection) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_what_a_socket_takes_only_in_part_arrives_in_order(
-    before: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_partial_writes_keep_the_order(before: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, data[:7]))
 
@@ -218,7 +216,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     await eventually(lambda: gateway.pool.stats.connections == server.stats.connections == 0)
 
 
-async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(before: Any) -> None:
+async def test_a_silent_spliced_stream_times_out_and_an_active_one_does_not(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await spliced_script(engine)
         for n in range(5, 25):
@@ -235,7 +233,7 @@ async def test_silence_is_noticed_and_a_stream_that_goes_on_is_not_silent(before
     assert b"engine_timeout" in last
 
 
-async def test_a_defect_met_by_one_stream_leaves_the_others(
+async def test_an_exception_of_one_stream_does_not_affect_others(
     before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = asyncio.Event()

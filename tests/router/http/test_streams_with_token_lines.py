@@ -1,4 +1,4 @@
-"""Lines in front of a stream's pieces say its tokens: they are kept, and never reach a client."""
+"""Tests of token lines: the gateway keeps them, and they never reach a client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lined(number: int) -> bytes:
     return b":%d;\n%b" % (1000 + number, token(f"t{number}"))
 
 
-async def test_they_are_taken_out_by_the_pump(
+async def test_the_splice_loop_removes_token_lines(
     serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diverted: list[bytes] = []
@@ -69,7 +69,7 @@ async def test_they_are_taken_out_by_the_pump(
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_they_are_taken_out_however_the_bytes_come(
+async def test_token_lines_are_removed_however_the_bytes_are_split(
     serve: Any, pool_of: Any, engine_of: Any, seed: int
 ) -> None:
     """Pieces of several tokens and of none, of two lines, comments, and an engine that ends anywhere."""
@@ -121,9 +121,7 @@ async def test_they_are_taken_out_however_the_bytes_come(
         assert [t for one in progress.outputs for t in one] == [t for ids in tokens[:upto] for t in ids]
 
 
-async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_a_stream_cannot_resume_inside_an_event(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(HEAD + chunked(lined(0)))
@@ -142,7 +140,7 @@ async def test_a_stream_whose_client_has_a_part_of_an_event_cannot_go_on(
         assert gateway.outcomes[0].end is RelayEnd.BROKEN and progress.obstacle == "torn"
 
 
-async def test_lines_are_kept_up_to_a_bound(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_token_lines_are_kept_up_to_a_limit(serve: Any, pool_of: Any, engine_of: Any) -> None:
     taken = asyncio.Semaphore(0)
     tokens = b":" + b"123456;" * 1200 + b"\n"
     number = MAX_LINES_BYTES // len(tokens) + 10

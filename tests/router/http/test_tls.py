@@ -1,4 +1,4 @@
-"""TLS: real clients get what they get without; slow, wrong and plain ones cost nobody else; files change."""
+"""Tests of TLS: real clients, faulty handshakes, and certificates that change."""
 
 import asyncio
 import logging
@@ -139,7 +139,7 @@ async def test_large_bodies_and_many_requests_on_one_connection(serve: Any, auth
         assert refused.status_code == 413
 
 
-async def test_an_answer_to_who_reads_slowly_is_whole_and_bounded(serve: Any, authority: Authority) -> None:
+async def test_a_slow_reader_gets_a_whole_large_answer(serve: Any, authority: Authority) -> None:
     answered = bytes(range(256)) * (32 << 12)
 
     async def large(request: Request, responder: Responder) -> None:
@@ -189,7 +189,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     writer.transport.abort()
 
 
-async def test_handshakes_that_do_not_come_keep_nobody_waiting(serve: Any, authority: Authority) -> None:
+async def test_unfinished_handshakes_do_not_delay_other_clients(serve: Any, authority: Authority) -> None:
     server, port, _ = await serve(echo, QUICK)
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
     for _, writer in silent[:25]:
@@ -224,7 +224,9 @@ async def test_handshakes_count_as_connections(serve: Any, authority: Authority)
         writer.transport.abort()
 
 
-async def test_handshakes_that_do_not_come_give_way(serve: Any, authority: Authority) -> None:
+async def test_unfinished_handshakes_are_evicted_for_new_connections(
+    serve: Any, authority: Authority
+) -> None:
     server, port, _ = await serve(echo, ServerLimits(max_connections=3, handshake_timeout_s=60.0))
     silent = [("127.0.0.2", 0)] * 5  # more than there may be, of one address
     held = [await asyncio.open_connection("127.0.0.1", port, local_addr=one) for one in silent]
@@ -251,7 +253,7 @@ async def test_a_client_without_tls_is_cut_and_counted(serve: Any) -> None:
     assert server.stats.connections == 0
 
 
-async def test_no_version_before_1_2(serve: Any, authority: Authority) -> None:
+async def test_tls_before_1_2_is_refused(serve: Any, authority: Authority) -> None:
     server, port, certificate = await serve(echo)
     assert certificate.context.minimum_version is ssl.TLSVersion.TLSv1_2
     old = authority.trusting()
@@ -266,7 +268,7 @@ async def test_no_version_before_1_2(serve: Any, authority: Authority) -> None:
     writer.transport.abort()
 
 
-async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
+async def test_changed_certificate_files_are_used_and_wrong_ones_are_not(
     serve: Any,
     authority: Authority,
     pair: tuple[Path, Path],
@@ -307,7 +309,7 @@ async def test_files_that_change_are_taken_up_and_wrong_ones_are_not(
     watching.cancel()
 
 
-async def test_a_renewed_certificate_is_taken_up_once_it_can_be_read_and_is_valid(
+async def test_a_renewed_certificate_is_used_once_it_is_readable_and_valid(
     serve: Any, authority: Authority, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.05)
@@ -331,14 +333,14 @@ async def test_a_renewed_certificate_is_taken_up_once_it_can_be_read_and_is_vali
     watching.cancel()
 
 
-def test_the_key_is_that_of_the_certificate(authority: Authority, tmp_path: Path) -> None:
+def test_a_key_of_another_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
     cert, _ = authority.pair("one")
     _, key = authority.pair("two")
     with pytest.raises(TlsError, match=r"two\.key is not the key of the first certificate in .*one\.pem"):
         Certificate(str(cert), str(key))
 
 
-async def test_an_error_of_the_handler_is_an_answer_here_too(serve: Any, authority: Authority) -> None:
+async def test_a_handler_error_is_answered_over_tls(serve: Any, authority: Authority) -> None:
     _, port, _ = await serve(echo)
     reader, writer = await connect(port, authority.trusting())
     writer.write(b"GET / HTTP/1.1\r\n\r\n")  # without Host

@@ -1,4 +1,4 @@
-"""What the observer reports is what the stream said, however the stream was cut."""
+"""Tests of the stream observer, with streams of every API, split anywhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE)
     return observer
 
 
-def test_a_chat_stream_tells_when_and_what() -> None:
+def test_a_chat_stream_is_observed() -> None:
     seen = observed(CHAT).observation()
     assert seen.response_id == "chatcmpl-é1"
     assert seen.finish_reason == "tool_calls"
@@ -72,7 +72,7 @@ def test_a_chat_stream_tells_when_and_what() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
-def test_gaps_are_the_events_after_the_first_tokens(sizes: list[int]) -> None:
+def test_gaps_counts_events_after_the_first_token(sizes: list[int]) -> None:
     clock = Clock(100.0)
     observer = StreamObserver(clock)
     observer.start(200, SSE)
@@ -89,7 +89,7 @@ def framed(data: bytes) -> bytes:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(CHAT) - 1), min_size=1, max_size=12), st.data())
-def test_a_chunk_in_its_framing_counts_as_its_content(choice: list[int], data: st.DataObject) -> None:
+def test_a_framed_chunk_is_observed_like_its_content(choice: list[int], data: st.DataObject) -> None:
     """Whole chunks go past the parser; what is seen of a stream must not depend on which of them did."""
     events = [CHAT[index] * data.draw(st.integers(1, 2)) for index in choice]
     plain, passing = StreamObserver(lambda: 1.0), StreamObserver(lambda: 1.0)
@@ -112,7 +112,7 @@ NAMED = b'event: error\ndata: {"type":"error","error":{"type":"api_error","messa
 
 @pytest.mark.parametrize("error", [ERROR, NAMED])
 @pytest.mark.parametrize("before", [CHAT[:1], CHAT[:4], CHAT[:6]])
-def test_an_error_event_of_the_engine_is_seen(before: list[bytes], error: bytes) -> None:
+def test_an_error_event_of_the_engine_is_observed(before: list[bytes], error: bytes) -> None:
     assert observed([*before, error, b"data: [DONE]\n\n"]).observation().failed
     clock_only = StreamObserver(Clock(100.0))
     clock_only.start(200, SSE)
@@ -122,14 +122,14 @@ def test_an_error_event_of_the_engine_is_seen(before: list[bytes], error: bytes)
     assert clock_only.observation().failed
 
 
-def test_talk_about_errors_is_none() -> None:
+def test_generated_text_about_errors_is_not_an_error_event() -> None:
     talk = chunk({"content": 'data: {"error": {"message": "x"}}\n\ndata: {"error": {'})
     assert not observed([CHAT[0], talk, chunk({}, "stop")]).observation().failed
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=20))
-def test_cuts_change_nothing_but_times(cuts: list[int]) -> None:
+def test_splits_of_the_input_change_only_times(cuts: list[int]) -> None:
     text = b"".join(CHAT)
     places = [0, *sorted({cut % len(text) for cut in cuts}), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
@@ -142,14 +142,14 @@ def test_cuts_change_nothing_but_times(cuts: list[int]) -> None:
 
 
 @given(st.lists(st.binary(max_size=30), max_size=20), st.binary(max_size=10))
-def test_the_boundary_loses_and_changes_nothing(pieces: list[bytes], tail: bytes) -> None:
+def test_the_event_boundary_passes_every_byte(pieces: list[bytes], tail: bytes) -> None:
     boundary = EventBoundary()
     passed = [boundary.complete(piece) for piece in pieces]
     assert all(part == b"" or part.endswith((b"\n\n", b"\r\n\r\n")) for part in passed)
     assert b"".join(passed) + boundary.flush(tail) == b"".join(pieces) + tail
 
 
-def test_an_event_too_long_to_hold_is_passed_in_parts() -> None:
+def test_an_event_larger_than_the_limit_is_passed_in_parts() -> None:
     boundary = EventBoundary()
     text = b"data: " + b"x" * 300_000 + b"\n\n"
     pieces = [text[at : at + 10_000] for at in range(0, len(text), 10_000)]
@@ -158,7 +158,7 @@ def test_an_event_too_long_to_hold_is_passed_in_parts() -> None:
     assert max(map(len, passed)) < 100_000
 
 
-def test_a_completions_stream() -> None:
+def test_a_completions_stream_is_observed() -> None:
     events = [
         b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
         b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"","finish_reason":"length"}],"usage":null}\n\n',
@@ -168,7 +168,7 @@ def test_a_completions_stream() -> None:
     assert seen.first_content_at == pytest.approx(100.02)
 
 
-def test_a_responses_stream() -> None:
+def test_a_responses_stream_is_observed() -> None:
     def event(kind: str, **fields: Any) -> bytes:
         text = json.dumps({"type": kind, **fields}, separators=(",", ":"))
         return f"event: {kind}\ndata: {text}\n\n".encode()
@@ -196,7 +196,7 @@ def test_a_responses_stream() -> None:
     assert seen.called_tool
 
 
-def test_a_whole_answer_is_read_at_its_ends() -> None:
+def test_a_whole_answer_is_observed_by_its_begin_and_end() -> None:
     answer = {
         "id": "chatcmpl-2",
         "object": "chat.completion",
@@ -215,17 +215,17 @@ def test_a_whole_answer_is_read_at_its_ends() -> None:
     assert seen.first_token_at is None
 
 
-def test_line_ends_with_carriage_returns_count_too() -> None:
+def test_events_that_end_with_carriage_returns_are_counted() -> None:
     events = [piece.replace(b"\n", b"\r\n") for piece in CHAT]
     assert observed(events).observation().events == len(CHAT)
 
 
-def test_little_is_kept_of_a_long_stream() -> None:
+def test_only_the_ends_of_a_long_stream_are_kept() -> None:
     observer = observed([chunk({"content": "word"})] * 5000)
     assert sum(map(len, observer.last_pieces)) < 20_000
 
 
-def test_the_first_token_is_told_at_once() -> None:
+def test_the_first_token_is_reported_at_once() -> None:
     told: list[float] = []
     clock = Clock(100.0)
     observer = StreamObserver(clock, on_first_token=told.append)
@@ -236,7 +236,7 @@ def test_the_first_token_is_told_at_once() -> None:
     assert told == [102.0]
 
 
-def test_a_message_stream_tells_its_tool_call_and_counts_what_was_cached() -> None:
+def test_a_message_stream_shows_its_tool_call_and_cached_tokens() -> None:
     def named(kind: str, **data: object) -> bytes:
         return f"event: {kind}\n".encode() + b"data: " + json.dumps({"type": kind, **data}).encode() + b"\n\n"
 

@@ -1,4 +1,4 @@
-"""Between the two sockets only what belongs to one connection changes."""
+"""Tests of the relay: only headers and framing of one connection change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.router.http.engine import STREAM_HEAD, EngineConnection, answer
 from tests.router.http.gateway import RelayingGateway
 
 
-async def test_a_whole_answer_passes_untouched(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_whole_answer_is_relayed_unchanged(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         while True:
             await engine.request()
@@ -67,7 +67,7 @@ async def test_head_and_first_events_arrive_in_order(
     assert len(engine.connections) == 1
 
 
-async def test_a_head_without_body_yet_is_passed_at_once(before: Any) -> None:
+async def test_a_head_is_passed_before_its_body_arrives(before: Any) -> None:
     go_on = asyncio.Event()
 
     async def script(engine: EngineConnection) -> None:
@@ -85,7 +85,7 @@ async def test_a_head_without_body_yet_is_passed_at_once(before: Any) -> None:
         assert await client.chunks() == [b"data: 1\n\n"]
 
 
-async def test_events_cut_anywhere_reach_the_client_whole(before: Any) -> None:
+async def test_split_events_reach_the_client_whole(before: Any) -> None:
     text = b"".join(b'data: {"n": %d}\n\n' % n for n in range(20))
 
     async def script(engine: EngineConnection) -> None:
@@ -105,7 +105,7 @@ async def test_events_cut_anywhere_reach_the_client_whole(before: Any) -> None:
     assert all(chunk.endswith(b"\n\n") for chunk in chunks)
 
 
-async def test_an_answer_that_ends_with_its_connection_is_reframed(before: Any) -> None:
+async def test_an_answer_that_ends_with_its_connection_is_sent_in_chunks(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
@@ -118,7 +118,7 @@ async def test_an_answer_that_ends_with_its_connection_is_reframed(before: Any) 
     assert gateway.pool.stats.connections == 0
 
 
-async def test_interim_answers_stay_here(before: Any) -> None:
+async def test_interim_responses_are_not_passed_on(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + answer(b"final"))
@@ -131,7 +131,7 @@ async def test_interim_answers_stay_here(before: Any) -> None:
         assert "link" not in got.headers
 
 
-async def test_head_requests_pass(before: Any) -> None:
+async def test_head_requests_are_relayed(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
@@ -142,7 +142,7 @@ async def test_head_requests_pass(before: Any) -> None:
         assert (await client.answer(head_only=True)).headers["content-length"] == "5"
 
 
-async def test_a_held_status_is_given_back_and_not_passed(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_held_status_is_returned_and_not_passed_on(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         while True:
             await engine.request()
@@ -157,7 +157,7 @@ async def test_a_held_status_is_given_back_and_not_passed(serve: Any, pool_of: A
     assert gateway.outcomes[0].end is RelayEnd.HELD
 
 
-async def test_fetch_gives_the_whole_answer(pool_of: Any, engine_of: Any) -> None:
+async def test_fetch_returns_the_whole_answer(pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         while True:
             await engine.request()

@@ -1,4 +1,4 @@
-"""Whatever an engine does, the client gets an answer it can read, or a cut; the caller learns which."""
+"""Tests of engine failures: the client gets a readable answer or a cut connection."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(before: A
     assert isinstance(gateway.outcomes[0].error, EngineSilent)
 
 
-async def test_a_counted_answer_that_breaks_is_cut(before: Any) -> None:
+async def test_a_broken_answer_with_a_length_is_cut(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
@@ -99,7 +99,7 @@ async def test_a_failure_before_the_answer_leaves_the_choice_to_the_caller(
     assert isinstance(gateway.outcomes[0].error, error)
 
 
-async def test_an_engine_that_is_not_there_is_unreachable(serve: Any, pool_of: Any) -> None:
+async def test_an_absent_engine_is_unreachable(serve: Any, pool_of: Any) -> None:
     gateway = RelayingGateway(pool_of(), Endpoint("127.0.0.1", 1))
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
@@ -121,7 +121,9 @@ async def test_a_silent_engine_is_a_504(before: Any) -> None:
     assert (got.status, got.error["code"]) == (504, "engine_timeout")
 
 
-async def test_a_connection_that_died_idle_is_replaced_once(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_dead_kept_alive_connection_is_replaced_once(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     """The engine closes just as a request is on its way: nothing of it was answered, so it is repeated."""
 
     async def script(engine: EngineConnection) -> None:
@@ -142,7 +144,9 @@ async def test_a_connection_that_died_idle_is_replaced_once(serve: Any, pool_of:
     assert [len(connection.requests) for connection in engine.connections] == [2, 1]
 
 
-async def test_what_may_not_be_repeated_is_not(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_request_that_is_not_repeatable_is_sent_once(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(answer(b"first"))
@@ -160,7 +164,7 @@ async def test_what_may_not_be_repeated_is_not(serve: Any, pool_of: Any, engine_
     assert len(engine.connections) == 1
 
 
-async def test_an_answer_that_had_begun_is_never_repeated(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_request_whose_answer_began_is_not_repeated(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(answer(b"first"))
@@ -180,9 +184,7 @@ async def test_an_answer_that_had_begun_is_never_repeated(serve: Any, pool_of: A
     assert len(engine.connections) == 1
 
 
-async def test_a_fresh_connection_that_dies_is_not_retried_here(
-    serve: Any, pool_of: Any, engine_of: Any
-) -> None:
+async def test_a_new_connection_that_dies_is_not_retried(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         engine.reset()
@@ -218,7 +220,7 @@ async def test_bytes_after_an_answer_are_not_the_next_answer(
 
 
 @pytest.mark.parametrize("wait_s", [0.2, 600.0])
-async def test_the_pool_is_bounded_and_its_wait_too(
+async def test_connections_and_the_wait_for_one_are_limited(
     serve: Any, pool_of: Any, engine_of: Any, wait_s: float
 ) -> None:
     release = asyncio.Event()
@@ -251,7 +253,7 @@ async def test_the_pool_is_bounded_and_its_wait_too(
     assert len(engine.connections) == 2
 
 
-async def test_a_waiter_gets_the_place_of_a_connection_that_died(
+async def test_a_waiter_connects_in_place_of_a_dead_connection(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     both_asked = asyncio.Event()
