@@ -28,6 +28,7 @@ SOURCES = (
     Source("workers.metrics", "Keepers", "a keeper's page"),
     Source("kvtransfer.metrics", "KV in engines", "an engine's `/metrics`, beside vLLM's own"),
     Source("workers.exact_tokens", "Exact tokens in engines", "an engine's `/metrics`, beside vLLM's own"),
+    Source("workers.grammars.metrics", "Grammars in engines", "an engine's `/metrics`, beside vLLM's own"),
     Source("workers.coserving.iterations", "Co-serving in engines", "a co-serving engine's `/metrics`"),
     Source("workers.overload.metrics", "Dropping in engines", "an engine's `/metrics`, with policy drop"),
 )

@@ -12,6 +12,7 @@ from kvtransfer import feed
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
 from workers.coserving.config import with_knowledge
+from workers.grammars.config import GrammarBudget
 from workers.overload.config import DROPPING_WORKERS
 from workers.profiles import StartingKnowledge
 from workers.serve import BINDING, NOT_BOUND
@@ -47,6 +48,8 @@ class LaunchSpec:
     max_context: int | None = None
     threads: int | None = None
     exact_tokens: bool = True  # prompts are built from the tokens that were generated
+    grammar_cpu_s: float = 5.0  # of one compilation; a request whose grammar takes more is refused
+    grammar_memory_mib: int = 256
     options: Options = ()  # vLLM's own, without the leading dashes
     env: tuple[tuple[str, str], ...] = ()
     connector: ConnectorConfig | None = None  # port, socket and epoch are filled in at each start
@@ -129,6 +132,7 @@ def _middleware(spec: LaunchSpec) -> Options:
     names = ["answer_middleware.ResponseFieldsMiddleware", "answer_middleware.TokenLinesMiddleware"]
     if spec.exact_tokens:
         names.insert(0, "exact_tokens.ExactTokensMiddleware")
+    names.insert(0, "grammars.middleware.GrammarMiddleware")
     return tuple(("middleware", f"workers.{name}") for name in names)
 
 
@@ -168,6 +172,9 @@ def _environment(spec: LaunchSpec, keys: EngineKeys, environ: Mapping[str, str])
     # Ray's own variables would make an engine believe that it is a Ray worker.
     env = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
     env[SECRET_VARIABLE], env[KEY_VARIABLE] = keys.transfer, keys.http
+    env.update(GrammarBudget(spec.grammar_cpu_s, spec.grammar_memory_mib).to_environment())
+    env["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # what the engine core compiles has been compiled before
+    env["VLLM_XGRAMMAR_CACHE_MB"] = str(spec.grammar_memory_mib)  # vLLM's own default is 512
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["DO_NOT_TRACK"] = "1"
     if Path(spec.model).is_dir():

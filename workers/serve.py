@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from kvtransfer.parent_death import die_with_parent
+from workers.grammars.compile_process import new_address, start_process
+from workers.grammars.config import ADDRESS
 from workers.memory import be_ended_first
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -57,8 +59,10 @@ def let_go_of_the_server() -> None:
 
 def main() -> None:
     be_ended_first()
+    os.environ[ADDRESS] = new_address()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    start_process(os.environ[ADDRESS])
     if os.environ.get(BINDING) == NOT_BOUND and os.environ.get(METHOD) != "spawn":
         from kvtransfer.relied_on import verify
         from kvtransfer.vllm_internals import STARTING, fork_engine_on_cpu

@@ -82,6 +82,10 @@ class EngineSpec(Spec):
     health_interval: Duration = default(KeeperSettings, "health_interval_s")
     health_misses: Annotated[int, Field(gt=0)] = default(KeeperSettings, "health_misses")
     """Failed health checks in a row before an engine is restarted."""
+    grammar_cpu: Period = default(Engine, "grammar_cpu_s")
+    """CPU time that compiling a grammar or schema may take; a request whose grammar takes more is refused."""
+    grammar_memory_mib: Annotated[int, Field(ge=128, le=1 << 20)] = default(Engine, "grammar_memory_mib")
+    """Memory that compiling one may take, and that an engine keeps of compiled ones."""
     memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = default(
         KeeperSettings, "memory_gib"
     )

@@ -33,6 +33,7 @@ from workers.coserving.iterations import IterationLog, IterationRecord, PendingI
 from workers.coserving.requests import TrackedRequest, TrackedRequests
 from workers.coserving.restores import Restores
 from workers.coserving.starting_model import guess_of, key_of, starting_model
+from workers.grammars.vllm_internals import compile_at_low_priority
 
 log = logging.getLogger("conserve.workers.coserving.planned")
 
@@ -51,6 +52,7 @@ class PlannedScheduling(internals.OpenScheduling):
         verify(internals.SCHEDULING)
         verify(GRAMMARS)
         advance_grammars()
+        compile_at_low_priority()
         super().__init__(*args, **kwargs)
         config = self.adapted(CoServingConfig.from_additional_config(self.vllm_config.additional_config))
         self.policy = make_policy(config.serving)

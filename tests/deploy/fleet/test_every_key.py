@@ -176,6 +176,8 @@ CASES = {
     "engine.stall_limit": case(12, lambda got: got.keeper.stall_limit_s),
     "engine.health_interval": case(13, lambda got: got.keeper.health_interval_s),
     "engine.health_misses": case(14, lambda got: got.keeper.health_misses),
+    "engine.grammar_cpu": case(16, lambda got: got.engine.grammar_cpu_s),
+    "engine.grammar_memory_mib": case(170, lambda got: got.engine.grammar_memory_mib),
     "engine.memory_gib": case(15, lambda got: got.keeper.memory_gib),
     "engine.lease": case(
         15, lambda got: (got.keeper.lease_s, got.directory.settle_s, got.power.grace_s), (15, 15, 45)

@@ -1,0 +1,198 @@
+"""Grammars are compiled in forks of a process of their own: too much is ended, and costs its owner only."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+from prometheus_client import REGISTRY
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+from deploy.small_model import make_model
+from workers.grammars.checks import GrammarChecks
+from workers.grammars.compile_process import new_address
+from workers.grammars.config import ADDRESS, GrammarBudget
+
+# A key of a fleet sent this, 19 KB: xgrammar takes minutes and gigabytes for it.
+MANY_REPETITIONS = "((a{1,999}b){1,999}c){1,999}|" + "|".join(
+    f"([a-z]{{1,{2000 + number}}}[0-9])" for number in range(900)
+)
+BUDGET = GrammarBudget(cpu_s=2.0, memory_mib=128, wait_s=60.0)
+
+
+def schema(name: str) -> dict[str, Any]:
+    return {"json": {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}}
+
+
+def repetitions(number: int) -> dict[str, Any]:
+    return {"regex": f"{MANY_REPETITIONS}|{number}"}
+
+
+def count(outcome: str) -> float:
+    return REGISTRY.get_sample_value("conserve_grammar_checks_total", {"outcome": outcome}) or 0.0
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run it in the event loop that vLLM's server has."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+class CompileProcess:
+    """The process of one engine's configuration, started as after a kill."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.address = config, new_address()
+        argv = [sys.executable, "-m", "workers.grammars.compile_process"]
+        env = {**os.environ, ADDRESS: self.address, **BUDGET.to_environment()}
+        self.process = psutil.Process(subprocess.Popen(argv, env=env).pid)
+
+    def listens(self) -> bool:
+        return f"@{self.address}" in Path("/proc/net/unix").read_text()
+
+    def forks(self) -> list[psutil.Process]:
+        return [one for one in self.process.children() if one.status() != psutil.STATUS_ZOMBIE]
+
+    async def check(self, checks: GrammarChecks, constraint: dict[str, Any], owner: str = "bob") -> Any:
+        return await checks.check(self.config, constraint, owner)
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompileProcess]:
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm.config import StructuredOutputsConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    model = tmp_path_factory.mktemp("model")
+    make_model(model)
+    structured = StructuredOutputsConfig(backend="auto")
+    args = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=1024, structured_outputs_config=structured
+    )
+    found = CompileProcess(args.create_engine_config())
+    limit = time.monotonic() + 180
+    try:
+        while not found.listens():
+            assert time.monotonic() < limit, "the process does not start"
+            time.sleep(0.2)
+        yield found
+    finally:
+        found.process.kill()
+
+
+@pytest.mark.timeout(300)
+def test_what_vllm_makes_of_each_kind_of_grammar_comes_back(compiling: CompileProcess) -> None:
+    async def main() -> None:
+        checks = GrammarChecks(compiling.address, BUDGET)
+        kinds = (schema("a"), {"regex": "[abc]{4}"}, {"json_object": True}, {"grammar": 'root ::= "a"'})
+        for constraint in kinds:
+            assert (await compiling.check(checks, constraint))["_backend"] == "xgrammar"
+        choice = await compiling.check(checks, {"choice": ["a", "b"]})
+        assert choice["choice"] is None and choice["grammar"] == 'root ::= "a" | "b"'
+        multiple = {"json": {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 3}}}}
+        assert (await compiling.check(checks, multiple))["_backend"] == "guidance"
+        with pytest.raises(VLLMValidationError):
+            await compiling.check(checks, {"regex": "(((("})
+
+    run(main())
+
+
+@pytest.mark.timeout(300)
+def test_a_grammar_over_its_budget_is_ended_and_remembered(compiling: CompileProcess) -> None:
+    async def main() -> None:
+        checks, before = GrammarChecks(compiling.address, BUDGET), count("over_budget")
+        peak = 0
+        asked = asyncio.create_task(compiling.check(checks, repetitions(0)))
+        while not asked.done():
+            await asyncio.sleep(0.02)
+            peak = max([peak, *(_own_bytes(fork) for fork in compiling.forks())])
+        with pytest.raises(VLLMValidationError, match=r"more than 2 s of computing or 128 MiB"):
+            await asked
+        assert peak < 2 * BUDGET.memory_mib << 20
+        assert count("over_budget") == before + 1
+        limit = time.monotonic() + 5
+        while compiling.forks():
+            assert time.monotonic() < limit, "the fork is left"
+            await asyncio.sleep(0.05)
+        known, began = count("known"), time.monotonic()
+        with pytest.raises(VLLMValidationError):
+            await compiling.check(checks, repetitions(0))
+        assert time.monotonic() - began < 0.2 and count("known") == known + 1
+
+    run(main())
+
+
+@pytest.mark.timeout(300)
+def test_one_owners_grammars_do_not_keep_another_owner_waiting(compiling: CompileProcess) -> None:
+    async def main() -> None:
+        checks = GrammarChecks(compiling.address, BUDGET)
+        attack = [asyncio.create_task(compiling.check(checks, repetitions(n), "eve")) for n in range(1, 5)]
+        await asyncio.sleep(0.5)
+        assert len(compiling.forks()) == 1, "one of an owner at a time"
+        await compiling.check(checks, schema("of_bob"), "bob")
+        assert sum(one.done() for one in attack) <= 1
+        ended = await asyncio.gather(*attack, return_exceptions=True)
+        assert {type(one) for one in ended} == {VLLMValidationError}
+
+    run(main())
+
+
+@pytest.mark.timeout(300)
+def test_a_schema_that_many_ask_for_at_once_is_compiled_once(compiling: CompileProcess) -> None:
+    async def main() -> None:
+        checks, before = GrammarChecks(compiling.address, BUDGET), count("compiled")
+        asked = (compiling.check(checks, schema("shared"), f"owner-{n}") for n in range(20))
+        answers = await asyncio.gather(*asked)
+        assert count("compiled") == before + 1
+        assert all(answer == answers[0] for answer in answers)
+
+    run(main())
+
+
+@pytest.mark.timeout(300)
+def test_who_waits_too_long_for_its_own_grammars_is_told_to_try_again(compiling: CompileProcess) -> None:
+    async def main() -> None:
+        checks = GrammarChecks(compiling.address, GrammarBudget(2.0, 128, wait_s=0.3))
+        first = asyncio.create_task(compiling.check(checks, repetitions(10), "eve"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(GracefulHTTPError) as refused:
+            await compiling.check(checks, schema("late"), "eve")
+        assert refused.value.http_status == 429
+        with pytest.raises(VLLMValidationError):
+            await first
+
+    run(main())
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
+    async def main() -> None:
+        checks = GrammarChecks(compiling.address, BUDGET)
+        await compiling.check(checks, schema("before"))
+        compiling.process.kill()
+        compiling.process.wait(10)
+        assert (await compiling.check(checks, schema("after")))["_backend"] == "xgrammar"
+        [again] = [one for one in psutil.Process().children() if "compile_process" in " ".join(one.cmdline())]
+        compiling.process = again
+
+    run(main())
+
+
+def test_the_budget_goes_through_the_environment() -> None:
+    assert GrammarBudget.from_environment(BUDGET.to_environment()) == BUDGET
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """Bytes that a fork has of its own; 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty:"))
