@@ -61,7 +61,7 @@ async def test_a_conversation_lives_as_long_as_it_should(tmp_path: Path, jump: f
 
     async def directory() -> Directory:
         settings, journal = DirectorySettings(600.0), tmp_path / "journal"
-        made = Directory(settings, placer(), journal, release, None, machine.clock())
+        made = Directory(settings, placer(), journal, release, machine.clock())
         made.replay()
         return made
 

@@ -75,12 +75,12 @@ class PlannedScheduling(internals.OpenScheduling):
             self._report.account_for("steps in flight", self.deferred_blocks)
         self.restores = Restores(self, self.plugin("retention"))
         self._log = IterationLog(config.iteration_log)
-        self._builder: BatchBuilder | None = None
+        self.builder: BatchBuilder | None = None
         self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
         self._unplanned = 0
-        self._budget = 0  # offline tokens that fit into the iteration planned last
+        self.budget = 0  # offline tokens that fit into the iteration planned last
         # By the step's output: steps may overlap. None: it is empty, or noting it failed.
-        self._under_way: dict[int, PendingIteration | None] = {}
+        self.under_way: dict[int, PendingIteration | None] = {}
         self._ended = 0.0  # the iteration before
         self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
         self._curve_at = 0.0
@@ -107,8 +107,8 @@ class PlannedScheduling(internals.OpenScheduling):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output, iteration = self.planned_step(throttle_prefills)
         if iteration is not None:
-            iteration.overlapped = bool(self._under_way)
-        self._under_way[id(output)] = iteration
+            iteration.overlapped = bool(self.under_way)
+        self.under_way[id(output)] = iteration
         if iteration is not None:
             self.guarded(self.began, iteration)
         return output
@@ -117,7 +117,7 @@ class PlannedScheduling(internals.OpenScheduling):
         """An iteration was scheduled, and is about to run."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        iteration = self._under_way.pop(id(scheduler_output), None)
+        iteration = self.under_way.pop(id(scheduler_output), None)
         requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self.guarded(self.restores.end, outputs)
@@ -137,7 +137,7 @@ class PlannedScheduling(internals.OpenScheduling):
         plan = self.guarded(self._plan, started)
         running_before = {request.request_id for request in self.running}
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        self._builder = None
+        self.builder = None
         self._views = {}
         if plan is not None:
             self.guarded(self._note_refused, plan)
@@ -146,17 +146,17 @@ class PlannedScheduling(internals.OpenScheduling):
         iteration = self.guarded(self._noted, output, started, running_before)
         if plan is not None and iteration is not None:
             iteration.preempted = len(plan.preempt)
-            iteration.budget_tokens = self._budget
+            iteration.budget_tokens = self.budget
         return output, iteration
 
     def tokens_for(self, request: Any, computed: int, tokens: int) -> int:
         tracked = self.tracked.by_id.get(request.request_id)
-        if tokens <= 0 or self._builder is None or tracked is None:
+        if tokens <= 0 or self.builder is None or tracked is None:
             return tokens
         view = self._views.get(request.request_id)
         if view is None or view.computed != computed or not internals.is_running(request):
             view = self.tracked.view(tracked, internals.is_running(request), computed)
-        taken = self.guarded(self._builder.take, view, tokens)
+        taken = self.guarded(self.builder.take, view, tokens)
         if taken == 0 and not view.running and view.blocks:
             # Its KV was loaded. vLLM looks at such requests before all others that wait, and ends its round
             # at one without tokens: nobody behind it would ever start.
@@ -169,7 +169,7 @@ class PlannedScheduling(internals.OpenScheduling):
         try:
             return step(*args)
         except Exception:
-            self._builder, self._budget = None, 0
+            self.builder, self.budget = None, 0
             self.count_unplanned()
             self._unplanned += 1
             if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: it may fail with every iteration
@@ -192,7 +192,7 @@ class PlannedScheduling(internals.OpenScheduling):
             return None
         view = self.engine_view(now)
         plan = self.policy.plan(view, self.latency.model)
-        self._budget = plan.builder.offline_budget()
+        self.budget = plan.builder.offline_budget()
         by_key = {request.request_id: request for request in self.running}
         self._views = {request.key: request for request in view.running}
         for key in plan.preempt:
@@ -201,7 +201,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self.running = [by_key[key] for key in plan.order]
         if plan.waiting is not None:
             self.waiting.name_online(self.requests[key] for key in plan.waiting)
-        self._builder = plan.builder
+        self.builder = plan.builder
         self.carry_out(plan, now)
         return plan
 

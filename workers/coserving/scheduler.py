@@ -52,16 +52,16 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         if not self._offline_prompts_arm:
             return False
         offline = [request for request in self.running if request.priority > 0]
-        if any(request.is_prefill_chunk for request in offline):
+        if any(map(internals.has_prompt_left, offline)):
             return True
         return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
 
     def _worth_arming(self) -> float:
         """Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0."""
-        if self._builder is None or self._under_way:
+        if self.builder is None or self.under_way:
             return 0.0
-        seconds = self.latency.model.seconds(self._builder.work)
-        offline = self._builder.offline_tokens and self.policy.worth_arming(seconds, self._online_s)
+        seconds = self.latency.model.seconds(self.builder.work)
+        offline = self.builder.offline_tokens and self.policy.worth_arming(seconds, self._online_s)
         return seconds if offline else 0.0
 
     def began(self, iteration: PendingIteration) -> None:
@@ -99,7 +99,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return iteration
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
-        builder, budget = plan.builder, self._budget
+        builder, budget = plan.builder, self.budget
         self._online_s = builder.model.seconds(builder.work) if builder.work.requests else 0.0
         filled_s = builder.model.seconds(builder.work.plus(budget, 0)) if budget > 0 else 0.0
         self._offline_prompts_arm = self.policy.worth_arming(filled_s, self._online_s)

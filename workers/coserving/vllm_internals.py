@@ -390,6 +390,11 @@ def is_running(request: Request) -> bool:
     return bool(request.status == RequestStatus.RUNNING)
 
 
+def has_prompt_left(request: Request) -> bool:
+    """Return whether the request has prompt tokens that no scheduled step computes."""
+    return bool(request.is_prefill_chunk)
+
+
 def is_waiting(request: Request) -> bool:
     """Waiting for tokens of an iteration, and not for something that only comes between iterations."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
