@@ -317,14 +317,14 @@ class AnswerRoutes:
         self._answers = answers
 
     async def get(self, key: Key, request: Request, responder: Responder) -> None:
-        found = await self._answers.find(key.owner, request.path.removeprefix(_RESPONSES))
+        found = await self._answers.response(key.owner, request.path.removeprefix(_RESPONSES))
         if found is None:
             raise NotFound("no such response is stored", code="response_not_found")
         responder.respond(200, found, [_JSON])
 
     async def delete(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(_RESPONSES)
-        if not await self._answers.forget(key.owner, name):
+        if not await self._answers.delete(key.owner, name):
             raise NotFound("no such response is stored", code="response_not_found")
         gone = {"id": name, "object": "response", "deleted": True}
         responder.respond(200, orjson.dumps(gone), [_JSON])
@@ -345,7 +345,7 @@ class ConversationRoutes:
     async def delete(self, key: Key, request: Request, responder: Responder) -> None:
         conversation = _conversation(key, request)
         known = await self._directory.end(conversation, "deleted")
-        had_history = await self._answers.leave(key.owner, conversation_id(conversation), known)
+        had_history = await self._answers.end_conversation(key.owner, conversation_id(conversation), known)
         if not (known or had_history):
             raise _unknown()
         gone = {"id": conversation_id(conversation), "object": "conversation.deleted", "deleted": True}

@@ -14,13 +14,13 @@ import orjson
 from xxhash import xxh3_128_digest
 
 from router.errors import BadRequest, ModelNotFound
-from router.gateway.responses.items import Span, find_items, write_items
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
 from router.identity.prefix_chain import Chain
 from router.requests.fields import check_fields
 from router.requests.grammars import Grammar, grammar_of
 from router.requests.hints import Hints, parse_hints
+from router.requests.input_items import Span, find_items, write_items
 from router.requests.prompt_limit import PromptLimit, token_ids
 
 CHEAP_BYTES = 256 * 1024

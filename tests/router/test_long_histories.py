@@ -8,7 +8,6 @@ import os
 import resource
 import threading
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,10 @@ from prometheus_client import REGISTRY
 
 from router.errors import PayloadTooLarge
 from router.gateway.responses.answer_store import AnswerStore
-from router.gateway.responses.items import (
-    PIECE_BYTES,
-    Pieces,
-    cut_items,
-    find_items,
-    inflated,
-    without_brackets,
-    write_items,
-)
 from router.gateway.responses.stored_answers import AnswerObserver, Answers, History
 from router.http import ServerLimits
 from router.requests.body_parser import CHEAP_MARKS, Api, BodyParser
+from router.requests.input_items import cut_items, find_items, write_items
 from router.requests.parser_pool import MAX_WAITING, ParserPool
 from router.requests.prompt_limit import PromptLimit
 from tests.router.test_large_bodies import BOUND_S, Stalls
@@ -94,8 +85,8 @@ async def test_a_large_history_costs_the_loop_no_more_than_its_transport(tmp_pat
         watching = asyncio.create_task(stalls.watch())
         read = await parser_pool.parse(asked, pieces)
         sent, history = await answers.with_history("o", pieces, read)
-        answers.keep("o", history, b'{"id": "r%d", "output": []}' % number)
-        await answers.find("o", f"r{number}")
+        answers.store("o", history, b'{"id": "r%d", "output": []}' % number)
+        await answers.response("o", f"r{number}")
         watching.cancel()
         longest.append(stalls.longest_s)
         asking["previous_response_id"] = f"r{number}"
@@ -117,7 +108,7 @@ def cut(body: bytes) -> list[bytes]:
 async def test_reading_a_history_is_part_of_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a key may do at once bounds what it makes of 42 bytes."""
     async with limited(tmp_path, {"turns": 1}) as made:
-        disk = Hanging(monkeypatch, "chain")
+        disk = Hanging(monkeypatch, "history")
         both = [asyncio.create_task(say(made, "x", "resp_1")) for _ in range(2)]
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
@@ -169,7 +160,7 @@ async def test_a_full_disk_still_reads(tmp_path: Path) -> None:
         assert (await say(made, "four", name_of(await say(made, "three", first)))).status == 200
 
 
-@pytest.mark.parametrize("method", ["keep", "items"])
+@pytest.mark.parametrize("method", ["put", "history"])
 async def test_no_wait_for_a_hanging_disk_is_without_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -206,7 +197,7 @@ async def test_a_disk_that_answers_again_is_used_again(
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
-        disk = Hanging(monkeypatch, "keep")
+        disk = Hanging(monkeypatch, "put")
         before = REGISTRY.get_sample_value(*KEPT) or 0
         first = name_of(await say(made, "one"))
         assert (await say(made, "two", first)).status == 503
@@ -282,11 +273,11 @@ async def test_costly_answers_that_end_together_are_all_kept(tmp_path: Path) -> 
     names = [f"resp_{number}" for number in range(3 * MAX_WAITING)]
     for name in names:
         response = {"id": name, "output": [], "tools": [{}] * (CHEAP_MARKS + 1)}
-        answers.keep("o", History((), None, None, True), orjson.dumps(response))
+        answers.store("o", History((), None, None, True), orjson.dumps(response))
     await answers.close()
     parser_pool.close()
     later = Answers(stored(tmp_path))
-    found = [await later.find("o", name) is not None for name in names]
+    found = [await later.response("o", name) is not None for name in names]
     await later.close()
     assert (found, REGISTRY.get_sample_value(*FAILED) or 0) == ([True] * len(names), before)
 
@@ -315,16 +306,3 @@ def test_items_are_found_in_a_body_however_it_is_written(body: dict[str, Any], i
 def test_of_two_inputs_the_last_counts_whatever_its_name_is_written_like() -> None:
     raw = b'{"input":"a", "\\u0069nput" : [ {"role":"user","content":"b"} ] }'
     assert orjson.loads(b"[" + b"".join(cut_items((raw,), find_items(raw))) + b"]") == [user("b")]
-
-
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 2, PIECE_BYTES, 3 * PIECE_BYTES + 5])
-def test_what_was_compressed_comes_back_in_pieces(size: int) -> None:
-    whole = b"[" + os.urandom(size // 2) + b"x" * (size - size // 2) + b"]"
-    pieces = list(inflated(zlib.compress(whole, 1)))
-    assert b"".join(pieces) == whole
-    assert max(map(len, pieces)) <= PIECE_BYTES
-    assert b"".join(without_brackets(pieces)) == whole[1:-1]
-    joined = Pieces()
-    for _ in range(2):
-        joined.add(without_brackets(pieces))
-    assert b"".join(joined.all) == (b"" if not size else b",".join([whole[1:-1]] * 2))

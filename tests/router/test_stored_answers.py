@@ -4,7 +4,6 @@ import asyncio
 import os
 import sqlite3
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,17 +18,20 @@ from prometheus_client import REGISTRY
 from router.errors import GatewayConfigError
 from router.gateway.config import AnswersConfig
 from router.gateway.responses import stored_answers as answers
-from router.gateway.responses.answer_store import VERSION, AnswerStore, ChainEnd, fair_share
-from router.gateway.responses.items import ReadAnswer
+from router.gateway.responses.answer_store import (
+    VERSION,
+    AnswerStore,
+    HistoryMissing,
+    StoredAnswer,
+    fair_share,
+)
 from router.gateway.responses.stored_answers import Answers, History
-from router.http import ServerLimits
-from router.identity.conversation_ids import namespace
-from tests.router.test_clocks import MachineClocks
 from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, fleet, get
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
-ASKED = (b'{"role":"user","content":"hi"}',)
+ITEMS = b'{"role":"user","content":"hi"}'
+REQUEST_ITEMS = (ITEMS,)
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 PRUNED = "conserve_stored_answers_total", {"outcome": "pruned"}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -49,14 +51,14 @@ async def say(
 
 @contextmanager
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
-    keep = AnswerStore.keep
+    put = AnswerStore.put
 
     def slowly(*arguments: Any) -> None:
         time.sleep(seconds)
-        keep(*arguments)
+        put(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(AnswerStore, "keep", slowly)
+        patched.setattr(AnswerStore, "put", slowly)
         yield
 
 
@@ -138,31 +140,27 @@ async def test_a_conversation_that_is_deleted_during_a_turn_does_not_come_back_w
         assert (await say(made, "from the late one", name_of(await late))).status == 200
 
 
-def test_a_deletion_that_is_forgotten_takes_no_turn_out_of_its_conversation(tmp_path: Path) -> None:
-    machine = MachineClocks()
-    store = AnswerStore(stored(tmp_path), machine.clock())
-    assert not store.leave("o", "c", live=True)
-    began = store.conversation("o", "c")
-    assert began.newest is None and began.deleted_at
-    machine.passes(25 * 3600.0)
-    store.prune()
-    assert store.conversation("o", "c").deleted_at == 0.0
-    store.keep("o", None, "c", ASKED, ReadAnswer("late", b"{}", b""), began.deleted_at)
-    assert store.conversation("o", "c").newest == "late"
-    assert store.leave("o", "c", live=False)
-    store.keep("o", "late", "c", ASKED, ReadAnswer("later", b"{}", b""), began.deleted_at)
-    assert store.conversation("o", "c").newest is None
+def put(store: AnswerStore, name: str, previous: str | None, conversation: str, end: int = 0) -> None:
+    store.put("o", StoredAnswer(name, previous, ITEMS, b"{}", conversation, end))
 
 
-def test_of_two_turns_of_a_conversation_at_once_the_last_to_end_is_its_history(tmp_path: Path) -> None:
-    store = AnswerStore(stored(tmp_path), MachineClocks().clock())
-    ends = [("first", None), ("quick", "first"), ("slow", "first")]
-    for name, previous in ends:
-        store.keep("o", previous, "c", ASKED, ReadAnswer(name, b"{}", b""))
-    assert store.conversation("o", "c").newest == "slow"
-    assert store.leave("o", "c", live=False)
-    store.keep("o", "first", "c", ASKED, ReadAnswer("later still", b"{}", b""))
-    assert store.conversation("o", "c").newest is None
+def test_an_answer_of_an_ended_conversation_does_not_join_the_next_one_of_its_name(tmp_path: Path) -> None:
+    store = AnswerStore(stored(tmp_path))
+    assert not store.end_conversation("o", "c", live=True)
+    newest, end = store.newest("o", "c")
+    assert newest is None and end
+    put(store, "first", None, "c", end)
+    assert store.newest("o", "c")[0] == "first"
+    assert store.end_conversation("o", "c", live=False)
+    put(store, "late", "first", "c", end)
+    assert store.newest("o", "c")[0] is None
+
+
+def test_of_two_concurrent_turns_of_a_conversation_the_last_to_end_is_its_history(tmp_path: Path) -> None:
+    store = AnswerStore(stored(tmp_path))
+    for name, previous in (("first", None), ("quick", "first"), ("slow", "first")):
+        put(store, name, previous, "c")
+    assert store.newest("o", "c")[0] == "slow"
 
 
 async def test_answers_say_what_they_go_on_from(tmp_path: Path) -> None:
@@ -269,22 +267,26 @@ async def test_it_is_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, 
 
 
 def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> None:
-    machine = MachineClocks()
-    store = AnswerStore(stored(tmp_path, max_bytes=40_000), machine.clock())
-
-    def keep(owner: str, name: str, text: bytes) -> None:
-        machine.passes(1)
-        store.keep(
-            owner, None, name, (b'{"role":"user","content":"%b"}' % text,), ReadAnswer(name, b"{}", b"")
-        )
-
-    keep("alice", "first", b"hi")
+    store = AnswerStore(stored(tmp_path, max_bytes=40_000))
+    store.put("alice", StoredAnswer("first", None, ITEMS, b"{}"))
     for number in range(40):
-        keep("bob", f"many-{number}", os.urandom(1000).hex().encode())
+        items = b'{"role":"user","content":"%b"}' % os.urandom(1000).hex().encode()
+        store.put("bob", StoredAnswer(f"many-{number}", None, items, b"{}"))
     assert store.prune() > 5
-    assert store.chain("alice", "first", 10, 10_000).end is ChainEnd.BEGINNING
-    ends = {number: store.chain("bob", f"many-{number}", 10, 10_000).end for number in (0, 39)}
-    assert ends == {0: ChainEnd.UNKNOWN, 39: ChainEnd.BEGINNING}
+    assert store.history("alice", "first", 10, 10_000) == REQUEST_ITEMS
+    assert store.history("bob", "many-39", 10, 10_000)
+    with pytest.raises(HistoryMissing, match="expired"):
+        store.history("bob", "many-0", 10, 10_000)
+
+
+def test_tombstones_of_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.gateway.responses.answer_store.MOST_TOMBSTONES", 10)
+    store = AnswerStore(stored(tmp_path, keep_s=0.0))
+    for number in range(40):
+        put(store, f"many-{number}", None, f"c-{number}")
+    assert store.prune() == 40
+    known = [number for number in range(40) if store.newest("o", f"c-{number}")[0]]
+    assert known == list(range(30, 40))
 
 
 async def test_a_conversation_whose_answers_went_with_their_age_says_so(
@@ -301,21 +303,6 @@ async def test_a_conversation_whose_answers_went_with_their_age_says_so(
         assert "DELETE /v1/conversations/c " in refused.error["message"]
         assert (await get(f"{made.urls[0]}/v1/conversations/c", "DELETE", headers=ALICE))[0] == 200
         assert (await say(made, "anew", conversation="c")).status == 200
-
-
-def test_known_conversations_are_bounded_and_one_owner_does_not_push_out_anothers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.gateway.responses.answer_store.MOST_CONVERSATIONS", 10)
-    machine = MachineClocks()
-    store = AnswerStore(stored(tmp_path), machine.clock())
-    names = [("alice", "first"), *(("bob", f"many-{number}") for number in range(40))]
-    for owner, name in names:
-        machine.passes(1)
-        store.keep(owner, None, name, ASKED, ReadAnswer(name, b"{}", b""))
-    store.prune()
-    known = [name for owner, name in names if store.conversation(owner, name).newest]
-    assert known == ["first", *(f"many-{number}" for number in range(31, 40))]
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.integers(0, 400))
@@ -362,60 +349,20 @@ def test_vllm_reads_from_a_rebuilt_input_what_was_said() -> None:
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
 
 
-OLD = """CREATE TABLE answers (
-    owner TEXT, id TEXT, previous TEXT, added BLOB, response BLOB, bytes INTEGER, used_at REAL,
-    PRIMARY KEY (owner, id)) WITHOUT ROWID;
-    CREATE INDEX answers_by_use ON answers (used_at, bytes);
-    CREATE TABLE conversations (
-    owner TEXT, id TEXT, newest TEXT, used_at REAL, PRIMARY KEY (owner, id)) WITHOUT ROWID;"""
-CLOCK = "CREATE TABLE clock (id INTEGER PRIMARY KEY, boot TEXT, zero REAL); PRAGMA user_version = 1;"
-
-
-@pytest.mark.parametrize("version", [0, 1])
-async def test_a_file_of_an_earlier_version_opens_and_a_newer_one_is_refused(
-    tmp_path: Path, version: int
-) -> None:
+async def test_a_file_of_an_earlier_version_begins_empty_and_a_newer_one_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "answers.sqlite"
-    owner = namespace("alice")
     with closing(sqlite3.connect(file)) as database:
-        database.executescript(OLD + (CLOCK if version else ""))
-        for name, previous, text in (("r0", None, "one"), ("r1", "r0", "two" * 1000)):
-            added = orjson.dumps([{"role": "user", "content": text}])
-            texts = zlib.compress(added), zlib.compress(b'{"id": "' + name.encode() + b'"}')
-            row = owner, name, previous, *texts, sum(map(len, texts)), time.time()
-            database.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        database.commit()
+        database.executescript("CREATE TABLE answers (owner TEXT, id TEXT); PRAGMA user_version = 3;")
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
-        assert (await get(f"{made.urls[0]}{PATH}/r0", headers=ALICE)) == (200, {"id": "r0"})
-        third = await say(made, "three", "r1")
-        assert third.status == 200
-        seen = prompt(made.decoder_requests()[-1].body)
-        assert seen == [("user", "one"), ("user", "two" * 1000), ("user", "three")]
-    async with fleet(tmp_path, answers=stored(tmp_path), limits=ServerLimits(max_body_bytes=2000)) as made:
-        assert (await say(made, "four", "r0")).status == 200
-        assert (await say(made, "four", name_of(third))).status == 413, "what nobody counted is counted now"
+        assert (await get(f"{made.urls[0]}{PATH}/r0", headers=ALICE))[0] == 404
+        first = await say(made, "one")
+        assert (await say(made, "two", name_of(first))).status == 200
     with closing(sqlite3.connect(file)) as database:
         database.execute(f"PRAGMA user_version = {VERSION + 1}")
     newer = Answers(stored(tmp_path))
     with pytest.raises(GatewayConfigError, match=f"of version {VERSION + 1}, and .* knows {VERSION}"):
         await newer.start()
     await newer.close()
-
-
-@pytest.mark.parametrize("jump", [3600.0, -3600.0])
-async def test_answers_are_kept_as_long_as_they_should_be_whatever_the_system_clock_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
-    monkeypatch.setattr("router.gateway.responses.answer_store.PRUNE_S", 0.0)
-    machine, kept = MachineClocks(), History(ASKED, None, None, True)
-    for number, (passed, there) in enumerate(((0.0, True), (300.0, True), (310.0, False))):
-        answers = Answers(stored(tmp_path, keep_s=600.0), machine.clock())
-        await answers.start()
-        machine.system += jump
-        machine.passes(passed)
-        answers.keep("o", kept, orjson.dumps({"id": f"resp_{number}", "output": []}))
-        assert (await answers.find("o", "resp_0") is not None) is there
-        await answers.close()
 
 
 async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
@@ -428,11 +375,13 @@ async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
         other.execute("BEGIN IMMEDIATE")  # another process writes, and it takes long
         for number in range(30):
             answer = b'{"id": "resp_%d", "output": []}' % number
-            answers.keep("o", History(ASKED, None, None, True), answer)
+            answers.store("o", History(REQUEST_ITEMS, None, None, True), answer)
         other.execute("ROLLBACK")
-    await answers.find("o", "resp_0")
-    found = [await answers.find("o", f"resp_{number}") is not None for number in range(30)]
+    await answers.response("o", "resp_0")
+    found = [await answers.response("o", f"resp_{number}") is not None for number in range(30)]
     assert found[0] and 10 < sum(found) < 25
-    answers.keep("o", History(ASKED, None, None, True), b'{"id": "resp_30", "output": []}')
-    assert await answers.find("o", "resp_30")
+    last = answers.store("o", History(REQUEST_ITEMS, None, None, True), b'{"id": "resp_30", "output": []}')
+    assert last is not None
+    await last
+    assert await answers.response("o", "resp_30")
     await answers.close()

@@ -1,9 +1,7 @@
-"""Stored answers of the Responses API, so that a decoder's end costs KV and not history.
+"""Stored answers of the Responses API, so that the loss of a decoder costs KV and not history.
 
-A request that names one of them, or a `conversation`, which its newest answer is, goes to engines with its
-whole input, like any other; engines store nothing. What nobody named for `keep_s` goes, and the oldest beyond
-`max_bytes`. How large a history is, is known before any of it is read, and no wait for the disk is without a
-limit (`answer_store.py`).
+A request that names an answer or a `conversation` goes to engines with its whole input, like any other turn;
+engines store nothing. An answer is stored before its client has the end of it, unless the disk is slow.
 """
 
 import asyncio
@@ -11,7 +9,8 @@ import logging
 import re
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,72 +27,74 @@ from router.errors import (
     Unavailable,
 )
 from router.gateway.config import AnswersConfig
-from router.gateway.responses.answer_store import AnswerStore, ChainEnd, DiskThread, StoredChain
-from router.gateway.responses.items import PIECE_BYTES, AnswerParser, ReadAnswer, Span, cut_items
+from router.gateway.responses.answer_store import (
+    PIECE_BYTES,
+    AnswerStore,
+    HistoryMissing,
+    Missing,
+    StoredAnswer,
+)
 from router.http import RawHeaders, ServerLimits, StreamObserver
 from router.identity.conversation_ids import named_conversation
-from router.process import SteadyClock
 from router.requests.body_parser import ParsedBody, is_cheap
 from router.requests.fields import with_fields, with_items
+from router.requests.input_items import Span, cut_items
 from router.requests.parser_pool import ParserPool
 
-log = logging.getLogger("conserve.router.answers")
+log = logging.getLogger("conserve.router.responses")
 
-MOST_BYTES = 16 << 20  # of one answer, or of a request that is kept with it
+MOST_BYTES = 16 << 20  # of one answer, or of the items of a request that is stored with it
 LONGEST_HISTORY = 1_000  # answers
 MOST_WAITING_BYTES = 256 << 20  # of answers that are not written yet
-LONGEST_S = 10.0  # for one call of the disk, and for a history
-SHOWN_WITHIN_S = 1.0  # a client has the end of an answer that is not stored by then
-_MOST_AT_ONCE = 100  # answers that one call reads, or PIECE_BYTES of them: other owners' come between
-_LATE_S, _TRIES = 0.05, 10  # an answer that another process is about to write
+LONGEST_S = 10.0  # for one call of the disk
+SHOWN_WITHIN_S = 1.0  # then a client gets the end of an answer that is not stored yet
+RESPONSE_FIELDS = b"x-response-says"  # header to engines: fields of the response about its history
 _END = re.compile(rb"(?:\A|[\r\n])event: response\.(?:completed|incomplete)\r?\ndata:")
 _ENDS = (b"response.completed", b"response.incomplete")
-_DISK = (sqlite3.Error, OSError, GatewayConfigError, zlib.error)  # what a file of answers may raise
+_DISK_ERRORS = (sqlite3.Error, OSError, GatewayConfigError, zlib.error)  # TimeoutError is an OSError
 
 Result = TypeVar("Result")
 
 
-SAYS = b"x-response-says"  # to engines: fields of the answer, where its history is not theirs
-
-
 @dataclass(frozen=True, slots=True)
 class History:
-    """Where a request's answer stands."""
+    """Position of a request's answer in its history."""
 
-    asked: tuple[bytes, ...]  # the request's own items, with commas between them, in pieces
+    request_items: tuple[bytes, ...]  # with commas between them, in pieces
     previous: str | None  # the answer before it
     conversation: str | None
-    kept: bool  # with its answer, once that is there
-    deleted_at: float = 0.0  # the conversation, before this turn
+    stored: bool  # whether the answer is to be stored
+    conversation_end: int = 0  # the last end of the conversation, when the turn began
 
     @property
-    def said(self) -> dict[str, Any]:
-        """By the answer."""
+    def response_fields(self) -> dict[str, Any]:
+        """Return the fields of the response that name its history."""
         if self.conversation is not None:
             return {"previous_response_id": None, "conversation": {"id": self.conversation}}
         return {"previous_response_id": self.previous}
 
     @property
     def headers(self) -> RawHeaders:
-        return [(SAYS, orjson.dumps(self.said))] if self.previous or self.conversation else []
+        named = self.previous or self.conversation
+        return [(RESPONSE_FIELDS, orjson.dumps(self.response_fields))] if named else []
 
 
 class AnswerObserver(StreamObserver):
-    """Also keeps the response object that an answer is, or ends with, before its client has the end."""
+    """Observer that also collects the response object, and holds its end back until it is stored."""
 
-    __slots__ = ("_ends", "_keep", "_kept", "_kept_bytes")
+    __slots__ = ("_ends", "_kept", "_kept_bytes", "_store")
 
-    def __init__(self, keep: Callable[[bytes], asyncio.Future[None] | None], *arguments: Any) -> None:
+    def __init__(self, store: Callable[[bytes], asyncio.Future[None] | None], *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._keep = keep
-        self._ends = False  # the event that has it has begun
+        self._store = store
+        self._ends = False  # the event that has the response object has begun
         self._kept: list[bytes] = []
         self._kept_bytes = 0
 
     def feed(self, data: bytes) -> None:
         super().feed(data)
         if self.streamed and any(end in data for end in _ENDS):
-            found = [*_END.finditer(data)]  # JSON has no line in it: no text is mistaken for an event
+            found = [*_END.finditer(data)]  # JSON has no line breaks: no text is mistaken for an event
             if found:
                 data, self._ends, self._kept, self._kept_bytes = data[found[-1].end() :], True, [], 0
         if self._ends or not self.streamed:
@@ -105,54 +106,82 @@ class AnswerObserver(StreamObserver):
         return self._ends and self._kept_bytes <= MOST_BYTES
 
     def at_end(self) -> asyncio.Future[None] | None:
-        return self._keep(self.response) if self._status == 200 else None
+        return self._store(self.response) if self._status == 200 else None
 
     @property
     def response(self) -> bytes:
-        """JSON of it, or of the event that has it; empty when there is none, or too much of it."""
+        """Return the JSON that has the response object; empty when there is none, or too much of it."""
         kept = b"".join(self._kept) if self._kept_bytes <= MOST_BYTES else b""
         return kept[: kept.find(b"\n")] if self.streamed else kept
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerParser:
+    """Parser of the id, the items and the response object of an engine's answer."""
+
+    space: str  # owner
+    response_fields: Mapping[str, Any]
+
+    def parse(self, pieces: Sequence[bytes]) -> tuple[str, bytes, bytes]:
+        """Return id, items for a prompt, and response. Raises ValueError for what is no response."""
+        answer = orjson.loads(b"".join(pieces))
+        answer = answer.get("response", answer) if isinstance(answer, dict) else {}
+        name, output = answer.get("id"), answer.get("output")
+        if not isinstance(name, str) or not isinstance(output, list):
+            raise ValueError("the engine's answer has no id or no output")
+        items = [  # an item of a prompt has no empty fields
+            {field: value for field, value in item.items() if value is not None}
+            for item in output
+            if isinstance(item, dict)
+        ]
+        response = orjson.dumps({**answer, **self.response_fields, "store": True})
+        return name, orjson.dumps(items)[1:-1], response
+
+
 class Answers:
+    """Stored answers of one gateway. The disk has one thread, and no wait for it is without a limit."""
+
     def __init__(
         self,
         config: AnswersConfig,
-        clock: SteadyClock | None = None,
         *,
         parser_pool: ParserPool | None = None,
         most_bytes: int = ServerLimits().max_body_bytes,
     ) -> None:
-        """`parser_pool`: of answers that are costly to read; `most_bytes`: of a history with a request."""
-        self._store = AnswerStore(config, clock or SteadyClock())
-        self._thread, self._longest_s = DiskThread("answers", LONGEST_S), LONGEST_S
-        self._shown_s = SHOWN_WITHIN_S
+        """`parser_pool` parses costly answers; `most_bytes` bounds a history with its request."""
+        self._store = AnswerStore(config)
+        self._disk = ThreadPoolExecutor(1, "answers")
+        self._longest_s, self._shown_s = LONGEST_S, SHOWN_WITHIN_S
         self._parser_pool, self._most_bytes = parser_pool, most_bytes
-        self._keeping: set[asyncio.Future[None]] = set()
+        self._storing: set[asyncio.Future[None]] = set()
         self._waiting_bytes = 0  # of answers that are not written yet
 
     async def start(self) -> None:
-        """Refuses a file of a newer version. One that cannot be opened is tried again when it is needed."""
+        """Open the file. Raises GatewayConfigError for a newer one; other errors are tried again later."""
         try:
-            await self._thread.run(self._store.open)
-        except (sqlite3.Error, OSError) as wrong:  # TimeoutError among them
+            await self._call(self._store.open)
+        except (sqlite3.Error, OSError) as error:
             metrics.ANSWERS.labels("failed").inc()
-            log.warning("stored answers cannot be opened yet reason=%r", wrong)
+            log.warning("stored answers cannot be opened yet reason=%r", error)
 
     async def close(self) -> None:
-        """What waits is written first, if the disk takes it."""
+        """Write what waits, if the disk takes it in time."""
         try:
             async with asyncio.timeout(self._longest_s):
-                if self._keeping:
-                    await asyncio.wait(self._keeping)
-            await self._thread.close(self._store.close)
-        except _DISK as wrong:
-            log.warning("stored answers do not end answers_lost=%d reason=%r", len(self._keeping), wrong)
+                if self._storing:
+                    await asyncio.wait(self._storing)
+            await self._call(self._store.close)
+        except _DISK_ERRORS as error:
+            log.warning("answers are lost at the end answers=%d reason=%r", len(self._storing), error)
+        self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def with_history(
         self, owner: str, pieces: tuple[bytes, ...], read: ParsedBody
     ) -> tuple[tuple[bytes, ...], History]:
-        """The body for the engine, in pieces, and what to keep. Refuses what does not go on from anything."""
+        """Return the body for the engine with its whole input, and where its answer belongs.
+
+        Raises ApiError for a history that is not stored or cannot be sent again.
+        """
         body = read.fields
         previous, conversation = body.get("previous_response_id") or None, named_conversation(body)
         if previous is not None and not isinstance(previous, str):
@@ -160,60 +189,45 @@ class Answers:
         if previous and conversation:
             text = "previous_response_id and conversation each bring a history: send one of them"
             raise BadRequest(text, param="conversation")
-        found, before = read.items, list[bytes]()
-        asked = cut_items(pieces, found) if isinstance(found, Span) else (found,) if found else ()
-        size, deleted_at = sum(map(len, asked)), 0.0
-        try:
-            async with asyncio.timeout(self._longest_s):
-                if conversation:
-                    known = await self._run(self._store.conversation, owner, conversation)
-                    previous, deleted_at = known.newest, known.deleted_at
-                if previous:
-                    before = await self._history(owner, previous, conversation, size)
-        except TimeoutError as wrong:
-            raise _unavailable(wrong) from None
+        found, end = read.items, 0
+        before: tuple[bytes, ...] = ()
+        items = cut_items(pieces, found) if isinstance(found, Span) else (found,) if found else ()
+        size = sum(map(len, items))
+        if conversation:
+            previous, end = await self._ask(self._store.newest, owner, conversation)
         sent = with_fields(pieces, {"store": False})
         if previous:
-            both = (*before, b",", *asked) if before and asked else (*before, *asked)
+            try:
+                limits = LONGEST_HISTORY, max(0, self._most_bytes - size)
+                before = await self._ask(self._store.history, owner, previous, *limits)
+            except HistoryMissing as missing:
+                raise history_error(missing.reason, conversation, self._most_bytes) from None
+            self._disk.submit(self._touch, owner, previous)
+            both = (*before, b",", *items) if before and items else (*before, *items)
             sent = with_items(with_fields(sent, {"previous_response_id": None}), "input", both)
-        kept = body.get("store") is not False and size <= MOST_BYTES
-        return sent, History(asked, previous, conversation, kept, deleted_at)
+        stored = body.get("store") is not False and size <= MOST_BYTES
+        return sent, History(items, previous, conversation, stored, end)
 
-    async def _history(self, owner: str, previous: str, conversation: str | None, size: int) -> list[bytes]:
-        """The items up to the answer before, in pieces. `size`: of those that come behind them."""
-        chain = await self._chain(owner, previous, size)
-        for _ in range(_TRIES if chain.end is ChainEnd.UNKNOWN and not conversation else 0):
-            await asyncio.sleep(_LATE_S)
-            chain = await self._chain(owner, previous, size)
-            if chain.end is not ChainEnd.UNKNOWN:
-                break
-        limits = LONGEST_HISTORY, self._most_bytes
-        if chain.end is not ChainEnd.BEGINNING:
-            raise no_such_history(chain.end, conversation, *limits)
-        named = [name for name, _ in chain.answers]
-        self._thread.submit(self._store.used, owner, conversation, named).add_done_callback(_used)
-        before: list[bytes] = []
-        for names in _at_once(chain.answers):
-            items = await self._run(self._store.items, owner, names)
-            if items is None:  # deleted meanwhile
-                raise no_such_history(ChainEnd.DELETED, conversation, *limits)
-            before += (b",", *items) if before and items else items
-        return before
-
-    async def _chain(self, owner: str, name: str, size: int) -> StoredChain:
-        most_bytes = max(0, self._most_bytes - size)
-        return await self._run(self._store.chain, owner, name, LONGEST_HISTORY, most_bytes)
+    def _touch(self, owner: str, name: str) -> None:
+        """Count a use in the disk thread. A full disk still reads, so a failure is only logged."""
+        try:
+            self._store.touch(owner, name)
+        except _DISK_ERRORS as error:
+            log.warning("the use of stored answers was not recorded reason=%r", error)
 
     def observer(self, owner: str, history: History | None, *arguments: Any) -> StreamObserver:
-        """Of an answer that is kept, or of one that is not."""
-        if history is None or not history.kept:
+        """Return the observer of an answer, which stores it where its history says so."""
+        if history is None or not history.stored:
             return StreamObserver(*arguments)
-        return AnswerObserver(lambda response: self.keep(owner, history, response), *arguments)
+        return AnswerObserver(lambda response: self.store(owner, history, response), *arguments)
 
-    def keep(self, owner: str, kept: History, response: bytes) -> asyncio.Future[None] | None:
-        """In the thread; what comes back is done once it is there, or takes too long. Not where too much
-        waits for it."""
-        size = sum(map(len, kept.asked)) + len(response)
+    def store(self, owner: str, history: History, response: bytes) -> asyncio.Future[None] | None:
+        """Store an answer in the background.
+
+        Returns a future that is done when the answer is stored or SHOWN_WITHIN_S has passed; None if the
+        answer is not stored, because there is none or too much waits for the disk.
+        """
+        size = sum(map(len, history.request_items)) + len(response)
         if not response:
             return None
         if self._waiting_bytes + size > MOST_WAITING_BYTES:
@@ -221,109 +235,89 @@ class Answers:
             log.warning("an answer is not stored: the disk is slow waiting_bytes=%d", self._waiting_bytes)
             return None
         self._waiting_bytes += size
-        keeping: asyncio.Future[None]
-        reading = AnswerParser(owner, kept.said)
-        if self._parser_pool is None or is_cheap((response,)):
-            keeping = self._thread.submit(self._write, kept, reading, response)
-        else:
-            keeping = asyncio.ensure_future(self._keep_costly(self._parser_pool, kept, reading, response))
-        self._keeping.add(keeping)
-        keeping.add_done_callback(lambda done: self._kept(done, size))
-        return asyncio.ensure_future(self._shortly(keeping))
+        storing = asyncio.ensure_future(self._parse_and_put(owner, history, response))
+        self._storing.add(storing)
+        storing.add_done_callback(lambda done: self._stored(done, size))
+        return asyncio.ensure_future(self._shortly(storing))
 
-    async def _shortly(self, keeping: asyncio.Future[None]) -> None:
-        done, _ = await asyncio.wait((keeping,), timeout=self._shown_s)
+    async def _parse_and_put(self, owner: str, history: History, response: bytes) -> None:
+        parsing, parsed = AnswerParser(owner, history.response_fields), None
+        if self._parser_pool is not None and not is_cheap((response,)):
+            cut = (response[at : at + PIECE_BYTES] for at in range(0, len(response), PIECE_BYTES))
+            parsed = await self._parser_pool.parse_queued(parsing, tuple(cut))
+
+        def put() -> None:
+            name, items, shown = parsed or parsing.parse((response,))
+            whole = b"".join(history.request_items)
+            whole += b"," + items if whole and items else items
+            answer = StoredAnswer(
+                name, history.previous, whole, shown, history.conversation, history.conversation_end
+            )
+            self._store.put(owner, answer)
+            try:
+                metrics.ANSWERS.labels("pruned").inc(self._store.prune())
+            except _DISK_ERRORS as error:
+                log.warning("stored answers were not pruned reason=%r", error)
+
+        await asyncio.get_running_loop().run_in_executor(self._disk, put)
+
+    async def _shortly(self, storing: asyncio.Future[None]) -> None:
+        done, _ = await asyncio.wait((storing,), timeout=self._shown_s)
         if not done:
             metrics.ANSWERS.labels("late").inc()
             log.warning("an answer goes out before it is stored waited_s=%.1f", self._shown_s)
 
-    async def _keep_costly(
-        self, parser_pool: ParserPool, kept: History, reading: AnswerParser, response: bytes
-    ) -> None:
-        cut = (response[at : at + PIECE_BYTES] for at in range(0, len(response), PIECE_BYTES))
-        answer = await parser_pool.parse_queued(reading, tuple(cut))
-        await self._thread.submit(self._write, kept, reading, answer)
-
-    def _kept(self, done: asyncio.Future[None], size: int) -> None:
-        self._keeping.discard(done)
+    def _stored(self, done: asyncio.Future[None], size: int) -> None:
+        self._storing.discard(done)
         self._waiting_bytes -= size
         if done.cancelled():
             return
-        wrong = done.exception()
-        metrics.ANSWERS.labels("kept" if wrong is None else "failed").inc()
-        if wrong is not None:
-            log.warning("an answer could not be stored reason=%r", wrong)
+        error = done.exception()
+        metrics.ANSWERS.labels("kept" if error is None else "failed").inc()
+        if error is not None:
+            log.warning("an answer could not be stored reason=%r", error)
 
-    def _write(self, kept: History, reading: AnswerParser, answer: bytes | ReadAnswer) -> None:
-        """In the thread."""
-        if isinstance(answer, bytes):
-            answer = reading.parse((answer,))
-        where = kept.previous, kept.conversation
-        self._store.keep(reading.space, *where, kept.asked, answer, kept.deleted_at)
+    async def response(self, owner: str, name: str) -> bytes | None:
+        """Return a stored response object; None if there is none."""
+        return await self._ask(self._store.response, owner, name)
+
+    async def delete(self, owner: str, name: str) -> bool:
+        """Delete a stored answer, and return whether there was one."""
+        return await self._ask(self._store.delete, owner, name)
+
+    async def end_conversation(self, owner: str, conversation: str, live: bool) -> bool:
+        """End a conversation, and return whether it had a history. See `AnswerStore.end_conversation`."""
+        return await self._ask(self._store.end_conversation, owner, conversation, live)
+
+    async def _ask(self, function: Callable[..., Result], *arguments: Any) -> Result:
         try:
-            metrics.ANSWERS.labels("pruned").inc(self._store.prune())
-        except _DISK as wrong:
-            log.warning("stored answers that are too old, or too many, stay reason=%r", wrong)
+            return await self._call(function, *arguments)
+        except _DISK_ERRORS as error:
+            log.warning("stored answers cannot be reached reason=%r", error)
+            metrics.ANSWERS.labels("failed").inc()
+            text = "stored answers cannot be reached now; try again"
+            raise Unavailable(text, retry_after_s=1.0) from error
 
-    async def find(self, owner: str, name: str) -> bytes | None:
-        return await self._run(self._store.find, owner, name)
-
-    async def forget(self, owner: str, name: str) -> bool:
-        return await self._run(self._store.forget, owner, name)
-
-    async def leave(self, owner: str, conversation: str, live: bool) -> bool:
-        """What is called so next has no history, not even what its turns under way come to."""
-        return await self._run(self._store.leave, owner, conversation, live)
-
-    async def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        try:
-            return await self._thread.run(function, *arguments)
-        except _DISK as wrong:  # TimeoutError among them
-            raise _unavailable(wrong) from wrong
+    async def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        async with asyncio.timeout(self._longest_s):
+            return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
 
 
-def _unavailable(wrong: Exception) -> Unavailable:
-    log.warning("stored answers cannot be reached reason=%r", wrong)
-    metrics.ANSWERS.labels("failed").inc()
-    return Unavailable("stored answers cannot be reached now; try again", retry_after_s=1.0)
-
-
-def _used(done: asyncio.Future[None]) -> None:
-    """A disk that takes nothing still reads: they count as named before."""
-    if not done.cancelled() and (wrong := done.exception()) is not None:
-        log.warning("stored answers were named, which could not be written reason=%r", wrong)
-
-
-def _at_once(answers: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
-    names: list[str] = []
-    total = 0
-    for name, size in answers:
-        if names and (total + size > PIECE_BYTES or len(names) >= _MOST_AT_ONCE):
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += size
-    yield names
-
-
-def no_such_history(end: ChainEnd, conversation: str | None, most_answers: int, most_bytes: int) -> ApiError:
-    """Of what a request goes on from: an answer, or the newest one of a `conversation`."""
+def history_error(reason: Missing, conversation: str | None, most_bytes: int) -> ApiError:
+    """Return the client's error for a history that cannot be continued."""
     param = "conversation" if conversation else "previous_response_id"
-    do = "send the messages that matter as input"
+    advice = "send the messages that matter as input"
     if conversation:
-        do += f", or DELETE /v1/conversations/{conversation[:100]} to begin it anew"
-    if end is ChainEnd.TOO_MANY:
-        said = f"the history has more than {most_answers} answers, which is more than can be sent again: {do}"
-        return BadRequest(said, param=param, code="history_too_long")
-    if end is ChainEnd.TOO_LARGE:
-        said = f"the history and this request have more than {most_bytes} bytes together: {do}"
-        return PayloadTooLarge(said, param=param, code="history_too_large")
-    whys = {
-        ChainEnd.DELETED: "an answer of that history was deleted, and nothing goes on from it",
-        ChainEnd.GONE: "the beginning of that history is not stored any more",
-    }
-    unknown = "no such response is stored: it was long ago, or never"
-    if conversation:
-        unknown = "the newest answer of that conversation is not stored any more"
-    why = whys.get(end, unknown)
-    return NotFound(f"{why}; {do}", param=param, code="previous_response_not_found")
+        advice += f", or DELETE /v1/conversations/{conversation[:100]} to begin it anew"
+    if reason is Missing.TOO_MANY:
+        text = f"the history has more than {LONGEST_HISTORY} answers, which is more than can be sent again"
+        return BadRequest(f"{text}: {advice}", param=param, code="history_too_long")
+    if reason is Missing.TOO_LARGE:
+        text = f"the history and this request have more than {most_bytes} bytes together: {advice}"
+        return PayloadTooLarge(text, param=param, code="history_too_large")
+    text = "no such response is stored: it was long ago, or never"
+    if reason is Missing.DELETED:
+        text = "an answer of that history was deleted, and nothing continues from it"
+    elif reason is Missing.EXPIRED:
+        text = "an answer of that history is not stored any more"
+    return NotFound(f"{text}; {advice}", param=param, code="previous_response_not_found")
