@@ -1,6 +1,7 @@
 """python -m deploy.supervisor: keep this machine's Ray head and node running until asked to end.
 
 What ends is started again with a back-off; Ray then restarts its actors, and keepers adopt their engines.
+Until they do, engines and gateways go on: their leases run while the supervisor lives (`workers.host`).
 """
 
 import argparse
@@ -28,6 +29,8 @@ from deploy.ray.cluster import (
 )
 from router.process import log_to_stderr
 from workers import processes
+from workers.host import SUPERVISOR
+from workers.leased import recorded_below
 from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.supervisor")
@@ -99,7 +102,9 @@ def own_cluster_children(cluster: OwnCluster) -> list[Child]:
     home, address = cluster.home, (LOOPBACK, cluster.port)
     # Ray takes the surviving node for a running head when this file names the same address.
     current = temporary_directory(home) / "ray_current_cluster"
-    node_env, head_env = own_cluster_environment(home, os.environ), head_environment(home, os.environ)
+    ours = {SUPERVISOR: f"{os.getpid()} {psutil.Process().create_time()}"}
+    node_env = own_cluster_environment(home, os.environ) | ours
+    head_env = head_environment(home, os.environ)
     return [
         Child("head", cluster.head_argv(), head_env, home.ray / "head.log", current, grace_s=HEAD_GRACE_S),
         Child("node", cluster.node_argv(), node_env, home.ray / "node.log", needs=address),
@@ -118,6 +123,8 @@ def main() -> int:
     cluster = OwnCluster(load_fleet(home.fleet_file), home, arguments.port, arguments.client_port)
     end_with = psutil.Process(arguments.end_with) if arguments.end_with else None
     supervise(own_cluster_children(cluster), end_with)
+    for process in recorded_below(home.engines, home.gateways):
+        process.expire()  # it ends now, and not when it has missed us for a lease
     return 0
 
 

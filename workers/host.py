@@ -1,12 +1,16 @@
-"""python -m workers.host: run one command for as long as somebody renews its lease.
+"""python -m workers.host: run one command for as long as it is wanted and can be found.
 
 The host of an engine leads a session of its own, so it outlives its keeper: a restarted keeper adopts it with
-all its KV. A lease that nobody renews ends the whole tree, so nothing is ever left behind. The lease is a
-file: its modification time changes when it is renewed; removing it ends the tree at once.
+all its KV. It holds a lease, a file: its modification time changes when the keeper renews it, and removing it
+ends the whole tree at once. Where a supervisor looks after the fleet's keepers, the lease runs while that
+supervisor lives, however long they are away; where none does, or it is gone, a lease that nobody renews ends
+the tree, so nothing is ever left behind. The lease is that of the process which the record beside it names:
+nobody would find another one.
 """
 
 import argparse
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -17,17 +21,23 @@ from pathlib import Path
 import psutil
 
 from kvtransfer.parent_death import die_with_parent
-from workers.processes import WorkerError, end, tree
+from workers.oom_score import set_oom_score
+from workers.processes import WorkerError, end, find, tree
 
+SUPERVISOR = "CONSERVE_SUPERVISOR"  # in the environment: its pid and start time
 LOOK_EVERY_S = 0.25
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class Lease:
-    """Runs out `seconds` after the last change seen, by our own clock: the system's may jump."""
+    """Runs out `seconds` after it was last renewed and the supervisor was last seen, by our own clock: the
+    system's may jump."""
 
-    def __init__(self, file: Path, seconds: float) -> None:
-        self._file, self._seconds = file, seconds
+    def __init__(self, file: Path, seconds: float, record: Path, supervisor: str) -> None:
+        """`supervisor`: as in the environment; empty where there is none."""
+        self._file, self._seconds, self._record = file, seconds, record
+        pid, _, started = supervisor.partition(" ")
+        self._supervisor = (int(pid), float(started)) if supervisor else None
         self._seen = self._renewals()
         self._until = time.monotonic() + seconds
 
@@ -35,10 +45,22 @@ class Lease:
         renewals = self._renewals()
         if renewals is None:
             return False
-        if renewals != self._seen:
+        if (renewals != self._seen or self._supervised()) and self._recorded():
             self._seen = renewals
             self._until = time.monotonic() + self._seconds
         return time.monotonic() < self._until
+
+    def _supervised(self) -> bool:
+        return self._supervisor is not None and find(*self._supervisor) is not None
+
+    def _recorded(self) -> bool:
+        """Whether the record names us. One that cannot be read, on a disk that is ill, says nothing."""
+        try:
+            return bool(json.loads(self._record.read_text())["pid"] == os.getpid())
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, TypeError, KeyError):
+            return True
 
     def _renewals(self) -> int | None:
         try:
@@ -51,16 +73,21 @@ class AskedToEnd(WorkerError):
     """Somebody asked this host to end."""
 
 
-def run(argv: list[str], lease: Lease, grace_s: float) -> int:
+def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     # Orphans of the tree become ours: when vLLM's front end dies, its engine process stays findable.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
+
+    def prepare() -> None:
+        die_with_parent()
+        set_oom_score(oom_score)
+
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent,  # noqa: PLW1509, one thread
+        preexec_fn=prepare,  # noqa: PLW1509, one thread
     )
     try:
         while child.poll() is None:
@@ -88,6 +115,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.host", description=__doc__)
     parser.add_argument("--lease", type=Path, required=True, help="file that is touched to renew the lease")
     parser.add_argument("--lease-s", type=float, required=True, help="seconds a renewal lasts")
+    parser.add_argument("--record", type=Path, required=True, help="file that says whose lease it is")
+    parser.add_argument("--oom-score", type=int, default=0, help="of the command: how early it may be killed")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds from asking to killing")
     parser.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the command to run")
     arguments = parser.parse_args()
@@ -96,7 +125,9 @@ def main() -> int:
         parser.error("a command is needed after --")
     if os.getsid(0) != os.getpid():
         os.setsid()
-    return run(argv, Lease(arguments.lease, arguments.lease_s), arguments.grace_s)
+    supervisor = os.environ.get(SUPERVISOR, "")
+    lease = Lease(arguments.lease, arguments.lease_s, arguments.record, supervisor)
+    return run(argv, lease, arguments.grace_s, arguments.oom_score)
 
 
 if __name__ == "__main__":

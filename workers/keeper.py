@@ -16,6 +16,7 @@ from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.leased import LeasedProcess, last_epoch, start_slot
 from workers.lmcache_server import LmcacheServer
 from workers.memory import MemoryLimit, machine_bytes
+from workers.oom_score import OomScore
 from workers.processes import Backoff, WorkerError, free_port
 from workers.profiles import StartingKnowledge
 from workers.status import ConnectorFeed, KeeperPhase, StatusStore
@@ -178,6 +179,7 @@ class Keeper:
             ports=(start.http_port, start.transfer_port),
             lease_s=self._settings.lease_s,
             grace_s=self._settings.end_grace_s,
+            oom_score=OomScore.ENGINE,
         )
         return Running(self._process, self._http(self._process), log_from)
 
@@ -273,8 +275,7 @@ class Keeper:
     async def _renew(self) -> None:
         while True:
             if self._process is not None:
-                with contextlib.suppress(FileNotFoundError):  # it is being ended
-                    self._process.renew()
+                self._process.renew()
             await asyncio.sleep(min(1.0, self._settings.lease_s / 10))
 
     async def _end_process(self) -> None:

@@ -1,4 +1,4 @@
-"""Leased processes outlive their starter for a lease and can be adopted: the keeper's side of `workers.host`.
+"""Leased processes outlive their starter and can be adopted: the keeper's side of `workers.host`.
 
 At most so many engines of a host start at once: a start takes all cores, and a slow one looks failed.
 """
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import psutil
 from workers import processes
 from workers.launch import ProcessCommand
 from workers.memory import session_bytes
+from workers.oom_score import OomScore
 
 RECORD, LEASE, LOG, IDLE = "engine.json", "lease", "log", "idle_bytes"
 KEEP_LOGS_BELOW = 64 << 20
@@ -69,12 +70,14 @@ class LeasedProcess:
         ports: Sequence[int],
         lease_s: float,
         grace_s: float,
+        oom_score: OomScore,
     ) -> "LeasedProcess":
         directory.mkdir(parents=True, exist_ok=True)
         lease = directory / LEASE
         lease.touch()
         (directory / IDLE).unlink(missing_ok=True)
         host = [sys.executable, "-m", "workers.host", "--lease", str(lease), "--lease-s", str(lease_s)]
+        host += ["--record", str(directory / RECORD), "--oom-score", str(int(oom_score))]
         host += ["--grace-s", str(grace_s), "--", *command.argv]
         log = directory / LOG
         _rotate(log)
@@ -107,7 +110,9 @@ class LeasedProcess:
         (self.directory / LEASE).unlink(missing_ok=True)
 
     def renew(self) -> None:
-        os.utime(self.directory / LEASE)
+        """Does nothing for one that is being ended."""
+        with suppress(FileNotFoundError):
+            os.utime(self.directory / LEASE)
 
     def alive(self) -> bool:
         if self._child is not None and self._child.poll() is not None:
@@ -143,6 +148,12 @@ class LeasedProcess:
         if processes.alive(self.record.pid):
             return []
         return list(processes.session(self.record.pid))
+
+
+def recorded_below(*folders: Path) -> list[LeasedProcess]:
+    """The processes that were started last in the directories of these folders, whether they still run."""
+    directories = [directory for folder in folders for directory in folder.glob("*/")]
+    return [process for process in map(LeasedProcess.recorded, directories) if process is not None]
 
 
 def last_epoch(directory: Path) -> int:

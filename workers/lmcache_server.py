@@ -16,6 +16,7 @@ from pathlib import Path
 from workers import metrics
 from workers.launch import FLEET_MARK, ProcessCommand
 from workers.leased import RECORD, LeasedProcess, ProcessRecord
+from workers.oom_score import OomScore
 from workers.processes import free_port
 
 log = logging.getLogger("conserve.workers.lmcache")
@@ -77,6 +78,7 @@ class LmcacheServer:
                 ports=ports,
                 lease_s=LEASE_S,
                 grace_s=GRACE_S,
+                oom_score=OomScore.ENGINE,
             )
             metrics.TIER_STARTS.inc()
             log.info("LMCache started, pid %d, port %d", process.record.pid, ports[0])

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,7 +19,7 @@ from deploy.ray.cluster import connect, temporary_directory
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
 from workers import processes
 from workers.launch import FLEET_MARK
-from workers.leased import LeasedProcess
+from workers.leased import recorded_below
 
 log = logging.getLogger("conserve.deploy.down")
 
@@ -91,7 +90,7 @@ def _bring_down(home: FleetHome) -> int:
             log.warning("%s; engines elsewhere end by their lease, what runs on this machine ends now", error)
     if supervisor is not None:  # whose parent, a `conserve up` elsewhere, may not have reaped it for long
         processes.end([supervisor], SUPERVISOR_LIMIT_S)
-    _end_leased([*home.engines.glob("*/"), *home.gateways.glob("*/")])
+    _end_leased(home)
     _sweep(home)
     shutil.rmtree(home.ray / "gcs", ignore_errors=True)  # a new cluster must not know the actors of this one
     if run is not None and run.endpoint:  # else somebody will want the logs of the failed start
@@ -110,9 +109,9 @@ def marked(home: FleetHome) -> list[psutil.Process]:
     return found
 
 
-def _end_leased(directories: list[Path]) -> None:
+def _end_leased(home: FleetHome) -> None:
     """First all leases, so that all end at the same time; then wait for each."""
-    left = [process for process in map(LeasedProcess.recorded, directories) if process is not None]
+    left = recorded_below(home.engines, home.gateways)
     for process in left:
         process.expire()
     for process in left:

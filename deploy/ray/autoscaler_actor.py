@@ -15,6 +15,7 @@ from deploy.lifecycle import status as ask
 from deploy.ray.common import Background, SealedFleet, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
 from placement.sizing.autoscaling import TierScaler, load_of
+from workers.oom_score import OomScore, set_oom_score
 from workers.profiles import Coefficients
 from workers.status import KeeperPhase
 
@@ -33,6 +34,7 @@ class AutoscalerActor:
         profiles: Mapping[str, Coefficients],
     ) -> None:
         log_to_stderr()
+        set_oom_score(OomScore.KEEPER)
         keys = FleetKeys.here(home.name)
         fleet = self._fleet = sealed.opened(keys)
         self._directory, self._secret = directory, keys.of(Purpose.DIRECTORY)

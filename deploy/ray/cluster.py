@@ -126,6 +126,9 @@ REACH_LIMIT_S = 5.0
 LOGS = ("node.log", "head.log", "supervisor.log")
 
 
+    # Ray would end actors, which have not taken the memory: `workers.oom_score` says whom the kernel ends.
+    env["RAY_memory_monitor_refresh_ms"] = "0"
+    env["RAY_worker_oom_score_adj"] = "0"
 def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
     """Start the supervisor of a cluster of our own. `end_with_us`: it ends when this process dies."""
     cluster = OwnCluster(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))

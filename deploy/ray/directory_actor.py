@@ -18,6 +18,7 @@ from placement.routing.placer import MissingCurve, Placer
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.process import collect_when_idle, settle_heap
+from workers.oom_score import OomScore, set_oom_score
 from workers.processes import LogOnChange, write_atomically
 from workers.status import KeeperReport
 
@@ -31,6 +32,7 @@ RETRY_S = 0.5
 class DirectoryActor:
     def __init__(self, sealed: SealedFleet, home: FleetHome, host: str | None) -> None:
         log_to_stderr()
+        set_oom_score(OomScore.SERVING)
         home.create()
         keys = FleetKeys.here(home.name)
         self._fleet, self._home = sealed.opened(keys), home

@@ -19,13 +19,14 @@ from deploy.ray.cluster import common_environment
 from deploy.ray.common import Background, SealedFleet, log_to_stderr
 from workers import processes
 from workers.launch import FLEET_MARK, ProcessCommand
-from workers.leased import LeasedProcess
+from workers.leased import LEASE, LeasedProcess
+from workers.oom_score import OomScore, set_oom_score
 from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.gateways")
 
 LOOK_EVERY_S = 0.5
-LEASE_S = 30.0
+LEASE_S = 60.0  # where no supervisor of ours runs; this actor may take as long to come back
 GRACE_S = 5.0
 BATCH = "batch"  # the directory of its process, beside those of the gateways
 
@@ -37,6 +38,7 @@ class PortTaken(DeployError):
 class GatewaysActor:
     def __init__(self, sealed: SealedFleet, home: FleetHome, directory: str) -> None:
         log_to_stderr()
+        set_oom_score(OomScore.SERVING)
         home.create()
         self._keys = FleetKeys.here(home.name)
         self._fleet, self._home = sealed.opened(self._keys), home
@@ -89,7 +91,7 @@ class GatewaysActor:
         answers = str(self._home.gateways / "answers.sqlite")
         config = gateway_config(self._fleet, name, self._directory, self._keys, batch, answers)
         text = router.gateway.config.dump(config)
-        directory, other = self._place(name, _fingerprint(text))
+        directory, other = place_of(self._home.gateways, name, _fingerprint(text))
         grace_s = config.drain_s + GRACE_S
         await self._keep(name, "router.gateway.main", text, directory, config.port, grace_s, other)
 
@@ -122,6 +124,7 @@ class GatewaysActor:
                     ports=(port,),
                     lease_s=LEASE_S,
                     grace_s=grace_s,
+                    oom_score=OomScore.BATCH if name == BATCH else OomScore.SERVING,
                 )
                 log.info("process started name=%s pid=%d", name, process.record.pid)
             self._processes[name] = process
@@ -139,19 +142,20 @@ class GatewaysActor:
             log.warning("process ended name=%s next_start_s=%.1f", name, wait_s)
             await asyncio.sleep(wait_s)
 
-    def _place(self, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
-        """The directory to run in, and that of a gateway with another configuration to take over from.
 
-        Two slots: while the old one finishes its streams the new one already takes connections."""
-        slots = [self._home.gateways / slot for slot in _slots(name)]
-        live = {slot: process for slot in slots if (process := _running(slot)) is not None}
-        for slot, process in live.items():
-            if process.record.fingerprint == fingerprint:
-                return slot, None
-        free = next((slot for slot in slots if slot not in live), slots[0])
-        free.mkdir(parents=True, exist_ok=True)
-        old = next((slot for slot in live if slot != free), None)
-        return free, live[old] if old is not None else None
+def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
+    """The directory to run in, and a gateway with another configuration to take over from.
+
+    Two slots: while the old one finishes its streams the new one already takes connections."""
+    slots = [gateways / slot for slot in _slots(name)]
+    live = {slot: process for slot in slots if (process := _running(slot)) is not None}
+    same = (slot for slot, process in live.items() if process.record.fingerprint == fingerprint)
+    free = (slot for slot in slots if slot not in live)
+    chosen = next(same, None) or next(free, slots[0])
+    chosen.mkdir(parents=True, exist_ok=True)
+    # Also where the actor before this one had begun to hand over: nobody else ends the old one.
+    old = (process for slot, process in live.items() if slot != chosen and (slot / LEASE).exists())
+    return chosen, next(old, None)
 
 
 def _fingerprint(config: bytes) -> str:

@@ -40,6 +40,8 @@ from deploy.ray.control import ControlClient, ControlError, ControlServer
 from deploy.small_model import ensure_model
 from workers.keeper import Keeper
 from workers.launch import FEED_SOCKET
+from workers.leased import LeasedProcess
+from workers.oom_score import OomScore, set_oom_score
 from workers.power.engine_power import EnginePower, visible_gpus
 from workers.processes import write_atomically
 from workers.profiles import Coefficients, StartingKnowledge
@@ -50,6 +52,7 @@ log = logging.getLogger("conserve.deploy.keepers")
 ANSWER_LIMIT_S = 10.0
 END_LIMIT_S = 90.0
 FREE_LIMIT_S = 30.0
+GRACE_S = 10.0
 LOOK_EVERY_S = 0.3
 QUIET_S = 1.0  # a turn on its way from a gateway arrives within
 CONTROL_FILE = "control"
@@ -68,6 +71,7 @@ class KeeperActor:
     ) -> None:
         """`host`: where this node is reached; None: by the address that Ray knows it by."""
         log_to_stderr()
+        set_oom_score(OomScore.KEEPER)
         self._keys = FleetKeys.here(home.name)
         fleet = sealed.opened(self._keys)
         engine = engine_named(fleet, name)
@@ -206,10 +210,15 @@ class Keepers:
         """End the engine and its keeper; its name is free then."""
         with contextlib.suppress(ValueError):
             handle = ray.get_actor(keeper_name(engine))
-            with contextlib.suppress(RayError):  # killed next; its engine ends by its lease
+            with contextlib.suppress(RayError):  # killed next
                 if self.status(engine) is not None:
                     ray.get(handle.end.remote(), timeout=END_LIMIT_S)
         self.end_actor(keeper_name(engine))
+        # Its keeper may not have answered. On another machine the engine ends by its lease then; on this one
+        # the supervisor lives.
+        process = LeasedProcess.recorded(self._home.engine(engine)) if self._host is not None else None
+        if process is not None:
+            process.end(GRACE_S)
 
     def end_actor(self, name: str) -> None:
         """And wait until its name is free; one that is not there is no mistake. What it started goes on for

@@ -57,11 +57,12 @@ def test_each_tier_has_a_group_of_nodes_with_its_resource_and_enough_of_them() -
         assert sum(group["replicas"] for group in groups) == tier["replicas"], tier["name"]
 
 
-def test_every_node_is_patient_with_a_head_that_is_away() -> None:
+def test_every_node_is_patient_with_a_head_that_is_away_and_lets_the_kernel_choose_for_memory() -> None:
     for group in GROUPS:
         (container,) = group["template"]["spec"]["containers"]
         names = {variable["name"] for variable in container["env"]}
         assert "RAY_gcs_rpc_server_reconnect_timeout_s" in names
+        assert {"RAY_memory_monitor_refresh_ms", "RAY_worker_oom_score_adj"} < names
 
 
 def test_who_has_no_token_is_let_in_nowhere() -> None:

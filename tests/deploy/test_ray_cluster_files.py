@@ -49,6 +49,14 @@ def test_the_loss_of_the_head_ends_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_ray_ends_no_actor_for_memory_that_an_engine_took(path: Path) -> None:
+    config = load(path)
+    for command in (config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]):
+        for setting in ("RAY_memory_monitor_refresh_ms=0", "RAY_worker_oom_score_adj=0"):
+            assert re.search(rf" {setting}\b.* ~/conserve/bin/ray start ", command)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_who_has_no_token_is_let_in_nowhere(path: Path) -> None:
     """Ray 2.60 asks for none by itself, and `ray up` hands none out."""
     config = load(path)

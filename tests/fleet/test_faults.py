@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -199,3 +200,41 @@ def test_ninety_seconds_without_rays_head_cost_nothing(fleet: RunningFleet) -> N
     after = conversation(fleet, "head", turns)
     assert (after["decoder"], after["epoch"], after["transfers"]) == (before["decoder"], before["epoch"], 1)
     assert {name: (one["pid"], one["epoch"]) for name, one in fleet.engines().items()} == engines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet/raylet", "gcs_server"])
+def test_a_killed_process_of_rays_ends_no_gateway_and_no_engine(fleet: RunningFleet, name: str) -> None:
+    """Watched for longer than their leases, which actors renew: those ended with the raylet."""
+    messages = opening(57, 60)
+    text_turn(client(fleet.url, name), fleet.model, messages)
+    gateways = set(fleet.processes("router.gateway"))
+    engines = {one: (state["pid"], state["epoch"]) for one, state in fleet.engines().items()}
+    for pid in fleet.processes(name):
+        fleet.kill(pid)
+    longest, until = 0.0, time.monotonic() + 90
+    while time.monotonic() < until:
+        messages.append({"role": "user", "content": "Go on."})
+        began = time.monotonic()
+        text_turn(client(fleet.url, name), fleet.model, messages)
+        longest = max(longest, time.monotonic() - began)
+        time.sleep(3)
+    assert longest < 10
+    assert set(fleet.processes("router.gateway")) == gateways
+    serving(fleet)
+    fleet.until(lambda: all(one["pid"] for one in fleet.engines().values()), 60, "new keepers to report")
+    assert {one: (state["pid"], state["epoch"]) for one, state in fleet.engines().items()} == engines
+
+
+def test_the_kernel_would_end_engines_first_and_what_serves_last(fleet: RunningFleet) -> None:
+    """As the kernel has it: Ray gives its workers 1000, and who they start inherits that."""
+
+    def scores(*words: str) -> set[int]:
+        found = set(fleet.processes(*words)) - set(fleet.processes("workers.host"))
+        assert found, words
+        return {int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in found}
+
+    serves = scores("router.gateway") | scores("ray::DirectoryActor")
+    batch, keepers = scores("router.batch"), scores("ray::KeeperActor")
+    engines = scores("workers.serve") | scores("VLLM::EngineCore")
+    assert max(serves) < min(batch) and max(batch) < min(keepers) and max(keepers) < min(engines)

@@ -6,14 +6,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from workers import processes
+from workers.host import SUPERVISOR
 from workers.launch import ProcessCommand
-from workers.leased import LEASE, LeasedProcess
+from workers.leased import LEASE, RECORD, LeasedProcess
+from workers.oom_score import OomScore
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +31,19 @@ time.sleep(600)
 """
 
 
-def start(directory: Path, lease_s: float = 30.0, grace_s: float = 0.2) -> LeasedProcess:
-    command = ProcessCommand((sys.executable, "-c", STUBBORN), dict(os.environ, MARK_OF_TEST=str(directory)))
+def start(
+    directory: Path, lease_s: float = 30.0, grace_s: float = 0.2, supervisor: str = ""
+) -> LeasedProcess:
+    env = {**os.environ, "MARK_OF_TEST": str(directory), SUPERVISOR: supervisor}
     process = LeasedProcess.start(
-        directory, command, fingerprint="one", epoch=7, ports=(1, 2), lease_s=lease_s, grace_s=grace_s
+        directory,
+        ProcessCommand((sys.executable, "-c", STUBBORN), env),
+        fingerprint="one",
+        epoch=7,
+        ports=(1, 2),
+        lease_s=lease_s,
+        grace_s=grace_s,
+        oom_score=OomScore.ENGINE,
     )
     until(lambda: (directory / "child").exists() and (directory / "child").read_text() != "")
     return process
@@ -76,6 +88,48 @@ def test_a_lease_that_nobody_renews_ends_the_tree(directory: Path) -> None:
         process.renew()
     assert process.alive()
     until(lambda: not left(directory), 8.0)
+
+
+@pytest.fixture
+def supervisor() -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def named(process: "subprocess.Popen[bytes]") -> str:
+    return f"{process.pid} {psutil.Process(process.pid).create_time()}"
+
+
+def test_it_outlives_its_keeper_for_as_long_as_the_supervisor_lives(
+    directory: Path, supervisor: "subprocess.Popen[bytes]"
+) -> None:
+    process = start(directory, lease_s=1.0, supervisor=named(supervisor))
+    time.sleep(4.0)
+    assert process.alive()
+    supervisor.kill()
+    supervisor.wait()
+    until(lambda: not left(directory), 8.0)
+
+
+def test_a_removed_lease_ends_it_under_a_supervisor_too(
+    directory: Path, supervisor: "subprocess.Popen[bytes]"
+) -> None:
+    start(directory, supervisor=named(supervisor)).expire()
+    until(lambda: not left(directory), 5.0)
+
+
+def test_what_no_record_names_ends_although_a_supervisor_lives(
+    directory: Path, supervisor: "subprocess.Popen[bytes]"
+) -> None:
+    """Its keeper was killed before it could write it down, or another process has taken its place."""
+    process = start(directory, lease_s=1.0, supervisor=named(supervisor))
+    replace(process.record, pid=1).write(directory / RECORD)
+    deadline = time.monotonic() + 8.0
+    while left(directory):
+        assert time.monotonic() < deadline
+        process.renew()
+        time.sleep(0.1)
 
 
 def test_a_removed_lease_ends_the_tree_at_once(directory: Path) -> None:

@@ -1,0 +1,75 @@
+"""Where a gateway runs, and whom it takes over from, also when the actor before it had begun to."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.ray.gateway_actor import place_of
+from workers.launch import ProcessCommand
+from workers.leased import LeasedProcess
+from workers.oom_score import OomScore
+
+SLEEP = ProcessCommand((sys.executable, "-c", "import time; time.sleep(600)"), dict(os.environ))
+
+
+class Slots:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[LeasedProcess] = []
+
+    def start(self, slot: str, config: str) -> LeasedProcess:
+        process = LeasedProcess.start(
+            self.folder / slot,
+            SLEEP,
+            fingerprint=config,
+            epoch=0,
+            ports=(1,),
+            lease_s=30.0,
+            grace_s=0.2,
+            oom_score=OomScore.SERVING,
+        )
+        self.started.append(process)
+        return process
+
+    def place(self, config: str) -> tuple[str, str | None]:
+        slot, old = place_of(self.folder, "gateway-0", config)
+        return slot.name, old.directory.name if old is not None else None
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Iterator[Slots]:
+    made = Slots(tmp_path)
+    yield made
+    for process in made.started:
+        process.end(1.0)
+
+
+def test_the_first_one_takes_the_first_slot(slots: Slots) -> None:
+    assert slots.place("a") == ("gateway-0", None)
+
+
+def test_one_that_runs_as_it_should_stays(slots: Slots) -> None:
+    slots.start("gateway-0-b", "a")
+    assert slots.place("a") == ("gateway-0-b", None)
+
+
+def test_one_of_another_configuration_is_taken_over_from(slots: Slots) -> None:
+    slots.start("gateway-0", "a")
+    assert slots.place("b") == ("gateway-0-b", "gateway-0")
+
+
+def test_a_hand_over_that_an_actor_left_half_done_goes_on(slots: Slots) -> None:
+    """Nobody else would end the old one, which would go on taking connections."""
+    slots.start("gateway-0", "a")
+    slots.start("gateway-0-b", "b")
+    assert slots.place("b") == ("gateway-0-b", "gateway-0")
+
+
+def test_one_that_finishes_its_streams_already_is_left_to_it(slots: Slots) -> None:
+    old = slots.start("gateway-0", "a")
+    slots.start("gateway-0-b", "b")
+    old.expire()
+    assert slots.place("b")[1] is None
