@@ -15,7 +15,7 @@ import psutil
 from deploy.errors import LifecycleError
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome, RunRecord
-from deploy.ray.cluster import connect, temporary_directory
+from deploy.ray.cluster import connect, remove_temporary_directory, temporary_directory
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
 from workers import processes
 from workers.launch import FLEET_MARK
@@ -27,6 +27,7 @@ SUPERVISOR_LIMIT_S = 40.0
 GRACE_S = 10.0
 END_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 5.0
+RAY_LOGS = "session_latest/logs"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -93,8 +94,10 @@ def _bring_down(home: FleetHome) -> int:
     _end_leased(home)
     _sweep(home)
     shutil.rmtree(home.ray / "gcs", ignore_errors=True)  # a new cluster must not know the actors of this one
-    if run is not None and run.endpoint:  # else somebody will want the logs of the failed start
-        shutil.rmtree(temporary_directory(home), ignore_errors=True)
+    if run is not None and not run.endpoint:  # somebody may want to know why the start failed
+        with contextlib.suppress(OSError):
+            shutil.copytree(temporary_directory(home) / RAY_LOGS, home.ray / "logs", dirs_exist_ok=True)
+    remove_temporary_directory(home)
     home.run_file.unlink(missing_ok=True)
     return len(before)
 

@@ -5,11 +5,13 @@ one, because a lost head takes its own node with it. The head may be lost for te
 the token gets in.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -23,7 +25,7 @@ import psutil
 
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
-from deploy.home import TOKEN, FleetHome, RunRecord, token
+from deploy.home import LONGEST_SOCKET_PATH, TOKEN, FleetHome, RunRecord, token
 from workers import processes
 from workers.engine_log import last_lines
 from workers.launch import FLEET_MARK
@@ -34,6 +36,7 @@ log = logging.getLogger("conserve.deploy.cluster")
 CONTROL = "conserve_control"  # the resource that places the directory and the gateways
 PLENTY = 10_000.0
 HEAD_LOSS_BRIDGED_S = 600
+LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 # Not 127.0.0.1, which Ray replaces by the machine's address: that changes when a laptop changes networks.
 LOOPBACK = "127.0.0.2"
 
@@ -71,7 +74,34 @@ class OwnCluster:
 def temporary_directory(home: FleetHome) -> Path:
     """Ray's sockets and logs. Not below the fleet's own directory: the path of a socket may not be long."""
     digest = hashlib.sha256(str(home.root).encode()).hexdigest()[:10]
-    return Path(tempfile.gettempdir()) / f"conserve-{os.getuid()}-{digest}"
+    return Path(tempfile.gettempdir()) / f"conserve-{os.getuid()}" / digest
+
+
+def make_temporary_directory(home: FleetHome) -> None:
+    """Empty, and below one that nobody else enters: Ray lets everybody write to its own."""
+    made = temporary_directory(home)
+    if len(str(made / LONGEST_SOCKET)) > LONGEST_SOCKET_PATH:
+        raise LifecycleError(f"{made} is too long for Ray's sockets; set TMPDIR to a shorter path")
+    private = made.parent
+    with contextlib.suppress(FileExistsError):
+        private.mkdir(mode=0o700)
+    found = private.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise LifecycleError(
+            f"{private} is another user's, who could read and replace Ray's sockets there; "
+            "have it removed, or set TMPDIR to a directory of your own"
+        )
+    private.chmod(0o700)
+    remove_temporary_directory(home)
+    private.mkdir(mode=0o700, exist_ok=True)
+    made.mkdir()
+
+
+def remove_temporary_directory(home: FleetHome) -> None:
+    made = temporary_directory(home)
+    shutil.rmtree(made, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other fleets of this user are in it
+        made.parent.rmdir()
 
 
 def resources_of(fleet: FleetSpec) -> dict[str, float]:
@@ -96,6 +126,9 @@ def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
     env["RAY_raylet_start_wait_time_s"] = "120"  # a busy machine takes more than Ray's 30
     env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     env["RAY_worker_niceness"] = "0"  # engines and gateways inherit it; Ray's own is 15
+    # Ray would end actors, which have not taken the memory: `workers.oom_score` says whom the kernel ends.
+    env["RAY_memory_monitor_refresh_ms"] = "0"
+    env["RAY_worker_oom_score_adj"] = "0"
     return env
 
 
@@ -126,13 +159,11 @@ REACH_LIMIT_S = 5.0
 LOGS = ("node.log", "head.log", "supervisor.log")
 
 
-    # Ray would end actors, which have not taken the memory: `workers.oom_score` says whom the kernel ends.
-    env["RAY_memory_monitor_refresh_ms"] = "0"
-    env["RAY_worker_oom_score_adj"] = "0"
 def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
     """Start the supervisor of a cluster of our own. `end_with_us`: it ends when this process dies."""
     cluster = OwnCluster(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))
-    for old in (home.ray / "gcs", temporary_directory(home)):
+    make_temporary_directory(home)
+    for old in (home.ray / "gcs", home.ray / "logs"):
         shutil.rmtree(old, ignore_errors=True)
     for name in LOGS:
         (home.ray / name).unlink(missing_ok=True)
