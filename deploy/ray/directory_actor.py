@@ -18,6 +18,7 @@ from placement.routing.placer import MissingCurve, Placer
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.process import collect_when_idle, settle_heap
+from workers import processes
 from workers.oom_score import OomScore, set_oom_score
 from workers.processes import LogOnChange, write_atomically
 from workers.status import KeeperReport
@@ -145,7 +146,8 @@ def _read_port(file: Path) -> int:
 
 
 class EngineWatch:
-    """A keeper out of reach is not an engine that is gone: it goes on serving until its lease has run out."""
+    """A keeper out of reach is not an engine that is gone: it goes on serving for its lease, and under a
+    supervisor until it is told to end. After the lease it counts as gone when it listens no more."""
 
     def __init__(
         self,
@@ -179,8 +181,9 @@ class EngineWatch:
             except (ControlError, MissingCurve, RayError, TimeoutError, ValueError) as error:
                 say(str(error) or repr(error))
             self._ask_ray = not self._ask_ray
-            if self._up is not None and self._clock() - self._heard > self._lease_s:
-                log.warning("keeper gone for longer than its lease engine=%s", self._engine)
+            late = self._clock() - self._heard > self._lease_s
+            if self._up is not None and late and not await _listens(self._up):
+                log.warning("keeper gone for longer than its lease, and its engine engine=%s", self._engine)
                 self._gone()
             await asyncio.sleep(RETRY_S)
 
@@ -213,6 +216,11 @@ class EngineWatch:
         if self._up is not None:
             self._up = None
             self._directory.engine_down(self._engine)
+
+
+async def _listens(info: EngineInfo) -> bool:
+    host, _, port = info.http.rpartition(":")
+    return await asyncio.to_thread(processes.listens, host, int(port))
 
 
 def _over(report: KeeperReport, up: EngineInfo) -> bool:

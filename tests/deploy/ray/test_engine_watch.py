@@ -149,9 +149,9 @@ async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: Watc
 
 
 @asynccontextmanager
-async def remembered(rig: WatchRig, control: str) -> AsyncIterator[None]:
+async def remembered(rig: WatchRig, control: str, http: str = "127.0.0.1:9") -> AsyncIterator[None]:
     """A watch of a directory that restarted: from its journal it knows epoch 5, and its keeper's address."""
-    known = replace(INFO, epoch=5, control=control)
+    known = replace(INFO, epoch=5, control=control, http=http)
     watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now, known)
     assert watch.up
     task = asyncio.create_task(watch.run())
@@ -193,6 +193,18 @@ async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(qui
         await until(lambda: quiet.asked > 0, quiet.asked)
         assert quiet.told.events == []
         quiet.now = 31.0
+        await quiet.hears(("down", 0))
+
+
+async def test_an_engine_that_still_listens_outlives_its_keepers_lease(quiet: WatchRig) -> None:
+    engine = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    where = "127.0.0.1:{1}".format(*engine.sockets[0].getsockname())
+    async with remembered(quiet, "127.0.0.1:9", where):
+        await until(lambda: quiet.asked > 0, quiet.asked)
+        quiet.now = 31.0
+        await asyncio.sleep(1.5)
+        assert quiet.told.events == []
+        engine.close()
         await quiet.hears(("down", 0))
 
 
