@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers import metrics
+from workers.host import SUPERVISOR
 from workers.launch import FLEET_MARK, ProcessCommand
 from workers.leased import RECORD, LeasedProcess, ProcessRecord
 from workers.oom_score import OomScore
@@ -22,7 +23,7 @@ from workers.processes import free_port
 log = logging.getLogger("conserve.workers.lmcache")
 
 HOST = "127.0.0.1"
-LEASE_S = 20.0
+LEASE_S = 120.0  # keepers end with their raylet, which a busy machine has again after a minute
 GRACE_S = 3.0
 LOOK_EVERY_S = 1.0
 
@@ -98,6 +99,7 @@ class LmcacheServer:
         argv += ["--chunk-size", str(self.chunk_tokens), "--supported-transfer-mode", "engine_driven"]
         argv += ["--shm-name", _shm_name(self._fingerprint), "--disable-observability"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        env.pop(SUPERVISOR, None)  # only keepers know whether it is wanted
         env |= {FLEET_MARK: self.mark, "DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
         return ProcessCommand(tuple(argv), env)
 

@@ -1,4 +1,4 @@
-"""Memory of an engine's processes: how much they have, how much they may have, and what is ended first.
+"""Memory of an engine's processes: how much they have, and how much they may have.
 
 Counted is anonymous memory: caches in shared memory, files and libraries are not an engine's growth. Reading
 it exactly walks page tables, so the sum of what each process maps by itself, which counts pages that forked
@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 
 GIB = 1 << 30
-ENDED_FIRST = (
-    800  # of an engine's processes, when a machine has no memory left: gateways and directory have less
-)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GROWTH_SHARE = 0.25  # of the machine's memory
 _MOST_SHARE = 0.9
@@ -65,12 +62,6 @@ def session_bytes(leader: int, enough: int = 0) -> int:
     pids = list(_session(leader))
     upper = sum(map(_unshared_bytes, pids))
     return upper if upper <= enough else sum(map(_exact_bytes, pids))
-
-
-def be_ended_first() -> None:
-    """Raise this process's score for the kernel's out-of-memory killer; forked processes inherit it."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(ENDED_FIRST))
 
 
 def _session(leader: int) -> Iterator[int]:

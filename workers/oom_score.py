@@ -5,6 +5,7 @@ directory and all keepers went, and the engine that had grown stayed. Engines ca
 the directory and the gateways nothing is served at all.
 """
 
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
@@ -18,15 +19,17 @@ class OomScore(IntEnum):
     SERVING = 0  # the directory, gateways
     BATCH = 100
     KEEPER = 200
-    ENGINE = 500
+    ENGINE = 800
 
 
 def set_oom_score(score: int) -> None:
     """Set it for this process and those that it starts from now on. Where its container or session was given
-    a score that it may not go below, a process adds `score` to what it has: the order stays."""
-    given = int(_FILE.read_text())
-    try:
-        _FILE.write_text("0")
-    except PermissionError:
-        score = min(_HIGHEST, given + score)
-    _FILE.write_text(str(score))
+    a score that it may not go below, a process adds `score` to what it has: the order stays. A system that
+    lets nobody say it is no reason not to start."""
+    with suppress(OSError):
+        given = int(_FILE.read_text())
+        try:
+            _FILE.write_text("0")
+        except PermissionError:
+            score = min(_HIGHEST, given + score)
+        _FILE.write_text(str(score))

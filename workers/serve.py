@@ -19,7 +19,6 @@ from contextlib import suppress
 from kvtransfer.parent_death import die_with_parent
 from workers.grammars.compile_process import new_address, start_process
 from workers.grammars.config import ADDRESS
-from workers.memory import be_ended_first
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -58,7 +57,6 @@ def let_go_of_the_server() -> None:
 
 
 def main() -> None:
-    be_ended_first()
     os.environ[ADDRESS] = new_address()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 

@@ -153,7 +153,7 @@ from tests.workers.test_leases import start
 start(Path({str(directory)!r}))
 import os, signal; os.kill(os.getpid(), signal.SIGKILL)
 """
-    starter = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
+    starter = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
     assert starter.returncode == -signal.SIGKILL
     adopted = LeasedProcess.adopt(directory, "one", 0.2)
     assert adopted is not None

@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from workers.memory import ENDED_FIRST, GIB, MemoryLimit, session_bytes
+from workers.memory import GIB, MemoryLimit, session_bytes
 
 MIB = 1 << 20
 HOLDS = "import sys, time; held = bytearray(int(sys.argv[1])); print('holds', flush=True); time.sleep(60)"
@@ -56,10 +55,3 @@ def test_the_sentence_says_what_there_was_and_which_key_raises_it() -> None:
     assert limit.reached(9 * GIB) == ""
     said = limit.reached(10 * GIB)
     assert "had 10.0 GiB" in said and "may have 9.0 GiB" in said and "engine.memory_gib" in said
-
-
-def test_engines_are_ended_before_the_control_plane() -> None:
-    code = "import workers.memory as m; m.be_ended_first(); print(open('/proc/self/oom_score_adj').read())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(said.stdout) == ENDED_FIRST
-    assert "be_ended_first()" in Path("workers/serve.py").read_text()
