@@ -1,4 +1,4 @@
-"""Routes off the hot path, answered by an ASGI application (Starlette) behind the same server.
+"""Adapter that runs an ASGI application (Starlette) behind the server of `router/http`.
 
 Request and response bodies stream with back-pressure both ways. Lifespan events are the caller's business:
 what an application needs is made before the server starts.
@@ -31,7 +31,7 @@ Application = Callable[
 
 
 def asgi_handler(application: Application) -> Handler:
-    """A handler that runs ``application`` for every request it is given."""
+    """Return a handler that runs ``application`` for every request."""
 
     async def handle(request: Request, responder: Responder) -> None:
         exchange = _AsgiExchange(request, responder)

@@ -75,7 +75,7 @@ class ServerConnection(asyncio.Protocol):
         self._peer = (peer[0], peer[1]) if isinstance(peer, tuple) else None
         limits = self._server.limits
         self._transport.set_write_buffer_limits(limits.write_high_bytes, limits.write_low_bytes)
-        self._deadline = self.loop.time() + limits.idle_timeout_s
+        self._deadline = self._server.loop.time() + limits.idle_timeout_s
         refusal = self._server.connection_opened(self)
         if refusal is not None:
             self._refuse_connection(refusal)
@@ -93,7 +93,7 @@ class ServerConnection(asyncio.Protocol):
             self._end_of_input(error)
             return
         if self._parser.in_head and not in_head_before:
-            self._deadline = self.loop.time() + self._server.limits.head_timeout_s
+            self._deadline = self._server.loop.time() + self._server.limits.head_timeout_s
 
     def eof_received(self) -> bool:
         # A client that closes its sending side counts as gone, as in Go and nginx.
@@ -102,7 +102,7 @@ class ServerConnection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        self._write_deadline = self.loop.time() + self._server.limits.write_stall_s
+        self._write_deadline = self._server.loop.time() + self._server.limits.write_stall_s
         if self._responder is not None:
             self._responder.writing_paused()
 
@@ -150,7 +150,7 @@ class ServerConnection(asyncio.Protocol):
         if self._incoming is not None:
             self._incoming.end()
             self._incoming = self._body_timer = None
-        self._deadline = self.loop.time() + self._server.limits.idle_timeout_s
+        self._deadline = self._server.loop.time() + self._server.limits.idle_timeout_s
 
     # Requests, one at a time
 
@@ -216,7 +216,7 @@ class ServerConnection(asyncio.Protocol):
             self._close_with_linger()
             return
         request.body.drop()
-        self._deadline = self.loop.time() + self._server.limits.idle_timeout_s
+        self._deadline = self._server.loop.time() + self._server.limits.idle_timeout_s
         if self._waiting:
             item = self._waiting.popleft()
             if not self._waiting:
@@ -253,7 +253,7 @@ class ServerConnection(asyncio.Protocol):
             self._request.body.drop()
         while self._pauses:
             self._resume_reading()
-        now = self.loop.time()
+        now = self._server.loop.time()
         self._flush_deadline = now + self._server.limits.write_stall_s
         if self._transport.can_write_eof():
             self._deadline = now + self._server.limits.linger_s

@@ -224,7 +224,7 @@ class RelayExchange(Exchange):
         self._when_stored(finish)
 
     def _with_withheld(self, data: bytes) -> bytes:
-        """Put withheld data in front of ``data``: the answer turned out larger than one that is stored."""
+        """Put withheld data in front of ``data``."""
         if self._withheld:
             data = b"".join((*self._withheld, data))
             self._withheld.clear()

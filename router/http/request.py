@@ -65,23 +65,6 @@ class RequestBody:
     Reading raises the 408, 413 or 400 that ended the body.
     """
 
-    __slots__ = (
-        "_error",
-        "_held",
-        "_high",
-        "_max_bytes",
-        "_on_demand",
-        "_pause",
-        "_paused",
-        "_pieces",
-        "_resume",
-        "_waiter",
-        "account",
-        "complete",
-        "length",
-        "received",
-    )
-
     def __init__(
         self,
         *,

@@ -101,24 +101,6 @@ class Responder:
     never blocks: a producer that can outrun the client awaits ``drain`` or sets ``on_pause``/``on_resume``.
     """
 
-    __slots__ = (
-        "_disconnect_callbacks",
-        "_extra_headers",
-        "_framing",
-        "_host",
-        "_resumed",
-        "_transport",
-        "_unsent_head",
-        "disconnected",
-        "error_shape",
-        "finished",
-        "on_pause",
-        "on_resume",
-        "paused",
-        "started",
-        "status",
-    )
-
     def __init__(
         self,
         host: ResponderHost,

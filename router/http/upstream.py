@@ -1,7 +1,7 @@
 """Connection to an engine: the request that goes out, the parser of the response, and its receiver.
 
-`UpstreamConnection` carries one exchange at a time. Complete chunks of a stream bypass the parser; once the
-first content has come they can bypass the connection as well (`router.http.splice`).
+`UpstreamConnection` carries one exchange at a time. Complete chunks of a stream bypass the parser, and after
+the first content the connection as well (`router/http/streams/splice.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from router.http.streams.sse_observer import StreamObserver
 log = logging.getLogger("conserve.router.http.upstream")
 
 ENGINE_KEY = b"x-conserve-key"
-# Headers of a client that are not forwarded besides the hop-by-hop ones: the connection writes its own
-# (host, content-length, key), or the server has dealt with them (expect).
+# The connection writes its own host, length and key; the server has dealt with `expect`.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", ENGINE_KEY}
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 QUICK_ACKNOWLEDGEMENT: int | None = getattr(socket, "TCP_QUICKACK", None)
@@ -69,9 +68,8 @@ class UpstreamRequest(NamedTuple):
     """Whether the request may be sent again after a kept-alive connection turned out dead. None: only if its
     method is safe.
 
-    A generation is repeatable until something of its answer has arrived: the engine aborts a request whose
-    connection is gone, and a second computation costs only time. A leg of a KV transfer is not repeatable,
-    because its transfer id may be used up.
+    A generation is repeatable until its answer begins: the engine aborts a request whose connection is gone.
+    A leg of a KV transfer is not, because its transfer id may be used up.
     """
     first_byte_timeout_s: float | None = None
     stream: RequestBody | None = None
@@ -105,10 +103,7 @@ def _connection_headers(endpoint: Endpoint, engine_key: str) -> bytes:
 
 
 class ResponseSink(Protocol):
-    """Receiver of one response: head, body parts, then either the end or a failure.
-
-    A failure may come alone. The end brings the last part along, so that both leave in one write.
-    """
+    """Receiver of one response: head, body parts, then the end with the last part, or a failure."""
 
     def on_head(self, status: int, headers: RawHeaders) -> None: ...
 
@@ -134,10 +129,10 @@ class ConnectionOwner(Protocol):
     engine_key: str
 
     def connection_free(self, connection: UpstreamConnection) -> None:
-        """Take the connection back: its exchange is over and it can carry another one."""
+        """Take back a connection that can carry another exchange."""
 
     def connection_gone(self, connection: UpstreamConnection) -> None:
-        """Forget the connection: its socket is closed. Called once."""
+        """Forget a connection whose socket is closed. Called once."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -199,10 +194,9 @@ class UpstreamConnection(asyncio.Protocol):
         timer.active = True  # the time for the answer begins now
 
     def _acknowledge_late(self) -> None:
-        """Acknowledge every second token instead of each, which saves a quarter of the packets we send.
+        """Acknowledge every second token, which saves a quarter of the packets we send.
 
-        The kernel returns to one acknowledgement a packet after a pause longer than its delay (40 ms), so
-        the option is set again from time to time. Systems without the option are left alone.
+        The kernel resets the option after a pause of 40 ms, so it is set again at every sweep.
         """
         if QUICK_ACKNOWLEDGEMENT is not None and self.socket is not None:
             with contextlib.suppress(OSError):
@@ -265,8 +259,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._between_chunks:
             line = SIZE_LINES[len(data)] if len(data) <= LARGEST_EVENT else b"-"
             if data.startswith(line) and data.endswith(EVENT_CHUNK_END):
-                # Exactly one chunk, as every token of a stream. It bypasses the parser, which stands between
-                # two chunks before and after it.
+                # Exactly one chunk: the parser stands between two chunks before and after it.
                 sink.on_chunk(data, len(line))
                 return
         parser = self._parser
@@ -344,7 +337,6 @@ class UpstreamConnection(asyncio.Protocol):
             try:
                 self.data_received(data)
             except Exception:
-                # As a transport would do it; the loop has other streams to serve.
                 log.exception("a stream could not be passed on engine=%s", self.endpoint)
                 self._stop_splicing()
                 self._transport.abort()

@@ -49,18 +49,6 @@ class SplicedConnection(Protocol):
 class SpliceStream:
     """One stream on its way from the socket ``engine`` to the socket ``client`` (file descriptors)."""
 
-    __slots__ = (
-        "_checked_events",
-        "client",
-        "connection",
-        "engine",
-        "keep",
-        "observer",
-        "read_bytes",
-        "responder",
-        "token_lines",
-    )
-
     def __init__(
         self,
         engine: int,

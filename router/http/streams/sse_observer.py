@@ -106,23 +106,6 @@ class Observation(NamedTuple):
 class StreamObserver:
     """Observer of one response: ``start``, any number of ``feed``, then ``observation``."""
 
-    __slots__ = (
-        "_begin",
-        "_called_tool",
-        "_clock",
-        "_event_end",
-        "_events_to_first",
-        "_first_content_at",
-        "_first_token_at",
-        "_reasoned",
-        "_status",
-        "_streamed",
-        "events",
-        "last_at",
-        "last_pieces",
-        "on_first_token",
-    )
-
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,

@@ -23,7 +23,7 @@ def collector() -> Iterator[None]:
 
 
 class Cycle:
-    """What only a collection frees."""
+    """Object in a reference cycle, which only a garbage collection frees."""
 
     ended = 0
 
