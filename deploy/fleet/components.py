@@ -332,7 +332,7 @@ def gateway_config(
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
         longest_ttl_s=max(fleet.conversation.longest_ttl, fleet.conversation.ttl),
-        returns=PrefetchRules(park_after_s=fleet.conversation.park_after),
+        prefetch=PrefetchRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
         owner_share=fleet.gateway.limits.owner_share,
         bodies_bytes=int(fleet.gateway.limits.bodies_mib * MIB),

@@ -1,4 +1,4 @@
-"""Configuration of a gateway: one frozen tree, read from a JSON file, unknown keys refused."""
+"""Configuration of a gateway: frozen dataclasses, read from a JSON file that has no unknown keys."""
 
 from dataclasses import field
 from enum import StrEnum
@@ -19,12 +19,16 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class Handover(StrEnum):
-    TOGETHER = "together"  # both legs start at once with one transfer id: our own connector
+    """Order of a transferred turn's two legs."""
+
+    TOGETHER = "together"  # both start at once with one transfer id: our own connector
     IN_TURN = "in_turn"  # the decode leg gets the parameters of the prefill's answer: NIXL
 
 
 @checked(frozen=True, config=_STRICT)
 class ServedModel:
+    """Model that the fleet serves."""
+
     name: str
     aliases: tuple[str, ...] = ()
     embeddings: bool = False
@@ -32,7 +36,7 @@ class ServedModel:
 
 @checked(frozen=True, config=_STRICT)
 class SloTargets:
-    """Targets for answers to users; None where there is none."""
+    """Latency targets of answers to users; None where there is none."""
 
     ttfet_s: float | None = None
     last_turn_tbt_s: float | None = None
@@ -40,7 +44,7 @@ class SloTargets:
 
     @property
     def by_objective(self) -> dict[str, float]:
-        """Those that are set."""
+        """Return the targets that are set, by objective."""
         targets = {"ttfet": self.ttfet_s, "last_turn_tbt": self.last_turn_tbt_s, "e2e": self.e2e_s}
         return {objective: target for objective, target in targets.items() if target is not None}
 
@@ -50,12 +54,14 @@ DEFAULT_CLASS = "default"
 
 @checked(frozen=True, config=_STRICT)
 class SloClass:
-    """A class of turns."""
+    """SLO class of turns."""
 
     name: str
     targets: SloTargets
-    queue_weight: float = 0.0  # where turns wait, the class with most goes first (`placement/priorities.py`)
-    owners: tuple[str, ...] = ()  # those whose turns are of it, and that alone may ask for it
+    queue_weight: float = (
+        0.0  # the class with the largest goes first where turns wait (`placement/priorities.py`)
+    )
+    owners: tuple[str, ...] = ()  # whose turns have this class; when set, nobody else may ask for it
 
     def open_to(self, owner: str) -> bool:
         return not self.owners or owner in self.owners
@@ -63,14 +69,16 @@ class SloClass:
 
 @checked(frozen=True, config=_STRICT)
 class TracingConfig:
+    """Destination and share of traced turns."""
+
     endpoint: str  # of an OTLP receiver over HTTP, without a path: http://collector:4318
-    sample: float = 0.05  # share of the turns whose client did not decide it
+    sample: float = 0.05  # share of turns, where the client did not decide
 
     def __post_init__(self) -> None:
         try:
             parts = urlsplit(self.endpoint)
             right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is none
+        except ValueError:  # not a port
             right = False
         if not right:
             raise ValueError(f"endpoint: {self.endpoint!r} is not http://host:port of an OTLP receiver")
@@ -80,16 +88,16 @@ class TracingConfig:
 
 @checked(frozen=True, config=_STRICT)
 class BatchAddress:
-    """Where the batch process listens, and what it takes."""
+    """Address of the batch process, and what it accepts."""
 
     http: str  # host:port
-    key: str = ""  # that it asks for
+    key: str = ""  # that the batch process asks for
     max_file_bytes: int = 2 << 30
 
 
 @checked(frozen=True, config=_STRICT)
 class TlsConfig:
-    """Files in PEM: the certificate with its chain, and its key."""
+    """PEM files of the certificate with its chain, and of its key."""
 
     cert: str
     key: str
@@ -97,15 +105,17 @@ class TlsConfig:
 
 @checked(frozen=True, config=_STRICT)
 class AnswersConfig:
-    """Where answers of the Responses API are kept, and how many of them for how long."""
+    """Storage of answers of the Responses API: place, time and size."""
 
-    path: str = ""  # of a SQLite file; empty: in this process's memory
-    keep_s: float = 24 * 3600.0  # since one was named last
+    path: str = ""  # of a SQLite file; empty: in the memory of this process
+    keep_s: float = 24 * 3600.0  # since the last use
     max_bytes: int = 1 << 30
 
 
 @checked(frozen=True, config=_STRICT)
 class GatewayConfig:
+    """Configuration of one gateway process."""
+
     directory: str  # host:port
     models: tuple[ServedModel, ...]
     fleet: str = "fleet"
@@ -114,30 +124,30 @@ class GatewayConfig:
     port: int = 8000
     reuse_port: bool = False  # several gateway processes on one port
     tls: TlsConfig | None = None  # without it the port speaks plain HTTP
-    metrics_host: str = "127.0.0.1"  # where this very process has its metrics too, on a port of its own
+    metrics_host: str = "127.0.0.1"  # of the port with the metrics of this process alone
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     handover: Handover = Handover.TOGETHER
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
-    returns: PrefetchRules = field(default_factory=PrefetchRules)
+    prefetch: PrefetchRules = field(default_factory=PrefetchRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
-    longest_ttl_s: float = 24 * 3600.0  # of silence, that a client may ask for its conversation
-    prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN  # of the longest prompt that engines are given
-    tokens_per_byte: float = 0.3  # of text, until the engines have said how it really is
-    slo: SloTargets = field(default_factory=SloTargets)  # of the class `default`
+    longest_ttl_s: float = 24 * 3600.0  # longest idle time that a client may ask for
+    prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN  # of the longest prompt that engines get
+    tokens_per_byte: float = 0.3  # of text, until engines have reported their counts
+    slo: SloTargets = field(default_factory=SloTargets)  # of the SLO class `default`
     classes: tuple[SloClass, ...] = ()
-    ttft_s: float | None = None  # that engines hold turns to which ask for nothing else
-    tbt_s: float | None = None  # that engines hold turns to whose class has no target
-    keys: tuple[Key, ...] = ()  # of the fleet file; without any that serves, and without a file, all may call
-    keys_file: str | None = None  # of more keys; read again when it changes
-    hosts: tuple[str, ...] = ()  # names by which it may be called; without any, by all
-    trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is taken
-    audit: bool = False  # a line for every request
-    key_limits: Limits = DEFAULT_LIMITS  # of keys that say nothing else
-    shared_prefixes: tuple[str, ...] = ()  # owners who share cached prefixes; "*": all do
-    owner_share: float = 0.5  # of the connections, for requests of one owner
-    bodies_bytes: int = 2 << 30  # of requests under way, in memory
+    ttft_s: float | None = None  # the engines' target for turns without one
+    tbt_s: float | None = None  # the engines' target for classes without one
+    keys: tuple[Key, ...] = ()  # of the fleet file; without any, and without a keys file, everybody may call
+    keys_file: str | None = None  # more keys; read again when it changes
+    hosts: tuple[str, ...] = ()  # names that clients may use; empty: any
+    trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is trusted
+    audit: bool = False  # log every request
+    key_limits: Limits = DEFAULT_LIMITS  # of keys without limits of their own
+    shared_prefixes: tuple[str, ...] = ()  # owners that share cached prefixes; "*": all
+    owner_share: float = 0.5  # share of the connections for one owner
+    bodies_bytes: int = 2 << 30  # of all requests in memory
     directory_secret: str = ""
-    engine_key: str = ""  # that engines ask for; empty: none is shown
+    engine_key: str = ""  # that engines ask for; empty: none
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracing: TracingConfig | None = None
@@ -160,25 +170,26 @@ class GatewayConfig:
 
     @property
     def models_by_name(self) -> dict[str, ServedModel]:
-        """By their aliases too."""
+        """Return the models by name and by alias."""
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
 
 def load(path: Path) -> GatewayConfig:
+    """Read a configuration file. Raises GatewayConfigError with one line for each problem."""
     try:
         return _ADAPTER.validate_json(path.read_bytes())
-    except OSError as wrong:
-        raise GatewayConfigError(f"{path}: {wrong.strerror}") from wrong
-    except ValidationError as wrong:
+    except OSError as error:
+        raise GatewayConfigError(f"{path}: {error.strerror}") from error
+    except ValidationError as error:
         lines = [
             f"{path}: {'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}"
-            for problem in wrong.errors()
+            for problem in error.errors()
         ]
-        raise GatewayConfigError("\n".join(lines)) from wrong
+        raise GatewayConfigError("\n".join(lines)) from error
 
 
 def dump(config: GatewayConfig) -> bytes:
-    """The file from which `load` makes the same configuration."""
+    """Return the file contents from which `load` makes the same configuration."""
     return _ADAPTER.dump_json(config, indent=2)
 
 

@@ -1,7 +1,7 @@
-"""`/dashboard`: one static page, and the JSON it asks for once a second.
+"""Operators' dashboard: one static page at `/dashboard`, and the JSON that it requests every second.
 
-It shows every caller's conversations, so where keys are asked for it wants one with the scope admin, as the
-password of HTTP basic authentication: what a browser can send.
+It shows the conversations of all callers. Where keys are configured it therefore asks for one of scope
+`admin`, as the password of HTTP basic authentication, which browsers can send.
 """
 
 import base64
@@ -32,7 +32,7 @@ _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 class DashboardRoutes:
-    """The page and its JSON."""
+    """Serves the dashboard's page and its JSON."""
 
     def __init__(self, config: GatewayConfig, directory: DirectoryClient, keys: Keyring) -> None:
         self._config = config
@@ -56,13 +56,13 @@ class DashboardRoutes:
             raise NotFound(f"there is no {request.path[:200]}; the page is {PREFIX}")
 
     def caller(self, request: Request) -> Key | None:
-        """Who may look; None where nobody is asked for a key."""
+        """Return the key of a caller who may look; None where no keys are configured."""
         if not self._keys.configured:
             return None
         with suppress(Unauthorized):
             if (key := self._keys.find(_secret(request))).admin:
                 return key
-        raise PasswordWanted("the dashboard wants a key with the scope admin, as the password")
+        raise PasswordWanted("the dashboard asks for a key of scope admin, as the password")
 
     async def _state(self) -> dict[str, Any]:
         engines = [self._engine(info.engine) for info in self._directory.engines.infos()]
@@ -72,9 +72,9 @@ class DashboardRoutes:
         notice = ""
         try:
             shown = await self._directory.timeline(WINDOW_S)
-        except DirectoryUnavailable as wrong:
+        except DirectoryUnavailable as error:
             shown = TimelineReport()
-            notice = f"{wrong}; bound conversations go on"
+            notice = f"{error}; bound conversations continue"
         return {
             "fleet": self._config.fleet,
             "models": [model.name for model in self._config.models],
@@ -114,7 +114,7 @@ class DashboardRoutes:
         }
 
     def _attainment(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
-        """Share of answers within each target that the fleet has set."""
+        """Return the share of answers within each target that the fleet has set."""
         shown = []
         for objective, target in self._config.slo.by_objective.items():
             met, missed = (counts[which].get(objective, 0) for which in ("met", "missed"))

@@ -39,7 +39,7 @@ LOOKS_AT_LOOP_S = 0.02
 
 
 class Gateway:
-    """Everything of one gateway, put together. Make it inside the event loop."""
+    """Parts of one gateway process, wired together. Create it inside the event loop."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -57,15 +57,23 @@ class Gateway:
         self._keys = Keyring(config.keys, config.keys_file, config.key_limits)
         self._meters = Meters(self._keys.limits_of)
         self.directory.on_spent = self._meters.apply_spent
-        guards = self._keys, self._meters
-        known = config, self.directory, self.pool, turns, self._parser_pool, *guards, self._answers
-        routes = Routes(*known, batch=batch)
+        routes = Routes(
+            config,
+            self.directory,
+            self.pool,
+            turns,
+            self._parser_pool,
+            self._keys,
+            self._meters,
+            self._answers,
+            batch,
+        )
         self.server = Server(routes, config.limits)
         self.page = Server(routes.own_page, config.limits)
-        routes.http_counts = HttpCounts(self.server, self.pool, self._certificate)
+        routes.status.http_counts = HttpCounts(self.server, self.pool, self._certificate)
 
     async def start(self) -> int:
-        """Serve; returns the port. The directory may come later: until then new conversations wait."""
+        """Begin to serve, and return the port. New conversations wait until the directory is there."""
         reserve_descriptors(self.config.limits.max_connections)
         await self._answers.start()
         host = self.config.metrics_host
@@ -111,7 +119,7 @@ class Gateway:
 
 
 async def _watch_loop() -> None:
-    """What one callback takes, everybody's tokens wait for: `conserve_loop_held_seconds`."""
+    """Measure how long callbacks hold the event loop, and with it every stream."""
     while True:
         due, spent = time.monotonic() + LOOKS_AT_LOOP_S, time.thread_time()
         await asyncio.sleep(LOOKS_AT_LOOP_S)

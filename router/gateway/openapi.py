@@ -1,7 +1,7 @@
-"""OpenAPI description of a gateway, made of its routes and of what bodies may have (`fields.py`).
+"""OpenAPI description of a gateway, made from its routes and from the known fields (`fields.py`).
 
-What a field may be is said as far as the gateway checks it, and never more narrowly than engines take it: a
-message's content, say, is any JSON.
+A field's schema is as exact as the gateway's check of it, and never narrower than what engines accept: for
+example, a message's content is any JSON.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ _TEXT: Mapping[str, Any] = {"type": "string"}
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
-    "properties": {"role": _TEXT, "content": {}},  # parts, or nothing beside tool calls
+    "properties": {"role": _TEXT, "content": {}},  # parts, or null with tool calls
 }
 _MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _ITEMS = {"anyOf": [_TEXT, {"type": "array", "items": {}}]}
-# What the engines check, and a client has to send.
+# Fields that engines check and clients have to send.
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "model": _TEXT,
     "messages": _MESSAGES,
@@ -59,7 +59,7 @@ _NEW_FILE = {
 
 
 def document(routes: Mapping[str, Iterable[str]]) -> bytes:
-    """`routes`: methods by path, names in braces."""
+    """Return the OpenAPI document of `routes`: methods by path, with parameters in braces."""
     paths = {path: {one.lower(): _operation(path, one) for one in routes[path]} for path in sorted(routes)}
     return orjson.dumps(
         {

@@ -1,11 +1,11 @@
-"""Spans of sampled turns by OpenTelemetry: identify, bind, prefill leg, transfer, decode leg.
+"""OpenTelemetry spans of sampled turns: identify, bind, prefill leg, transfer, decode leg.
 
-A client's `traceparent` decides whether its turn is sampled; without one a share of the turns is. A sampled
-turn's engines get a `traceparent` that names their leg's span; any other turn passes with its headers as they
-came. Nothing is done a token. Spans go to an OTLP receiver over HTTP from a thread of the SDK's; turns never
-wait for it: what a slow or missing receiver does not take is dropped, counted and said once for each time it
-begins. The turn's attributes are OpenTelemetry's for generative AI (`gen_ai.*`), and ours where it has none.
-Loaded only where the fleet file asks for it (tests/router/test_tracing.py).
+A client's `traceparent` decides whether its turn is sampled; without one, a share of the turns is. Engines of
+a sampled turn get a `traceparent` that names the span of their leg; the headers of other turns do not change.
+No work is done per token. The SDK's thread sends spans to an OTLP receiver over HTTP, and turns never wait
+for it: spans that a slow or missing receiver does not take are dropped and counted, and each time this begins
+it is logged once. Attributes are OpenTelemetry's for generative AI (`gen_ai.*`), and ours where it has none.
+This module is loaded only where the fleet file asks for it (tests/router/test_tracing.py).
 """
 
 import logging
@@ -40,11 +40,11 @@ from router.http import RawHeaders
 log = logging.getLogger("conserve.router.tracing")
 
 MOST_WAITING = 2048  # turns
-_SPANS_A_TURN = 16  # at most: the SDK's queue never fills before ours
-_SPANS_AT_ONCE = 1536  # in one message: some 256 turns, 200 kB
+_SPANS_A_TURN = 16  # at most, so that the SDK's queue never fills before ours
+_SPANS_A_MESSAGE = 1536  # some 256 turns, 200 kB
 _EVERY_S = 1.0
-_SEND_S = 5.0  # one message, tries and pauses included
-_LAST_S = 2.0  # for what waits when the gateway stops
+_SEND_S = 5.0  # for one message, with retries and pauses
+_LAST_S = 2.0  # for waiting spans when the gateway stops
 _CONTEXT_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -52,7 +52,7 @@ Value: TypeAlias = str | int | tuple[str, ...]
 
 
 class TurnTracer:
-    """The spans of one gateway process, from their sampling to their sending."""
+    """Samples the turns of one gateway process, and sends their spans."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TurnTracer:
         clock: Callable[[], float] = time.monotonic,
         exporter: SpanExporter | None = None,
     ) -> None:
-        made_by = {
+        resource = {
             "service.name": "conserve-gateway",
             "service.namespace": fleet,
             "service.instance.id": gateway,
@@ -72,10 +72,10 @@ class TurnTracer:
         url = f"{config.endpoint.rstrip('/')}/v1/traces"
         self._exporter = _CountingExporter(exporter or OTLPSpanExporter(url, timeout=_SEND_S))
         self._provider = TracerProvider(
-            sampler=ALWAYS_ON, resource=Resource.create(made_by), shutdown_on_exit=False
+            sampler=ALWAYS_ON, resource=Resource.create(resource), shutdown_on_exit=False
         )
         self._provider.add_span_processor(
-            BatchSpanProcessor(self._exporter, MOST_WAITING * _SPANS_A_TURN, _EVERY_S * 1e3, _SPANS_AT_ONCE)
+            BatchSpanProcessor(self._exporter, MOST_WAITING * _SPANS_A_TURN, _EVERY_S * 1e3, _SPANS_A_MESSAGE)
         )
         self._tracer = self._provider.get_tracer("conserve.router")
         self._clock, self._sample, self._draw = clock, config.sample, random.random
@@ -83,30 +83,30 @@ class TurnTracer:
     def begin(
         self, headers: RawHeaders, arrived_at: float, attributes: Mapping[str, Value]
     ) -> "TurnTrace | None":
-        """The trace of a turn that came with these headers; None when it is not sampled."""
-        said: dict[str, str] = {}
+        """Begin the trace of a turn with these headers; return None when it is not sampled."""
+        carrier: dict[str, str] = {}
         for field, value in headers:
             if (name := field.lower()) in _CONTEXT_HEADERS:
-                said.setdefault(name.decode(), value.decode("latin-1"))
-        context = _PROPAGATOR.extract(said, context=Context())
+                carrier.setdefault(name.decode(), value.decode("latin-1"))
+        context = _PROPAGATOR.extract(carrier, context=Context())
         client = get_current_span(context).get_span_context()
         if not (client.trace_flags.sampled if client.is_valid else self._draw() < self._sample):
             return None
         offset_ns = time.time_ns() - int(self._clock() * 1e9)
         trace = TurnTrace(self._tracer, context, self._clock, offset_ns, arrived_at, self._exporter.admit)
-        trace.note(attributes)
+        trace.set_attributes(attributes)
         return trace
 
     def close(self) -> None:
-        """What waits is sent, for two seconds at most."""
-        bound = threading.Timer(_LAST_S, self._exporter.shutdown)
-        bound.start()
+        """Send the waiting spans, for two seconds at most."""
+        limit = threading.Timer(_LAST_S, self._exporter.shutdown)
+        limit.start()
         self._provider.shutdown()
-        bound.cancel()
+        limit.cancel()
 
 
 class TurnTrace:
-    """The spans of one turn. The stages follow one another; the legs may overlap."""
+    """Spans of one turn. The stages follow one another; the legs may overlap."""
 
     def __init__(
         self,
@@ -118,39 +118,40 @@ class TurnTrace:
         admit: Callable[[], bool],
     ) -> None:
         self._tracer, self._clock, self._admit = tracer, clock, admit
-        self._offset_ns = clock_to_time_of_day_ns  # set once a turn, so that its spans fit
+        self._offset_ns = clock_to_time_of_day_ns  # fixed for the turn, so that its spans are consistent
         self._turn = tracer.start_span("turn", context, SpanKind.SERVER, start_time=self._ns(arrived_at))
         self._context = set_span_in_context(self._turn, Context())
-        self._spans: dict[Span, float | None] = {}  # those below the turn's, and when they ended
+        self._spans: dict[Span, float | None] = {}  # children of the turn's span, and when they ended
         self._since = arrived_at  # where the next stage begins
         self._prefilled_at: float | None = None
         self._legs: dict[str, Span] = {}
 
-    def note(self, attributes: Mapping[str, Value]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Value]) -> None:
         self._turn.set_attributes(attributes)
 
     def identified(self, key: str, conversation: str, how: str) -> None:
-        """`conversation`: its id as the client knows it."""
-        self.note({"conserve.conversation": key, "gen_ai.conversation.id": conversation})
+        """End the stage `identify`. `conversation` is the id that the client knows."""
+        self.set_attributes({"conserve.conversation": key, "gen_ai.conversation.id": conversation})
         self._stage("identify", {"conserve.how": how})
 
     def bound(self, cause: str, decoder: str, prefiller: str | None) -> None:
+        """End the stage `bind`."""
         chosen: dict[str, Value] = {"conserve.cause": cause, "conserve.decoder": decoder}
         if prefiller:
             chosen["conserve.prefiller"] = prefiller
         self._stage("bind", chosen)
 
     def leg(self, name: str, headers: RawHeaders, engine: str) -> RawHeaders:
-        """A leg begins: the headers as its engine gets them, with a `traceparent` that names its span."""
+        """Begin the span of a leg; return its headers with a `traceparent` that names the span."""
         span = self._begin(name, SpanKind.CLIENT, self._clock(), {"conserve.engine": engine})
         self._legs[name] = span
-        said: dict[str, str] = {}
-        _PROPAGATOR.inject(said, set_span_in_context(span, Context()))
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
         kept = [pair for pair in headers if pair[0].lower() not in _CONTEXT_HEADERS]
-        return [*kept, *((field.encode(), value.encode("latin-1")) for field, value in said.items())]
+        return [*kept, *((field.encode(), value.encode("latin-1")) for field, value in carrier.items())]
 
     def prefilled(self, prompt_tokens: int) -> None:
-        """`prompt_tokens` is 0 when the leg failed, and the decoder computes the prompt."""
+        """End the prefill leg. `prompt_tokens` is 0 when it failed, and the decoder computes the prompt."""
         self._prefilled_at = self._clock()
         if (span := self._legs.pop("prefill leg", None)) is not None:
             span.set_attribute("conserve.prompt_tokens", prompt_tokens)
@@ -159,8 +160,10 @@ class TurnTrace:
             self._spans[span] = self._prefilled_at
 
     def decoded(self, outcome: str, complete: bool, first_token_at: float | None) -> None:
-        """`transfer` is what the KV's way adds as its reader sees it: from the prefill's answer to the first
-        token. Of an answer that is not a stream nobody sees the first token, so it has no such span."""
+        """End the decode leg, and add the span `transfer`: from the prefill's answer to the first token.
+
+        An answer that is not a stream has no visible first token, and therefore no such span.
+        """
         now = self._clock()
         if first_token_at is not None and (prefilled := self._prefilled_at) is not None:
             moved = self._begin("transfer", SpanKind.INTERNAL, prefilled, {})
@@ -179,12 +182,13 @@ class TurnTrace:
     def answered(
         self, prompt_tokens: int, output_tokens: int, response_id: str | None, finish: str | None
     ) -> None:
+        """Add usage and result to the turn's attributes."""
         counted = {"input": prompt_tokens, "output": output_tokens}
-        self.note({f"gen_ai.usage.{side}_tokens": tokens for side, tokens in counted.items()})
+        self.set_attributes({f"gen_ai.usage.{side}_tokens": tokens for side, tokens in counted.items()})
         if response_id:
-            self.note({"gen_ai.response.id": response_id})
+            self.set_attributes({"gen_ai.response.id": response_id})
         if finish:
-            self.note({"gen_ai.response.finish_reasons": (finish,)})
+            self.set_attributes({"gen_ai.response.finish_reasons": (finish,)})
 
     def __enter__(self) -> None:
         return None
@@ -192,7 +196,7 @@ class TurnTrace:
     def __exit__(
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Also of a turn that was refused or broke off: nothing stays open. All of it is sent, or nothing."""
+        """End all spans, also those of a refused or broken turn. All of a turn is sent, or nothing."""
         if not self._admit():
             return
         now = self._clock()
@@ -216,12 +220,12 @@ class TurnTrace:
 
 
 class _CountingExporter(SpanExporter):
-    """An exporter with a bound on the turns that wait for it, which counts those whose spans are dropped."""
+    """Exporter that bounds the waiting turns, and counts those whose spans are dropped."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self._admitted = 0  # turns; by the event loop's thread
-        self._handled = 0  # by the SDK's thread
+        self._admitted = 0  # turns; written by the event loop's thread
+        self._handled = 0  # turns; written by the SDK's thread
         self._dropping = self._ended = False
 
     def admit(self) -> bool:
@@ -236,7 +240,7 @@ class _CountingExporter(SpanExporter):
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(spans)
-        finally:  # the SDK goes on after a fault, and logs it
+        finally:  # the SDK continues after an exception, and logs it
             self._handled += turns
             if result is SpanExportResult.SUCCESS:
                 self._dropping = False

@@ -233,7 +233,7 @@ async def test_what_a_restore_found_is_told_by_what_was_cached(
 
 
 async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
-    async with fleet(tmp_path, returns=PrefetchRules(patience_s=20.0)) as made:
+    async with fleet(tmp_path, prefetch=PrefetchRules(patience_s=20.0)) as made:
         for engine in made.engines.values():
             engine.waiting = 1
         await made.settle()
@@ -279,7 +279,7 @@ async def test_what_is_not_parked_is_not_sent_again(tmp_path: Path) -> None:
 
 async def test_waits_that_were_seen_bring_it_back_without_a_hint(tmp_path: Path) -> None:
     rules = PrefetchRules(park_after_s=0.2, lead_s=0.2)
-    async with fleet(tmp_path, returns=rules, engine={"calls_tools": True}) as made:
+    async with fleet(tmp_path, prefetch=rules, engine={"calls_tools": True}) as made:
         messages = [user("x" * 300)]
         for number in range(4):
             await ask(made.urls[0], messages, headers=NAMED, stream=True)

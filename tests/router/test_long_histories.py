@@ -16,8 +16,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from router.errors import PayloadTooLarge
+from router.gateway.responses.answer_observer import AnswerObserver
 from router.gateway.responses.answer_store import AnswerStore
-from router.gateway.responses.stored_answers import AnswerObserver, Answers, History
+from router.gateway.responses.stored_answers import Answers, History
 from router.http import ServerLimits
 from router.requests.body_parser import CHEAP_MARKS, Api, BodyParser
 from router.requests.input_items import cut_items, find_items, write_items

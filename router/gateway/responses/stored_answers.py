@@ -6,7 +6,6 @@ engines store nothing. An answer is stored before its client has the end of it, 
 
 import asyncio
 import logging
-import re
 import sqlite3
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from router.errors import (
     Unavailable,
 )
 from router.gateway.config import AnswersConfig
+from router.gateway.responses.answer_observer import MOST_BYTES, AnswerObserver
 from router.gateway.responses.answer_store import (
     PIECE_BYTES,
     AnswerStore,
@@ -43,14 +43,11 @@ from router.requests.parser_pool import ParserPool
 
 log = logging.getLogger("conserve.router.responses")
 
-MOST_BYTES = 16 << 20  # of one answer, or of the items of a request that is stored with it
 LONGEST_HISTORY = 1_000  # answers
 MOST_WAITING_BYTES = 256 << 20  # of answers that are not written yet
 LONGEST_S = 10.0  # for one call of the disk
 SHOWN_WITHIN_S = 1.0  # then a client gets the end of an answer that is not stored yet
 RESPONSE_FIELDS = b"x-response-says"  # header to engines: fields of the response about its history
-_END = re.compile(rb"(?:\A|[\r\n])event: response\.(?:completed|incomplete)\r?\ndata:")
-_ENDS = (b"response.completed", b"response.incomplete")
 _DISK_ERRORS = (sqlite3.Error, OSError, GatewayConfigError, zlib.error)  # TimeoutError is an OSError
 
 Result = TypeVar("Result")
@@ -77,42 +74,6 @@ class History:
     def headers(self) -> RawHeaders:
         named = self.previous or self.conversation
         return [(RESPONSE_FIELDS, orjson.dumps(self.response_fields))] if named else []
-
-
-class AnswerObserver(StreamObserver):
-    """Observer that also collects the response object, and holds its end back until it is stored."""
-
-    __slots__ = ("_ends", "_kept", "_kept_bytes", "_store")
-
-    def __init__(self, store: Callable[[bytes], asyncio.Future[None] | None], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._store = store
-        self._ends = False  # the event that has the response object has begun
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
-
-    def feed(self, data: bytes) -> None:
-        super().feed(data)
-        if self.streamed and any(end in data for end in _ENDS):
-            found = [*_END.finditer(data)]  # JSON has no line breaks: no text is mistaken for an event
-            if found:
-                data, self._ends, self._kept, self._kept_bytes = data[found[-1].end() :], True, [], 0
-        if self._ends or not self.streamed:
-            self._kept_bytes += len(data)
-            self._kept.append(data if self._kept_bytes <= MOST_BYTES else b"")
-
-    @property
-    def holds_end(self) -> bool:
-        return self._ends and self._kept_bytes <= MOST_BYTES
-
-    def at_end(self) -> asyncio.Future[None] | None:
-        return self._store(self.response) if self._status == 200 else None
-
-    @property
-    def response(self) -> bytes:
-        """Return the JSON that has the response object; empty when there is none, or too much of it."""
-        kept = b"".join(self._kept) if self._kept_bytes <= MOST_BYTES else b""
-        return kept[: kept.find(b"\n")] if self.streamed else kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class TurnHandler:
         self._metrics = TurnMetrics((SloClass(DEFAULT_CLASS, config.slo), *config.classes))
         self._quarantine, self._longest_ttl_s = CrashQuarantine(clock), config.longest_ttl_s
         self._background: set[asyncio.Task[None]] = set()
-        self.prefetcher = Prefetcher(config.returns, directory, pool, clock)
+        self.prefetcher = Prefetcher(config.prefetch, directory, pool, clock)
         self.binder = Binder(config, directory, self._ratio, self._metrics, clock)
         self._runner = TurnRunner(
             config, directory, pool, self._ratio, self._quarantine, self.prefetcher, answers, clock

@@ -1,0 +1,106 @@
+"""Routes that pass a request to any usable engine, because it belongs to no conversation."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from router.auth.keys import Key
+from router.auth.rate_limits import Meters
+from router.directory.client import DirectoryClient
+from router.errors import BadRequest, EngineUnreachable, Unavailable, Unsupported
+from router.gateway.turn.turn import Models, text_headers
+from router.http import (
+    Endpoint,
+    RelayEnd,
+    Request,
+    Responder,
+    StreamObserver,
+    UpstreamPool,
+    UpstreamRequest,
+    relay,
+)
+from router.identity.prefix_groups import PrefixGroups
+from router.requests.body_parser import BodyParser
+from router.requests.fields import with_fields
+from router.requests.parser_pool import ParserPool
+from router.requests.prompt_limit import PromptLimit
+
+_JSON = (b"content-type", b"application/json")
+_ATTEMPTS = 2
+
+
+class EngineRoutes:
+    """Passes requests without a conversation to a usable engine: embeddings and tokenisation."""
+
+    def __init__(
+        self,
+        models_of: Callable[[tuple[str, ...]], Models],
+        directory: DirectoryClient,
+        pool: UpstreamPool,
+        parser_pool: ParserPool,
+        prompt_limit: Callable[[], PromptLimit],
+        groups: PrefixGroups,
+        meters: Meters,
+        address: Callable[[Request], str],
+        tokens: Callable[[int], int],
+    ) -> None:
+        """`address` returns a caller's address, `tokens` the estimated tokens of a number of bytes."""
+        self._models_of, self._directory, self._pool = models_of, directory, pool
+        self._parser_pool, self._prompt_limit, self._groups = parser_pool, prompt_limit, groups
+        self._meters, self._address, self._tokens = meters, address, tokens
+
+    async def embeddings(self, key: Key, request: Request, responder: Responder) -> None:
+        """Serve an embeddings request under the limits of its key."""
+        raw, body = await self._read(key, request)
+        model = self._models_of(key.models).get(str(body.get("model")))
+        if model is None:
+            raise BadRequest("model must be the name of a model", param="model")
+        if not model.embeddings:
+            raise Unsupported(
+                f"the model {model.name!r} generates text and has no embeddings; ask a model that has",
+                param="model",
+            )
+        sent, observer = with_fields(raw, self._groups.fields(key.owner, body)), StreamObserver()
+        with self._meters.turn(key, responder, self._address(request)) as charge:
+            charge.reserve(self._tokens(sum(map(len, raw))))
+            charge.computing = True
+            end = await self._pass(request, responder, sent, observer)
+            seen = observer.observation()
+            if seen.status == 200:
+                charge.settle(seen.usage.prompt_tokens if seen.usage else None, 0)
+            elif end is not RelayEnd.CLIENT_GONE:
+                charge.refund()
+
+    async def tokenize(self, key: Key, request: Request, responder: Responder) -> None:
+        """Serve a request that counts or converts tokens; it is not charged."""
+        raw, _ = await self._read(key, request)
+        await self._pass(request, responder, raw)
+
+    async def _read(self, key: Key, request: Request) -> tuple[tuple[bytes, ...], Mapping[str, Any]]:
+        raw = await request.body.read_pieces()
+        parser = BodyParser(
+            path=request.path,
+            api=None,
+            headers=text_headers(request.headers),
+            space=key.owner,
+            models=frozenset(self._models_of(key.models)),
+            limit=self._prompt_limit(),
+        )
+        parsed = await self._parser_pool.parse(parser, raw)
+        return raw, parsed.fields
+
+    async def _pass(
+        self,
+        request: Request,
+        responder: Responder,
+        raw: tuple[bytes, ...],
+        observer: StreamObserver | None = None,
+    ) -> RelayEnd:
+        passed = UpstreamRequest("POST", request.path.encode(), [_JSON], raw, repeatable=True)
+        engines = self._directory.engines.usable()[:_ATTEMPTS]
+        if not engines:
+            raise Unavailable("no engine of this fleet is up; try again", retry_after_s=5.0)
+        for engine in engines:
+            outcome = await relay(self._pool, Endpoint.parse(engine.http), passed, responder, observer)
+            if outcome.end is not RelayEnd.NOT_STARTED:
+                return outcome.end
+        raise outcome.error or EngineUnreachable("no engine answered; try again", retry_after_s=5.0)

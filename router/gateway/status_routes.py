@@ -1,0 +1,74 @@
+"""Routes about the gateway itself: health, readiness, metrics, the API's description, and models."""
+
+import time
+from collections.abc import Callable
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from placement.engines import Role
+from router.auth.keys import Key
+from router.directory.client import DirectoryClient
+from router.errors import ModelNotFound
+from router.gateway.turn.turn import Models
+from router.http import Request, Responder
+from router.metrics import HttpCounts
+
+MODELS = "/v1/models"
+_JSON = (b"content-type", b"application/json")
+
+
+class StatusRoutes:
+    """Answers requests about this gateway process."""
+
+    def __init__(self, directory: DirectoryClient) -> None:
+        self._directory = directory
+        self.description = b""  # OpenAPI document
+        self.http_counts: HttpCounts | None = None  # of the server that uses these routes
+
+    async def health(self, request: Request, responder: Responder) -> None:
+        responder.respond(200, b'{"status":"ok"}', [_JSON])
+
+    async def ready(self, request: Request, responder: Responder) -> None:
+        """Answer 200 when new conversations can be placed: the directory and a decoder are there."""
+        holding = [info for info in self._directory.engines.usable() if info.role is not Role.PREFILL]
+        state = {"directory": self._directory.connected, "engines": len(holding)}
+        ready = self._directory.connected and bool(holding)
+        responder.respond(200 if ready else 503, orjson.dumps({"ready": ready, **state}), [_JSON])
+
+    async def openapi(self, request: Request, responder: Responder) -> None:
+        responder.respond(200, self.description, [_JSON])
+
+    async def metrics(self, request: Request, responder: Responder) -> None:
+        if self.http_counts is not None:
+            self.http_counts.bring()
+        responder.respond(200, generate_latest(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])
+
+
+class ModelRoutes:
+    """Lists the models that a key may use."""
+
+    def __init__(
+        self, models_of: Callable[[tuple[str, ...]], Models], max_context: Callable[[], int]
+    ) -> None:
+        self._models_of, self._max_context = models_of, max_context
+        self._since = int(time.time())
+
+    async def list(self, key: Key, request: Request, responder: Responder) -> None:
+        data = [self._model(name) for name in self._models_of(key.models)]
+        responder.respond(200, orjson.dumps({"object": "list", "data": data}), [_JSON])
+
+    async def get(self, key: Key, request: Request, responder: Responder) -> None:
+        name = request.path.removeprefix(f"{MODELS}/")
+        if name not in self._models_of(key.models):
+            raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
+        responder.respond(200, orjson.dumps(self._model(name)), [_JSON])
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "conserve",
+            "max_model_len": self._max_context() or None,
+        }
