@@ -30,7 +30,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPrefix:
+class LongestKnownPrefix:
     """The longest known prefix of a prompt."""
 
     digest: bytes
@@ -130,11 +130,11 @@ class NodeTable:
         """Return the lengths of the tails known after a link, longest first."""
         return sorted(self._tails.get(link, ()), reverse=True)
 
-    def find(self, chain: Chain, id_prefix: str = "") -> KnownPrefix | None:
+    def find(self, chain: Chain, id_prefix: str = "") -> LongestKnownPrefix | None:
         """Return the longest known prefix of a prompt."""
         for digest, size in self._known(chain):
             if holders := self.holders(digest, id_prefix):
-                return KnownPrefix(digest, size, holders)
+                return LongestKnownPrefix(digest, size, holders)
         return None
 
     def known_bytes(self, chain: Chain, conversation: str) -> int:
@@ -188,7 +188,7 @@ class NodeTable:
                 del self._tails[end.link]
 
 
-class Match(StrEnum):
+class PrefixMatch(StrEnum):
     """Relation of a request to the conversations that are known."""
 
     EXPLICIT = "explicit"  # the request names its conversation
@@ -202,14 +202,14 @@ class Match(StrEnum):
 class Resolution:
     """Conversation of a request without an id."""
 
-    match: Match
+    match: PrefixMatch
     conversation: str | None  # None for a new one
     parent: str | None  # a fork starts on the decoder of its parent
     known_bytes: int  # of the prompt, up to the known prefix
 
 
 def resolve_prefix(
-    known: KnownPrefix | None, end_digest: bytes, running: Callable[[str], bool], id_prefix: str = ""
+    known: LongestKnownPrefix | None, end_digest: bytes, running: Callable[[str], bool], id_prefix: str = ""
 ) -> Resolution:
     """Choose the conversation of a prompt that ends at `end_digest`.
 
@@ -217,13 +217,13 @@ def resolve_prefix(
     first, then one whose id begins with `id_prefix`.
     """
     if known is None:
-        return Resolution(Match.NEW, None, None, 0)
+        return Resolution(PrefixMatch.NEW, None, None, 0)
     tips = [holder.conversation for holder in known.holders if holder.tip]
     tips.sort(key=lambda key: not conversation_id(key).startswith(id_prefix))
     idle = [conversation for conversation in tips if not running(conversation)]
     if known.digest == end_digest:
         if idle:
-            return Resolution(Match.RETRIED, idle[0], None, known.size)
+            return Resolution(PrefixMatch.RETRIED, idle[0], None, known.size)
     elif tips:
-        return Resolution(Match.CONTINUED, (idle or tips)[0], None, known.size)
-    return Resolution(Match.FORKED, None, known.holders[0].conversation, known.size)
+        return Resolution(PrefixMatch.CONTINUED, (idle or tips)[0], None, known.size)
+    return Resolution(PrefixMatch.FORKED, None, known.holders[0].conversation, known.size)

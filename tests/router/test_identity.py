@@ -19,7 +19,7 @@ from router.identity.conversation_ids import (
     explicit_identity,
     namespace,
 )
-from router.identity.node_table import MAX_TIPS, Match, NodeTable, Resolution, resolve_prefix
+from router.identity.node_table import MAX_TIPS, NodeTable, PrefixMatch, Resolution, resolve_prefix
 from router.identity.prefix_chain import Chain
 
 SEED = chains.seed("space", "model")
@@ -122,15 +122,19 @@ def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()
 def test_what_is_unknown_is_new() -> None:
     table = NodeTable(100)
     table.record(prompt("a", "b").end, "one")
-    assert decide(table, prompt("a", "c")).match is Match.NEW  # nodes are only where a request ended
-    assert decide(table, prompt("a")).match is Match.NEW
+    assert decide(table, prompt("a", "c")).match is PrefixMatch.NEW  # nodes are only where a request ended
+    assert decide(table, prompt("a")).match is PrefixMatch.NEW
 
 
 def test_going_on_from_the_tip_continues() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     got = decide(table, prompt("a", "b", "c"))
-    assert (got.match, got.conversation, got.known_bytes) == (Match.CONTINUED, "one", prompt("a").total_bytes)
+    assert (got.match, got.conversation, got.known_bytes) == (
+        PrefixMatch.CONTINUED,
+        "one",
+        prompt("a").total_bytes,
+    )
 
 
 def test_going_on_from_an_older_point_forks_with_that_parent() -> None:
@@ -138,15 +142,15 @@ def test_going_on_from_an_older_point_forks_with_that_parent() -> None:
     table.record(prompt("a").end, "one")
     table.record(prompt("a", "b", "c").end, "one")
     got = decide(table, prompt("a", "x", "y"))
-    assert (got.match, got.conversation, got.parent) == (Match.FORKED, None, "one")
+    assert (got.match, got.conversation, got.parent) == (PrefixMatch.FORKED, None, "one")
 
 
 def test_a_repeat_is_a_retry_when_idle_and_a_fork_while_running() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
-    assert decide(table, prompt("a")) == Resolution(Match.RETRIED, "one", None, prompt("a").total_bytes)
+    assert decide(table, prompt("a")) == Resolution(PrefixMatch.RETRIED, "one", None, prompt("a").total_bytes)
     got = decide(table, prompt("a"), frozenset({"one"}))
-    assert (got.match, got.parent) == (Match.FORKED, "one")
+    assert (got.match, got.parent) == (PrefixMatch.FORKED, "one")
 
 
 def test_two_conversations_with_one_first_request_each_go_on() -> None:
@@ -170,12 +174,12 @@ def test_as_many_as_there_are_with_one_first_request_each_go_on_and_a_look_at_th
         found = table.find(asked)
         assert found is not None and len(found.holders) <= MAX_TIPS + 1
         got = decide(table, asked)
-        assert got.match is Match.CONTINUED and got.conversation is not None
+        assert got.match is PrefixMatch.CONTINUED and got.conversation is not None
         table.record(asked.end, got.conversation)
         went_on.add(got.conversation)
     assert went_on == names
     assert all(table.known_bytes(first, name) for name in names)
-    assert decide(table, prompt("a", "late")).match is Match.FORKED
+    assert decide(table, prompt("a", "late")).match is PrefixMatch.FORKED
 
 
 def test_as_many_as_there_are_with_one_first_request_and_names_of_their_own_find_their_own() -> None:
@@ -209,7 +213,7 @@ def test_plain_prompts_that_share_whole_blocks_are_not_confused() -> None:
     shared = b"s" * 700
     for number in range(20):
         asked = chains.of_text(SEED, shared + b"question %d?" % number)
-        assert decide(table, asked).match is Match.NEW
+        assert decide(table, asked).match is PrefixMatch.NEW
         table.record(asked.end, str(number))
     got = decide(table, chains.of_text(SEED, shared + b"question 7? answer"))
     assert got.conversation == "7"
@@ -244,13 +248,13 @@ def test_every_branch_of_a_tree_of_prompts_keeps_its_own_conversation(steps: lis
         name = list(branches)[pick % len(branches)]
         longer = [*branches[name], f"answer-{name}-{len(branches[name])}", f"word-{word}"]
         got = decide(table, prompt(*longer))
-        assert (got.match, got.conversation) == (Match.CONTINUED, name)
+        assert (got.match, got.conversation) == (PrefixMatch.CONTINUED, name)
         table.record(prompt(*longer).end, name)
         older: Any = branches[name]
         branches[name] = longer
         fork = [*older, f"other-{len(branches)}", "x"]
         forked = decide(table, prompt(*fork))
-        assert forked.match is Match.FORKED
+        assert forked.match is PrefixMatch.FORKED
         assert forked.parent is not None
         child = f"c{len(branches)}"
         table.record(prompt(*fork).end, child)

@@ -33,7 +33,7 @@ from router.gateway.turn.turn import Turn
 from router.gateway.turn.turn_metrics import TurnMetrics
 from router.http import Responder
 from router.identity.conversation_ids import conversation_key
-from router.identity.node_table import Match, resolve_prefix
+from router.identity.node_table import PrefixMatch, resolve_prefix
 from router.identity.prefix_chain import Chain
 
 log = logging.getLogger("conserve.router.binding")
@@ -44,7 +44,7 @@ class Identified:
     """Conversation of a turn, and how it was found."""
 
     key: str
-    how: Match
+    how: PrefixMatch
     parent: str | None
     chain: Chain
     matched_bytes: int  # of the prompt, in an earlier request of this conversation
@@ -92,7 +92,7 @@ class Binder:
         if identity.id is not None:
             key = conversation_key(turn.space, identity.id)
             matched = self._directory.cache.nodes.known_bytes(chain, key)
-            found = Identified(key, Match.EXPLICIT, parent, chain, matched, number)
+            found = Identified(key, PrefixMatch.EXPLICIT, parent, chain, matched, number)
         else:
             node, running = await self._directory.find(chain, identity.id_prefix)
             resolved = resolve_prefix(node, chain.end.digest, running, identity.id_prefix)
