@@ -108,14 +108,17 @@ def test_what_vllm_makes_of_each_kind_of_grammar_comes_back(compiling: CompilePr
 def test_a_grammar_over_its_budget_is_ended_and_remembered(compiling: CompileProcess) -> None:
     async def main() -> None:
         checks, before = GrammarChecks(compiling.address, BUDGET), count("over_budget")
-        peak = 0
+        peak, limits = 0, dict[str, str]()
         asked = asyncio.create_task(compiling.check(checks, repetitions(0)))
         while not asked.done():
             await asyncio.sleep(0.02)
-            peak = max([peak, *(_own_bytes(fork) for fork in compiling.forks())])
+            for fork in compiling.forks():
+                peak = max(peak, _own_bytes(fork))
+                limits |= _limits(fork)
         with pytest.raises(VLLMValidationError, match=r"more than 2 s of computing or 128 MiB"):
             await asked
         assert peak < 2 * BUDGET.memory_mib << 20
+        assert limits["Max cpu time"] == "2" and limits["Max data size"].isdigit(), limits
         assert count("over_budget") == before + 1
         limit = time.monotonic() + 5
         while compiling.forks():
@@ -196,3 +199,12 @@ def _own_bytes(process: psutil.Process) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty:"))
+
+
+def _limits(process: psutil.Process) -> dict[str, str]:
+    """Limits that the kernel holds a process to, by their names; none once it is gone."""
+    try:
+        lines = Path(f"/proc/{process.pid}/limits").read_text().splitlines()[1:]
+    except OSError:
+        return {}
+    return {line[:26].strip(): line[26:].split()[0] for line in lines}
