@@ -28,7 +28,7 @@ def chosen(
     return SloClasses(CONFIG).choose(namespace(key), headers or {}, body or {}).name
 
 
-def test_by_header_or_body_by_objective_by_key() -> None:
+def test_a_class_is_chosen_by_header_body_objective_or_key() -> None:
     assert chosen() == "default"
     assert chosen(key="alice") == "paid"
     assert chosen({"x-slo-class": "gold"}, key="alice") == "gold"
@@ -40,12 +40,12 @@ def test_by_header_or_body_by_objective_by_key() -> None:
 
 
 @pytest.mark.parametrize("body", [{"slo_class": "none"}, {"slo_class": ["gold"]}, {"slo_class": "paid"}])
-def test_a_class_that_is_not_there_or_not_for_this_key_is_refused(body: dict[str, Any]) -> None:
+def test_an_unknown_class_or_one_of_other_keys_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="class"):
         chosen(body=body)
 
 
-def test_what_engines_hear() -> None:
+def test_engines_get_targets_and_weights_of_the_class() -> None:
     default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "queue_weight": 30.0}}
@@ -62,7 +62,7 @@ def test_what_engines_hear() -> None:
     [({}, {"vllm_xargs": {"slo_tbt_ms": 1}}), ({"x-slo-tpot-ms": "1"}, {})],
     ids=["in the body", "as llm-d says it"],
 )
-def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
+def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """All of an engine's turns would pay for it."""
@@ -77,7 +77,7 @@ def test_a_turn_asks_for_no_less_time_between_tokens_than_its_class_has(
     [({}, {"vllm_xargs": {"slo_ttft_ms": 0.001}}), ({"x-slo-ttft-ms": "0.001"}, {})],
     ids=["in the body", "as llm-d says it"],
 )
-def test_a_turn_asks_for_no_sooner_first_token_than_its_class_or_its_engines_have(
+def test_a_turn_cannot_ask_for_a_tighter_ttft_than_its_class_or_engines(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """Offline work would be aborted for it."""

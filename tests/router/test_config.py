@@ -30,7 +30,7 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
         ("{", "JSON"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, where: str) -> None:
+def test_a_wrong_configuration_names_the_problem(tmp_path: Path, text: str, where: str) -> None:
     file = tmp_path / "gateway.json"
     file.write_text(text)
     with pytest.raises(GatewayConfigError, match=where):

@@ -36,7 +36,7 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert f"script-src 'sha256-{own}'" in policy, "a script that markup brings along does not run"
 
 
-async def test_engines_lanes_and_receipts_are_of_what_was_served(tmp_path: Path) -> None:
+async def test_the_dashboard_shows_engines_timelines_and_receipts(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         url = made.urls[0]
         first = await ask(url, [user("hello " * 50)], stream=True)
@@ -73,7 +73,7 @@ async def test_without_the_directory_the_page_says_so(tmp_path: Path) -> None:
         assert "directory" in shown["notice"] and shown["timelines"] == []
 
 
-async def test_where_keys_are_asked_for_it_wants_an_admins(tmp_path: Path) -> None:
+async def test_the_dashboard_asks_for_an_admin_key_where_keys_are_configured(tmp_path: Path) -> None:
     def basic(key: str) -> str:
         return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
 

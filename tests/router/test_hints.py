@@ -50,7 +50,7 @@ def test_what_is_no_action_of_ours_is_passed_over() -> None:
     assert parse_hints({}, envelope(final=nested(2000))) == Hints(final=False)
 
 
-def test_the_same_said_in_each_way() -> None:
+def test_every_spelling_of_a_hint_means_the_same() -> None:
     headers = {
         "x-conversation-away": "30",
         "x-conversation-keep": "5.5",
@@ -110,7 +110,7 @@ def test_the_envelope_is_vllms() -> None:
         ({}, {"nvext": {"agent_hints": {"strict_priority": True}}}),
     ],
 )
-def test_what_makes_no_sense_is_refused(headers: dict[str, str], body: dict[str, Any]) -> None:
+def test_malformed_hints_are_refused(headers: dict[str, str], body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         parse_hints(headers, body)
 
@@ -204,7 +204,7 @@ async def test_a_restore_of_messages_is_offline_and_has_no_budget_of_thinking(tm
         assert decoder_of(made).seen[0].body["thinking"] == thinking
 
 
-async def test_a_turn_that_comes_first_needs_no_restore(tmp_path: Path) -> None:
+async def test_a_turn_that_arrives_first_cancels_the_prefetch(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await away(made, 0.6)
         await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
@@ -212,7 +212,7 @@ async def test_a_turn_that_comes_first_needs_no_restore(tmp_path: Path) -> None:
         assert restores(made) == 0
 
 
-async def test_a_restore_that_its_engine_has_is_not_given_up_when_the_turn_comes(tmp_path: Path) -> None:
+async def test_a_sent_prefetch_continues_when_the_turn_arrives(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"prefill_s": 0.4}) as made:
         before = REGISTRY.get_sample_value(RESTORES, {"outcome": "restored"})
         await away(made, 0.6)
@@ -223,7 +223,7 @@ async def test_a_restore_that_its_engine_has_is_not_given_up_when_the_turn_comes
 
 
 @pytest.mark.parametrize(("cached", "outcome"), [(400, "restored"), (20, "gone")])
-async def test_what_a_restore_found_is_told_by_what_was_cached(
+async def test_the_outcome_of_a_prefetch_follows_from_cached_tokens(
     tmp_path: Path, cached: int, outcome: str
 ) -> None:
     async with fleet(tmp_path, engine={"cached": cached}) as made:
@@ -232,7 +232,7 @@ async def test_what_a_restore_found_is_told_by_what_was_cached(
         await until(lambda: REGISTRY.get_sample_value(RESTORES, {"outcome": outcome}) == before + 1)
 
 
-async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
+async def test_a_prefetch_waits_while_turns_wait_at_its_engine(tmp_path: Path) -> None:
     async with fleet(tmp_path, prefetch=PrefetchRules(patience_s=20.0)) as made:
         for engine in made.engines.values():
             engine.waiting = 1
@@ -244,7 +244,7 @@ async def test_a_restore_waits_while_turns_wait_there(tmp_path: Path) -> None:
         await until(lambda: restores(made))
 
 
-async def test_who_has_most_prompts_kept_to_be_sent_again_has_one_less(
+async def test_the_owner_with_the_most_kept_prompt_bytes_loses_its_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that waits longest is another owner's, and comes back."""
@@ -266,7 +266,7 @@ async def test_who_has_most_prompts_kept_to_be_sent_again_has_one_less(
         assert sent() == {"few 0 ", "many 3", "many 4", "many 5"}
 
 
-async def test_what_is_not_parked_is_not_sent_again(tmp_path: Path) -> None:
+async def test_a_conversation_that_is_not_parked_is_not_prefetched(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await away(made, 0.6)
         decoder_of(made).parked.clear()
@@ -277,7 +277,7 @@ async def test_what_is_not_parked_is_not_sent_again(tmp_path: Path) -> None:
         assert restores(made) == 0
 
 
-async def test_waits_that_were_seen_bring_it_back_without_a_hint(tmp_path: Path) -> None:
+async def test_observed_tool_waits_start_a_prefetch_without_a_hint(tmp_path: Path) -> None:
     rules = PrefetchRules(park_after_s=0.2, lead_s=0.2)
     async with fleet(tmp_path, prefetch=rules, engine={"calls_tools": True}) as made:
         messages = [user("x" * 300)]
@@ -316,7 +316,7 @@ async def test_a_client_gets_no_longer_life_than_the_fleet_allows_and_is_told(tm
         await until(lambda: {"long", "short"} <= ended())
 
 
-async def test_the_last_turn_ends_it_however_it_is_said(tmp_path: Path) -> None:
+async def test_every_final_marker_ends_the_conversation(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await ask(made.urls[0], [user("bye")], headers=NAMED, **envelope(final=True))
         await until(lambda: any(one.released for one in made.engines.values()))

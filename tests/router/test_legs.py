@@ -23,7 +23,7 @@ BODIES = st.dictionaries(st.text(max_size=12) | st.just("kv_transfer_params"), V
 
 
 @given(BODIES, st.sampled_from([b"", b"  ", b"\n\t"]), st.booleans(), st.integers(0, 200))
-def test_the_decode_leg_is_the_clients_bytes_with_one_field_more(
+def test_the_decode_leg_appends_one_field_to_the_clients_bytes(
     body: dict[str, Any], space: bytes, pretty: bool, cut: int
 ) -> None:
     body = {"model": "m", **body}

@@ -59,7 +59,7 @@ def junk(size: int) -> list[dict[str, Any]]:
     return [{**user("hi"), "id": "A" * size}]
 
 
-async def test_a_history_is_bounded_as_a_body_is(tmp_path: Path) -> None:
+async def test_a_history_is_bounded_like_a_body(tmp_path: Path) -> None:
     limits = ServerLimits(max_body_bytes=40_000)
     async with fleet(tmp_path, answers=stored(tmp_path), limits=limits) as made:
         first = await say(made, junk(25_000))
@@ -106,7 +106,9 @@ def cut(body: bytes) -> list[bytes]:
     return [body[at : at + MIB] for at in range(0, len(body), MIB)]
 
 
-async def test_reading_a_history_is_part_of_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reading_a_history_counts_as_a_turn_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a key may do at once bounds what it makes of 42 bytes."""
     async with limited(tmp_path, {"turns": 1}) as made:
         disk = Hanging(monkeypatch, "history")
@@ -134,7 +136,7 @@ def stream(text: str) -> list[bytes]:
     ["event: response.completed", "event: response.completed\ndata: {}", "\nevent: response.incomplete\n"],
 )
 @pytest.mark.parametrize("together", [False, True])
-def test_a_text_that_looks_like_an_event_is_none(text: str, together: bool) -> None:
+def test_a_text_that_looks_like_an_event_is_not_one(text: str, together: bool) -> None:
     observer = AnswerObserver(lambda _: None)
     observer.start(200, b"text/event-stream")
     events = stream(text)
@@ -162,7 +164,7 @@ async def test_a_full_disk_still_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "history"])
-async def test_no_wait_for_a_hanging_disk_is_without_a_limit(
+async def test_every_wait_for_a_hanging_disk_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)
@@ -193,9 +195,7 @@ async def test_no_wait_for_a_hanging_disk_is_without_a_limit(
             disk.let_go()
 
 
-async def test_a_disk_that_answers_again_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_that_works_again_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         disk = Hanging(monkeypatch, "put")
@@ -207,7 +207,9 @@ async def test_a_disk_that_answers_again_is_used_again(
         assert (await say(made, "two", first)).status == 200, "what waited is stored"
 
 
-async def test_a_history_has_a_number_of_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_history_has_a_limited_number_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_HISTORY", 3)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         for _ in range(4):
@@ -219,7 +221,7 @@ async def test_a_history_has_a_number_of_answers(tmp_path: Path, monkeypatch: py
         assert (await say(made, "anew", conversation="c")).status == 200
 
 
-async def test_nothing_goes_on_from_an_answer_that_was_deleted(tmp_path: Path) -> None:
+async def test_no_request_can_continue_from_a_deleted_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         names = [name_of(await say(made, text, conversation="c")) for text in ("one", "two", "three")]
         url = f"{made.urls[0]}{PATH}"
@@ -249,14 +251,14 @@ async def test_a_folder_that_cannot_be_made_is_tried_again(tmp_path: Path) -> No
         assert (await say(made, "two", first)).status == 200
 
 
-async def test_a_body_that_never_can_be_read_is_not_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_larger_than_the_parser_pool_takes_gets_a_413(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.requests.parser_pool.MAX_WAITING_BYTES", 1000)
     asked = BodyParser(PATH, Api.RESPONSES, {}, "o", frozenset(), PromptLimit(0))
     with pytest.raises(PayloadTooLarge, match="1000"):
         await ParserPool().parse_in_process(asked, (b"x" * 1001,))
 
 
-async def test_a_costly_answer_is_read_beside_and_kept(tmp_path: Path) -> None:
+async def test_a_costly_answer_is_parsed_in_a_process_and_stored(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         before = REGISTRY.get_sample_value(*KEPT) or 0
         tools = [{"type": "function", "name": "f", "parameters": {"enum": ["x"] * 100_000}}]
@@ -265,7 +267,7 @@ async def test_a_costly_answer_is_read_beside_and_kept(tmp_path: Path) -> None:
         assert (await say(made, "two", name_of(first))).status == 200
 
 
-async def test_costly_answers_that_end_together_are_all_kept(tmp_path: Path) -> None:
+async def test_costly_answers_that_end_together_are_all_stored(tmp_path: Path) -> None:
     """Their clients have them: nobody can send one again."""
     parser_pool = ParserPool()
     answers = Answers(stored(tmp_path), parser_pool=parser_pool)
@@ -304,6 +306,6 @@ def test_items_are_found_in_a_body_however_it_is_written(body: dict[str, Any], i
     assert json.loads(b"[" + write_items(given) + b"]") == items
 
 
-def test_of_two_inputs_the_last_counts_whatever_its_name_is_written_like() -> None:
+def test_the_last_of_two_inputs_counts_even_with_an_escaped_name() -> None:
     raw = b'{"input":"a", "\\u0069nput" : [ {"role":"user","content":"b"} ] }'
     assert orjson.loads(b"[" + b"".join(cut_items((raw,), find_items(raw))) + b"]") == [user("b")]

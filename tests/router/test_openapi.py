@@ -29,7 +29,7 @@ async def described(made: FakeFleet) -> dict[str, Any]:
     return found
 
 
-async def test_every_path_that_it_names_is_there_and_no_other_method(made: FakeFleet) -> None:
+async def test_the_description_has_exactly_the_served_paths_and_methods(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     async with httpx.AsyncClient(base_url=made.urls[0]) as http:
         for path, operations in paths.items():

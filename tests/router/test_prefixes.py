@@ -48,15 +48,15 @@ async def test_a_prefix_that_holds_is_not_broken(tmp_path: Path) -> None:
     assert await broken(tmp_path, FIRST, LATER, cached=10_000) == {}
 
 
-async def test_a_retry_breaks_nothing(tmp_path: Path) -> None:
+async def test_a_retry_does_not_break_the_prefix(tmp_path: Path) -> None:
     assert await broken(tmp_path, FIRST, FIRST, cached=600) == {}
 
 
-async def test_what_an_engine_did_not_keep_is_no_broken_prefix(tmp_path: Path) -> None:
+async def test_evicted_kv_is_not_a_broken_prefix(tmp_path: Path) -> None:
     assert await broken(tmp_path, FIRST, LATER, cached=0) == {}
 
 
-async def test_changed_tools_break_all_of_it(tmp_path: Path) -> None:
+async def test_changed_tools_break_the_whole_prefix(tmp_path: Path) -> None:
     other = {"type": "function", "function": {"name": "g", "parameters": {}}}
     (found,) = (await broken(tmp_path, FIRST, LATER, tools=[TOOL, other])).items()
     assert found[0] == "changed_tools" and found[1] > 700
@@ -67,25 +67,25 @@ async def test_changed_tools_break_all_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "second", [[user("summary")], [*FIRST, user("go on")], [user(LONG + "."), *LATER[1:]]]
 )
-async def test_an_edited_history(tmp_path: Path, second: list[dict[str, Any]]) -> None:
+async def test_an_edited_history_breaks_the_prefix(tmp_path: Path, second: list[dict[str, Any]]) -> None:
     (found,) = (await broken(tmp_path, FIRST, second)).items()
     assert found[0] == "edited_history"
 
 
-async def test_reasoning_that_is_not_sent_back(tmp_path: Path) -> None:
+async def test_reasoning_that_is_not_sent_back_breaks_the_prefix(tmp_path: Path) -> None:
     engine = {"reasons": True}
     assert await broken(tmp_path, FIRST, LATER, engine=engine) == {"stripped_reasoning": 100.0}
     kept = [*FIRST, {**assistant("w"), "reasoning_content": "because"}, user("go on")]
     assert await broken(tmp_path / "b", FIRST, kept, engine=engine, cached=10_000) == {}
 
 
-async def test_a_tool_call_that_is_rendered_otherwise(tmp_path: Path) -> None:
+async def test_a_tool_call_rendered_differently_breaks_the_prefix(tmp_path: Path) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     second = [*FIRST, called, {"role": "tool", "tool_call_id": "c", "content": "r"}]
     got = await broken(tmp_path, FIRST, second, engine={"calls_tools": True}, cached=690)
     assert list(got) == ["rerendered_tool_call"] and 16 < got["rerendered_tool_call"] <= 100
 
 
-async def test_output_that_is_tokenised_otherwise(tmp_path: Path) -> None:
+async def test_output_tokenised_differently_breaks_the_prefix(tmp_path: Path) -> None:
     got = await broken(tmp_path, FIRST, LATER, cached=690)
     assert list(got) == ["retokenised_output"] and 16 < got["retokenised_output"] <= 100

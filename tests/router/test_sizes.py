@@ -25,7 +25,7 @@ def turn(size: int, tools: int = 0) -> Turn:
     return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
 
 
-def test_what_another_engine_generated_is_a_part_of_the_prompt() -> None:
+def test_tokens_generated_by_another_engine_count_as_prompt() -> None:
     resumed = replace(turn(1_000), resume={"outputs": [[1, 2], [], [3]]})
     assert TokenRatio(1.0).prompt_tokens(resumed, 0) == 1_003
 
@@ -48,7 +48,7 @@ def test_an_estimate_is_never_above_what_an_engine_takes() -> None:
     assert TokenRatio(1.0).prompt_tokens(turn(10_000_000), 32_768) == 32_768
 
 
-def test_what_the_decoder_has_is_not_counted_as_uncached() -> None:
+def test_tokens_that_the_decoder_holds_are_not_uncached() -> None:
     ratio = TokenRatio(0.5)
     grown = turn(10_000)
     assert ratio.uncached_tokens(grown, known(8_000, completion=600), 8_000) == 400
@@ -61,7 +61,7 @@ def test_tools_count_once_and_not_again_with_every_turn() -> None:
     assert ratio.uncached_tokens(turn(1_000, tools=5_000), known(900), 900) == 100
 
 
-def test_a_prefix_that_broke_is_uncached_as_a_whole() -> None:
+def test_a_broken_prefix_makes_the_whole_prompt_uncached() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(8_000, 600, 5_000), 0) == 5_000
 
 
@@ -106,7 +106,7 @@ MEDIA = {
 
 
 @pytest.mark.parametrize("part", MEDIA.values(), ids=MEDIA)
-def test_an_image_counts_as_so_much_text_and_teaches_nothing_of_texts(part: dict[str, Any]) -> None:
+def test_an_image_has_a_fixed_size_and_does_not_change_the_ratio(part: dict[str, Any]) -> None:
     ratio, asked = TokenRatio(0.3), with_parts(part)
     assert 1_200 <= ratio.prompt_tokens(asked, 0) <= 1_400
     for _ in range(10):
@@ -122,19 +122,19 @@ def test_texts_beside_an_image_count_by_their_bytes() -> None:
         assert 30_000 <= ratio.prompt_tokens(with_parts(*parts, text=text), 0) <= 31_500
 
 
-def test_an_items_id_makes_no_prompt_shorter() -> None:
+def test_the_id_of_an_item_does_not_shorten_the_prompt() -> None:
     item = {"type": "image_generation_call", "id": "x" * 100_000, "result": IMAGE}
     assert TokenRatio(0.3).prompt_tokens(with_items(item), 0) >= 1_200
 
 
-def test_token_ids_teach_nothing_of_texts() -> None:
+def test_token_ids_do_not_change_the_ratio() -> None:
     ratio = TokenRatio(0.3)
     ratio.learn(of_ids(10_000), 10_000)
     assert ratio.prompt_tokens(turn(100_000), 0) == 30_000
 
 
 @pytest.mark.parametrize("field", ["image", "file", "document", "image_url"])
-def test_a_field_that_a_message_does_not_have_makes_no_image_of_its_text(field: str) -> None:
+def test_an_unknown_field_does_not_turn_a_text_into_an_image(field: str) -> None:
     parts = [{"type": "text", "text": "x" * 100_000}]
     plain = chains.of_messages(SEED, [{"role": "user", "content": parts}])
     odd = chains.of_messages(SEED, [{"role": "user", "content": parts, field: 1}])

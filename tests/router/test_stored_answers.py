@@ -79,7 +79,7 @@ def prompt(body: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_history_is_sent_whole_to_whatever_decoder(tmp_path: Path, stream: bool) -> None:
+async def test_any_decoder_gets_the_whole_history(tmp_path: Path, stream: bool) -> None:
     async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
         first = await say(made, "one", tools=[TOOL], stream=stream)
         second = await say(made, "two", name_of(first), stream=stream)
@@ -163,7 +163,7 @@ def test_of_two_concurrent_turns_of_a_conversation_the_last_to_end_is_its_histor
     assert store.newest("o", "c")[0] == "slow"
 
 
-async def test_answers_say_what_they_go_on_from(tmp_path: Path) -> None:
+async def test_answers_name_the_answer_before_them(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         second = await say(made, "two", name_of(first))
@@ -172,7 +172,7 @@ async def test_answers_say_what_they_go_on_from(tmp_path: Path) -> None:
         assert said == [None, name_of(first), name_of(second)]
 
 
-async def test_two_histories_at_once_and_one_that_is_no_name_are_refused(tmp_path: Path) -> None:
+async def test_two_histories_at_once_and_a_malformed_id_are_refused(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         both = await say(made, "two", name_of(first), conversation="c")
@@ -189,7 +189,7 @@ async def test_without_a_file_answers_are_in_memory(tmp_path: Path) -> None:
         assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 200
 
 
-async def test_another_gateway_and_a_later_process_have_it(tmp_path: Path) -> None:
+async def test_another_gateway_and_a_later_process_find_a_stored_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path), gateways=2) as made:
         first = await say(made, "one")
         assert (await say(made, "two", name_of(first), gateway=1)).status == 200
@@ -201,7 +201,7 @@ async def test_another_gateway_and_a_later_process_have_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("stream", "tokens"), [(False, 4), (False, 100_000), (True, 4)], ids=["whole", "in pieces", "stream"]
 )
-async def test_who_has_the_end_of_an_answer_can_go_on_from_it(
+async def test_an_answer_is_stored_before_its_client_has_the_end(
     tmp_path: Path, stream: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At another gateway at once, however long it takes to store it."""
@@ -217,7 +217,7 @@ async def test_who_has_the_end_of_an_answer_can_go_on_from_it(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disk_that_hangs_holds_no_answer_up_for_long(
+async def test_a_hanging_disk_delays_an_answer_only_briefly(
     tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "SHOWN_WITHIN_S", 0.1)
@@ -231,7 +231,7 @@ async def test_a_disk_that_hangs_holds_no_answer_up_for_long(
             assert REGISTRY.get_sample_value(*late) == before + 1
 
 
-async def test_it_is_got_and_deleted_by_its_owner_alone(tmp_path: Path) -> None:
+async def test_only_the_owner_can_get_and_delete_an_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         first = await say(made, "one")
         second = await say(made, "two", name_of(first))
@@ -250,7 +250,7 @@ async def test_it_is_got_and_deleted_by_its_owner_alone(tmp_path: Path) -> None:
             assert "was deleted" in refused.error["message"]
 
 
-async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+async def test_an_answer_with_store_false_is_not_stored(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         first = await say(made, "one", store=False)
         assert (await say(made, "two", name_of(first))).status == 404
@@ -258,7 +258,7 @@ async def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"keep_s": 0.0}, {"max_bytes": 1}])
-async def test_it_is_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, Any]) -> None:
+async def test_stored_answers_are_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, Any]) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path, **bounds)) as made:
         before = REGISTRY.get_sample_value(*PRUNED) or 0
         first = await say(made, "one")
@@ -289,7 +289,7 @@ def test_tombstones_of_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert known == list(range(30, 40))
 
 
-async def test_a_conversation_whose_answers_went_with_their_age_says_so(
+async def test_a_conversation_whose_answers_expired_gets_a_404(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.answer_store.PRUNE_S", 0.0)
@@ -323,7 +323,7 @@ async def test_a_store_that_cannot_be_read_is_a_503(tmp_path: Path) -> None:
         assert (await say(made, "two", "resp_1")).status == 503
 
 
-def test_vllm_reads_from_a_rebuilt_input_what_was_said() -> None:
+def test_vllm_reads_calls_and_reasoning_from_a_rebuilt_input() -> None:
     """Its own store leaves out calls and reasoning."""
     protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol", reason="vLLM: make install")
     utils = pytest.importorskip("vllm.entrypoints.openai.responses.utils")

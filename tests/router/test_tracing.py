@@ -186,7 +186,7 @@ async def test_a_receiver_that_is_busy_for_a_moment_gets_every_span(
     assert dropped() == before
 
 
-async def test_what_a_receiver_refuses_is_counted_and_said_once(
+async def test_refused_spans_are_counted_and_logged_once(
     tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.refusals = [400, 400]
@@ -227,7 +227,7 @@ def serve_a_turn(tracer: TurnTracer) -> None:
         trace.identified("space:c", "c", "new")
 
 
-async def test_what_cannot_be_sent_does_not_end_the_sending() -> None:
+async def test_a_failed_export_does_not_stop_later_ones() -> None:
     def fault_at_first(call: int) -> None:
         if call == 1:
             raise TypeError("a fault")
@@ -242,7 +242,7 @@ async def test_what_cannot_be_sent_does_not_end_the_sending() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "http://collector:port", "http://c:99999"])
-def test_an_endpoint_that_is_none_is_refused_with_what_is_wanted(endpoint: str) -> None:
+def test_a_malformed_endpoint_is_refused_with_the_expected_form(endpoint: str) -> None:
     with pytest.raises(ValueError, match="http://host:port"):
         TracingConfig(endpoint)
 
@@ -267,7 +267,7 @@ def test_a_full_queue_drops_turns_and_not_memory() -> None:
     assert exporter.turns == MOST_WAITING
 
 
-async def test_off_the_libraries_are_not_even_loaded(tmp_path: Path) -> None:
+async def test_tracing_libraries_are_not_loaded_when_tracing_is_off(tmp_path: Path) -> None:
     code = "import sys, router.gateway.main; print([m for m in sys.modules if m.startswith('opentelemetry')])"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from router.errors import GatewayConfigError
+from router.errors import GatewayConfigError, RouterError
 from router.gateway.config import AnswersConfig
 
 PRUNE_S = 30.0
@@ -55,7 +55,7 @@ class Missing(StrEnum):
     TOO_LARGE = "too_large"
 
 
-class HistoryMissing(Exception):
+class HistoryMissing(RouterError):
     """Raised for a history that cannot be continued."""
 
     def __init__(self, reason: Missing) -> None:

@@ -60,7 +60,7 @@ async def counted(made: FakeFleet, before: dict[str, float]) -> dict[str, float]
 
 @pytest.mark.parametrize("path", PATHS[:2])
 @pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["", "usage"])
-async def test_sizes_are_known_of_a_stream_whose_client_asks_for_none(
+async def test_usage_is_known_without_the_client_asking_for_it(
     tmp_path: Path, path: str, usage: dict[str, Any]
 ) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.001, "cached": 40}, prefillers=0) as made:
@@ -102,7 +102,7 @@ async def another_decoder(made: FakeFleet, **how: Any) -> FakeEngine:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("after", [1, 5, 29])
 @pytest.mark.parametrize("prefillers", [0, 1])
-async def test_it_goes_on_without_a_gap_or_a_repeat(
+async def test_a_greedy_stream_resumes_without_a_gap_or_a_repeat(
     tmp_path: Path, path: str, after: int, prefillers: int
 ) -> None:
     async with fleet(tmp_path, prefillers=prefillers, engine={"token_s": 0.005}) as made:
@@ -139,7 +139,7 @@ async def test_it_goes_on_without_a_gap_or_a_repeat(
         assert not [one for one in made.directory.table.conversations if one.running]
 
 
-async def test_sampled_ones_go_on_and_say_so(tmp_path: Path) -> None:
+async def test_a_sampled_stream_resumes_with_a_comment(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.005}) as made:
         cut_first(made, 5)
         answer, _ = await first_cut(made, lambda: ask(made.urls[0], [user("q")], stream=True, max_tokens=20))
@@ -197,7 +197,7 @@ async def test_many_streams_of_a_decoder_that_is_killed_go_on(tmp_path: Path) ->
         ({"thinking_token_budget": 5}, {}, "counted_output"),
     ],
 )
-async def test_what_cannot_go_on_exactly_ends_in_an_error_and_is_counted(
+async def test_a_stream_that_cannot_resume_exactly_ends_in_a_counted_error(
     tmp_path: Path, more: dict[str, Any], headers: dict[str, str], why: str
 ) -> None:
     async with fleet(tmp_path) as made:
@@ -209,7 +209,7 @@ async def test_what_cannot_go_on_exactly_ends_in_an_error_and_is_counted(
         assert len(made.decoder_requests()) == 1
 
 
-async def test_an_engine_that_does_not_say_its_tokens_is_as_before(tmp_path: Path) -> None:
+async def test_a_stream_without_token_lines_ends_in_an_error(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"lines": False}) as made:
         before = await cuts(made)
         cut_first(made, 3)
@@ -264,7 +264,7 @@ async def test_an_engine_that_cannot_go_on_refuses_at_once(tmp_path: Path) -> No
         await until(lambda: other.aborted == 1 and other.running == 0)
 
 
-async def test_one_that_breaks_after_it_went_on_is_counted_once(tmp_path: Path) -> None:
+async def test_a_stream_that_breaks_after_resuming_is_counted_once(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2, prefillers=0, engine={"token_s": 0.01}) as made:
         before = await cuts(made)
         for engine in made.engines.values():
@@ -274,7 +274,7 @@ async def test_one_that_breaks_after_it_went_on_is_counted_once(tmp_path: Path) 
         assert await counted(made, before) == {"set_aside": 1}
 
 
-async def test_a_later_turn_that_goes_on_elsewhere_is_a_later_turn(tmp_path: Path) -> None:
+async def test_a_resumed_later_turn_counts_as_a_later_turn(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2, prefillers=0, engine={"token_s": 0.01}) as made:
         said = {"x-session-id": "s"}
         first = [user("q")]
@@ -322,7 +322,7 @@ async def test_what_waits_for_a_machine_that_vanished_goes_on_when_the_directory
         await gone.stop()
 
 
-async def test_without_another_decoder_it_ends_in_an_error_that_says_so(tmp_path: Path) -> None:
+async def test_without_another_decoder_a_stream_ends_in_an_error(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=0.2) as made:
         before = await cuts(made)
         cut_first(made, 3)
@@ -364,7 +364,7 @@ def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
         ({"n": None, "logprobs": None, "prompt": None}, CHEAP_BYTES + 1, None),
     ],
 )
-def test_what_a_request_says_against_it(body: dict[str, Any], size: int, why: str | None) -> None:
+def test_requests_that_cannot_resume_have_a_reason(body: dict[str, Any], size: int, why: str | None) -> None:
     assert why_not_resumable(a_turn(Api.COMPLETIONS, body, size)) == why
 
 

@@ -197,7 +197,7 @@ async def test_idle_conversations_end_by_themselves(tmp_path: Path) -> None:
         await until(lambda: made.gateways[0].directory.cache.get(told["id"]) is None)
 
 
-async def test_the_baselines_are_the_same_life_with_another_policy(tmp_path: Path) -> None:
+async def test_the_baseline_policies_never_or_always_transfer(tmp_path: Path) -> None:
     for policy, prefills in ((PlacingPolicy.COLLOCATED, 0), (PlacingPolicy.FULL_DISAGGREGATION, 3)):
         async with fleet(tmp_path / policy, placing={"policy": policy}, policy=policy) as made:
             messages = [user("hello")]
@@ -236,7 +236,7 @@ def _all(made: FakeFleet) -> list[SeenRequest]:
     return made.decoder_requests() + made.prefills()
 
 
-async def test_what_happened_can_be_read_from_the_metrics(tmp_path: Path) -> None:
+async def test_the_metrics_count_the_turns_of_a_conversation(tmp_path: Path) -> None:
     """The registry is one for all tests of a process: only differences count."""
     names = {
         "first": 'conserve_placements_total{cause="first_turn",policy="conserve"}',
