@@ -21,7 +21,7 @@ from router.directory.messages import Activity, Ask, Placed
 from router.directory.push import process_name
 from router.directory.rpc import BROKEN, MAX_MESSAGE, BadReply, Method, Stub
 from router.errors import DirectoryUnavailable
-from router.identity.node_table import MAX_NODES, Holder, KnownPrefix
+from router.identity.node_table import MAX_NODES, Holder, KnownNode
 from router.identity.prefix_chain import Chain, End
 
 log = logging.getLogger("conserve.router.directory.client")
@@ -115,13 +115,13 @@ class DirectoryClient:
             known.context_tokens = known.completion_tokens = 0
         return outcome, known
 
-    async def find(self, chain: Chain, name: str = "") -> tuple[KnownPrefix | None, Callable[[str], bool]]:
+    async def find(self, chain: Chain, name: str = "") -> tuple[KnownNode | None, Callable[[str], bool]]:
         """The longest known prefix of a prompt, and which of its conversations have a turn in flight. `name`:
         how the id of its own begins, if it is there."""
         found = self.cache.nodes.find(chain, name)
         if found is not None:
             return found, self.cache.running
-        remote: KnownPrefix | None = None
+        remote: KnownNode | None = None
         running: Callable[[str], bool] = self.cache.running
         try:
             remote, running = await self._find_remotely(chain, name)
@@ -234,9 +234,7 @@ class DirectoryClient:
                 ask = replace(ask, again=True)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _find_remotely(
-        self, chain: Chain, name: str
-    ) -> tuple[KnownPrefix | None, Callable[[str], bool]]:
+    async def _find_remotely(self, chain: Chain, name: str) -> tuple[KnownNode | None, Callable[[str], bool]]:
         timeout_s = _CALL_TIMEOUT_S
         last = len(chain.links) - 1
         request = m.IdentifyRequest(links=tuple(chain.links[::-1]), name=name)
@@ -395,10 +393,10 @@ class ActivityReports:
         return True
 
 
-def _found(digest: bytes, size: int, reply: m.IdentifyReply) -> tuple[KnownPrefix, Callable[[str], bool]]:
+def _found(digest: bytes, size: int, reply: m.IdentifyReply) -> tuple[KnownNode, Callable[[str], bool]]:
     running = {holder.conversation for holder in reply.holders if holder.running}
     holders = tuple(Holder(holder.conversation, holder.tip) for holder in reply.holders)
-    return KnownPrefix(digest, size, holders), running.__contains__
+    return KnownNode(digest, size, holders), running.__contains__
 
 
 def _unavailable(wrong: Exception) -> DirectoryUnavailable:

@@ -30,7 +30,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class LongestKnownPrefix:
+class KnownNode:
     """The longest known prefix of a prompt."""
 
     digest: bytes
@@ -130,11 +130,11 @@ class NodeTable:
         """Return the lengths of the tails known after a link, longest first."""
         return sorted(self._tails.get(link, ()), reverse=True)
 
-    def find(self, chain: Chain, id_prefix: str = "") -> LongestKnownPrefix | None:
+    def find(self, chain: Chain, id_prefix: str = "") -> KnownNode | None:
         """Return the longest known prefix of a prompt."""
         for digest, size in self._known(chain):
             if holders := self.holders(digest, id_prefix):
-                return LongestKnownPrefix(digest, size, holders)
+                return KnownNode(digest, size, holders)
         return None
 
     def known_bytes(self, chain: Chain, conversation: str) -> int:
@@ -209,7 +209,7 @@ class Resolution:
 
 
 def resolve_prefix(
-    known: LongestKnownPrefix | None, end_digest: bytes, running: Callable[[str], bool], id_prefix: str = ""
+    known: KnownNode | None, end_digest: bytes, running: Callable[[str], bool], id_prefix: str = ""
 ) -> Resolution:
     """Choose the conversation of a prompt that ends at `end_digest`.
 
