@@ -153,8 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     log_to_stderr()
     try:
         run(load(options.config))
-    except GatewayConfigError as wrong:
-        print(wrong, file=sys.stderr)
+    except GatewayConfigError as error:
+        print(error, file=sys.stderr)
         return 2
     return 0
 

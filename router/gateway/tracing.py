@@ -194,7 +194,7 @@ class TurnTrace:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End all spans, also those of a refused or broken turn. All of a turn is sent, or nothing."""
         if not self._admit():
