@@ -5,19 +5,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from router import metrics
-from router.auth.keys import DEFAULT_LIMITS, Key, Limits, hash_secret, key_of_secret
+from router.auth.keys import DEFAULT_LIMITS, Key, Limits, anonymous_key, hash_secret
 from router.auth.keys_file import KeysFileError, parse_keys, read_keys_file
 from router.errors import Unauthorized
 from router.http import Headers
 from router.process import WatchedFiles
 
 log = logging.getLogger("conserve.router.keys")
-
-_CACHED = 1024  # secrets and ids whose keys are kept with their limits
 
 
 class Keyring:
@@ -59,14 +56,22 @@ class Keyring:
 
         The look-up compares hashes only, so that its duration tells nothing about the secrets in use.
         """
-        key = self._find(secret)
+        key = self._by_hash.get(hash_secret(secret))
+        if key is None and self.anonymous:
+            key = anonymous_key(secret, self._limits)
+        if key is None and not secret:
+            raise Unauthorized("the API key is missing; send it as `Authorization: Bearer KEY`")
+        if key is None:
+            raise Unauthorized("the API key is not known to this fleet")
         if key.expires is not None and key.expires <= self._clock():
             raise Unauthorized("the API key has expired; ask for another", code="api_key_expired")
         return key
 
     def limits_of(self, id: str) -> Limits | None:
         """Return the limits of the key of this id; None for an id that is not known here."""
-        return self._limits_of(id)
+        if (key := self._by_id.get(id)) is not None:
+            return key.limits
+        return self._limits if self.anonymous else None
 
     async def watch(self) -> None:
         """Read the keys file again whenever it has changed, until cancelled."""
@@ -98,24 +103,6 @@ class Keyring:
             self._watched.ended(again=retry)
 
     def _use(self, keys: Sequence[Key]) -> None:
-        by_hash = {key.hash: key for key in keys}
-        by_id = {key.id: key for key in keys}
-
-        @lru_cache(_CACHED)
-        def find(secret: str) -> Key:
-            key = by_hash.get(hash_secret(secret))
-            if key is None and self.anonymous:
-                key = key_of_secret(secret, anonymous=True)
-            if key is None and not secret:
-                raise Unauthorized("the API key is missing; send it as `Authorization: Bearer KEY`")
-            if key is None:
-                raise Unauthorized("the API key is not known to this fleet")
-            return replace(key, limits=key.limits.with_defaults(self._limits))
-
-        @lru_cache(_CACHED)
-        def limits_of(id: str) -> Limits | None:
-            if (key := by_id.get(id)) is not None:
-                return key.limits.with_defaults(self._limits)
-            return self._limits if self.anonymous else None
-
-        self._by_hash, self._find, self._limits_of = by_hash, find, limits_of
+        complete = [replace(key, limits=key.limits.with_defaults(self._limits)) for key in keys]
+        self._by_hash = {key.hash: key for key in complete}
+        self._by_id = {key.id: key for key in complete}

@@ -8,6 +8,7 @@ finds it again.
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import sha256
 from typing import Annotated, Any
 
@@ -118,11 +119,14 @@ class Key:
 
 def inline_keys(api_keys: Sequence[str], admin_keys: Sequence[str]) -> tuple[Key, ...]:
     """Return the keys whose secrets are in the fleet file itself. Each is the only key of its owner."""
-    serving = [key_of_secret(secret) for secret in api_keys if secret not in admin_keys]
-    return (*serving, *(key_of_secret(secret, Scope.ADMIN) for secret in admin_keys))
+    scopes = {secret: frozenset({Scope.SERVE}) for secret in api_keys}
+    scopes |= {secret: frozenset({Scope.SERVE, Scope.ADMIN}) for secret in admin_keys}
+    owners = {secret: namespace(secret) for secret in scopes}
+    return tuple(Key(owners[one], owners[one], hash_secret(one), scopes[one]) for one in scopes)
 
 
-def key_of_secret(secret: str, *scopes: Scope, anonymous: bool = False) -> Key:
-    """Make a key whose id and owner are the beginning of its secret's hash."""
+@lru_cache(1024)
+def anonymous_key(secret: str, limits: Limits) -> Key:
+    """Return the key of a caller who needs none; callers with the same secret are one owner."""
     owner = namespace(secret)
-    return Key(owner, owner, "" if anonymous else hash_secret(secret), frozenset({Scope.SERVE, *scopes}))
+    return Key(owner, owner, "", limits=limits)

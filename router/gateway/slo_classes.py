@@ -14,7 +14,7 @@ from typing import Any
 from router.errors import BadRequest
 from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloClass, SloTargets
 from router.metrics import SLO_TARGETS_RAISED
-from router.requests.fields import positive
+from router.requests.field_checks import positive
 
 CLASS_HEADER, CLASS_FIELD = "x-slo-class", "slo_class"
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")

@@ -1,8 +1,9 @@
-"""Prompts as chains of hashes, each over everything before it, so that a known prefix is a known hash.
+"""Chains of hashes over the messages of a prompt.
 
-Messages that mean the same are spelled alike first: a prefix is recognised however a client writes it. Equal
-on purpose: `"content": "x"` and one text part; null, empty list and a missing field; the spacing of a tool
-call's argument JSON; cache markers that move from turn to turn; ids and states of response items.
+Each hash covers all messages before it, so that a known prefix is a known hash. Messages with the same
+meaning get the same canonical form first, so that a prefix is recognised however a client writes it. The form
+ignores whether content is a string or one text part, whether a field is null, empty or missing, how the
+arguments of a tool call are spaced, cache markers, and the ids and states of response items.
 """
 
 from array import array
@@ -21,11 +22,11 @@ _UNSTABLE = frozenset({"cache_control", "annotations", "status", "index"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _ITEM_UNSTABLE = frozenset({"id", "status"})
 
-BLOCK_BYTES = 256  # of plain prompts, a link
-MOST_PREFIXES = 3  # messages that conversations may share: a system's, a developer's, an example
+BLOCK_BYTES = 256  # of a plain prompt, for each link
+MOST_PREFIXES = 3  # messages that conversations may share: the system's, the developer's, an example
 MOST_MESSAGES = 6  # of a request that begins a conversation
-MEDIA_BYTES = 4096  # of text that an image, a sound or a file counts as: its bytes say nothing of its tokens
-OTHERS, WRITTEN, REASONED = range(3)  # messages by who wrote them: an assistant, with its reasoning
+MEDIA_BYTES = 4096  # size of an image, sound or file, whose own bytes do not tell its tokens
+OTHERS, WRITTEN, REASONED = range(3)  # author of a message: not the assistant, the assistant, with reasoning
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _ANSWERS = ("function_call", "reasoning", "custom_tool_call")  # items of the responses API
 _MEDIA = frozenset(
@@ -35,12 +36,13 @@ _MEDIA = frozenset(
         *("document", "file", "file_data", "input_file", "computer_screenshot"),
     }
 )  # types of parts and items, and fields by which vLLM knows parts without a type
-# Fields of such parts that are text, and those that the canonical form leaves out.
+# Fields of media parts that are text, and those that the canonical form leaves out.
 _SHOWN = frozenset({"text", "content", "title", "context", "name"}) | _UNSTABLE | _ITEM_UNSTABLE
 
 
 def canonical(message: object) -> bytes:
-    if type(message) is dict and len(message) == 2:  # by far the most common shape needs no rewriting
+    """Return the canonical form of a message."""
+    if type(message) is dict and len(message) == 2:  # the most common shape needs no rewriting
         role, content = message.get("role"), message.get("content")
         if type(role) is str and type(content) is str:
             return _plain(role, content)
@@ -51,8 +53,8 @@ def canonical(message: object) -> bytes:
             return _plain(role, content)
     try:
         return orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
-    except (TypeError, ValueError) as wrong:
-        raise BadIdentity("a message is nested too deeply") from wrong
+    except (TypeError, ValueError) as error:
+        raise BadIdentity("a message is nested too deeply") from error
 
 
 def _plain(role: str, content: str) -> bytes:
@@ -108,7 +110,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def _size_of(message: object, data: bytes) -> tuple[int, int]:
-    """Bytes of text that a message counts as, and how many images, sounds and files are in it."""
+    """Return the size of a message, in bytes of text, and the number of its images, sounds and files."""
     if isinstance(message, Mapping) and isinstance(message.get("content"), str) and "type" not in message:
         return len(data), 0
     characters, media = media_in(message)
@@ -116,13 +118,13 @@ def _size_of(message: object, data: bytes) -> tuple[int, int]:
 
 
 def media_in(messages: object) -> tuple[int, int]:
-    """Return the characters of images, sounds and files in messages, and how many of these there are."""
+    """Return the characters of all images, sounds and files in messages, and their number."""
     media = [_characters(part) for part in _media_parts(messages)]
     return sum(media), len(media)
 
 
 def _media_parts(parts: object) -> Iterator[Mapping[str, Any]]:
-    """What tools return may have some too."""
+    """Yield the media parts of messages, and of the results of tools in them."""
     for part in parts if isinstance(parts, list) else [parts]:
         if isinstance(part, Mapping) and _is_media(part):
             yield part
@@ -133,7 +135,7 @@ def _media_parts(parts: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_media(part: Mapping[str, Any]) -> bool:
-    if "role" in part:  # a message, whatever else it says
+    if "role" in part:  # a message, whatever else it contains
         return False
     kind = part.get("type")
     if kind == "document":
@@ -145,7 +147,7 @@ def _is_media(part: Mapping[str, Any]) -> bool:
 
 
 def _characters(value: object) -> int:
-    """Return the characters of a part that no template can show. Never more than its canonical form has."""
+    """Return the characters of a part that no template can show, at most those of its canonical form."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -154,7 +156,7 @@ def _characters(value: object) -> int:
 
 
 def _arguments(text: str) -> Any:
-    """Arguments are JSON inside a string, and frameworks write it back with other spacing."""
+    """Parse the arguments of a tool call: frameworks send the JSON in them back with other spacing."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -163,11 +165,11 @@ def _arguments(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The point where a request's prompt ended, relative to a link of its chain."""
+    """Point where a request's prompt ended, relative to a link of its chain."""
 
     link: bytes
-    tail_bytes: int = 0  # prompt bytes after the link: plain prompts do not end on a block
-    tail_digest: bytes = b""  # hash of the link and those bytes
+    tail_bytes: int = 0  # prompt bytes after the link, when a plain prompt does not end with a block
+    tail_digest: bytes = b""  # hash of the link and the tail
 
     @property
     def digest(self) -> bytes:
@@ -176,15 +178,17 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
+    """Hashes of the prefixes of a prompt, one a message or block."""
+
     links: tuple[bytes, ...]
-    sizes: tuple[int, ...]  # prompt bytes up to each link, media as `MEDIA_BYTES` each
+    sizes: tuple[int, ...]  # prompt bytes up to each link, with `MEDIA_BYTES` for each image, sound or file
     end: End
     total_bytes: int
-    text: bytes = b""  # plain prompts only: what tails are checked against
+    text: bytes = b""  # of a plain prompt, to look for known tails in
     media: int = 0  # images, sounds and files
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
-        """The digest of this prompt's prefix of that length, None where the prompt is shorter."""
+        """Return the digest of the prefix with a tail after a link; None if the prompt is shorter."""
         if not tail_bytes:
             return self.links[index]
         start = self.sizes[index]
@@ -193,16 +197,17 @@ class Chain:
 
 
 def seed(space: str, model: str, user: str = "") -> bytes:
-    """Chains of different keys, models or persons never meet."""
+    """Return the start of a chain. Prompts of different owners, models or users never match."""
     return xxh3_128_digest(f"{space}\0{model}\0{user}".encode("utf-8", "surrogatepass"))
 
 
 def of_group(start: bytes, group: str) -> bytes:
-    """Where the chains of a group begin: those of different ones never meet."""
+    """Return the start of a chain in a group. Prompts of different groups never match."""
     return xxh3_128_digest(start + group.encode()) if group else start
 
 
 def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
+    """Return the chain of a list of messages, one link a message."""
     links: list[bytes] = []
     sizes: list[int] = []
     link, size, media = start, 0, 0
@@ -219,8 +224,11 @@ def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
 
 
 def of_text(start: bytes, text: bytes) -> Chain:
-    """Links at whole blocks; the rest of the last block is a tail that is compared exactly, since
-    prompts that share a long beginning and differ in their last words are not one conversation."""
+    """Return the chain of a plain prompt, one link a block.
+
+    The rest after the last whole block is a tail that is compared exactly, because prompts with a common
+    beginning and different last words are not one conversation.
+    """
     running = xxh3_128(start)
     links, sizes = [running.digest()], [0]
     whole = len(text) - len(text) % BLOCK_BYTES
@@ -234,7 +242,7 @@ def of_text(start: bytes, text: bytes) -> Chain:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[object] | None:
-    """The messages of any API's body, the system's first; None of one that has a plain prompt."""
+    """Return the messages of a body of any API, the system's first; None for a plain prompt."""
     messages = body.get("messages")
     if isinstance(messages, list):
         return _system(body.get("system")) + messages
@@ -243,13 +251,13 @@ def messages_of(body: Mapping[str, Any]) -> list[object] | None:
         given = [{"role": "user", "content": given}]
     if isinstance(given, list):
         instructions = body.get("instructions")
-        head: list[object] = [{"role": "system", "content": instructions}] if instructions else []
-        return head + given
+        system: list[object] = [{"role": "system", "content": instructions}] if instructions else []
+        return system + given
     return None
 
 
 def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
-    """The chain of any API's body; what has no known shape is one opaque link."""
+    """Return the chain of a body of any API. A prompt of unknown shape becomes one opaque link."""
     messages = messages_of(body)
     if messages is not None:
         return of_messages(start, messages)
@@ -263,8 +271,11 @@ def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
 
 
 def _system(system: object) -> list[object]:
-    """Anthropic's system prompt stands beside the messages. Claude Code bills with a block that changes with
-    every request; engines leave it out of the prompt."""
+    """Return the message of Anthropic's system field.
+
+    Claude Code adds a block for billing, which changes with every request. Engines leave it out of the
+    prompt.
+    """
     if isinstance(system, list):
         system = [part for part in system if not _is_billing(part)]
     return [{"role": "system", "content": system}] if system else []
@@ -276,15 +287,15 @@ def _is_billing(part: object) -> bool:
 
 
 def _tail_digest(link: bytes, tail: bytes) -> bytes:
-    """Over the link, which is over all before it: what it costs does not grow with the prompt."""
+    """Hash a tail with its link, which covers the prompt before it at no cost."""
     return xxh3_128_digest(b"tail\0" + link + tail)
 
 
 def prefixes_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], ...]:
-    """Return digest and bytes of a prompt's prefixes, which end with each of its first messages.
+    """Return digest and bytes of the prefixes that end with each of a prompt's first messages.
 
-    A prefix includes the tools. It does not depend on the chain: prompts of different keys, groups or persons
-    may begin with the same blocks.
+    A prefix includes the tools. It is independent of the chain, because prompts of different owners, groups
+    or users may begin with the same blocks.
     """
     messages = messages_of(body) or ()
     if len(messages) > MOST_MESSAGES:
@@ -298,22 +309,23 @@ def prefixes_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int
 
 
 def message_authors(body: Mapping[str, Any]) -> bytes:
-    """One byte a message, as all that is needed of it later; empty for a plain prompt."""
-    return bytes(map(_mark, messages_of(body) or ()))
+    """Return the author of each message, one byte each; empty for a plain prompt."""
+    return bytes(map(_author, messages_of(body) or ()))
 
 
-def _mark(message: object) -> int:
+def _author(message: object) -> int:
     if not isinstance(message, Mapping):
         return OTHERS
     if message.get("role") != "assistant" and message.get("type") not in _ANSWERS:
         return OTHERS
-    return REASONED if _reasons(message) else WRITTEN
+    return REASONED if _has_reasoning(message) else WRITTEN
 
 
-def _reasons(message: Mapping[str, Any]) -> bool:
+def _has_reasoning(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     if any(isinstance(part, Mapping) and part.get("type") in _REASONING for part in parts):
         return True
-    said = message.get("type") in _REASONING or any(message.get(name) for name in _REASONING)
-    return said or (isinstance(content, str) and "</think>" in content)
+    if message.get("type") in _REASONING or any(message.get(name) for name in _REASONING):
+        return True
+    return isinstance(content, str) and "</think>" in content

@@ -1,154 +1,48 @@
-"""Fields of a request: which ones may go to an engine, and within what bounds.
+"""Fields of a request's body: which ones may go to an engine, and their bounds.
 
-An engine takes many more than a client has a use for: where its KV comes from, who goes before whom, the id
-of the request. Those are the fleet's to set. What is not in the tables below is refused rather than passed
-on, and numbers are bounded here, before anything computes with them: an engine, the offline queue or its
-store must not be the first to find out that 10^30 tokens or an infinite SLO target make no sense.
+Engines accept more fields than clients need, such as the source of a request's KV, its priority and its id.
+The fleet sets those. A field that is not in the tables below is refused, and numbers are bounded before
+anything computes with them: the engine, the offline queue or its store must not be the first to find out that
+10^30 tokens or an infinite SLO target make no sense.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
 
 from router.errors import BadRequest
+from router.requests.field_checks import (
+    BodyPart,
+    Check,
+    checks,
+    flag,
+    integer,
+    items,
+    nested,
+    number,
+    one_or_more,
+    positive,
+    text,
+    wrong,
+)
 
 MAX_TOKENS = 10_000_000  # of an answer: beyond any model's context
 MAX_CHOICES = 128
-OFFLINE_PRIORITY = 10  # above 0 is what the engines' scheduler takes for offline work
-# Beside the field of that name: engines read none in the body of Anthropic's messages.
+OFFLINE_PRIORITY = 10  # the engines' scheduler treats requests above 0 as offline
+# Engines ignore the field `priority` in the body of Anthropic's messages, but not this header.
 OFFLINE_HEADER = (b"x-vllm-priority", str(OFFLINE_PRIORITY).encode())
-MAX_GRAMMAR_BYTES = 64 * 1024  # of JSON: an engine compiles it, in time and memory that grow with it
-MAX_OTHER_BYTES = 64 * 1024  # of JSON, of all that is neither prompt nor grammar
+MAX_GRAMMAR_BYTES = 64 * 1024  # of JSON, for each: the time and memory to compile it grow with it
+MAX_OTHER_BYTES = 64 * 1024  # of JSON, for all fields that are neither prompt nor grammar
 MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1
 _INT32 = 2**31 - 1
 
 
-class BodyPart(Enum):
-    """Parts of a body, each with a bound of its own."""
-
-    PROMPT = auto()  # what engines tokenise: as much as a context holds (`router/requests/prompt_limit.py`)
-    GRAMMAR = auto()  # what engines compile: `MAX_GRAMMAR_BYTES` a field
-    OTHER = auto()  # all else: `MAX_OTHER_BYTES` together
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What a field's value has to be: as a function that raises, and for `/openapi.json` as a schema."""
-
-    apply: Callable[[str, Any], None]
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    part: BodyPart = BodyPart.OTHER
-
-    def __call__(self, name: str, value: Any) -> None:
-        self.apply(name, value)
-
-
-def checks(
-    part: BodyPart = BodyPart.OTHER, /, **schema: Any
-) -> Callable[[Callable[[str, Any], None]], Check]:
-    return lambda apply: Check(apply, schema, part)
-
-
-def _wrong(name: str, expected: str, value: object) -> BadRequest:
-    below = isinstance(value, int | float) and not isinstance(value, bool)
-    code = "invalid_value" if below else "invalid_type"
-    return BadRequest(f"{name} must be {expected}", param=name, code=code)
-
-
-def integer(least: int, most: int) -> Check:
-    expected = f"a whole number from {least} to {most}"
-
-    @checks(type="integer", minimum=least, maximum=most)
-    def check(name: str, value: Any) -> None:
-        whole = type(value) is int or (type(value) is float and value.is_integer())
-        if not whole:
-            raise _wrong(name, expected, value)
-        if not least <= value <= most:
-            code = "integer_below_min_value" if value < least else "integer_above_max_value"
-            raise BadRequest(f"{name} must be {expected}", param=name, code=code)
-
-    return check
-
-
-def number(least: float, most: float) -> Check:
-    expected = f"a number from {least:g} to {most:g}"
-
-    @checks(type="number", minimum=least, maximum=most)
-    def check(name: str, value: Any) -> None:
-        if type(value) not in (int, float) or not least <= value <= most:  # NaN is in no range
-            raise _wrong(name, expected, value)
-
-    return check
-
-
-def positive(most: float) -> Check:
-    expected = f"a number above 0 and at most {most:g}"
-
-    @checks(type="number", exclusiveMinimum=0, maximum=most)
-    def check(name: str, value: Any) -> None:
-        if type(value) not in (int, float) or not 0 < value <= most:
-            raise _wrong(name, expected, value)
-
-    return check
-
-
-def items(most: int, each: Check) -> Check:
-    @checks(type="array", maxItems=most, items=each.schema)
-    def check(name: str, value: Any) -> None:
-        if type(value) is not list:
-            raise _wrong(name, f"a list of at most {most}", None)
-        if len(value) > most:
-            raise BadRequest(f"{name} has {len(value)} items; it may have {most}", param=name)
-        for one in value:
-            each(name, one)
-
-    return check
-
-
-def text(most: int) -> Check:
-    @checks(type="string", maxLength=most)
-    def check(name: str, value: Any) -> None:
-        if type(value) is not str:
-            raise _wrong(name, "a string", None)
-        if len(value) > most:
-            raise BadRequest(f"{name} has {len(value)} characters; it may have {most}", param=name)
-
-    return check
-
-
-def one_or_more(each: Check, most: int) -> Check:
-    several = items(most, each)
-
-    @checks(anyOf=[each.schema, several.schema])
-    def check(name: str, value: Any) -> None:
-        (several if type(value) is list else each)(name, value)
-
-    return check
-
-
-@checks(type="boolean")
-def flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise _wrong(name, "true or false", None)
-
-
-@checks()
-def nested(name: str, value: Any) -> None:
-    """Anything that is not nested deeper than an engine's own parser goes."""
-    try:
-        orjson.dumps(value)
-    except (TypeError, ValueError):
-        raise BadRequest(f"{name} is nested too deeply", param=name) from None
-
-
 @checks(BodyPart.GRAMMAR)
 def _grammar(name: str, value: Any) -> None:
-    """A schema, grammar, expression or list of choices that an answer has to follow."""
+    """Check a schema, grammar, expression or list of choices that an answer has to follow."""
     nested(name, value)
     if (size := len(orjson.dumps(value))) > MAX_GRAMMAR_BYTES:
         raise BadRequest(f"{name} has {size} bytes as JSON; it may have {MAX_GRAMMAR_BYTES}", param=name)
@@ -157,34 +51,34 @@ def _grammar(name: str, value: Any) -> None:
 @checks(type="object", maxProperties=1024, additionalProperties={"type": "number"})
 def _biases(name: str, value: Any) -> None:
     if type(value) is not dict or len(value) > 1024:
-        raise _wrong(name, "an object of at most 1024 token ids with their biases", None)
+        raise wrong(name, "an object of at most 1024 token ids with their biases", None)
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and int(token) <= _INT32 if len(token) < 11 else False):
             raise BadRequest(f"{name} has a key that is no token id", param=name)
         number(-100.0, 100.0)(name, bias)
 
 
-_OF_THE_PROMPT = ("chat_template", "tokenize", "tools", "documents", "messages", "conversation")
+_TEMPLATE_INPUT = ("chat_template", "tokenize", "tools", "documents", "messages", "conversation")
 _SLO = positive(_MAX_SLO_MS)
 _EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
 
 
 @checks(type="object", properties=dict.fromkeys(sorted(_EXTRA), _SLO.schema), additionalProperties=False)
 def _extra_arguments(name: str, value: Any) -> None:
-    """SLO targets are all that engines of a fleet take beside vLLM's own parameters."""
+    """Allow SLO targets, and no other arguments for vLLM's plugins."""
     if type(value) is not dict:
-        raise _wrong(name, f"an object of {' and '.join(sorted(_EXTRA))}", None)
-    for key, one in value.items():
+        raise wrong(name, f"an object of {' and '.join(sorted(_EXTRA))}", None)
+    for key, target in value.items():
         if key not in _EXTRA:
             raise BadRequest(f"{name} takes {' and '.join(sorted(_EXTRA))} and nothing else", param=name)
-        _SLO(f"{name}.{key}", one)
+        _SLO(f"{name}.{key}", target)
 
 
 @checks(BodyPart.PROMPT, type="object")
 def _template_arguments(name: str, value: Any) -> None:
     if type(value) is not dict:
-        raise _wrong(name, "an object", None)
-    if not value.keys().isdisjoint(_OF_THE_PROMPT):
+        raise wrong(name, "an object", None)
+    if not value.keys().isdisjoint(_TEMPLATE_INPUT):
         raise BadRequest(f"{name} may not replace the template or its input", param=name)
     nested(name, value)
 
@@ -198,25 +92,25 @@ def _not_in_background(name: str, value: Any) -> None:
 
 @checks(type="boolean", const=False)
 def _no_beam_search(name: str, value: Any) -> None:
-    """vLLM makes a request of its own of each step of a beam, which no class, priority or limit reaches."""
+    """Refuse beam search: vLLM makes a request of each step, which no class, priority or limit reaches."""
     flag(name, value)
     if value:
         raise BadRequest(f"{name} is not served: leave it out, and ask for n sampled answers", param=name)
 
 
 @checks()
-def _as_it_is(name: str, value: Any) -> None:
-    """The engine checks it, and answers 400."""
+def _any_value(name: str, value: Any) -> None:
+    """Accept any value: the engine checks it, and answers 400."""
 
 
 @checks(BodyPart.PROMPT)
 def _prompt(name: str, value: Any) -> None:
-    """The engine checks more than its size, and answers 400."""
+    """Accept any value of bounded size: the engine checks the rest, and answers 400."""
 
 
 _TOKENS = integer(1, MAX_TOKENS)
 _TOKEN_ID = integer(0, _INT32)
-_SAMPLING: Mapping[str, Check] = {
+_SAMPLING: dict[str, Check] = {
     "temperature": number(0.0, 100.0),
     "top_p": number(0.0, 1.0),
     "min_p": number(0.0, 1.0),
@@ -250,21 +144,21 @@ _SAMPLING: Mapping[str, Check] = {
         flag,
     ),
 }
-# Fields of OpenAI's and Anthropic's own libraries that say nothing about how much there is to compute.
-_ANY: Mapping[str, Check] = dict.fromkeys(
+# Fields of OpenAI's and Anthropic's libraries that do not change how much an engine computes.
+_ANY: dict[str, Check] = dict.fromkeys(
     (
         *("model", "user", "metadata", "service_tier", "store", "stream_options", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id", "conversation"),
         *("conversation_id", "truncation_side", "moderation", "kv_hints", "nvext", "slo_class"),
     ),
-    _as_it_is,
+    _any_value,
 )
-_TOOLS: Mapping[str, Check] = {
+_TOOLS: dict[str, Check] = {
     "tools": _prompt,
-    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), _as_it_is),
+    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), _any_value),
 }
-_CHOICES: Mapping[str, Check] = {"n": integer(1, MAX_CHOICES), "best_of": integer(1, MAX_CHOICES)}
-_TEMPLATE: Mapping[str, Check] = {
+_CHOICES: dict[str, Check] = {"n": integer(1, MAX_CHOICES), "best_of": integer(1, MAX_CHOICES)}
+_TEMPLATE: dict[str, Check] = {
     "chat_template_kwargs": _template_arguments,
     "documents": _prompt,
     **dict.fromkeys(("add_generation_prompt", "continue_final_message", "echo"), flag),
@@ -272,7 +166,11 @@ _TEMPLATE: Mapping[str, Check] = {
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "/v1/chat/completions": {
-        **_ANY, **_SAMPLING, **_TOOLS, **_CHOICES, **_TEMPLATE,
+        **_ANY,
+        **_SAMPLING,
+        **_TOOLS,
+        **_CHOICES,
+        **_TEMPLATE,
         "messages": _prompt,
         "max_tokens": _TOKENS,
         "max_completion_tokens": _TOKENS,
@@ -285,11 +183,13 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
                 *("audio", "function_call", "modalities", "reasoning_effort", "verbosity"),
                 "web_search_options",
             ),
-            _as_it_is,
+            _any_value,
         ),
     },
     "/v1/completions": {
-        **_ANY, **_SAMPLING, **_CHOICES,
+        **_ANY,
+        **_SAMPLING,
+        **_CHOICES,
         "prompt": _prompt,
         "suffix": _prompt,
         "echo": flag,
@@ -298,7 +198,9 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
     },
     "/v1/responses": {
-        **_ANY, **_SAMPLING, **_TOOLS,
+        **_ANY,
+        **_SAMPLING,
+        **_TOOLS,
         "input": _prompt,
         "instructions": _prompt,
         "max_output_tokens": _TOKENS,
@@ -311,7 +213,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "reasoning": nested,
         "prompt": nested,
         "context_management": nested,
-        **dict.fromkeys(("include", "previous_response_id", "truncation"), _as_it_is),
+        **dict.fromkeys(("include", "previous_response_id", "truncation"), _any_value),
     },
     "/v1/messages": {
         "max_tokens": _TOKENS,
@@ -336,7 +238,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
                 *("mcp_servers", "thread", "session_id", "conversation", "prompt_cache_key"),
                 *("conversation_id", "kv_hints", "nvext", "slo_class"),
             ),
-            _as_it_is,
+            _any_value,
         ),
     },
     "/v1/embeddings": {
@@ -355,7 +257,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
                 *("model", "user", "encoding_format", "embed_dtype", "endianness", "truncation_side"),
                 "padding",
             ),
-            _as_it_is,
+            _any_value,
         ),
     },
     "/tokenize": {
@@ -366,15 +268,15 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
                 *("model", "add_generation_prompt", "return_token_strs", "continue_final_message"),
                 "add_special_tokens",
             ),
-            _as_it_is,
+            _any_value,
         ),
     },
-    "/detokenize": {"model": _as_it_is, "tokens": _prompt},
-}  # fmt: skip
-_COUNTED = {"/v1/messages/count_tokens": "/v1/messages"}
+    "/detokenize": {"model": _any_value, "tokens": _prompt},
+}
+_SAME_FIELDS = {"/v1/messages/count_tokens": "/v1/messages"}
 
-# What vLLM would take from anyone: where its KV comes from, and who goes before whom.
-_OF_THE_FLEET = {
+# Fields that vLLM accepts from anybody, and only the fleet may set.
+_FLEET_FIELDS = {
     "kv_transfer_params": "leave it out of the request",
     "ec_transfer_params": "leave it out of the request",
     "priority": 'leave it out; `service_tier: "flex"` asks for offline work',
@@ -384,10 +286,10 @@ _OF_THE_FLEET = {
 
 
 def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """A JSON object's bytes, in pieces, with fields of ours behind its own, and nothing written anew.
+    """Append fields to a JSON object that is held in pieces, without writing the object again.
 
-    Of a name that stands twice the last counts, to every parser that an engine has: ours replaces a client's.
-    The object has fields: a model's name at least.
+    All parsers of engines take the last of two fields with one name, so that an appended field replaces the
+    client's. The object must not be empty; a checked body has a model at least.
     """
     if not fields:
         return raw
@@ -399,18 +301,18 @@ def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[byte
 
 
 def with_items(raw: tuple[bytes, ...], name: str, items: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Likewise a list, whose items come in pieces, with commas between them."""
+    """Append a list to a JSON object in pieces. `items` are pieces of its items, with commas between."""
     *before, last = with_fields(raw, {name: []})
     return (*before, last[:-2], *items, b"]}")
 
 
 def fields_of(path: str) -> Mapping[str, Check]:
-    """What the body of a request to this endpoint may have."""
-    return FIELDS[_COUNTED.get(path, path)]
+    """Return the fields that a request to this endpoint may have, by name."""
+    return FIELDS[_SAME_FIELDS.get(path, path)]
 
 
 def check_fields(path: str, body: Mapping[str, Any]) -> None:
-    """Refuse what no engine is to see. `path`: of the endpoint that the body is for."""
+    """Refuse a body with fields or values that no engine may get. `path`: of its endpoint."""
     known = fields_of(path)
     for name, value in body.items():
         check = known.get(name)
@@ -426,7 +328,7 @@ def check_fields(path: str, body: Mapping[str, Any]) -> None:
 
 
 def _refused(name: str, path: str) -> BadRequest:
-    why = _OF_THE_FLEET.get(name)
+    why = _FLEET_FIELDS.get(name)
     if why is not None:
         return BadRequest(f"{name} belongs to the fleet; {why}", param=name)
     shown = name[:100]

@@ -1,4 +1,4 @@
-"""How long a prompt may be before anything tokenises it: one rule for turns, counts, embeddings and batches.
+"""Bound on the length of a prompt, before anything tokenises it: for turns, counts, embeddings and batches.
 
 An engine tokenises all of a prompt before it counts its tokens, also where `truncate_prompt_tokens` asks it
 to cut the prompt. One thread does that for all requests: 10 MiB of text held it for 20 s and took 3 GiB of
@@ -15,7 +15,8 @@ import orjson
 
 from router.errors import ApiError, ContextTooLong, Unavailable
 from router.identity.prefix_chain import media_in
-from router.requests.fields import BodyPart, fields_of
+from router.requests.field_checks import BodyPart
+from router.requests.fields import fields_of
 
 # Prose and source code have 3 to 5 bytes a token. Only rows of spaces or of one sign have many more.
 MAX_BYTES_PER_TOKEN = 16

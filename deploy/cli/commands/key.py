@@ -1,11 +1,11 @@
-"""conserve key new|list|revoke: the file of API keys. Gateways take what is changed in it within seconds."""
+"""conserve key new|list|revoke: edit the file of API keys. Gateways read a changed file within seconds."""
 
 import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,21 +27,21 @@ app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke th
 
 SECRET_BYTES = 32
 
-File = Annotated[Path | None, typer.Option("--file", help="the keys file; else gateway.keys_file of --fleet")]
+File = Annotated[Path | None, typer.Option("--file", help="The keys file; else gateway.keys_file of --fleet")]
+Models = Annotated[list[str] | None, typer.Option(help="The only model it may use; may be repeated")]
+Scopes = Annotated[list[Scope] | None, typer.Option(help="May be repeated; else serve")]
 
 
 @app.command("new")
 def new(
-    owner: Annotated[str, typer.Option(help="whose conversations, files and batches it sees")],
-    expires: Annotated[str | None, typer.Option(help="a day, or a time from now: 2027-01-31, 90d")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="the only model it may use; may be repeated")
-    ] = None,
-    scope: Annotated[list[Scope] | None, typer.Option(help="may be repeated; else serve")] = None,
+    owner: Annotated[str, typer.Option(help="Owner of the conversations, files and batches that it sees")],
+    expires: Annotated[str | None, typer.Option(help="A day, or a time from now: 2027-01-31, 90d")] = None,
+    model: Models = None,
+    scope: Scopes = None,
     requests_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
-    turns: Annotated[int | None, typer.Option(help="at once", min=1)] = None,
-    id: Annotated[str | None, typer.Option(help="its name in logs; else a new one")] = None,
+    turns: Annotated[int | None, typer.Option(help="Concurrent turns", min=1)] = None,
+    id: Annotated[str | None, typer.Option(help="Its name in logs; else a new one")] = None,
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
@@ -51,18 +51,13 @@ def new(
         "id": id or f"key-{secrets.token_hex(4)}",
         "owner": owner,
         "hash": hash_secret(secret),
+        "scopes": [str(one) for one in scope or ()],
+        "models": model,
+        "expires": _moment(expires) if expires else None,
+        "limits": Limits(requests_per_minute, tokens_per_minute, turns).given(),
     }
-    if scope:
-        entry["scopes"] = [str(one) for one in scope]
-    if model:
-        entry["models"] = model
-    if expires:
-        entry["expires"] = _moment(expires)
-    limits = Limits(requests_per_minute, tokens_per_minute, turns)
-    if limits != Limits():
-        entry["limits"] = _set(limits)
     path = _path(file, fleet)
-    _edit(path, lambda text: _with(text, entry))
+    _edit(path, lambda text: _append(text, {name: value for name, value in entry.items() if value}))
     print(secret)
     Console(stderr=True).print(
         f"{entry['id']} of {owner} is in {path}; the key is not kept anywhere: store it now", markup=False
@@ -71,54 +66,51 @@ def new(
 
 @app.command("list")
 def list_keys(file: File = None, fleet: FleetOption = None) -> None:
-    """The keys in the file."""
+    """Show the keys in the file."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("id", "owner", "scopes", "models", "expires", "limits"):
         table.add_column(heading)
     for key in load_keys(_path(file, fleet)):
         scopes, models = " ".join(sorted(key.scopes)), " ".join(key.models) or "all"
-        limits = " ".join(f"{name}={most}" for name, most in _set(key.limits).items())
-        table.add_row(key.id, key.owner, scopes, models, _until(key), limits)
+        limits = " ".join(f"{name}={limit}" for name, limit in key.limits.given().items())
+        table.add_row(key.id, key.owner, scopes, models, _expiry(key), limits)
     Console().print(table)
 
 
 @app.command("revoke")
 def revoke(
-    id: Annotated[str, typer.Argument(help="as in `conserve key list`")],
+    id: Annotated[str, typer.Argument(help="As in `conserve key list`")],
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
-    """Take a key out of the file; what its owner has in the fleet stays."""
+    """Remove a key from the file; what its owner has in the fleet stays."""
     path = _path(file, fleet)
-    _edit(path, lambda text: _without(text, id, path))
+    _edit(path, lambda text: _remove(text, id, path))
     print(f"{id} is no key any more")
-
-
-def _set(limits: Limits) -> dict[str, Any]:
-    return {name: most for name, most in vars(limits).items() if most is not None}
 
 
 def _path(file: Path | None, fleet: str | None) -> Path:
     if file is not None:
         return file
     named = fleet is not None and fleet.endswith((".yaml", ".yml"))
-    from_file = Path(str(fleet)) if named else home_of(fleet).fleet_file
-    keys = load_fleet(from_file).gateway.keys_file
+    fleet_file = Path(str(fleet)) if named else home_of(fleet).fleet_file
+    keys = load_fleet(fleet_file).gateway.keys_file
     if keys is None:
-        raise DeployError(f"{from_file} has no gateway.keys_file: set it, or say --file")
+        raise DeployError(f"{fleet_file} has no gateway.keys_file: set it, or give --file")
     return Path(keys).expanduser()
 
 
-def _moment(given: str) -> str:
+def _moment(expires: str) -> str:
+    """Convert a time from now to a date; leave a date to the keys file's own check."""
     try:
-        later = seconds(given)
+        later = seconds(expires)
     except ValueError:
-        return given  # a day or a time, which the file's reader checks
+        return expires
     assert isinstance(later, float)
     return datetime.fromtimestamp(time.time() + later, UTC).isoformat(timespec="seconds")
 
 
-def _until(key: Key) -> str:
+def _expiry(key: Key) -> str:
     if key.expires is None:
         return "never"
     shown = datetime.fromtimestamp(key.expires, UTC).isoformat(sep=" ", timespec="minutes")
@@ -126,58 +118,54 @@ def _until(key: Key) -> str:
 
 
 def _edit(path: Path, change: Callable[[str], str]) -> None:
-    """Who edits at the same time loses no change, and what would be wrong is not written."""
+    """Change the file under a lock, and write nothing that gateways would refuse."""
     path = path.resolve()
-    with _alone(path.parent):
-        text = path.read_text() if path.exists() else "[]\n"
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise DeployError(f"{path.parent}: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # concurrent edits wait for each other
+        before = path.stat() if path.exists() else None
+        text = path.read_text() if before is not None else "[]\n"
         parse_keys(text, str(path))
         changed = change(text)
         parse_keys(changed, str(path))
-        before = path.stat() if path.exists() else None
         write_atomically(path, changed, before.st_mode & 0o777 if before is not None else 0o600)
-        if before is not None:  # or the gateways might be kept from it
+        if before is not None:  # keep its owner and mode: gateways may read it by their group
             with suppress(PermissionError):
                 os.chown(path, before.st_uid, before.st_gid)
-            path.chmod(before.st_mode & 0o777)  # whatever the umask
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    try:
-        held = os.open(folder, os.O_RDONLY)
-    except OSError as wrong:
-        raise DeployError(f"{folder}: {wrong.strerror}") from wrong
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+            path.chmod(before.st_mode & 0o777)  # the umask has narrowed it
     finally:
-        os.close(held)
+        os.close(folder)
 
 
-def _with(text: str, entry: dict[str, Any]) -> str:
-    root = yaml.compose(text)
-    if root is None or not root.value:
-        text, indent = "", ""
-    else:
-        _check_block(root)
+def _append(text: str, entry: dict[str, Any]) -> str:
+    """Add an entry behind the others, with their indentation and all comments as they are."""
+    root, indent = _block_list(text), ""
+    if root.value:
         indent = " " * root.start_mark.column
+    else:
+        text = ""
     lines = yaml.safe_dump([entry], sort_keys=False).splitlines()
     return f"{text.rstrip()}\n".lstrip("\n") + "".join(f"{indent}{line}\n" for line in lines)
 
 
-def _without(text: str, id: str, path: Path) -> str:
-    root = yaml.compose(text)
+def _remove(text: str, id: str, path: Path) -> str:
+    """Cut the lines of an entry, and leave all others as they are."""
     ids = [key.id for key in parse_keys(text, str(path))]
-    if root is None or id not in ids:
+    if id not in ids:
         raise DeployError(f"there is no key {id} in {path}; it has {', '.join(ids) or 'none'}")
-    _check_block(root)
-    lines, starts = text.splitlines(keepends=True), [one.start_mark.line for one in root.value]
-    index = ids.index(id)
-    end = starts[index + 1] if index + 1 < len(starts) else len(lines)
-    left = "".join(lines[: starts[index]] + lines[end:])
-    return left if len(ids) > 1 else "[]\n"
+    lines, index = text.splitlines(keepends=True), ids.index(id)
+    starts = [entry.start_mark.line for entry in _block_list(text).value] + [len(lines)]
+    left = lines[: starts[index]] + lines[starts[index + 1] :]
+    return "".join(left) if len(ids) > 1 else "[]\n"
 
 
-def _check_block(root: yaml.Node) -> None:
-    if isinstance(root, yaml.CollectionNode) and root.flow_style:
+def _block_list(text: str) -> yaml.SequenceNode:
+    """Return the list of a checked file, which can be edited by lines."""
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.SequenceNode)
+    if root.value and root.flow_style:
         raise DeployError("the file's list is in brackets: edit it by hand, or begin each entry with '-'")
+    return root
