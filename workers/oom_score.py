@@ -9,7 +9,7 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
-_FILE = Path("/proc/self/oom_score_adj")
+SCORE_FILE = Path("/proc/self/oom_score_adj")
 _HIGHEST = 1000
 
 
@@ -27,9 +27,9 @@ def set_oom_score(score: int) -> None:
     a score that it may not go below, a process adds `score` to what it has: the order stays. A system that
     lets nobody say it is no reason not to start."""
     with suppress(OSError):
-        given = int(_FILE.read_text())
+        given = int(SCORE_FILE.read_text())
         try:
-            _FILE.write_text("0")
+            SCORE_FILE.write_text("0")
         except PermissionError:
             score = min(_HIGHEST, given + score)
-        _FILE.write_text(str(score))
+        SCORE_FILE.write_text(str(score))

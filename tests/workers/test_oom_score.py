@@ -62,6 +62,6 @@ def test_below_what_its_container_was_given_the_order_stays(
     monkeypatch: pytest.MonkeyPatch, score: int, then: int
 ) -> None:
     file = FileWithFloor()
-    monkeypatch.setattr(oom_score, "_FILE", file)
+    monkeypatch.setattr(oom_score, "SCORE_FILE", file)
     set_oom_score(score)
     assert file.score == then
