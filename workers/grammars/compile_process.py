@@ -22,11 +22,14 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from setproctitle import setproctitle
+
 from kvtransfer.parent_death import die_with_parent
 from workers.grammars.config import ADDRESS, MIB, GrammarBudget
 
 CONFIGURE, COMPILE = b"C", b"G"
 LENGTH = struct.Struct("!I")
+TITLE = "conserve: grammars"
 ENDED_FIRST = 1000  # oom_score_adj: before any engine
 _READ_LIMIT_S = 10.0
 _MOST_BYTES = 64 << 20
@@ -61,6 +64,7 @@ def serve(address: str, budget: GrammarBudget) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need no burial
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # it ends nothing; a fork has limits that do
+    setproctitle(TITLE)  # or it would look like the server that it was forked from
     _end_first()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{address}")

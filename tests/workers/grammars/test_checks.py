@@ -17,7 +17,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from deploy.small_model import make_model
 from workers.grammars.checks import GrammarChecks
-from workers.grammars.compile_process import new_address
+from workers.grammars.compile_process import TITLE, new_address
 from workers.grammars.config import ADDRESS, GrammarBudget
 
 # A key of a fleet sent this, 19 KB: xgrammar takes minutes and gigabytes for it.
@@ -182,7 +182,7 @@ def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
         compiling.process.kill()
         compiling.process.wait(10)
         assert (await compiling.check(checks, schema("after")))["_backend"] == "xgrammar"
-        [again] = [one for one in psutil.Process().children() if "compile_process" in " ".join(one.cmdline())]
+        [again] = [one for one in psutil.Process().children() if one.cmdline()[:1] == [TITLE]]
         compiling.process = again
 
     run(main())
