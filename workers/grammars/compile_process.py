@@ -158,17 +158,18 @@ class GrammarCompiler:
 
     def compile(self, constraint: dict[str, Any]) -> dict[str, Any]:
         """Return what vLLM's validation set (`set`), or why the grammar is none (`invalid`)."""
-        from vllm.exceptions import VLLMValidationError
-
         try:
             return {"set": self._backends.compile(constraint)}
-        except MemoryError:
-            return {"over_budget": True}
-        except VLLMValidationError as wrong:
-            return {"invalid": str(wrong)}
         except Exception as wrong:  # noqa: BLE001 - each backend has its own
-            # Out of memory inside a backend is a `std::bad_alloc` in its words.
-            return {"over_budget": True} if "bad_alloc" in str(wrong) else {"invalid": str(wrong)[:1000]}
+            return failure(wrong)
+
+
+def failure(wrong: Exception) -> dict[str, Any]:
+    """Return the outcome of a compilation that raised. Without memory a backend says `std::bad_alloc`, and
+    vLLM that the grammar is not valid because of it."""
+    if isinstance(wrong, MemoryError) or "bad_alloc" in str(wrong):
+        return {"over_budget": True}
+    return {"invalid": str(wrong)[:1000]}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from deploy.small_model import make_model
 from workers.grammars.checks import GrammarChecks
-from workers.grammars.compile_process import TITLE, new_address
+from workers.grammars.compile_process import TITLE, failure, new_address
 from workers.grammars.config import ADDRESS, GrammarBudget
 
 # A key of a fleet sent this, 19 KB: xgrammar takes minutes and gigabytes for it.
@@ -190,6 +190,12 @@ def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
 
 def test_the_budget_goes_through_the_environment() -> None:
     assert GrammarBudget.from_environment(BUDGET.to_environment()) == BUDGET
+
+
+def test_a_fork_without_memory_is_over_its_budget_and_not_wrong() -> None:
+    parsing = VLLMValidationError("Failed to transform regex into a grammar: std::bad_alloc")
+    assert failure(parsing) == failure(MemoryError()) == {"over_budget": True}
+    assert failure(VLLMValidationError("no")) == {"invalid": "no"}
 
 
 def _own_bytes(process: psutil.Process) -> int:
