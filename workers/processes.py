@@ -17,7 +17,6 @@ import psutil
 SOURCE = str(Path(__file__).resolve().parents[1])
 PORTS = range(20_000, 30_000)  # above Ray's workers', below Kubernetes' node ports and Linux' ephemeral ones
 TRIED_PORTS = 100
-YIELDING = 10  # nice
 
 
 class WorkerError(Exception):
@@ -170,11 +169,11 @@ def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
     return not _wait(remaining, 5.0)
 
 
-def lower_priority(pid: int) -> None:
+def lower_priority(pid: int, nice: int) -> None:
     """Let the threads that this process has now, and those that they start, yield the cores to others."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), YIELDING)
+            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def session(leader: int) -> Iterator[psutil.Process]:

@@ -19,7 +19,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from workers.grammars import metrics
 from workers.grammars.compile_process import COMPILE, CONFIGURE, LENGTH, restart_process
-from workers.grammars.config import GrammarBudget
+from workers.grammars.config import LONG_FORK_NICE, GrammarBudget
 from workers.processes import WorkerError, lower_priority
 
 log = logging.getLogger("conserve.workers.grammars")
@@ -107,9 +107,8 @@ class GrammarChecks:
         kind = next(iter(outcome))
         metrics.CHECKS.labels({"set": "compiled", "invalid": "invalid"}.get(kind, "over_budget")).inc()
         if kind == "over_budget":
-            log.warning(
-                "a grammar was over its budget bytes=%d seconds=%.1f", len(content), time.monotonic() - began
-            )
+            took_s = time.monotonic() - began  # not a warning: in vLLM's server only errors are shown
+            log.error("a grammar was over its budget bytes=%d seconds=%.1f", len(content), took_s)
         return outcome
 
     async def _fork(self, vllm_config: Any, content: bytes) -> Outcome:
@@ -152,7 +151,7 @@ class GrammarChecks:
         try:
             reader, writer = await self._open()
         except ConnectionRefusedError:
-            log.warning("the process that compiles grammars is gone and is started again")
+            log.error("the process that compiles grammars is gone and is started again")
             restart_process(self._address)
             reader, writer = await self._open_until(time.monotonic() + _READY_S)
         except OSError as wrong:
@@ -201,7 +200,7 @@ async def _received_from_slow(reader: asyncio.StreamReader, pid: int) -> bytes:
     try:
         await asyncio.wait((receiving,), timeout=_QUICK_S)
         if not receiving.done():
-            lower_priority(pid)
+            lower_priority(pid, LONG_FORK_NICE)
         return await receiving
     finally:
         receiving.cancel()

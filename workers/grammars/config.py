@@ -8,6 +8,8 @@ BUDGET = "CONSERVE_GRAMMAR_BUDGET"  # environment of an engine's processes
 ADDRESS = "CONSERVE_GRAMMAR_PROCESS"
 
 MIB = 1 << 20
+# Niceness: a fork that takes long has what engines leave; what the engine core compiles is known to be small.
+LONG_FORK_NICE, ENGINE_CORE_NICE = 19, 10
 _WALL_FACTOR = 6  # a machine whose cores are all taken computes so much slower
 
 

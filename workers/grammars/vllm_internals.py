@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from kvtransfer.relied_on import ReliedOn, verify
-from workers.processes import YIELDING
+from workers.grammars.config import ENGINE_CORE_NICE
 
 _LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 _XGRAMMAR = "vllm.v1.structured_output.backend_xgrammar"
@@ -191,7 +191,7 @@ def compile_at_low_priority() -> None:
     @functools.wraps(creating)
     def _create_grammar(self: StructuredOutputManager, request: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENGINE_CORE_NICE)
         return creating(self, request)
 
     _create_grammar.at_low_priority = True  # type: ignore[attr-defined]

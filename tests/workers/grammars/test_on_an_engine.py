@@ -88,6 +88,7 @@ def test_a_grammar_over_its_budget_is_a_bad_request(engine: EngineProcess, strea
     status, answer, _ = ask(engine, {**regex(int(stream)), "stream": stream})
     assert status == 400, answer
     assert f"takes more than {BUDGET.sentence}" in json.loads(answer)["error"]["message"]
+    assert "a grammar was over its budget" in engine.log.read_text()
 
 
 def test_a_prefill_leg_compiles_no_grammar(engine: EngineProcess) -> None:
