@@ -190,6 +190,8 @@ def contacts(source: str) -> Iterator[str]:
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "vllm":
                 yield from (n for n in [*module.split("."), *(a.name for a in names)] if is_private(n))
+            case ast.Attribute(attr="_exit", value=ast.Name(id="os")):
+                pass  # the standard library's
             case ast.Attribute(attr=name) if name in INTERNAL:
                 yield name
             case ast.Attribute(attr=name, value=ast.Name(id="self" | "cls")) if is_private(name):

@@ -24,6 +24,7 @@ from workers.grammars.config import ADDRESS, GrammarBudget
 MANY_REPETITIONS = "((a{1,999}b){1,999}c){1,999}|" + "|".join(
     f"([a-z]{{1,{2000 + number}}}[0-9])" for number in range(900)
 )
+pytestmark = pytest.mark.slow  # it starts processes that import vLLM
 BUDGET = GrammarBudget(cpu_s=2.0, memory_mib=128, wait_s=60.0)
 
 
