@@ -22,7 +22,7 @@ from statistics import median, quantiles
 
 import httpx
 
-from benchmarks.harness.fleet import LAPTOP, brought_up, changed, counted_in_all
+from benchmarks.harness.fleet import LAPTOP, brought_up, changed, counted
 from benchmarks.harness.output import command, print_figures, write_json
 from benchmarks.harness.streams import events, words
 from deploy.fleet import FleetSpec, load_fleet
@@ -56,8 +56,9 @@ class PrefixTarget:
 
     def counts(self) -> tuple[float, float]:
         """Return the prompt tokens computed and the bytes fetched by all engines since their start."""
-        computed = counted_in_all(self.engines, "vllm:prompt_tokens_by_source_total", source="local_compute")
-        return computed, counted_in_all(self.engines, "conserve_kv_transfer_bytes_total")
+        pages = [f"http://{engine}" for engine in self.engines]
+        computed = counted(pages, "vllm:prompt_tokens_by_source_total", source="local_compute")
+        return computed, counted(pages, "conserve_kv_transfer_bytes_total")
 
     def words_in(self, tokens: int) -> int:
         """Return how many words make so many tokens."""

@@ -27,12 +27,12 @@ from pathlib import Path
 from random import Random
 from threading import Event
 
+from benchmarks import overload
 from benchmarks.chaos.agents import AgentLengths, Agents
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.chaos.watching import AbortedIterations, Batch, layer_changes, settled, whole
 from benchmarks.harness.fleet import LAPTOP, brought_up, changed
 from benchmarks.harness.output import command, print_figures, write_json
-from benchmarks.overload import live
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
@@ -107,7 +107,7 @@ def prepared(file: Path) -> FleetSpec:
 
 def prepared_to_drop() -> FleetSpec:
     return changed(
-        live.prepared("drop"),
+        overload.prepared("drop"),
         name="chaos",
         conversation={"park_after": PARK_AFTER_S, "ttl": TTL_S, "decoder_wait": 60.0},
         coserving={"enabled": True, "ttft": TTFT_S, "ageing": AGEING_S},

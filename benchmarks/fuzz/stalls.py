@@ -31,7 +31,7 @@ class IdleServer(BaseHTTPRequestHandler):
 def long_holds(url: str) -> int:
     """Return how often the gateway's loop was held longer than `HOLD_S` since its start."""
     name = "conserve_loop_held_seconds_bucket"
-    return round(counted(url, name, le="+Inf") - counted(url, name, le=str(HOLD_S)))
+    return round(counted([url], name, le="+Inf") - counted([url], name, le=str(HOLD_S)))
 
 
 def watch(url: str, pipe: Connection) -> None:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import httpx
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from deploy.fleet import FleetSpec
@@ -79,17 +78,22 @@ def _conserve(base: str, *arguments: str, limit_s: float) -> None:
         raise SystemExit(f"conserve {arguments[0]} failed:\n{done.stdout}{done.stderr}")
 
 
-def counted(url: str, name: str, **labels: str) -> float:
-    """Return the sum of a metric's samples on a process's /metrics page, for the given labels."""
-    page = httpx.get(f"{url}/metrics", timeout=30).text
+def samples(pages: Iterable[str], *names: str) -> dict[str, float]:
+    """Return the samples of processes whose names begin with one of `names`, summed by name and labels."""
+    found: dict[str, float] = {}
+    for page in pages:
+        for line in httpx.get(f"{page}/metrics", timeout=30).text.splitlines():
+            if line.startswith(names):
+                name, _, value = line.rpartition(" ")
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def counted(pages: Iterable[str], name: str, **labels: str) -> float:
+    """Return the sum of a metric over processes, for the given labels."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
+        value
+        for key, value in samples(pages, name).items()
+        if key.partition("{")[0] == name and all(one in key for one in wanted)
     )
-
-
-def counted_in_all(engines: Iterable[str], name: str, **labels: str) -> float:
-    """Return the sum of a metric over engines that are given as host:port."""
-    return sum(counted(f"http://{engine}", name, **labels) for engine in engines)

@@ -8,7 +8,7 @@ from benchmarks.batch import Phase
 from benchmarks.coserving import __main__ as coserving
 from benchmarks.coserving.turns import Experienced, LoadOutcome, OnlineLoad, PartLengths
 from benchmarks.kv.conversations import Played, compared
-from benchmarks.overload.live import PolicyBursts
+from benchmarks.overload import PolicyBursts
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import elastic
 from benchmarks.peers import figures as peers

@@ -5,19 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.overload.computed import DROPS, PREEMPT, play
-from benchmarks.overload.setups import (
+from placement.overload.drop_plan import DropLimits
+from placement.routing.placer_settings import PlacerSettings
+from placement.scheduling.latency_model import BatchWork
+from tests.traces.simulator.overload_set_ups import (
     A800,
     H800,
-    LONG_ANSWERS,
     LONG_BENCH,
     QWEN_14B,
     QWEN_72B,
-    SET_UPS,
     Arrivals,
+    p99_ttft,
 )
-from placement.scheduling.latency_model import BatchWork
-from traces.simulator.metrics import percentile
+from traces.simulator.dropping import DroppingSettings
+from traces.simulator.kv import Pressure
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +45,12 @@ def test_iterations_on_full_kv_take_what_the_paper_measured_on_long_bench() -> N
 
 
 def test_with_long_answers_dropping_halves_the_latest_first_tokens() -> None:
-    trace = next(one.arrivals for one in SET_UPS if one.lengths is LONG_ANSWERS).of(LONG_ANSWERS)
-    p99 = {}
-    for policy in (PREEMPT, DROPS):
-        recorder = play(A800.fleet(), trace, policy).result.recorder
-        p99[policy.name] = percentile(np.asarray(recorder.turn_ttft), 99)
-    assert p99["preempt"] > 2 * p99["drop"]
+    """Rates are such that the larger burst asks for 1.25 times the KV."""
+    arrivals, tbt_s = Arrivals(8.05), 0.25
+    never = DroppingSettings(DropLimits(tbt_s, most_engines=1), 1.0)
+    preempt = p99_ttft(Pressure.DROP, never, 1e6, arrivals)
+    drop = p99_ttft(Pressure.PARK, DroppingSettings(DropLimits(tbt_s), 1.0), PlacerSettings().fill, arrivals)
+    assert preempt > 2 * drop
 
 
 def test_arrivals_double_in_bursts_and_repeat_exactly() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from benchmarks.coserving.steps import host_time
 from tests.workers.coserving.model_free import ModelFreeEngine
 from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
@@ -81,9 +80,3 @@ def test_a_step_that_cannot_be_aborted_publishes_nothing_and_makes_no_record_wit
     calls = a_step(small_model, 4)
     assert not calls["IterationRecord"]
     assert calls["requests.online"] == 1  # the plan's, for those that wait
-
-
-def test_the_benchmark_of_a_step_measures_each_part() -> None:
-    found = host_time("coserving", (2,), 3)[2]
-    assert min(found[part] for part in ("schedule", "workers", "update")) > 0
-    assert found["step"] == pytest.approx(found["schedule"] + found["workers"] + found["update"])

@@ -4,15 +4,23 @@ Every constant names its source; none was chosen by a result. Lengths and arriva
 statistics that the paper states, so they are synthetic.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
+import numpy as np
+
+from benchmarks.overload import LONG_ANSWERS, Lengths
 from placement.engines import Role
+from placement.routing.placer_settings import PlacerSettings
 from placement.scheduling.latency_model import LatencyModel
 from placement.sizing.power_curve import PowerCurve
 from traces import generators
-from traces.format import TraceConversation, TraceTurn
+from traces.format import TraceConversation
+from traces.simulator.dropping import DroppingSettings
+from traces.simulator.kv import Pressure
+from traces.simulator.metrics import percentile
+from traces.simulator.policies import System, SystemSettings
+from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 
 GIB = 1 << 30
@@ -100,31 +108,7 @@ A800 = Cluster("8 x A800", QWEN_14B, 8, 1, 312e12, 2.04e12, 25e9, tensor_share=1
 H800 = Cluster("2 x 8 H800", QWEN_72B, 4, 4, 989e12, 3.35e12, 50e9, tensor_share=0.7)
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths of requests. Means are the paper's; the spread of a lognormal is assumed."""
-
-    name: str
-    prompt: float
-    output: float
-    prompt_cv: float
-    output_cv: float
-    longest_prompt: int
-
-    def draw(self, count: int, seed: int) -> Iterator[TraceConversation]:
-        random = generators.stream(seed, self.name)
-        for number in range(count):
-            prompt = min(self.longest_prompt, generators.tokens(random, self.prompt, self.prompt_cv))
-            output = min(8_192, generators.tokens(random, self.output, self.output_cv, least=2))
-            yield TraceConversation(f"request-{number:06d}", 0.0, (TraceTurn(prompt, 0, output),))
-
-
-# The paper's stay of 11 s has a spread of 14.9 s: outputs of BurstGPT vary that much.
-BURST_GPT = Lengths("BurstGPT", 642, 262, 1.2, 1.3, 8_192)
-SHARE_GPT = Lengths("ShareGPT", 1_660, 373, 0.7, 0.9, 4_096)
 LONG_BENCH = Lengths("LongBench", 5_900, 499, 0.7, 0.7, 30_000)
-# Answers as agents and reasoning models write them: the KV stays long, and little is computed for it.
-LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +134,15 @@ class Arrivals:
         return [*takewhile(lambda conversation: conversation.arrival_s < self.seconds, arriving)]
 
 
-@dataclass(frozen=True, slots=True)
-class SetUp:
-    """A cluster under a load; `paper` says whether the lengths are the paper's."""
-
-    cluster: Cluster
-    lengths: Lengths
-    arrivals: Arrivals
-    paper: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"{self.lengths.name}, {self.cluster.name}"
-
-
-# Rates: without limit, 1/2.1 of the KV there is would be in use on average, as the paper provisions it; with
-# long answers, the larger burst asks for 1.25 times the KV.
-SET_UPS = (
-    SetUp(A800, BURST_GPT, Arrivals(28.8)),
-    SetUp(A800, SHARE_GPT, Arrivals(11.5)),
-    SetUp(A800, LONG_BENCH, Arrivals(2.77)),
-    SetUp(H800, LONG_BENCH, Arrivals(3.1)),
-    SetUp(A800, LONG_ANSWERS, Arrivals(8.05), paper=False),
-    SetUp(H800, LONG_ANSWERS, Arrivals(9.0), paper=False),
-)
+def p99_ttft(pressure: Pressure, dropping: DroppingSettings, fill: float, arrivals: Arrivals) -> float:
+    """Return the P99 TTFT, in seconds, of long answers on the A800 cluster on the simulator's clock."""
+    settings = SimulationSettings(
+        SystemSettings(System.COLLOCATED),
+        PlacerSettings(fill=fill, max_prefill_wait_s=float("inf")),
+        pressure,
+        park_after_s=30.0,
+        reserved_until_held=True,
+        dropping=dropping,
+    )
+    recorder = Simulation(A800.fleet(), settings).run(arrivals.of(LONG_ANSWERS)).recorder
+    return percentile(np.asarray(recorder.turn_ttft), 99)

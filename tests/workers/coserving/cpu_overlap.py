@@ -1,4 +1,4 @@
-"""Asynchronous scheduling on vLLM's CPU build, which takes it back: for tests and benchmarks.
+"""Asynchronous scheduling on vLLM's CPU build, which vLLM itself turns off there, for tests.
 
     with overlapping():
         async with coserving_engine(replace(shape, arguments={"worker_cls": WORKER}), config): ...
@@ -17,7 +17,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from workers.cpu_worker import CoServingCpuWorker
 
-WORKER = "benchmarks.coserving.cpu_overlap.OverlappingCpuWorker"
+WORKER = "tests.workers.coserving.cpu_overlap.OverlappingCpuWorker"
 
 
 @contextmanager
@@ -57,7 +57,7 @@ class IdleStream:
 
 
 class OverlappingCpuWorker(CoServingCpuWorker):
-    """Its process has streams and events for the runner's copies of what is sampled."""
+    """Worker with streams and events for the runner's copies of sampled tokens."""
 
     def init_device(self) -> None:
         cuda: Any = torch.cuda

@@ -1,18 +1,22 @@
-"""Bursts on plain vLLM, on a fleet that parks and on a fleet that drops layers, in turns of one run.
+"""Three answers to a shortage of KV, under the same bursts: plain preemption, parking, and dropping layers.
 
-Two engines have little KV, and turns ask for 1.5 times what both have. `requests` have BurstGPT's lengths and
-`agents` those of real agents whose tools answer at once; both come within half a second. `long answers` come
-over 40 seconds, so that late ones wait for KV that others hold, on a model whose weights take most of an
-iteration's time, as on a GPU. On plain vLLM, which preempts, conversations alternate between the engines.
-Each burst has its own words, so that nothing is cached, and is played by all three, forwards and back, and
-then calmly by plain vLLM: an answer that differs from the calm one is wrong. TBT is the time between two
-tokens; TPOT is an answer's mean of it.
+    python -m benchmarks.overload [--quick] [--load LOAD] [--json FILE]
+
+`preempt` is plain vLLM: running turns are computed again, and idle KV is lost. `park` is a fleet that moves
+both to the host. `drop` is a fleet that also drops duplicated parameters (placement/overload/). Two engines
+have little KV, and turns ask for 1.5 times what both have. The load `requests` has BurstGPT's lengths, and
+`agents` those of real agents whose tools answer at once; both arrive within half a second. `long answers`
+arrive over 40 seconds, so that late ones wait for KV that others hold, on a model whose weights take most of
+an iteration's time, as on a GPU. On plain vLLM conversations alternate between the engines. Each burst has
+its own words, so that nothing is cached. All three play it, forwards and back, and then plain vLLM plays it
+calmly: an answer that differs from the calm one is wrong. TBT is the time between two tokens, and TPOT is an
+answer's mean of it. docs/measurements/overload.md has results.
 """
 
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise, takewhile
@@ -20,24 +24,23 @@ from pathlib import Path
 from statistics import median
 
 import aiohttp
-import httpx
 
 from benchmarks.harness.engines import Bench, PlainEngines
-from benchmarks.harness.fleet import LAPTOP, UP_LIMIT_S, brought_up
+from benchmarks.harness.fleet import LAPTOP, UP_LIMIT_S, brought_up, samples
+from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.harness.rounds import forth_and_back
-from benchmarks.overload.setups import BURST_GPT, LONG_ANSWERS
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import fleet_status, serving
 from deploy.small_model import ModelShape, make_model
 from traces import generators
-from traces.format import TraceConversation, load
+from traces.format import TraceConversation, TraceTurn, load
 from traces.replay import ReplayOptions
 from traces.replay.client import Calibration, ChatClient, ToolStyle, calibrate
 from traces.replay.player import Dialogue
 from traces.simulator.metrics import percentile
 
-SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
+SAMPLE = Path(__file__).parents[1] / "traces" / "samples" / "laptop.jsonl.gz"
 PREEMPT, PARK, DROP = "preempt", "park", "drop"
 MODEL, BLOCK = "small", 32
 TEMPLATE_TOKENS = 128  # at most what a chat template adds to a trace's tokens
@@ -56,6 +59,31 @@ DROPPED, RESTORED = (f'{CHANGES}{{change="{change}",outcome="done"}}' for change
 TIMES = ("drop", "restore", "return")  # for "return" 0: parameters return within a restore
 FIGURES = ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "tpot_p50", "tpot_p99", "e2e_p50", "burst")
 Answers = dict[str, list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of requests: means of the KunServe paper, with the spread of a lognormal that is assumed."""
+
+    name: str
+    prompt: float
+    output: float
+    prompt_cv: float
+    output_cv: float
+    longest_prompt: int
+
+    def draw(self, count: int, seed: int) -> Iterator[TraceConversation]:
+        random = generators.stream(seed, self.name)
+        for number in range(count):
+            prompt = min(self.longest_prompt, generators.tokens(random, self.prompt, self.prompt_cv))
+            output = min(8_192, generators.tokens(random, self.output, self.output_cv, least=2))
+            yield TraceConversation(f"request-{number:06d}", 0.0, (TraceTurn(prompt, 0, output),))
+
+
+# The paper's stay of 11 s has a spread of 14.9 s: outputs of BurstGPT vary that much.
+BURST_GPT = Lengths("BurstGPT", 642, 262, 1.2, 1.3, 8_192)
+# Answers as agents and reasoning models write them: the KV stays long, and little is computed for it.
+LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192)
 
 
 @dataclass(frozen=True)
@@ -109,18 +137,11 @@ def within_kv(number: int, conversations: Iterable[TraceConversation]) -> Iterab
     return generators.arriving(taken, generators.poisson(BURST_RATE, generators.stream(number, "burst")))
 
 
-@dataclass(frozen=True)
-class BurstLoad:
-    """The engines of a load, and its conversations by the burst's number."""
-
-    kv: EngineKv
-    burst: Callable[[int], Iterable[TraceConversation]]
-
-
-LOADS = {
-    "requests": BurstLoad(BRIEF, requests),
-    "agents": BurstLoad(BRIEF, agents),
-    "long answers": BurstLoad(LASTING, long_answers),
+Burst = Callable[[int], Iterable[TraceConversation]]  # by the burst's number
+LOADS: dict[str, tuple[EngineKv, Burst]] = {
+    "requests": (BRIEF, requests),
+    "agents": (BRIEF, agents),
+    "long answers": (LASTING, long_answers),
 }
 
 
@@ -232,13 +253,7 @@ class BurstSubject:
         if self._home is not None:
             status = fleet_status(self._home)
             pages = [f"http://{page}" for page in (status.metrics, *(one.http for one in status.engines))]
-        found: dict[str, float] = {}
-        for page in pages:
-            for line in httpx.get(f"{page}/metrics", timeout=30).text.splitlines():
-                if line.startswith((PREEMPTIONS, CHANGES, "conserve_split")):
-                    name, _, value = line.rpartition(" ")
-                    found[name] = found.get(name, 0.0) + float(value)
-        return found
+        return samples(pages, PREEMPTIONS, CHANGES, "conserve_split")
 
 
 async def converse(
@@ -268,13 +283,12 @@ def total(counts: dict[str, float], name: str) -> float:
     return sum(value for labelled, value in counts.items() if labelled.partition("{")[0] == name)
 
 
-def measure(loads: Sequence[str], quick: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return the figures, the worst of all loads, and a table by load and policy."""
     seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in loads}
     counts: dict[str, float] = {}
-    for kv, alike in groupby(loads, lambda load: LOADS[load].kv):
-        played = play_all(kv, {name: seen[name] for name in alike}, QUICK_ROUNDS if quick else ROUNDS)
-        for metric, value in played.items():
+    for kv, alike in groupby(loads, lambda load: LOADS[load][0]):
+        for metric, value in play_all(kv, {name: seen[name] for name in alike}, rounds).items():
             counts[metric] = counts.get(metric, 0.0) + value
     table = {f"{load}, {policy}": one.figures() for load, by in seen.items() for policy, one in by.items()}
     ratios = {
@@ -310,12 +324,12 @@ def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: in
         for policy, fleet in fleets.items():
             home = stack.enter_context(brought_up(fleet))
             subjects[policy] = BurstSubject([serving(home).endpoint], home)
+        bursts = {load: LOADS[load][1] for load in loads}
         for subject in subjects.values():  # the first drop of all is part of the warm-up
-            first = next(iter(loads))
-            subject.burst("burst--1", tuple(LOADS[first].burst(-1)), PolicyBursts())
+            subject.burst("burst--1", tuple(next(iter(bursts.values()))(-1)), PolicyBursts())
         for load, seen in loads.items():
             for number in range(2 * rounds):
-                salt, burst = f"burst-{number}", tuple(LOADS[load].burst(number))
+                salt, burst = f"burst-{number}", tuple(bursts[load](number))
                 answers = {
                     policy: subjects[policy].burst(salt, burst, seen[policy])
                     for policy in forth_and_back(list(subjects), number)
@@ -328,3 +342,18 @@ def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: in
                     pairs = (zip(given[name], right[name], strict=True) for name in right)
                     seen[policy].wrong += sum(one != other for pair in pairs for one, other in pair)
         return subjects[DROP].counts()
+
+
+def main() -> None:
+    parser = command(__doc__, quick="one round")
+    parser.add_argument("--load", action="append", choices=list(LOADS), help="only this load")
+    options = parser.parse_args()
+    loads = [load for load in LOADS if load in (options.load or LOADS)]
+    figures, table = measure(loads, QUICK_ROUNDS if options.quick else ROUNDS)
+    print_rows("by load and policy", ({"load": name, **row} for name, row in table.items() if ", " in name))
+    print_figures(figures)
+    write_json(options.json, figures | {"table": table})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Overload of the KV: plain preemption, parking and parameter drop under the same bursts."""
